@@ -1,0 +1,1 @@
+"""The dataflow server: tasks, leases, groups, admission, batches and versions over Redis."""

@@ -1,0 +1,1 @@
+"""The CPU inference server that speaks the part of the SGLang HTTP API which rollout nodes use."""

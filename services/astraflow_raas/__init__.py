@@ -1,0 +1,1 @@
+"""A rollout node: leases tasks, runs workflows against an engine, pushes episodes and follows versions."""

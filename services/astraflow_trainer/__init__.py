@@ -1,0 +1,1 @@
+"""The trainer: consumes batches bound to its steps and publishes weight versions."""
