@@ -1,0 +1,121 @@
+"""Generates the Python side of the contracts: messages, services and their stubs from every .proto here.
+
+The output is committed, so that nobody needs protoc; it depends only on the .proto files and the pinned
+generators, and `--check` proves that it is fresh. `make proto` and `make proto-check` call this.
+"""
+
+import argparse
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PROTO_ROOT = Path(__file__).resolve().parent
+PYTHON_ROOT = PROTO_ROOT.parent / "clients" / "python"
+GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
+
+
+def main() -> int:
+    """Generate, or with `--check` compare; returns 0 when the tree under `--into` is fresh afterwards."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and list what differs")
+    parser.add_argument("--into", type=Path, default=PYTHON_ROOT, help="source root to write or check")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        fresh = generate(Path(scratch))
+        stale = differences(fresh, into=arguments.into)
+        if arguments.check:
+            return report(stale)
+        install(fresh, into=arguments.into)
+        print(f"proto: {len(fresh)} files, {len(stale)} changed, in {arguments.into}")
+    return 0
+
+
+def generate(scratch: Path) -> dict[str, Path]:
+    """Run protoc into the empty folder `scratch`; returns relative path -> generated file."""
+    sources = sorted(str(path.relative_to(PROTO_ROOT)) for path in PROTO_ROOT.rglob("*.proto"))
+    if not sources:
+        raise SystemExit(f"no .proto file under {PROTO_ROOT}; this script belongs beside the contracts")
+    outputs = [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    plugins = [f"--plugin=protoc-gen-{name}={plugin(name)}" for name in ("mypy", "mypy_grpc")]
+    command = [sys.executable, "-m", "grpc_tools.protoc", *plugins, *include_paths(), *outputs, *sources]
+    finished = subprocess.run(command, cwd=PROTO_ROOT, capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        raise SystemExit(f"protoc refused the contracts (exit {finished.returncode}):\n{finished.stderr}")
+    add_package_markers(scratch)
+    return {str(path.relative_to(scratch)): path for path in sorted(scratch.rglob("*")) if path.is_file()}
+
+
+def include_paths() -> list[str]:
+    """Where imports resolve: our contracts, protobuf's well-known types, then google.rpc."""
+    return [
+        f"-I{PROTO_ROOT}",
+        f"-I{package_folder('grpc_tools') / '_proto'}",
+        f"-I{package_folder('google.rpc').parents[1]}",
+    ]
+
+
+def package_folder(name: str) -> Path:
+    """Folder of an installed package, found without importing it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"{name} is not installed in {sys.prefix}; `make proto` installs it")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def plugin(name: str) -> Path:
+    """The protoc plug-in of this environment, so that another one on PATH is never used by accident."""
+    path = Path(sys.executable).parent / f"protoc-gen-{name}"
+    if not path.exists():
+        raise SystemExit(f"{path} is missing; run `make proto`, which installs mypy-protobuf first")
+    return path
+
+
+def add_package_markers(scratch: Path) -> None:
+    """Make `astraflow/<domain>` and below regular packages; the root `astraflow` is written by hand."""
+    for domain in sorted(scratch.glob("*/*")):
+        origin = f"proto/{domain.relative_to(scratch)}"
+        for folder in (domain, *(path for path in domain.rglob("*") if path.is_dir())):
+            (folder / "__init__.py").write_text(f'"""Generated contracts: see {origin}."""\n')
+
+
+def differences(fresh: dict[str, Path], *, into: Path) -> list[str]:
+    """Relative paths that are missing, different, or committed though no .proto makes them any more."""
+    changed = [name for name, path in fresh.items() if not same_bytes(path, into / name)]
+    return sorted(changed + leftovers(fresh, into=into))
+
+
+def leftovers(fresh: dict[str, Path], *, into: Path) -> list[str]:
+    """Generated files under `into` that no .proto makes any more."""
+    found = (path for path in into.rglob("*_pb2*") if path.name.endswith(GENERATED_SUFFIXES))
+    return [name for name in (str(path.relative_to(into)) for path in found) if name not in fresh]
+
+
+def same_bytes(one: Path, other: Path) -> bool:
+    """Whether both files exist and hold the same bytes."""
+    return other.exists() and one.read_bytes() == other.read_bytes()
+
+
+def install(fresh: dict[str, Path], *, into: Path) -> None:
+    """Bring `into` up to date; files that are already equal keep their time stamps."""
+    for name in leftovers(fresh, into=into):
+        (into / name).unlink()
+    for name, path in fresh.items():
+        if not same_bytes(path, into / name):
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, into / name)
+
+
+def report(stale: list[str]) -> int:
+    """Say which committed files differ from what the contracts make now."""
+    for name in stale:
+        print(f"stale generated file: {name}")
+    if stale:
+        print("run `make proto` and commit the result")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
