@@ -1,0 +1,111 @@
+# `make help` lists the targets. `run` and `test` install what they need into .venv first; nothing else is touched.
+# Needs Python >= 3.11 with venv, make and git. Knobs: T, ARGS, PYTHON, TORCH_INDEX.
+
+SHELL         := /bin/bash
+.DEFAULT_GOAL := help
+MAKEFLAGS     += --no-print-directory
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+LOG   := $(VENV)/install.log
+APT   := sudo apt-get install -y python3 python3-venv make git
+NEW   := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+# The first interpreter that is new enough and can make a virtual environment; PYTHON=... overrides it.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+            "$$p" -c '$(NEW)' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+
+# The stamps carry a digest of what decides the environment: they are redone when it changes, not when a clone is touched.
+WANTED     := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+RUN_STAMP  := $(VENV)/.installed-dev-$(WANTED)
+TEST_STAMP := $(VENV)/.installed-test-$(WANTED)
+
+# Where pip finds torch; empty means the default index (on Linux that build carries CUDA, about 3 GB).
+TORCH_INDEX ?=
+PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+PYTEST     := $(BIN)/python -m pytest
+PARALLEL   := -n 2 --dist loadgroup
+UNIT_TESTS := $(wildcard tests/architecture tests/contract tests/unit)
+
+##@ Use
+.PHONY: run
+run: $(RUN_STAMP) ## Train the quickstart policy on this machine (ARGS='--nodes 2 ...')
+	@$(BIN)/astraflow dev recipes/quickstart $(ARGS)
+
+##@ Test
+.PHONY: test unit check soak study
+test: $(TEST_STAMP) ## All tests that need nothing installed by hand, <= 12 min (T=path for one)
+	@$(PYTEST) -q $(if $(T),$(T),$(PARALLEL)) $(ARGS)
+
+unit: $(TEST_STAMP) ## Unit, contract and architecture tests, <= 30 s
+	@$(PYTEST) -q $(PARALLEL) $(UNIT_TESTS) $(ARGS)
+
+check: lint types proto-check unit ## Everything to run before a commit
+
+soak: $(TEST_STAMP) ## Long kills, many seeds and full benchmarks; hours
+	@$(PYTEST) -m soak --hypothesis-profile=soak $(T) $(ARGS)
+
+study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/results/
+	@$(BIN)/python -m astraflow_launcher.study $(ARGS)
+
+##@ Work on it
+.PHONY: lint format types proto proto-check setup
+lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
+	@$(BIN)/lint-imports --no-cache > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+	@$(BIN)/buf lint
+	@echo 'lint: ok'
+
+format: $(TEST_STAMP) ## Reformat and mend what ruff can mend
+	@$(BIN)/ruff check --quiet --fix-only . && $(BIN)/ruff format --quiet .
+
+types: $(TEST_STAMP) ## mypy --strict
+	@$(BIN)/mypy
+
+proto: $(TEST_STAMP) ## Regenerate the Python contracts from proto/
+	@$(BIN)/python proto/generate.py
+
+proto-check: $(TEST_STAMP) ## Fail when the committed contracts are not what proto/ makes
+	@$(BIN)/python proto/generate.py --check && echo 'proto: fresh'
+
+setup: $(TEST_STAMP) ## Only install
+
+##@ Housekeeping
+.PHONY: clean distclean help
+clean: ## Remove caches and build output
+	@rm -rf build dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@find clients proto recipes services tests -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the virtual environment too
+	@rm -rf $(VENV)
+
+help: ## List the targets
+	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+# --- installation -----------------------------------------------------------------------------------------------------
+
+$(BIN)/python:
+	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c '$(NEW)' >/dev/null 2>&1 && command -v git >/dev/null || { echo '$(APT)'; exit 1; }
+	@echo 'setup: making $(VENV) with $(PYTHON)'
+	@"$(PYTHON)" -m venv --clear $(VENV)
+
+# $(call install,EXTRAS): torch first and alone, so that TORCH_INDEX decides its build and nothing else's.
+define install
+	@echo 'setup: installing torch (0.2 to 3 GB; TORCH_INDEX=<index of CPU builds> picks the small one)'
+	@$(PIP) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch > $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
+	@echo 'setup: installing astraflow[$(1)] and what it needs (log in $(LOG))'
+	@$(PIP) --editable '.[$(1)]' >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
+	@rm -f $(VENV)/.installed-*
+endef
+
+$(RUN_STAMP): $(BIN)/python
+	$(call install,dev)
+	@touch $(RUN_STAMP)
+
+$(TEST_STAMP): $(BIN)/python
+	$(call install,dev$(comma)test)
+	@touch $(RUN_STAMP) $(TEST_STAMP)
+
+comma := ,
