@@ -1,0 +1,170 @@
+"""The Protocols that a recipe's plug-ins satisfy, and the plain values they exchange.
+
+A plug-in is named `module.path:Name` in the recipe; `recipe:Name` means the recipe folder's own `recipe.py`.
+Every plug-in is checked against its Protocol when a daemon starts. This module imports the standard library
+only, so a recipe's rewards and workflows can be tested without any service installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = [
+    "Dataset",
+    "Demonstration",
+    "Demonstrations",
+    "Episode",
+    "Filter",
+    "GenerateResult",
+    "Message",
+    "Policy",
+    "Reward",
+    "TaskSpec",
+    "Trajectory",
+    "VersionSpan",
+    "Workflow",
+]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One chat message: `role` is `system`, `user`, `assistant` or `tool`."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """One prompt, or environment start, as a dataset yields it.
+
+    `task_id` must be a pure function of the dataset's index, so that submitting twice is harmless. `data` is
+    any JSON-serialisable mapping that the workflow and the reward understand (the gold answer, for example);
+    at most 64 KiB.
+    """
+
+    task_id: str
+    messages: tuple[Message, ...]
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Random access to training and held-out tasks; called by the dataflow server. Deterministic in (seed,
+    index)."""
+
+    def train(self, index: int) -> TaskSpec | None:
+        """Return training task `index` (0, 1, 2, …), or None when the data set is exhausted."""
+
+    def heldout(self, index: int) -> TaskSpec | None:
+        """Return held-out task `index`, or None past the end. Never shares a problem with `train`."""
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One supervised example of the warm start; the loss covers `completion` only."""
+
+    messages: tuple[Message, ...]
+    completion: str
+
+
+@runtime_checkable
+class Demonstrations(Protocol):
+    """An endless, seeded stream of supervised examples; called by the trainer's warm start."""
+
+    def __call__(self, seed: int) -> Iterator[Demonstration]:
+        """Return the stream for `seed`; equal seeds give equal streams."""
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Scores the text of one completion; called by a workflow on the node. Must be fast, pure and finite."""
+
+    def __call__(self, task: TaskSpec, completion: str) -> float:
+        """Return the reward. NaN and infinities are refused and fail the episode."""
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens [start, end) of a sequence were sampled under weight `version`; `retracted` tells whether the KV
+    cache was recomputed."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """What a policy sampled for one call: token ids, log-probs of exactly those ids, and the versions that
+    made them."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version_spans: tuple[VersionSpan, ...]
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One policy's token sequence from one episode, exactly as sampled (never re-tokenised).
+
+    `token_ids`, `loss_mask` and `logprobs` have equal length T; `logprobs[t]` is 0.0 where `loss_mask[t]` is
+    False. `version_spans` cover every trainable position.
+    """
+
+    policy: str
+    token_ids: Sequence[int]
+    loss_mask: Sequence[bool]
+    logprobs: Sequence[float]
+    version_spans: Sequence[VersionSpan]
+    reward: float
+    role: str = ""
+    finish_reason: str = "stop"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The outcome of one run of a workflow: 0..k trajectories per (policy, role), and named metrics."""
+
+    trajectories: tuple[Trajectory, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Policy(Protocol):
+    """A workflow's handle on one policy of the run, bound to the episode and its sampling parameters."""
+
+    name: str
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the prompt's token ids, chat template applied, generation prompt added."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of sampled ids, special tokens removed."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None
+    ) -> GenerateResult:
+        """Sample one continuation; may span a weight update. Raises when the episode is cancelled or out of
+        time."""
+
+
+@runtime_checkable
+class Workflow(Protocol):
+    """Runs one episode of a task against the run's policies; called by a RaaS node, many at a time in one
+    event loop."""
+
+    async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
+        """Return the finished episode. Exceptions fail the lease with reason `workflow_error`."""
+
+
+@runtime_checkable
+class Filter(Protocol):
+    """Decides whether a complete group may be trained on; called by the dataflow server."""
+
+    def __call__(self, rewards: Sequence[float]) -> bool:
+        """Return True to keep the group whose trajectories earned `rewards`."""

@@ -1,0 +1,322 @@
+"""The recipe: the one validated description of a run that every daemon reads.
+
+A recipe is a folder with `recipe.yaml` and, for its own plug-ins, `recipe.py`. Unknown keys, wrong types and
+impossible combinations are refused before anything starts, with the line, the nearest known key and the
+arithmetic. Endpoints and secrets are never part of a recipe; they come from the deployment.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "AlgorithmSettings",
+    "ArchitectureSettings",
+    "DataflowSettings",
+    "EvaluationSettings",
+    "ModelSettings",
+    "OptimizerSettings",
+    "PolicySettings",
+    "PublishSettings",
+    "RaasSettings",
+    "Recipe",
+    "RunSettings",
+    "SamplingSettings",
+    "TokenizerSettings",
+    "TrainerSettings",
+    "WarmStartSettings",
+]
+
+SCHEMA_VERSION = 1
+
+PluginName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""`module.path:Name`; the module `recipe` is the recipe folder's own recipe.py."""
+
+PolicyName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSettings(_Section):
+    """What is trained and for how long."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
+    """Name of the run, and its id: lower-case letters, digits and dashes."""
+    dataset: PluginName
+    """`Dataset` plug-in; the class is called with `seed=run.seed`."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seeds the data set, the initial weights, the warm start and the sampling."""
+    steps: int = Field(default=100, ge=1, le=10_000_000)
+    """Optimizer steps of each policy."""
+
+
+class ArchitectureSettings(_Section):
+    """A model built from numbers instead of downloaded."""
+
+    model_type: Literal["qwen3"] = "qwen3"
+    """Architecture family."""
+    hidden_size: int = Field(ge=8, le=65_536)
+    """Width of the residual stream."""
+    num_hidden_layers: int = Field(ge=1, le=512)
+    """Number of transformer blocks."""
+    num_attention_heads: int = Field(ge=1, le=1024)
+    """Query heads per block."""
+    num_key_value_heads: int = Field(ge=1, le=1024)
+    """Key/value heads per block; divides num_attention_heads."""
+    head_dim: int = Field(ge=2, le=1024)
+    """Width of one head; even."""
+    intermediate_size: int = Field(ge=8, le=1_048_576)
+    """Width of the feed-forward block."""
+    max_position_embeddings: int = Field(default=512, ge=16, le=10_485_760)
+    """Longest sequence, prompt included."""
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the rotary embedding."""
+    tie_word_embeddings: bool = True
+    """Whether the output layer shares the embedding's weights."""
+    initializer_range: float = Field(default=0.02, gt=0, le=1)
+    """Standard deviation of the initial weights."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ArchitectureSettings:
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups:
+            raise ValueError(
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups} "
+                f"(remainder {heads % groups}); choose num_key_value_heads among the divisors of {heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even width")
+        return self
+
+
+class TokenizerSettings(_Section):
+    """A byte-level BPE tokenizer trained on the demonstrations."""
+
+    vocab_size: int = Field(default=512, ge=260, le=1_000_000)
+    """Upper bound of the vocabulary, special tokens included."""
+    num_texts: int = Field(default=2000, ge=1, le=10_000_000)
+    """Demonstrations read to train it."""
+
+
+class WarmStartSettings(_Section):
+    """Supervised steps that give reinforcement learning something to select from. Cached in the data dir."""
+
+    demonstrations: PluginName
+    """`Demonstrations` plug-in: called with a seed, yields examples."""
+    steps: int = Field(ge=1, le=10_000_000)
+    """Supervised optimizer steps."""
+    batch_size: int = Field(default=64, ge=1, le=65_536)
+    """Examples per step."""
+    learning_rate: float = Field(default=2e-3, gt=0, le=1)
+    """Peak learning rate; 20 warm-up steps, then cosine to a tenth."""
+
+
+class ModelSettings(_Section):
+    """Where the initial weights come from: exactly one of `path` and `architecture`."""
+
+    path: str | None = None
+    """A Hugging Face model directory or hub name."""
+    architecture: ArchitectureSettings | None = None
+    """Build the model from numbers."""
+    tokenizer: TokenizerSettings | None = None
+    """Train a tokenizer; needed with `architecture`."""
+    warm_start: WarmStartSettings | None = None
+    """Supervised steps before reinforcement learning; needed with `architecture`."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSettings:
+        if (self.path is None) == (self.architecture is None):
+            raise ValueError(
+                "give exactly one of `path` (a model to load) and `architecture` (a model to build)"
+            )
+        missing = [name for name in ("tokenizer", "warm_start") if getattr(self, name) is None]
+        if self.architecture is not None and missing:
+            raise ValueError(
+                f"a model built from `architecture` also needs "
+                f"{' and '.join(f'`{name}`' for name in missing)}"
+            )
+        if self.path is not None and self.tokenizer is not None:
+            raise ValueError("`tokenizer` trains a new one and cannot be combined with `path`; remove it")
+        return self
+
+
+class SamplingSettings(_Section):
+    """How the policy samples during rollout."""
+
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    """Softmax temperature; 0 is greedy (allowed for evaluation-only policies)."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass."""
+    top_k: int = Field(default=0, ge=0)
+    """Number of candidates; 0 means all."""
+    max_new_tokens: int = Field(default=256, ge=1, le=1_048_576)
+    """Upper bound of new tokens per call."""
+
+
+class PolicySettings(_Section):
+    """One policy: its model and its sampling."""
+
+    model: ModelSettings
+    """Initial weights."""
+    sampling: SamplingSettings = SamplingSettings()
+    """Rollout sampling."""
+
+
+class EvaluationSettings(_Section):
+    """Held-out evaluation by the same nodes, at exact versions."""
+
+    every_versions: int = Field(default=10, ge=0)
+    """Evaluate each version divisible by this; 0 evaluates the first and the final version only."""
+    num_samples: int = Field(default=256, ge=1, le=1_000_000)
+    """Held-out tasks of a periodic evaluation."""
+    final_samples: int = Field(default=1024, ge=1, le=1_000_000)
+    """Held-out tasks of the first (version 0) and of the final evaluation."""
+
+
+class DataflowSettings(_Section):
+    """How tasks become batches."""
+
+    group_size: int = Field(default=8, ge=1, le=1024)
+    """Episodes per task (G)."""
+    groups_per_step: int = Field(default=16, ge=1, le=65_536)
+    """Groups in one batch."""
+    max_staleness: int = Field(default=2, ge=0, le=1024)
+    """Largest staleness, in versions, of a trajectory when its batch is bound; 0 is exactly on-policy."""
+    filters: tuple[PluginName, ...] = ()
+    """`Filter` plug-ins, applied in order to each complete group."""
+    min_acceptance: float = Field(default=0.1, gt=0, le=1)
+    """Floor of the moving average of groups surviving filters, used by admission."""
+    lease_ttl_s: float = Field(default=20.0, ge=0.5, le=3600)
+    """Time before an unrenewed lease is handed to another node."""
+    max_attempts: int = Field(default=4, ge=1, le=100)
+    """Leases of one task before it ends in the dead-letter stream."""
+    min_members: int | None = Field(default=None, ge=1)
+    """Smallest k with which a group whose members failed for good is closed and used; unset drops such
+    groups."""
+    group_deadline_s: float = Field(default=600.0, ge=1, le=604_800)
+    """Time after which an incomplete group is closed or dropped."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """Held-out evaluation."""
+
+    @model_validator(mode="after")
+    def _members_fit(self) -> DataflowSettings:
+        if self.min_members is not None and self.min_members > self.group_size:
+            raise ValueError(
+                f"min_members {self.min_members} exceeds group_size {self.group_size}; "
+                f"lower it or raise group_size"
+            )
+        return self
+
+
+class RaasSettings(_Section):
+    """What nodes run."""
+
+    workflow: PluginName = "astraflow_raas.workflows.single_turn:SingleTurn"
+    """`Workflow` plug-in; the class is called with `reward=` an instance of the reward."""
+    reward: PluginName
+    """`Reward` plug-in; the class is called without arguments."""
+    max_concurrent_tasks: int = Field(default=16, ge=1, le=65_536)
+    """Tasks a node runs at once."""
+    episode_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
+    """Time one episode may take."""
+
+
+class AlgorithmSettings(_Section):
+    """Advantage, loss and their bounds. Formulas: docs/trainer.md."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Group baseline and scale."""
+    loss: Literal["m2po", "m2po_clip", "m2po_mask", "ppo_clip", "cispo", "gspo", "none"] = "m2po"
+    """Trust region around the behaviour policy."""
+    m2_budget: float = Field(default=0.04, gt=0, le=10)
+    """Second-moment budget of the M2PO forms."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Lower clip of PPO-like forms: ratio ≥ 1 − clip_low."""
+    clip_high: float = Field(default=0.28, gt=0, le=100)
+    """Upper clip of PPO-like forms: ratio ≤ 1 + clip_high."""
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    """How token losses become one number."""
+
+
+class OptimizerSettings(_Section):
+    """AdamW on fp32 masters."""
+
+    learning_rate: float = Field(default=1e-6, ge=0, le=1)
+    """Peak learning rate; 0 is a control that must not learn."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """First-moment decay."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Second-moment decay."""
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    """Added to the denominator; a large value makes updates proportional to the gradient and deltas sparser.
+    """
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
+    """Decoupled weight decay."""
+    warmup_steps: int = Field(default=5, ge=0)
+    """Linear warm-up steps."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Bound of the global gradient norm."""
+
+
+class PublishSettings(_Section):
+    """Weight versions."""
+
+    max_behind: int = Field(default=1, ge=1, le=64)
+    """Versions publishing may lag behind training before the trainer waits with reason `publish`."""
+    snapshot_every_versions: int = Field(default=64, ge=1)
+    """A snapshot at least this often, besides the deltas."""
+
+
+class TrainerSettings(_Section):
+    """How batches become steps."""
+
+    tokens_per_microbatch: int = Field(default=8192, ge=16, le=16_777_216)
+    """Token budget of one packed micro-batch."""
+    checkpoint_every_steps: int = Field(default=20, ge=1)
+    """Steps between durable checkpoints."""
+    keep_checkpoints: int = Field(default=2, ge=1, le=1000)
+    """Checkpoints kept."""
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    """Advantage and loss."""
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """AdamW."""
+    publish: PublishSettings = PublishSettings()
+    """Weight versions."""
+
+
+class Recipe(_Section):
+    """A whole recipe. `Recipe.model_json_schema()` is published for editors as docs/recipe.schema.json."""
+
+    schema_version: Literal[1] = 1
+    """Version of this format."""
+    run: RunSettings
+    """What is trained."""
+    policies: dict[PolicyName, PolicySettings] = Field(min_length=1, max_length=64)
+    """The policies trained together, by id."""
+    dataflow: DataflowSettings = DataflowSettings()
+    """How tasks become batches."""
+    raas: RaasSettings
+    """What nodes run."""
+    trainer: TrainerSettings = TrainerSettings()
+    """How batches become steps."""
+
+    @model_validator(mode="after")
+    def _sequences_fit(self) -> Recipe:
+        for name, policy in self.policies.items():
+            architecture = policy.model.architecture
+            if architecture and policy.sampling.max_new_tokens >= architecture.max_position_embeddings:
+                raise ValueError(
+                    f"policies.{name}: max_new_tokens {policy.sampling.max_new_tokens} leaves no "
+                    f"room for a prompt within max_position_embeddings "
+                    f"{architecture.max_position_embeddings}; lower the first or raise the second"
+                )
+        return self
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of recipe.yaml for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}

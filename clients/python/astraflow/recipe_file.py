@@ -1,0 +1,198 @@
+"""Reading recipe folders: YAML with line numbers, `--set` overrides, prescriptive errors, and the code
+bundle.
+
+The result is a frozen `LoadedRecipe` whose `yaml_text` reproduces the validated recipe with all overrides
+applied; that text is what the dataflow server stores and hands to nodes. Called by the launcher, by daemons
+started alone, and by tests.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
+
+from astraflow.errors import RecipeError
+from astraflow.recipe import Recipe
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+__all__ = ["CodeFile", "LoadedRecipe", "bundle_digest", "load_recipe", "parse_recipe"]
+
+MAX_CODE_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class CodeFile:
+    """One file of the recipe's own code: path relative to the folder, and its bytes."""
+
+    path: str
+    content: bytes
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A validated recipe with the text that reproduces it and the folder's code."""
+
+    recipe: Recipe
+    yaml_text: str
+    code: tuple[CodeFile, ...]
+    folder: Path | None
+
+    @property
+    def code_sha256(self) -> bytes:
+        """The digest that pins the code bundle; 32 bytes."""
+        return bundle_digest(self.code)
+
+
+def load_recipe(folder: Path, *, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read and validate `folder/recipe.yaml` (or a path to a YAML file) with `key.path=value` overrides
+    applied.
+
+    Raises RecipeError naming file, line, nearest key and remedy.
+    """
+    path = folder if folder.suffix in {".yaml", ".yml"} else folder / "recipe.yaml"
+    if not path.is_file():
+        raise RecipeError(
+            f"no recipe at {path}: give a folder that holds recipe.yaml, or the path of a YAML file"
+        )
+    loaded = parse_recipe(path.read_text(encoding="utf-8"), source=str(path), overrides=overrides)
+    return LoadedRecipe(loaded.recipe, loaded.yaml_text, _read_code(path.parent), path.parent)
+
+
+def parse_recipe(text: str, *, source: str = "recipe", overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Validate recipe text (no code bundle). Raises RecipeError."""
+    document = _parse_yaml(text, source)
+    for override in overrides:
+        _apply_override(document, override)
+    try:
+        recipe = Recipe.model_validate(document)
+    except ValidationError as error:
+        raise RecipeError(
+            "\n".join(_describe(detail, document, source) for detail in error.errors())
+        ) from error
+    return LoadedRecipe(recipe, _dump(recipe), (), None)
+
+
+def bundle_digest(files: Iterable[CodeFile]) -> bytes:
+    """sha256 over `path NUL length NUL content` of every file in ascending path order; 32 bytes."""
+    digest = hashlib.sha256()
+    for file in sorted(files, key=lambda file: file.path):
+        digest.update(file.path.encode() + b"\0" + str(len(file.content)).encode() + b"\0" + file.content)
+    return digest.digest()
+
+
+def _read_code(folder: Path) -> tuple[CodeFile, ...]:
+    files = tuple(CodeFile(path.name, path.read_bytes()) for path in sorted(folder.glob("*.py")))
+    size = sum(len(file.content) for file in files)
+    if size > MAX_CODE_BYTES:
+        raise RecipeError(
+            f"{folder}: the recipe's Python files hold {size} bytes; the limit is {MAX_CODE_BYTES}. "
+            "Install large code as a package"
+        )
+    return files
+
+
+def _parse_yaml(text: str, source: str) -> Any:  # noqa: ANN401 - a YAML document has no static type
+    try:
+        document = YAML(typ="rt").load(text)
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise RecipeError(f"{source}:{line}: not valid YAML: {error.problem}") from error
+    if not isinstance(document, Mapping):
+        raise RecipeError(
+            f"{source}:1: a recipe is a mapping with the sections {', '.join(Recipe.model_fields)}"
+        )
+    return document
+
+
+def _apply_override(document: Any, override: str) -> None:  # noqa: ANN401 - YAML is dynamic
+    path, separator, value = override.partition("=")
+    if not separator or not path:
+        raise RecipeError(
+            f"override {override!r} is not of the form key.path=value, for example run.steps=20"
+        )
+    *parents, last = path.split(".")
+    node = document
+    for key in parents:
+        node = node.setdefault(key, {})
+        if not isinstance(node, Mapping):
+            raise RecipeError(f"override {override!r}: {key!r} is a value, not a section")
+    node[last] = YAML(typ="safe").load(value)
+
+
+def _describe(detail: ErrorDetails, document: Any, source: str) -> str:  # noqa: ANN401
+    location = [
+        part for part in detail["loc"] if not (isinstance(part, str) and part.startswith("function-"))
+    ]
+    where = f"{source}:{_line_of(document, location)}: {'.'.join(map(str, location)) or 'recipe'}"
+    if detail["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}"
+        return f"{where}: unknown key; {hint}"
+    if detail["type"] == "missing":
+        return f"{where}: this key is required"
+    message = detail["msg"].removeprefix("Value error, ")
+    given = "" if isinstance(detail["input"], Mapping | list) else f" (got {detail['input']!r})"
+    return f"{where}: {message}{given}"
+
+
+def _known_keys(location: Sequence[str | int]) -> list[str]:
+    annotation: Any = Recipe
+    for part in location:
+        annotation = _descend(annotation, part)
+    return list(annotation.model_fields) if _is_section(annotation) else []
+
+
+def _descend(annotation: Any, part: str | int) -> Any:  # noqa: ANN401 - walks typing constructs
+    """Return what the schema expects at key `part` below `annotation`, or None."""
+    if _is_section(annotation):
+        field = annotation.model_fields.get(str(part))
+        return None if field is None else _without_none(field.annotation)
+    if getattr(annotation, "__origin__", None) is dict:
+        return annotation.__args__[1]
+    return None
+
+
+def _without_none(annotation: Any) -> Any:  # noqa: ANN401
+    sections = [option for option in getattr(annotation, "__args__", ()) if _is_section(option)]
+    is_mapping = getattr(annotation, "__origin__", None) is dict
+    return sections[0] if sections and not is_mapping else annotation
+
+
+def _is_section(annotation: Any) -> bool:  # noqa: ANN401
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _line_of(document: Any, location: Sequence[str | int]) -> int:  # noqa: ANN401
+    line, node = 1, document
+    for part in location:
+        marks = getattr(node, "lc", None)
+        if marks is None or not isinstance(node, Mapping | list):
+            break
+        try:
+            line = (marks.key(part) if isinstance(node, Mapping) else marks.item(part))[0] + 1
+            node = node[part]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            break
+    return int(line)
+
+
+def _dump(recipe: Recipe) -> str:
+    stream = io.StringIO()
+    yaml = YAML(typ="safe")
+    yaml.default_flow_style = False
+    # Through JSON so that tuples become lists and only plain YAML types remain.
+    yaml.dump(json.loads(recipe.model_dump_json(exclude_none=True)), stream)
+    return stream.getvalue()
