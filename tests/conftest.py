@@ -1,0 +1,54 @@
+"""What every test shares: one thread per process, hypothesis profiles, xdist placement, no leftovers.
+
+Nothing here is a fixture that a test asks for by name; shared fakes and servers live in `tests/support/`.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import psutil
+import pytest
+
+# Before anything imports torch or tokenizers: two cores are shared by two xdist workers and their daemons.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# No test downloads a model.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+TESTS = Path(__file__).resolve().parent
+
+# A slow machine must not fail a property, hence no deadline.
+hypothesis.settings.register_profile("test", deadline=None, max_examples=50, derandomize=True)
+hypothesis.settings.register_profile("soak", deadline=None, max_examples=5_000)
+hypothesis.settings.load_profile("test")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """End-to-end tests run one at a time; a file that starts servers keeps them on one worker."""
+    for item in items:
+        tier = item.path.relative_to(TESTS).parts[0]
+        if tier == "e2e":
+            item.add_marker(pytest.mark.xdist_group("e2e"))
+        elif tier in ("integration", "contract"):
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left_running() -> Iterator[None]:
+    """Fail the session's last test when a test started a process and left it."""
+    yield
+    left = [child for child in psutil.Process().children(recursive=True) if is_a_leftover(child)]
+    assert not left, f"tests left processes running: {[' '.join(child.cmdline()) for child in left]}"
+
+
+def is_a_leftover(process: psutil.Process) -> bool:
+    """Whether `process` lives and is not multiprocessing's own tracker, which ends with its parent."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(
+            process.cmdline()
+        )
+    except psutil.NoSuchProcess:
+        return False
