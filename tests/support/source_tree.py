@@ -83,7 +83,16 @@ def recipe_modules() -> list[Module]:
 
 def tracked_files() -> list[Path]:
     """Files that git tracks or would track, and that exist."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    command = [
+        "git",
+        "-c",
+        "safe.directory=*",
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "-z",
+    ]
     listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     paths = (REPOSITORY / name for name in listed.split("\0") if name)
     return sorted(path for path in paths if path.is_file() and not path.is_symlink())
