@@ -70,6 +70,7 @@ proto-check: $(TEST_STAMP) ## Fail when the committed contracts are not what pro
 	@$(BIN)/python proto/generate.py --check && echo 'proto: fresh'
 
 setup: $(TEST_STAMP) ## Only install
+	@echo 'setup: ready'
 
 ##@ Housekeeping
 .PHONY: clean distclean help

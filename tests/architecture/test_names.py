@@ -32,9 +32,10 @@ def test_every_unit_test_mirrors_a_module() -> None:
 
 
 def test_the_mirror_rule_sees_a_test_without_a_module() -> None:
-    assert mirrored(Path("astraflow_kit/test_settings.py"))
-    assert not mirrored(Path("astraflow_kit/test_nothing_of_that_name.py"))
-    assert not mirrored(Path("astraflow_nowhere/test_settings.py"))
+    assert mirrored(Path("astraflow/test_errors.py"))
+    assert mirrored(Path("astraflow/test_errors_from_status.py"))
+    assert not mirrored(Path("astraflow/test_nothing_of_that_name.py"))
+    assert not mirrored(Path("astraflow_nowhere/test_errors.py"))
 
 
 def test_test_folders_are_not_packages() -> None:
