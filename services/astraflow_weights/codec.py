@@ -1,0 +1,23 @@
+"""The public codec functions, over models given as `Mapping[str, np.ndarray]`.
+
+Invariant: exact for every bit pattern; bytes that are not what they claim raise CorruptPart and change
+nothing. Trainers, nodes and tools import from here.
+"""
+
+from astraflow_weights.delta import DeltaSummary, apply_delta, encode_delta, summarize_delta
+from astraflow_weights.errors import CorruptPart, ModelMismatch
+from astraflow_weights.snapshot import decode_snapshot, encode_snapshot
+from astraflow_weights.tensors import Array, Model
+
+__all__ = [
+    "Array",
+    "CorruptPart",
+    "DeltaSummary",
+    "Model",
+    "ModelMismatch",
+    "apply_delta",
+    "decode_snapshot",
+    "encode_delta",
+    "encode_snapshot",
+    "summarize_delta",
+]

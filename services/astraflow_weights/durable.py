@@ -1,0 +1,35 @@
+"""Writing files so that they survive a crash.
+
+Invariant: when a function here returns, what it wrote is on the disk and not only in the page cache. The
+file store and the mirror call it; renames and links stay with them, because those decide what becomes
+visible.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def write_synced(path: Path, *chunks: bytes | memoryview) -> None:
+    """Create `path` with the chunks as content and sync it. Raises FileExistsError, and OSError as the
+    system does.
+    """
+    write_chunks_synced(path, chunks)
+
+
+def write_chunks_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """As `write_synced`, for content that is made on the way."""
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names that were added to or removed from `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

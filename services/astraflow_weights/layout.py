@@ -1,0 +1,70 @@
+"""Names of the objects of one policy below the root of a store.
+
+Invariant: every key of the weight path is made here, and ids that could climb out of their folder are
+refused. The writer, the log and the mirror ask; nobody else builds or parses keys.
+
+    <run>/<policy>/seq/<sequence:020d>.pb    log entries, created once
+    <run>/<policy>/parts/<sha256>.afwd       snapshot and delta parts, content-named
+    <run>/<policy>/assets/<sha256>           config, tokenizer and other files, content-named
+    <run>/<policy>/latest                    hint, overwritten
+"""
+
+import re
+
+# Letters, digits and a few signs; must begin with a letter or digit, so never "." or "..".
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_KEY_SEGMENT = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]{0,254}")
+_MAX_KEY_BYTES = 1024
+_ENTRY_SUFFIX = ".pb"
+
+
+def check_id(value: str, *, what: str) -> str:
+    """Return `value` when it can be a run or policy id in a key. Raises ValueError."""
+    if not _ID.fullmatch(value):
+        raise ValueError(
+            f"{what} {value!r} cannot be used in object keys; use 1 to 128 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+    return value
+
+
+def check_key(key: str) -> str:
+    """Return `key` when it is a plain relative path of safe segments. Raises ValueError."""
+    safe = all(_KEY_SEGMENT.fullmatch(segment) for segment in key.split("/"))
+    if not safe or len(key) > _MAX_KEY_BYTES:
+        raise ValueError(
+            f"object key {key!r} is not allowed; use at most {_MAX_KEY_BYTES} characters of "
+            "letters, digits and '._=+@-' in segments that do not begin with a dot, between single slashes"
+        )
+    return key
+
+
+class PolicyKeys:
+    """The keys of one policy of one run."""
+
+    def __init__(self, run_id: str, policy_id: str) -> None:
+        """Raises ValueError for ids that cannot stand in a key."""
+        self.root = f"{check_id(run_id, what='run id')}/{check_id(policy_id, what='policy id')}/"
+        self.entries = f"{self.root}seq/"
+        self.parts = f"{self.root}parts/"
+        self.assets = f"{self.root}assets/"
+        self.latest = f"{self.root}latest"
+
+    def entry(self, sequence: int) -> str:
+        """Key of log entry `sequence`; keys sort like their numbers."""
+        return f"{self.entries}{sequence:020d}{_ENTRY_SUFFIX}"
+
+    def sequence_of(self, key: str) -> int | None:
+        """Number of the log entry under `key`; None when the key is not one of ours."""
+        number = key.removeprefix(self.entries).removesuffix(_ENTRY_SUFFIX)
+        if not (number.isascii() and number.isdigit()) or key != self.entry(int(number)):
+            return None
+        return int(number)
+
+    def part(self, sha256_hex: str) -> str:
+        """Key of the part with that digest."""
+        return f"{self.parts}{sha256_hex}.afwd"
+
+    def asset(self, sha256_hex: str) -> str:
+        """Key of the asset with that digest."""
+        return f"{self.assets}{sha256_hex}"

@@ -1,0 +1,98 @@
+"""Puts encoded tiles into parts.
+
+Invariant: equal input gives equal bytes, so a part can be named by its content and sent again without harm;
+a part never splits a tile. `delta` and `snapshot` call `write_parts`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from astraflow.weights.v1 import part_pb2
+from astraflow_weights.digest import schema_id, sha256
+from astraflow_weights.part_format import FORMAT, HEADER, MAGIC, MAX_PART_BYTES, ROW
+from astraflow_weights.tensor_hash import tile_digest
+from astraflow_weights.tensors import Array, TensorSpec
+from astraflow_weights.tiles import EncodedTile, PartKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSetHead:
+    """What all parts of one delta or snapshot share. Versions are 0 where the caller does not know them."""
+
+    kind: PartKind
+    base_version: int = 0
+    target_version: int = 0
+
+
+# A tile with its tensor; None stands for a tensor without elements, which must still be named once.
+Placed = tuple[TensorSpec, EncodedTile | None]
+
+
+def write_parts(
+    tiles: Iterable[Placed], *, head: PartSetHead, specs: Sequence[TensorSpec], part_bytes: int
+) -> list[bytes]:
+    """Parts of about `part_bytes` holding all tiles in the given order. Raises ValueError for a size out of
+    bounds.
+    """
+    if not 1 <= part_bytes <= MAX_PART_BYTES // 2:
+        raise ValueError(f"part_bytes {part_bytes} must be 1 to {MAX_PART_BYTES // 2}")
+    groups = _split(tiles, part_bytes=part_bytes)
+    schema = schema_id(specs)
+    return [
+        _part(group, head=head, schema=schema, number=number, num_parts=len(groups))
+        for number, group in enumerate(groups)
+    ]
+
+
+def _split(tiles: Iterable[Placed], *, part_bytes: int) -> list[list[Placed]]:
+    groups: list[list[Placed]] = [[]]
+    size = 0
+    for spec, tile in tiles:
+        added = ROW.itemsize + len(spec.name.encode()) + (len(tile.body) if tile else 0)
+        if groups[-1] and size + added > part_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append((spec, tile))
+        size += added
+    return groups
+
+
+def _part(group: list[Placed], *, head: PartSetHead, schema: bytes, number: int, num_parts: int) -> bytes:
+    tiles = [tile for _, tile in group if tile is not None]
+    table = _table(group).SerializeToString(deterministic=True)
+    rows = _rows(tiles).tobytes()
+    body_bytes = sum(len(tile.body) for tile in tiles)
+    header = HEADER.pack(
+        MAGIC, FORMAT, head.kind, 0, HEADER.size + len(table) + len(rows), schema,
+        head.base_version, head.target_version, number, num_parts, body_bytes, len(tiles),
+    )  # fmt: skip
+    content = b"".join((header, table, rows, *(tile.body for tile in tiles)))
+    return content + sha256(content)
+
+
+def _table(group: list[Placed]) -> part_pb2.PartTable:
+    table = part_pb2.PartTable()
+    first = 0
+    for spec, placed in groupby(group, key=lambda entry: entry[0]):
+        count = sum(tile is not None for _, tile in placed)
+        table.tensors.add(
+            name=spec.name, dtype=spec.dtype, shape=spec.shape, first_tile=first, num_tiles=count
+        )
+        first += count
+    return table
+
+
+def _rows(tiles: Sequence[EncodedTile]) -> Array:
+    rows = np.zeros(len(tiles), dtype=ROW)
+    body_start = 0
+    for row, tile in zip(rows, tiles, strict=True):
+        row["start"], row["num_elements"] = tile.start, tile.num_elements
+        row["codec"], row["params"], row["aux"] = tile.codec, tile.params, tile.aux
+        row["num_changed"] = tile.num_changed
+        row["body_start"], row["body_bytes"] = body_start, len(tile.body)
+        row["body_xxh3"] = tile_digest(tile.body)
+        body_start += len(tile.body)
+    return rows
