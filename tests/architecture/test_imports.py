@@ -89,7 +89,7 @@ def test_what_a_root_imports_is_declared_for_its_role(root: str) -> None:
     undeclared = {
         module.name: library
         for module in modules(roots()[root])
-        for library in third_party(module.imports())
+        for library in third_party(module.runtime_imports())
         if not declared & {normalised(name) for name in namespaced(library, providers)}
     }
     assert not undeclared, f"declare these for {EXTRAS[root] or 'the base'} in pyproject.toml: {undeclared}"

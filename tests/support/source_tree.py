@@ -47,6 +47,16 @@ class Module:
             node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         )
 
+    def runtime_imports(self) -> set[str]:
+        """The same without what only type checkers import."""
+        kept = [node for node in self.tree.body if not is_type_checking(node)]
+        return imported_names(ast.Module(body=kept, type_ignores=[]))
+
+
+def is_type_checking(node: ast.stmt) -> bool:
+    """Whether a statement is an `if TYPE_CHECKING:` block."""
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
 
 def imported_names(tree: ast.Module) -> set[str]:
     """Dotted names that `tree` imports; `from a import b` counts as `a`."""
