@@ -7,6 +7,8 @@ code alone.
 
 from __future__ import annotations
 
+from typing import cast
+
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
@@ -45,7 +47,7 @@ def to_status(error: errors.AstraflowError) -> status_pb2.Status:
 
 def from_rpc_error(error: grpc.RpcError) -> errors.AstraflowError:
     """Return the typed error for a failed call; the caller raises it `from` the original."""
-    status = rpc_status.from_call(error)
+    status = rpc_status.from_call(cast("grpc.Call", error))
     if status is not None:
         typed = from_status(status)
         if typed is not None:

@@ -69,7 +69,8 @@ def decode_columns(message: trajectory_pb2.Trajectory) -> Columns:
     if len(logprobs) != num_tokens or len(message.loss_mask) != (num_tokens + 7) // 8:
         raise InvalidTrajectoryError(
             f"trajectory {message.trajectory_id}: {num_tokens} token ids, {len(logprobs)} log-probs "
-            f"and {len(message.loss_mask)} mask bytes do not belong together; expected equal counts and {(num_tokens + 7) // 8} mask bytes",
+            f"and {len(message.loss_mask)} mask bytes do not belong together; "
+            f"expected equal counts and {(num_tokens + 7) // 8} mask bytes",
             metadata={"reason": "length_mismatch"},
         )
     spans = tuple((span.start, span.end, span.version) for span in message.version_spans)

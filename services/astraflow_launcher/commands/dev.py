@@ -1,0 +1,120 @@
+"""`astraflow dev [RECIPE]`: options, their checks, and how the end of a run is told to people and to
+programs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from astraflow.errors import InvalidArgumentError
+from astraflow.recipe_file import load_recipe
+from astraflow_kit.log import configure
+from astraflow_launcher.development_run import DevelopmentRun, Options, Part
+from astraflow_launcher.observation import parse_goal
+from astraflow_launcher.run_folder import open_run_folder
+from astraflow_launcher.summary import Summary, as_json, as_table
+from astraflow_launcher.view import LineView, LiveView, QuietView, View
+
+app = typer.Typer()
+
+GOAL_MISSED = 1
+
+
+@app.command()
+def dev(
+    recipe: Annotated[Path, typer.Argument(help="Recipe folder.")] = Path("recipes/quickstart"),
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeatable."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps (run.steps).")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of everything (run.seed).")] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONDITION", help="End early once two evaluations in a row satisfy it: heldout>=0.7"
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="End training after this time.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=0, max=64, help="RaaS nodes, each with an engine.")] = 1,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the run; what is there is resumed. Default: a new one.")
+    ] = None,
+    redis: Annotated[
+        str | None, typer.Option(metavar="URL", help="Use this Redis instead of an embedded one.")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="URI", help="Weight store, file:///… or s3://bucket/prefix.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the dataflow server. Default: a free one.")
+    ] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="Port of its pages for people. Default: a free one.")
+    ] = None,
+    without: Annotated[
+        list[Part] | None, typer.Option(help="Leave a part out, to start it by hand; repeatable.")
+    ] = None,
+    as_json_: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object at the end, on stdout.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Run RECIPE on this machine: Redis, dataflow server, nodes with engines, one trainer per policy.
+
+    Everything binds to loopback and ends with this command. Not for production.
+    """
+    named = [
+        f"run.steps={steps}" if steps is not None else "",
+        f"run.seed={seed}" if seed is not None else "",
+    ]
+    loaded = load_recipe(recipe, overrides=[*(overrides or []), *filter(None, named)])
+    if nodes == 0 and Part.RAAS not in (without or []):
+        raise InvalidArgumentError("--nodes 0 leaves nobody to run tasks; give at least 1, or --without raas")
+    folder = open_run_folder(loaded, data_dir=data_dir)
+    configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))
+    options = Options(
+        loaded=loaded,
+        folder=folder,
+        num_nodes=nodes,
+        redis_url=redis,
+        store_uri=store,
+        grpc_port=port,
+        http_port=http_port,
+        goal=parse_goal(until) if until else None,
+        timeout_s=timeout,
+        without=frozenset(without or ()),
+    )
+    console = Console(stderr=True)
+    view = _choose_view(console, quiet=quiet, title=f"{loaded.recipe.run.name} · {folder.root}")
+    with view:
+        summary = asyncio.run(_run(options, view))
+    _finish(summary, options, console, as_json_object=as_json_)
+
+
+async def _run(options: Options, view: View) -> Summary:
+    return await DevelopmentRun(options, view).run()
+
+
+def _choose_view(console: Console, *, quiet: bool, title: str) -> View:
+    if quiet:
+        return QuietView()
+    return LiveView(console, title=title) if console.is_terminal else LineView(console)
+
+
+def _finish(summary: Summary, options: Options, console: Console, *, as_json_object: bool) -> None:
+    text = json.dumps(as_json(summary))
+    options.folder.summary.write_text(text + "\n")
+    console.print(as_table(summary))
+    if as_json_object:
+        typer.echo(text)
+    if summary.goal_met is False:
+        raise typer.Exit(GOAL_MISSED)

@@ -1,0 +1,170 @@
+"""Asks the daemons, over their contracts, what they do, and keeps the answers in an `Observation`.
+
+Invariant: a daemon that does not answer is recorded as unreachable and asked again; observing never fails a
+run and never changes one. One task per source, all owned by `Observer.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+import grpc.aio
+
+from astraflow._status import from_rpc_error
+from astraflow.client import AsyncClient, RetryPolicy, channel_options
+from astraflow.dataflow.v1 import admin_service_pb2, version_service_pb2
+from astraflow.errors import AstraflowError
+from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
+from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow_launcher.observation import Observation, StepPoint
+from astraflow_launcher.processes import Child
+
+__all__ = ["Observer"]
+
+_ONCE = RetryPolicy(total_s=0.0)
+_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True)
+class _Watched:
+    name: str
+    child: Child
+    ask: Callable[[str], Awaitable[None]]
+
+
+class Observer:
+    """Polls the server, the trainers and the nodes of one run.
+
+    `address_of` children come from the supervisor, so a restarted daemon is found again at its new address.
+    """
+
+    def __init__(self, client: AsyncClient, run_id: str, *, period_s: float = 0.5) -> None:
+        self.observation = Observation()
+        self.updated = asyncio.Event()
+        """Set after every round; whoever waits clears it."""
+        self._client = client
+        self._run_id = run_id
+        self._period_s = period_s
+        self._started = time.monotonic()
+        self._watched: list[_Watched] = []
+        self._children: list[Child] = []
+
+    def watch_trainer(self, policy: str, child: Child) -> None:
+        """Add a policy's trainer."""
+        self._watched.append(_Watched(policy, child, lambda address: self._ask_trainer(policy, address)))
+
+    def watch_node(self, name: str, child: Child) -> None:
+        """Add a node."""
+        self._watched.append(_Watched(name, child, lambda address: self._ask_node(name, address)))
+
+    def watch_restarts(self, child: Child) -> None:
+        """Count a child's restarts."""
+        self._children.append(child)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the launcher started."""
+        return time.monotonic() - self._started
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            await self.round()
+            await asyncio.sleep(self._period_s)
+
+    async def round(self) -> None:
+        """Ask everyone once, all at the same time."""
+        questions = [self._guarded("dataflow", self._ask_server())]
+        for watched in self._watched:
+            addresses = watched.child.addresses
+            if addresses is not None and watched.child.running:
+                questions.append(self._guarded(watched.name, watched.ask(addresses.grpc)))
+        await asyncio.gather(*questions)
+        self.observation.seconds = self.elapsed_s
+        self.observation.restarts = {child.spec.name: child.restarts for child in self._children}
+        self.updated.set()
+
+    async def _guarded(self, name: str, question: Awaitable[None]) -> None:
+        try:
+            await question
+            self.observation.unreachable.pop(name, None)
+        except AstraflowError as error:
+            self.observation.unreachable[name] = error.message
+        except grpc.aio.AioRpcError as error:
+            self.observation.unreachable[name] = from_rpc_error(error).message
+
+    async def _ask_server(self) -> None:
+        self.observation.status = await self._client.call(
+            self._client.admin.Status,
+            admin_service_pb2.StatusRequest(run_id=self._run_id),
+            timeout_s=_TIMEOUT_S,
+            retry=_ONCE,
+        )
+        for policy in self.observation.status.policies:
+            if policy.HasField("version"):
+                await self._collect_versions(policy.policy_id, newest=policy.version.version)
+
+    async def _collect_versions(self, policy: str, *, newest: int) -> None:
+        known = self.observation.versions.setdefault(policy, [])
+        missing = newest - (known[-1].version if known else -1)
+        if missing <= 0:
+            return
+        response = await self._client.call(
+            self._client.versions.ListVersions,
+            version_service_pb2.ListVersionsRequest(
+                run_id=self._run_id, policy_id=policy, page_size=min(missing, 1000)
+            ),
+            timeout_s=_TIMEOUT_S,
+            retry=_ONCE,
+        )
+        last = known[-1].version if known else -1
+        known.extend(version for version in reversed(response.versions) if version.version > last)
+
+    async def _ask_trainer(self, policy: str, address: str) -> None:
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            stub = _trainer_stub(channel)
+            self.observation.trainers[policy] = await stub.Status(
+                trainer_service_pb2.StatusRequest(), timeout=_TIMEOUT_S
+            )
+            await self._collect_steps(stub, policy, self.observation.trainers[policy].step)
+
+    async def _collect_steps(
+        self, stub: trainer_service_pb2_grpc.TrainerServiceAsyncStub, policy: str, newest: int
+    ) -> None:
+        seen = self.observation.last_step(policy)
+        after = seen.step if seen else 0
+        if newest <= after:
+            return
+        request = trainer_service_pb2.WatchMetricsRequest(after_step=after)
+        async for item in stub.WatchMetrics(request, timeout=_TIMEOUT_S):
+            self._add_step(policy, item)
+            if item.step >= newest:
+                return
+
+    def _add_step(self, policy: str, item: trainer_service_pb2.WatchMetricsResponse) -> None:
+        metrics = {
+            **item.metrics,
+            "wait_s": item.wait_duration.ToNanoseconds() / 1e9,
+            "train_s": item.train_duration.ToNanoseconds() / 1e9,
+        }
+        self.observation.steps.append(StepPoint(policy, item.step, self.elapsed_s, metrics))
+        if self.observation.first_reward_s is None:
+            self.observation.first_reward_s = self.elapsed_s
+
+    async def _ask_node(self, name: str, address: str) -> None:
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            stub = node_service_pb2_grpc.NodeServiceStub(channel)
+            self.observation.nodes[name] = await stub.Status(
+                node_service_pb2.StatusRequest(), timeout=_TIMEOUT_S
+            )
+
+
+def _trainer_stub(channel: grpc.aio.Channel) -> trainer_service_pb2_grpc.TrainerServiceAsyncStub:
+    # The generated module has one runtime class for both kinds of channel; only the type differs.
+    stub = trainer_service_pb2_grpc.TrainerServiceStub(channel)
+    return cast("trainer_service_pb2_grpc.TrainerServiceAsyncStub", stub)

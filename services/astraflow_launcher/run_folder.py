@@ -1,0 +1,142 @@
+"""The folder of one development run: where its state, logs, metrics and results live.
+
+Invariant: everything a run needs to be resumed is under its folder, except the warm-start cache, which runs
+started without `--data-dir` share. `run.json` says which recipe the folder belongs to; a folder of another
+recipe is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from astraflow.errors import ConflictError, IncompatibleError
+from astraflow.recipe_file import LoadedRecipe
+
+__all__ = ["DEFAULT_ROOT", "RunFolder", "RunRecord", "open_run_folder"]
+
+DEFAULT_ROOT = Path(".astraflow")
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Content of run.json."""
+
+    schema_version: int
+    run_id: str
+    recipe_sha256: str
+    created: str
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths below one run's folder; all parents exist."""
+
+    root: Path
+    cache: Path
+    record: RunRecord
+    resumed: bool
+
+    @property
+    def redis(self) -> Path:
+        """The embedded Redis's data."""
+        return self._folder("redis")
+
+    @property
+    def store(self) -> Path:
+        """The `file://` weight store."""
+        return self._folder("store")
+
+    @property
+    def addresses(self) -> Path:
+        """Address files of the daemons."""
+        return self._folder("addresses")
+
+    @property
+    def metrics(self) -> Path:
+        """JSON lines: one per finished step, evaluation and sampled status."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The final summary as JSON."""
+        return self.root / "summary.json"
+
+    @property
+    def curves(self) -> Path:
+        """The curves as PNG."""
+        return self.root / "curves.png"
+
+    def log(self, name: str) -> Path:
+        """The log file of one process."""
+        return self._folder("logs") / f"{name}.log"
+
+    def work(self, name: str) -> Path:
+        """The private folder of one daemon (a node's mirror, a trainer's checkpoints)."""
+        return self._folder("work") / name
+
+    def _folder(self, name: str) -> Path:
+        path = self.root / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+def open_run_folder(loaded: LoadedRecipe, *, data_dir: Path | None, now: datetime | None = None) -> RunFolder:
+    """Return the folder of a new run, or of the run that `data_dir` already holds.
+
+    Raises ConflictError when `data_dir` holds a run of another recipe, IncompatibleError when another release
+    wrote it.
+    """
+    moment = now or datetime.now(tz=UTC)
+    digest = recipe_digest(loaded)
+    if data_dir is None:
+        base = DEFAULT_ROOT / "runs" / f"{loaded.recipe.run.name}-{moment:%Y%m%d-%H%M%S}"
+        return _create(_unused(base), DEFAULT_ROOT / "cache", loaded, digest, moment)
+    if (data_dir / "run.json").exists():
+        return _reopen(data_dir, digest)
+    return _create(data_dir, data_dir / "cache", loaded, digest, moment)
+
+
+def recipe_digest(loaded: LoadedRecipe) -> str:
+    """sha256 over the resolved recipe and its code, as hex."""
+    return hashlib.sha256(loaded.yaml_text.encode() + b"\0" + loaded.code_sha256).hexdigest()
+
+
+def _unused(base: Path) -> Path:
+    candidate, number = base, 1
+    while candidate.exists():
+        number += 1
+        candidate = base.with_name(f"{base.name}-{number}")
+    return candidate
+
+
+def _create(root: Path, cache: Path, loaded: LoadedRecipe, digest: str, moment: datetime) -> RunFolder:
+    root.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    record = RunRecord(SCHEMA_VERSION, loaded.recipe.run.name, digest, moment.isoformat())
+    (root / "recipe.yaml").write_text(loaded.yaml_text)
+    draft = root / ".run.json"
+    draft.write_text(json.dumps(asdict(record), indent=2) + "\n")
+    draft.replace(root / "run.json")
+    return RunFolder(root.resolve(), cache.resolve(), record, resumed=False)
+
+
+def _reopen(root: Path, digest: str) -> RunFolder:
+    stored = json.loads((root / "run.json").read_text())
+    if stored.get("schema_version") != SCHEMA_VERSION:
+        raise IncompatibleError(
+            f"{root} was written with schema version {stored.get('schema_version')}, this release "
+            f"reads {SCHEMA_VERSION}; give a new --data-dir"
+        )
+    record = RunRecord(**stored)
+    if record.recipe_sha256 != digest:
+        raise ConflictError(
+            f"{root} holds run {record.run_id!r} of another recipe "
+            f"(its digest {record.recipe_sha256[:12]}, this one {digest[:12]}); give another --data-dir, "
+            "or the recipe and --set values the run was started with"
+        )
+    return RunFolder(root.resolve(), (root / "cache").resolve(), record, resumed=True)
