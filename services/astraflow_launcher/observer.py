@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import cast
 
 import grpc
 import grpc.aio
@@ -127,7 +126,7 @@ class Observer:
 
     async def _ask_trainer(self, policy: str, address: str) -> None:
         async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-            stub = _trainer_stub(channel)
+            stub = trainer_service_pb2_grpc.TrainerServiceStub(channel)
             self.observation.trainers[policy] = await stub.Status(
                 trainer_service_pb2.StatusRequest(), timeout=_TIMEOUT_S
             )
@@ -162,9 +161,3 @@ class Observer:
             self.observation.nodes[name] = await stub.Status(
                 node_service_pb2.StatusRequest(), timeout=_TIMEOUT_S
             )
-
-
-def _trainer_stub(channel: grpc.aio.Channel) -> trainer_service_pb2_grpc.TrainerServiceAsyncStub:
-    # The generated module has one runtime class for both kinds of channel; only the type differs.
-    stub = trainer_service_pb2_grpc.TrainerServiceStub(channel)
-    return cast("trainer_service_pb2_grpc.TrainerServiceAsyncStub", stub)

@@ -186,8 +186,10 @@ def _flow_line(observation: Observation) -> Text:
     account = observation.status.trajectories
     rate = account.ingested / observation.seconds if observation.seconds else 0.0
     text = (
-        f"trajectories: {account.ingested} in ({rate:.0f}/s), {account.assembling} assembling, "
-        f"{account.ready} ready, {account.in_batch} in batch, {account.trained} trained, {sum(account.dropped.values())} dropped"
+        f"trajectories: {account.ingested} in ({rate:.0f}/s), "
+        f"{account.assembling} assembling, "
+        f"{account.ready} ready, {account.in_batch} in batch, "
+        f"{account.trained} trained, {sum(account.dropped.values())} dropped"
     )
     return Text(text, style="red" if account.conservation_error else "")
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -128,24 +128,12 @@ class AsyncClient(_Calls):
         self.address = address
         self._retry = retry or RetryPolicy()
         self.channel = grpc.aio.insecure_channel(address, options=channel_options())
-        self.runs: run_service_pb2_grpc.RunServiceAsyncStub = _stub(
-            run_service_pb2_grpc.RunServiceStub, self.channel
-        )
-        self.tasks: task_service_pb2_grpc.TaskServiceAsyncStub = _stub(
-            task_service_pb2_grpc.TaskServiceStub, self.channel
-        )
-        self.trajectories: trajectory_service_pb2_grpc.TrajectoryServiceAsyncStub = _stub(
-            trajectory_service_pb2_grpc.TrajectoryServiceStub, self.channel
-        )
-        self.batches: batch_service_pb2_grpc.BatchServiceAsyncStub = _stub(
-            batch_service_pb2_grpc.BatchServiceStub, self.channel
-        )
-        self.versions: version_service_pb2_grpc.VersionServiceAsyncStub = _stub(
-            version_service_pb2_grpc.VersionServiceStub, self.channel
-        )
-        self.admin: admin_service_pb2_grpc.AdminServiceAsyncStub = _stub(
-            admin_service_pb2_grpc.AdminServiceStub, self.channel
-        )
+        self.runs = run_service_pb2_grpc.RunServiceStub(self.channel)
+        self.tasks = task_service_pb2_grpc.TaskServiceStub(self.channel)
+        self.trajectories = trajectory_service_pb2_grpc.TrajectoryServiceStub(self.channel)
+        self.batches = batch_service_pb2_grpc.BatchServiceStub(self.channel)
+        self.versions = version_service_pb2_grpc.VersionServiceStub(self.channel)
+        self.admin = admin_service_pb2_grpc.AdminServiceStub(self.channel)
 
     async def call(
         self,
@@ -282,8 +270,3 @@ async def typed_stream(call: AsyncIterable[Item]) -> AsyncIterator[Item]:
         cancel = getattr(call, "cancel", None)
         if cancel is not None:
             cancel()
-
-
-def _stub(kind: Callable[[Any], object], channel: grpc.aio.Channel) -> Any:  # noqa: ANN401 - an async stub
-    # The generated module has one runtime stub class for both channels; only the type differs.
-    return cast("Any", kind(channel))

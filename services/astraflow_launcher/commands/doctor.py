@@ -1,0 +1,47 @@
+"""`astraflow doctor`: run every check of this machine, as a table or as JSON; status 1 when one failed."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from astraflow_launcher.checks import Finding, State, run_checks
+
+app = typer.Typer()
+
+_STYLES = {State.OK: "green", State.WARNING: "yellow", State.FAILED: "red"}
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check this machine and name remedies. Changes nothing."""
+    findings = run_checks()
+    if as_json:
+        typer.echo(json.dumps([_as_json(finding) for finding in findings], indent=2))
+    else:
+        Console().print(_as_table(findings))
+    if any(finding.state is State.FAILED for finding in findings):
+        raise typer.Exit(1)
+
+
+def _as_json(finding: Finding) -> dict[str, str]:
+    return {
+        "check": finding.check,
+        "state": finding.state.value,
+        "found": finding.found,
+        "remedy": finding.remedy,
+    }
+
+
+def _as_table(findings: list[Finding]) -> Table:
+    table = Table("check", "", "found", "remedy", box=None, padding=(0, 2), header_style="dim")
+    for finding in findings:
+        state = f"[{_STYLES[finding.state]}]{finding.state.value}[/]"
+        table.add_row(finding.check, state, finding.found, finding.remedy)
+    return table
