@@ -1,5 +1,5 @@
 # `make help` lists the targets. `run` and `test` install what they need into .venv first; nothing else is touched.
-# Needs Python >= 3.11 with venv, make and git. Knobs: T, ARGS, PYTHON, TORCH_INDEX.
+# Needs Python >= 3.11 with venv, make and git. Knobs: T, ARGS, WORKERS, PYTHON, TORCH_INDEX.
 
 SHELL         := /bin/bash
 .DEFAULT_GOAL := help
@@ -24,7 +24,8 @@ TORCH_INDEX ?=
 PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 PYTEST     := $(BIN)/python -m pytest
-PARALLEL   := -n 2 --dist loadgroup
+WORKERS    ?= 2
+PARALLEL   := -n $(WORKERS) --dist loadgroup
 UNIT_TESTS := $(wildcard tests/architecture tests/contract tests/unit)
 
 ##@ Use
@@ -53,7 +54,7 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
-	@$(BIN)/lint-imports --no-cache > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+	@$(BIN)/lint-imports --no-cache --no-logo > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
 	@$(BIN)/buf lint
 	@echo 'lint: ok'
 
@@ -87,10 +88,11 @@ help: ## List the targets
 
 # --- installation -----------------------------------------------------------------------------------------------------
 
-$(BIN)/python:
+# pip is what venv puts in last, so its presence means a whole environment; one whose Python is gone is made anew.
+$(BIN)/pip:
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c '$(NEW)' >/dev/null 2>&1 && command -v git >/dev/null || { echo '$(APT)'; exit 1; }
 	@echo 'setup: making $(VENV) with $(PYTHON)'
-	@"$(PYTHON)" -m venv --clear $(VENV)
+	@"$(PYTHON)" -m venv $$([ -x $(BIN)/python ] || echo --clear) $(VENV)
 
 # $(call install,EXTRAS): torch first and alone, so that TORCH_INDEX decides its build and nothing else's.
 define install
@@ -101,11 +103,11 @@ define install
 	@rm -f $(VENV)/.installed-*
 endef
 
-$(RUN_STAMP): $(BIN)/python
+$(RUN_STAMP): $(BIN)/pip
 	$(call install,dev)
 	@touch $(RUN_STAMP)
 
-$(TEST_STAMP): $(BIN)/python
+$(TEST_STAMP): $(BIN)/pip
 	$(call install,dev$(comma)test)
 	@touch $(RUN_STAMP) $(TEST_STAMP)
 
