@@ -58,9 +58,8 @@ def main() -> int:
     learned = sum(trial.learned for trial in trials if trial.name != CONTROL)
     control_learned = any(trial.learned for trial in trials if trial.name == CONTROL)
     needed = -(-9 * options.seeds // 10)
-    _say(
-        f"{learned} of {options.seeds} seeds learned (at least {needed} wanted); control learned: {control_learned}"
-    )
+    verdict = f"{learned} of {options.seeds} seeds learned, at least {needed} wanted"
+    _say(f"{verdict}; control learned: {control_learned}")
     return 0 if learned >= needed and not control_learned else 1
 
 
@@ -96,9 +95,8 @@ def _run(recipe: Path, name: str, arguments: list[str]) -> Trial:
     ]
     trial = Trial(name, summary, curve)
     first, last = trial.number("heldout_first"), trial.number("heldout_last")
-    _say(
-        f"{name}: held-out {first:.3f} → {last:.3f} in {time.monotonic() - started:.0f} s, learned {trial.learned}"
-    )
+    seconds = time.monotonic() - started
+    _say(f"{name}: held-out {first:.3f} → {last:.3f} in {seconds:.0f} s, learned {trial.learned}")
     return trial
 
 
@@ -119,17 +117,18 @@ def _report(trials: list[Trial]) -> str:
     head = [
         "# Quickstart: does it learn?",
         "",
-        "Written by `make study`. Held-out reward is sampled at temperature 1; the number pairs of held-out tasks occur "
-        "neither in the warm start nor in reinforcement learning. A seed has learned when its final evaluation is at least "
-        f"{MIN_HELDOUT} and at least {MIN_GAIN} above its first. The control differs in the learning rate only: 0.",
+        "Written by `make study`. Held-out reward is sampled at temperature 1; the number pairs of held-out "
+        "tasks occur neither in the warm start nor in reinforcement learning. A seed has learned when its "
+        f"final evaluation is at least {MIN_HELDOUT} and at least {MIN_GAIN} above its first. The control "
+        "differs in the learning rate only: 0.",
         "",
         f"* machine: {platform.machine()}, {_cpu_name()}, Python {platform.python_version()}",
         f"* date: {datetime.now(tz=UTC):%Y-%m-%d}, commit {commit.stdout.strip()}",
         f"* learned: {sum(trial.learned for trial in seeds)} of {len(seeds)} seeds; "
         f"mean final held-out reward {fmean(trial.number('heldout_last') for trial in seeds):.3f}",
         "",
-        "| run | held-out first → last (n) | learned | steps | first reward s | wall s | staleness p50/p99/max | "
-        "delta / snapshot | density | peak PSS GiB | conservation error |",
+        "| run | held-out first → last (n) | learned | steps | first reward s | wall s "
+        "| staleness p50/p99/max | delta / snapshot | density | peak PSS GiB | conservation error |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join(
@@ -141,9 +140,10 @@ def _row(trial: Trial) -> str:
     staleness = trial.summary["staleness"]
     assert isinstance(staleness, dict)
     share = trial.number("delta_bytes_mean") / trial.number("snapshot_bytes")
+    heldout = f"{trial.number('heldout_first'):.3f} → {trial.number('heldout_last'):.3f}"
     cells = [
         trial.name,
-        f"{trial.number('heldout_first'):.3f} → {trial.number('heldout_last'):.3f} ({trial.number('heldout_n'):.0f})",
+        f"{heldout} ({trial.number('heldout_n'):.0f})",
         "yes" if trial.learned else "no",
         f"{trial.number('steps'):.0f}",
         f"{trial.number('first_reward_s'):.0f}",
@@ -168,7 +168,7 @@ def _draw(trials: list[Trial], path: Path) -> None:
         versions = [version for version, _, _ in trial.evaluations]
         rewards = [reward for _, _, reward in trial.evaluations]
         style = {"color": "black", "linestyle": "--"} if trial.name == CONTROL else {"alpha": 0.7}
-        axes.plot(versions, rewards, marker=".", label=trial.name, **style)  # type: ignore[arg-type]
+        axes.plot(versions, rewards, marker=".", label=trial.name, **style)
     axes.axhline(MIN_HELDOUT, color="gray", linewidth=0.8)
     axes.set(xlabel="weight version", ylabel="held-out reward (sampled)", ylim=(0, 1), title="quickstart")
     axes.legend(fontsize="small", ncols=2)
