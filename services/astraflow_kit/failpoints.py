@@ -1,13 +1,15 @@
 """Named places where a test may make a process die, stop, stall or fail.
 
 Invariant: an armed failpoint writes its hit to the log file before it acts, so a test can assert that the
-fault it asked for really happened; with nothing armed a hit costs one comparison. Daemon modules call `hit`,
-daemon start-up calls `arm` from its settings (`ASTRAFLOW_FAILPOINTS`, `_SEED`, `_LOG`), tests call `read_hits`.
+fault it asked for really happened; with nothing armed a hit costs one comparison. Daemon modules call
+`hit`, start-up calls `arm` from its settings (`ASTRAFLOW_FAILPOINTS`, `_SEED`, `_LOG`), tests call
+`read_hits`.
 
-Spec: `name=action[@nth][%probability]` joined by `;`, such as `trainer.stepped=kill@3;raas.push=raise%0.1`.
-Actions: `kill` (SIGKILL self), `stop` (SIGSTOP self), `raise`, `sleep:SECONDS`, `exit:CODE`. `@nth` acts on the
-nth hit only (from 1), `%probability` (0 to 1) acts on a drawn share of hits. Hits are numbered across restarts
-that share one log file, so `kill@3` kills once in a run and the restarted process goes on.
+Spec: `name=action[@nth][%probability]` joined by `;`, such as
+`trainer.stepped=kill@3;raas.push=raise%0.1`. Actions: `kill` (SIGKILL self), `stop` (SIGSTOP self),
+`raise`, `sleep:SECONDS`, `exit:CODE`. `@nth` acts on the nth hit only (from 1), `%probability` (0 to 1) on
+a drawn share of hits. Hits are numbered across restarts that share one log file, so `kill@3` kills once in
+a run and the restarted process goes on.
 """
 
 import json
@@ -25,19 +27,18 @@ from pathlib import Path
 from astraflow_kit.failpoint_names import KNOWN
 from astraflow_kit.nearest import did_you_mean
 
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _CLAUSE = re.compile(
-    r"(?P<name>[a-z0-9_.]+)=(?P<action>[a-z]+)(?::(?P<argument>[0-9.]+))?"
-    r"(?:@(?P<nth>[0-9]+))?(?:%(?P<probability>[0-9.]+))?"
+    rf"(?P<name>[a-z0-9_.]+)=(?:(?P<plain>kill|stop|raise)|(?P<timed>sleep):(?P<s>{_NUMBER})|exit:(?P<code>[0-9]+))"
+    rf"(?:@(?P<nth>[0-9]+))?(?:%(?P<probability>{_NUMBER}))?"
 )
-_ACTIONS_WITH_ARGUMENT = {"kill": False, "stop": False, "raise": False, "sleep": True, "exit": True}
-_ACTION_FORMS = "kill, stop, raise, sleep:SECONDS, exit:CODE"
 
 
 class FailpointSpecError(ValueError):
     """The failpoint spec cannot be understood or names something unknown."""
 
 
-class FailpointRaised(RuntimeError):  # noqa: N818 - not an error of the program: it is the fault a test asked for
+class FailpointRaised(RuntimeError):
     """Raised by the action `raise`."""
 
 
@@ -144,29 +145,21 @@ def read_hits(log_path: Path) -> list[Hit]:
 
 def _parse_clause(clause: str) -> Failpoint:
     match = _CLAUSE.fullmatch(clause)
-    if match is None or match["action"] not in _ACTIONS_WITH_ARGUMENT:
-        raise _refusal(clause, f"is not name=action[@nth][%probability]; actions: {_ACTION_FORMS}")
-    if _ACTIONS_WITH_ARGUMENT[match["action"]] != (match["argument"] is not None):
-        raise _refusal(clause, "gives a number to the wrong action: sleep:SECONDS and exit:CODE need one")
+    if match is None:
+        form = "name=action[@nth][%probability]; actions: kill, stop, raise, sleep:SECONDS, exit:CODE"
+        raise FailpointSpecError(f"failpoint clause {clause!r} is not {form}")
     nth = int(match["nth"]) if match["nth"] else None
-    probability = _number(match["probability"] or "1", clause=clause)
+    probability = float(match["probability"] or 1)
     if nth == 0 or not 0.0 < probability <= 1.0:
-        raise _refusal(clause, "is out of bounds: nth counts from 1, probability is above 0 and at most 1")
-    argument = _number(match["argument"] or "0", clause=clause)
+        bounds = "nth counts from 1, probability is above 0 and at most 1"
+        raise FailpointSpecError(f"failpoint clause {clause!r} is out of bounds: {bounds}")
     return Failpoint(
-        name=match["name"], action=match["action"], argument=argument, nth=nth, probability=probability
+        name=match["name"],
+        action=match["plain"] or match["timed"] or "exit",
+        argument=float(match["s"] or match["code"] or 0),
+        nth=nth,
+        probability=probability,
     )
-
-
-def _number(text: str, *, clause: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise _refusal(clause, f"holds {text!r}, which is not a number") from error
-
-
-def _refusal(clause: str, complaint: str) -> FailpointSpecError:
-    return FailpointSpecError(f"failpoint clause {clause!r} {complaint}")
 
 
 def _act(point: Failpoint) -> None:

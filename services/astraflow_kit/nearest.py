@@ -1,7 +1,7 @@
 """Suggestions for mistyped names.
 
-Every refusal of an unknown name (setting, failpoint, metric, plug-in) ends with the same sentence, so a user
-learns one form. Called by the modules that refuse names.
+Every refusal of an unknown name (setting, failpoint, metric, plug-in) ends with the same sentence, so a
+user learns one form. Called by the modules that refuse names.
 """
 
 from collections.abc import Iterable

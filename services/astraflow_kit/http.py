@@ -1,0 +1,111 @@
+"""The pages for people and probes: /status, /metrics, /healthz and /readyz over FastAPI.
+
+Invariant: daemons never talk to each other through these pages, and a probe always gets an answer: each
+readiness check has a deadline and a name. `__main__` modules build one `HttpServer` and run it as a
+`Service` in the same loop.
+"""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from astraflow_kit.metrics import CONTENT_TYPE, Metrics
+from astraflow_kit.ports import bind_failure
+
+ReadinessCheck = Callable[[], Awaitable[str | None]]
+"""Returns None when ready, else the reason and remedy as one sentence."""
+StatusSource = Callable[[], Awaitable[Mapping[str, object]]]
+
+CHECK_DEADLINE_S = 2.0
+_BACKLOG = 128
+
+
+def create_app(
+    *, metrics: Metrics, status: StatusSource, readiness: Mapping[str, ReadinessCheck] | None = None
+) -> FastAPI:
+    """The pages; a daemon may add routers of its own. `status` returns what /status shows as JSON."""
+    app = FastAPI(docs_url=None, redoc_url=None)  # those pages would load scripts from elsewhere
+    checks = dict(readiness or {})
+
+    @app.get("/healthz")
+    async def healthz() -> PlainTextResponse:
+        """The process answers; says nothing about what it depends on."""
+        return PlainTextResponse("ok\n")
+
+    @app.get("/readyz")
+    async def readyz() -> JSONResponse:
+        """Whether the daemon can do its work, check by check; 503 when one fails."""
+        reasons = dict(zip(checks, await asyncio.gather(*map(_reason, checks.values())), strict=True))
+        ready = not any(reasons.values())
+        rows = [
+            {"name": name, "ready": not reason, "reason": reason or ""} for name, reason in reasons.items()
+        ]
+        return JSONResponse({"ready": ready, "checks": rows}, status_code=200 if ready else 503)
+
+    @app.get("/metrics")
+    async def render_metrics() -> Response:
+        """Prometheus text format."""
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    @app.get("/status")
+    async def show_status() -> Mapping[str, object]:
+        """What the daemon is doing now."""
+        return await status()
+
+    return app
+
+
+class HttpServer:
+    """Serves an app on one address without touching the process's signal handlers; a lifecycle `Service`."""
+
+    def __init__(self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._host = host
+        self._port = port
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
+        self._server = _Uvicorn(config)
+        self._socket: socket.socket | None = None
+        self.address = ""
+        """`host:port`, known after `start`."""
+
+    async def start(self) -> None:
+        """Bind; connections queue until `run`. Raises PortError."""
+        try:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            self._socket = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise bind_failure(self._host, self._port, setting="http_port") from error
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+
+    async def run(self) -> None:
+        """Serve until `stop`."""
+        if self._socket is None:
+            raise RuntimeError("start the server before running it")
+        await self._server.serve(sockets=[self._socket])
+
+    async def stop(self, *, deadline_s: float) -> None:
+        """Let open requests finish for at most `deadline_s`; `run` returns afterwards."""
+        self._server.config.timeout_graceful_shutdown = max(1, int(deadline_s))
+        self._server.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn that leaves signals to the lifecycle, which drains all services together."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+async def _reason(check: ReadinessCheck) -> str | None:
+    try:
+        return await asyncio.wait_for(check(), CHECK_DEADLINE_S)
+    except TimeoutError:
+        return f"no answer within {CHECK_DEADLINE_S} s"
+    except Exception as error:  # noqa: BLE001 - a broken check is an answer: not ready, and why
+        return f"{type(error).__name__}: {error}"

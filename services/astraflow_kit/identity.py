@@ -1,0 +1,123 @@
+"""Who calls, and what they may call.
+
+Invariant: the roles allowed to call an rpc come from its proto option `(astraflow.options.v1.roles)` and
+nowhere else; a service with an rpc that declares no roles or no retry rule cannot be served. Called by
+`serve`; servicers read the caller through `caller()`.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import MethodDescriptor
+
+from astraflow.errors import PermissionError_, UnauthenticatedError
+from astraflow.options.v1 import options_pb2
+from astraflow_kit.nearest import did_you_mean
+from astraflow_kit.settings import SettingsError
+
+ROLES = tuple(name.removeprefix("ROLE_").lower() for name in options_pb2.Role.keys()[1:])
+_SCHEME = "bearer "
+
+
+class ContractError(Exception):
+    """A defect of the contracts themselves: an rpc lacks an option that the server needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """A caller: the `subject` of its token and the roles it has."""
+
+    subject: str
+    roles: frozenset[str]
+
+
+ANYONE = Identity(subject="anonymous", roles=frozenset(ROLES))
+_caller: ContextVar[Identity] = ContextVar("astraflow_caller", default=ANYONE)
+
+
+def caller() -> Identity:
+    """The identity behind the rpc being served."""
+    return _caller.get()
+
+
+class Gate:
+    """Decides whether a call may proceed. Without a tokens file every caller has every role."""
+
+    def __init__(self, roles_by_rpc: Mapping[str, frozenset[str]], *, tokens_file: Path | None) -> None:
+        self._roles_by_rpc = roles_by_rpc
+        self._identities = read_tokens(tokens_file) if tokens_file else None
+
+    def admit(self, rpc: str, authorization: str | None) -> Identity:
+        """Return the caller of `rpc` (`/package.Service/Method`) and remember it for `caller`.
+
+        Raises UnauthenticatedError for a missing or unknown token, PermissionError_ for a role not allowed.
+        """
+        allowed = self._roles_by_rpc.get(rpc)
+        if allowed is None:  # health and reflection, which tell nothing about runs
+            return ANYONE
+        identity = self._identify(authorization)
+        if not identity.roles & allowed:
+            raise PermissionError_(
+                f"{identity.subject!r} has roles {sorted(identity.roles)}; {rpc} is for {sorted(allowed)}"
+            )
+        _caller.set(identity)
+        return identity
+
+    def _identify(self, authorization: str | None) -> Identity:
+        if self._identities is None:
+            if authorization is None:
+                return ANYONE
+            raise UnauthenticatedError(
+                "a token was sent but this server knows none; start it with tokens_file, or send no token"
+            )
+        if authorization is None or not authorization.lower().startswith(_SCHEME):
+            raise UnauthenticatedError("this server needs `authorization: Bearer TOKEN` metadata")
+        identity = self._identities.get(hashlib.sha256(authorization[len(_SCHEME) :].encode()).hexdigest())
+        if identity is None:
+            raise UnauthenticatedError("the token is unknown to this server; ask its operator for one")
+        return identity
+
+
+def read_tokens(path: Path) -> dict[str, Identity]:
+    """Identities by sha256 of their token, from lines `subject role[,role] sha256:HEX`; `#` starts a comment.
+
+    Raises SettingsError naming the line.
+    """
+    lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+    return dict(_token(line, where=f"{path} line {number}") for number, line in enumerate(lines, 1) if line)
+
+
+def _token(line: str, *, where: str) -> tuple[str, Identity]:
+    match = re.fullmatch(r"(\S+)\s+(\S+)\s+sha256:([0-9a-f]{64})", line)
+    if match is None:
+        raise SettingsError(f"{where} is not `subject role[,role] sha256:HEX` (64 lower-case hex digits)")
+    roles = match[2].split(",")
+    for role in roles:
+        if role not in ROLES:
+            raise SettingsError(f"{where}: unknown role {role!r}. {did_you_mean(role, ROLES)}")
+    return match[3], Identity(subject=match[1], roles=frozenset(roles))
+
+
+def roles_by_rpc(service_names: Sequence[str]) -> dict[str, frozenset[str]]:
+    """Allowed roles of every rpc of the services, keyed `/package.Service/Method`. Raises ContractError."""
+    pool = descriptor_pool.Default()
+    return {
+        f"/{name}/{method.name}": _declared_roles(method)
+        for name in service_names
+        for method in pool.FindServiceByName(name).methods
+    }
+
+
+def _declared_roles(method: MethodDescriptor) -> frozenset[str]:
+    options = method.GetOptions()
+    roles = options.Extensions[options_pb2.roles]
+    if not roles or options_pb2.ROLE_UNSPECIFIED in roles:
+        raise ContractError(f"rpc {method.full_name} names no caller; add (astraflow.options.v1.roles)")
+    if options.Extensions[options_pb2.retry] == options_pb2.RETRY_UNSPECIFIED:
+        raise ContractError(f"rpc {method.full_name} has no retry rule; add (astraflow.options.v1.retry)")
+    return frozenset(options_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in roles)

@@ -1,0 +1,103 @@
+"""Logs: one JSON object per line on stderr (console text on a terminal), events named `noun.verb` with
+fields.
+
+Invariant: no secret leaves the process through a log, and every line written while working on something
+carries its ids (`CORRELATION_KEYS`), so one id follows a task to its trajectory, batch and step. Daemons
+call `configure` once; modules use `get_logger`, `correlated` and `bind`; libraries' own logs get the same
+form.
+"""
+
+import logging
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TextIO
+
+import structlog
+from structlog.stdlib import BoundLogger, ProcessorFormatter
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from astraflow_kit.nearest import did_you_mean
+
+_RUN_KEYS = "correlation_id run_id policy_id node_id step version batch_id"
+CORRELATION_KEYS = frozenset(f"{_RUN_KEYS} task_id group_id episode_id trajectory_id".split())
+REDACTED = "***"
+_SECRET_NAMES = "token|secret|passw(or)?d|authorization|(api|secret|access)[_-]?key|cookie"
+_SECRET_KEY = re.compile(rf"(^|[_-])({_SECRET_NAMES})$", re.I)
+_BEARER = re.compile(r"(bearer\s+)[^\s\"']+", re.I)
+_URL_PASSWORD = re.compile(r"([a-z0-9+]+://[^/\s:@]*:)[^/\s@]+@", re.I)
+
+
+def configure(
+    service: str, *, level: str = "info", log_format: str = "auto", stream: TextIO | None = None
+) -> None:
+    """Set up logging of this process; every line carries `service`. The last call wins."""
+    output = stream or sys.stderr
+    as_json = log_format == "json" or (log_format == "auto" and not output.isatty())
+    renderer: Processor = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    shared = _shared_processors(service)
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, *shared, ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=BoundLogger,
+    )
+    last = [ProcessorFormatter.remove_processors_meta, redact, renderer]
+    handler = logging.StreamHandler(output)
+    handler.setFormatter(ProcessorFormatter(foreign_pre_chain=shared, processors=last))
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+
+
+def get_logger(name: str) -> BoundLogger:
+    """The logger of a module, used as `log.info("trajectory.admitted", num_tokens=812)`."""
+    logger: BoundLogger = structlog.stdlib.get_logger(name)
+    return logger
+
+
+def correlated(**ids: str | int) -> AbstractContextManager[None]:
+    """Add ids to every line written inside the `with` block, in this task and the tasks it starts."""
+    _refuse_unknown(ids)
+    return structlog.contextvars.bound_contextvars(**ids)
+
+
+def bind(**ids: str | int) -> None:
+    """Add ids to every line this task writes from now on."""
+    _refuse_unknown(ids)
+    structlog.contextvars.bind_contextvars(**ids)
+
+
+def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Structlog processor: blank values under secret keys, bearer tokens and passwords inside URLs."""
+    return {key: _clean(key, value) for key, value in event.items()}
+
+
+def _clean(key: str, value: object) -> object:
+    if _SECRET_KEY.search(key) and value is not None:
+        return REDACTED
+    if isinstance(value, str):
+        return _URL_PASSWORD.sub(rf"\1{REDACTED}@", _BEARER.sub(rf"\1{REDACTED}", value))
+    if isinstance(value, Mapping):
+        return {str(inner): _clean(str(inner), item) for inner, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean("", item) for item in value]
+    return value
+
+
+def _shared_processors(service: str) -> list[Processor]:
+    def add_service(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        event.setdefault("service", service)
+        return event
+
+    return [
+        structlog.contextvars.merge_contextvars,
+        add_service,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+
+
+def _refuse_unknown(ids: Mapping[str, str | int]) -> None:
+    for key in ids.keys() - CORRELATION_KEYS:
+        raise ValueError(f"{key!r} is not a correlation id. {did_you_mean(key, CORRELATION_KEYS)}")

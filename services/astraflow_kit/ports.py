@@ -1,0 +1,48 @@
+"""Listening ports: who holds one that is taken, and what to do about it. Called by the two servers."""
+
+from pathlib import Path
+
+from astraflow.errors import RequestError
+
+_LISTEN = "0A"
+
+
+class PortError(RequestError):
+    """An address cannot be bound."""
+
+    reason, code = "PORT_TAKEN", "UNAVAILABLE"
+
+
+def bind_failure(host: str, port: int, *, setting: str) -> PortError:
+    """The error for a failed bind, naming the process that holds the port where the system tells us."""
+    holder = _holder(port)
+    why = f"process {holder} holds it" if holder else "it is taken, or not an address of this machine"
+    remedy = f"stop that process or choose another {setting} (0 takes a free one)"
+    return PortError(f"cannot listen on {host}:{port}: {why}; {remedy}")
+
+
+def _holder(port: int) -> str | None:
+    """`pid (command)` of the listener on `port`; None off Linux or when it belongs to someone else."""
+    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for process in Path("/proc").glob("[0-9]*") if sockets else ():
+        try:
+            if sockets.intersection(_links(process / "fd")):
+                return f"{process.name} ({(process / 'comm').read_text().strip()})"
+        except OSError:
+            continue  # the process ended, or belongs to another user
+    return None
+
+
+def _links(folder: Path) -> list[str]:
+    # A descriptor may close while we look, the one that lists this folder among them.
+    return [str(entry.readlink()) for entry in folder.iterdir() if entry.is_symlink()]
+
+
+def _listening_inodes(port: int) -> list[str]:
+    inodes = []
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        rows = table.read_text().splitlines()[1:] if table.exists() else []
+        for fields in map(str.split, rows):
+            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.append(fields[9])
+    return inodes

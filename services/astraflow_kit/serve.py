@@ -1,0 +1,231 @@
+"""The gRPC server of a daemon.
+
+Invariant: every rpc passes one guard that checks the caller's role, turns errors into rich statuses (an
+unexpected one becomes INTERNAL with a correlation id, never a traceback), counts it and logs it; and no
+rpc is served whose contract does not declare who may call it. `__main__` modules build one `GrpcServer`
+and run it as a `Service`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeAlias
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from astraflow._status import to_status
+from astraflow.errors import AstraflowError, InternalError
+from astraflow_kit.identity import Gate, roles_by_rpc
+from astraflow_kit.ids import IdSource
+from astraflow_kit.log import bind, get_logger
+from astraflow_kit.metrics import Metrics
+from astraflow_kit.ports import bind_failure
+from astraflow_kit.settings import DaemonSettings, is_loopback
+
+log = get_logger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+CORRELATION_METADATA = "x-correlation-id"
+STOP_GRACE_S = 5.0
+# Statuses travel in HTTP/2 headers, which peers bound to 8 KiB.
+_MAX_ERROR_CHARS = 2000
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # else a second daemon on the same port would silently take half of the calls
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # idle streams are normal: clients may ping
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+Registration = tuple[Callable[[Any, Any], None], object]
+"""A generated `add_…Servicer_to_server` and the servicer to add."""
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class GrpcServer:
+    """Serves the registered services with health and reflection; a `Service` of the lifecycle."""
+
+    def __init__(
+        self, registrations: Sequence[Registration], *, settings: DaemonSettings, metrics: Metrics
+    ) -> None:
+        self._registrations = registrations
+        self._settings = settings
+        self._metrics = metrics
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self.address = ""
+        """`host:port`, known after `start`."""
+
+    async def start(self) -> None:
+        """Bind and serve. Raises ContractError for an rpc without roles, PortError for a taken address."""
+        names = _service_names(self._registrations)
+        gate = Gate(roles_by_rpc(names), tokens_file=self._settings.tokens_file)
+        guard = _Guard(gate, metrics=self._metrics)
+        self._server = grpc.aio.server(interceptors=[guard], options=_OPTIONS)
+        for add, servicer in self._registrations:
+            add(servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        public = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(public, self._server)
+        self.address = self._bind(self._server)
+        await self._server.start()
+        for name in names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        log.info("server.started", address=self.address, services=names)
+
+    async def run(self) -> None:
+        """Serve until `stop`."""
+        if self._server is None:
+            raise RuntimeError("start the server before running it")
+        await self._server.wait_for_termination()
+
+    async def stop(self, *, deadline_s: float) -> None:
+        """Refuse new rpcs, let open ones finish for at most STOP_GRACE_S, then cancel them."""
+        if self._server is None:
+            return
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(min(deadline_s, STOP_GRACE_S))
+
+    def _bind(self, server: grpc.aio.Server) -> str:
+        host, port = self._settings.host, self._settings.grpc_port
+        target = f"[{host}]" if ":" in host else host
+        try:
+            if self._settings.tls_cert_file and self._settings.tls_key_file:
+                pair = (self._settings.tls_key_file.read_bytes(), self._settings.tls_cert_file.read_bytes())
+                bound = server.add_secure_port(f"{target}:{port}", grpc.ssl_server_credentials([pair]))
+            else:
+                bound = server.add_insecure_port(f"{target}:{port}")
+        except RuntimeError as error:
+            raise bind_failure(host, port, setting="grpc_port") from error
+        if self._settings.insecure and not is_loopback(host):
+            log.warning("server.exposed", address=f"{target}:{bound}", remedy="set TLS files and tokens_file")
+        return f"{target}:{bound}"
+
+
+class _NameCollector:
+    """Stands in for a server to learn which services a generated `add_…_to_server` adds."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.ServiceRpcHandler]) -> None:
+        self.names += [handler.service_name() for handler in handlers]
+
+    def add_registered_method_handlers(self, service_name: str, handlers: object) -> None:
+        """Names come with the generic handlers."""
+
+
+def _service_names(registrations: Sequence[Registration]) -> list[str]:
+    collector = _NameCollector()
+    for add, servicer in registrations:
+        add(servicer, collector)
+    return collector.names
+
+
+class _Guard(grpc.aio.ServerInterceptor):
+    """What surrounds every rpc: correlation id, role check, error translation, metrics, log."""
+
+    def __init__(self, gate: Gate, *, metrics: Metrics) -> None:
+        self._gate = gate
+        self._metrics = metrics
+        self._ids = IdSource()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self._guarded(handler, rpc=handler_call_details.method)
+
+    def _guarded(self, handler: Handler, *, rpc: str) -> Handler:
+        shape = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
+        behaviour = getattr(handler, shape)
+        wrap = self._streaming if handler.response_streaming else self._unary
+        make = getattr(grpc, f"{shape}_rpc_method_handler")
+        guarded: Handler = make(
+            wrap(behaviour, rpc=rpc),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+        return guarded
+
+    def _unary(self, behaviour: Callable[..., Any], *, rpc: str) -> Callable[..., Any]:
+        async def call(request: object, context: Context) -> object:
+            async with self._around(context, rpc=rpc):
+                return await behaviour(request, context)
+
+        return call
+
+    def _streaming(self, behaviour: Callable[..., Any], *, rpc: str) -> Callable[..., Any]:
+        async def call(request: object, context: Context) -> AsyncIterator[object]:
+            async with self._around(context, rpc=rpc):
+                responses = behaviour(request, context)
+                if not hasattr(responses, "__aiter__"):
+                    await responses  # it writes through the context itself
+                    return
+                async with aclosing(responses):
+                    async for response in responses:
+                        yield response
+
+        return call
+
+    @asynccontextmanager
+    async def _around(self, context: Context, *, rpc: str) -> AsyncIterator[None]:
+        metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
+        correlation_id = _loggable(metadata.get(CORRELATION_METADATA, "")) or self._ids.new()
+        bind(correlation_id=correlation_id)
+        started_s = time.perf_counter()
+        code = "CANCELLED"
+        self._metrics.add("astraflow_rpcs_active", 1, rpc=rpc)
+        try:
+            self._gate.admit(rpc, metadata.get("authorization"))
+            yield
+            code = "OK"  # also when a request stream just ended because its caller vanished
+        except grpc.aio.AbortError:
+            code = "ABORTED_BY_SERVICER"
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of the process: every error becomes a status
+            typed = _typed(error, rpc=rpc, correlation_id=correlation_id)
+            code = typed.code
+            await _abort(context, typed)
+        finally:
+            self._metrics.add("astraflow_rpcs_active", -1, rpc=rpc)
+            self._metrics.increment("astraflow_rpcs_total", rpc=rpc, code=code)
+            self._metrics.observe("astraflow_rpc_seconds", time.perf_counter() - started_s, rpc=rpc)
+
+
+def _typed(error: Exception, *, rpc: str, correlation_id: str) -> AstraflowError:
+    """The error as the caller will see it; what must not leave this process goes to the log."""
+    if isinstance(error, AstraflowError):
+        log.info("rpc.refused", rpc=rpc, reason=error.reason, message=error.message)
+        typed = error
+    else:
+        log.error("rpc.crashed", rpc=rpc, exc_info=error)
+        typed = InternalError(f"{rpc} failed; its server's log has the cause under {correlation_id}")
+    typed.metadata.setdefault("correlation_id", correlation_id)
+    return typed
+
+
+async def _abort(context: Context, error: AstraflowError) -> None:
+    status = to_status(error)
+    status.message = status.message[:_MAX_ERROR_CHARS]
+    await context.abort_with_status(rpc_status.to_status(status))
+
+
+def _loggable(correlation_id: str) -> str:
+    """The caller's own id when it is short and printable, else nothing."""
+    return correlation_id if len(correlation_id) <= 64 and correlation_id.isprintable() else ""
+
+
+def _arity(streaming: bool) -> str:  # noqa: FBT001 - mirrors gRPC's own two flags
+    return "stream" if streaming else "unary"

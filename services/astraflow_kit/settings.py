@@ -1,0 +1,160 @@
+"""Settings of a daemon: frozen, typed, read once at start from options and `ASTRAFLOW_*` variables.
+
+Invariant: nothing outside this module reads the environment, and nothing starts with a setting that was
+misspelt, out of bounds or unsafe (a reachable address without TLS and tokens). Each daemon subclasses
+`DaemonSettings` beside the class it configures and calls `load` in its `__main__`.
+"""
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import Field, FilePath, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from astraflow.errors import RequestError
+from astraflow_kit import failpoints
+from astraflow_kit.nearest import did_you_mean, nearest_names
+
+ENV_PREFIX = "ASTRAFLOW_"
+# A variable this close to one of ours is a misspelling; one further away belongs to another daemon.
+_MISSPELLING_CUTOFF = 0.85
+
+S = TypeVar("S", bound="DaemonSettings")
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class SettingsError(RequestError):
+    """A setting is unknown, has a wrong value, or would expose the daemon."""
+
+    reason, code = "INVALID_SETTINGS", "INVALID_ARGUMENT"
+
+
+class DaemonSettings(BaseSettings):
+    """What every daemon can be told. Secrets come as `*_file` paths, never as values."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True
+    )
+
+    host: str = "127.0.0.1"
+    """Address of the gRPC server. Anything but loopback needs TLS and tokens, or `insecure`."""
+    grpc_port: Port = 0
+    """Port of the gRPC server; 0 takes a free one and reports it in the address file."""
+    http_host: str = "127.0.0.1"
+    """Address of the pages for people. They have no login: anything but loopback needs `insecure_http`."""
+    http_port: Port = 0
+    """Port of the pages for people (/status, /metrics, /healthz, /readyz); 0 takes a free one."""
+    tls_cert_file: FilePath | None = None
+    """PEM certificate chain of the gRPC server; needs `tls_key_file`."""
+    tls_key_file: FilePath | None = None
+    """PEM private key of the gRPC server; needs `tls_cert_file`."""
+    tokens_file: FilePath | None = None
+    """Who may call: one `subject role[,role] sha256:HEX` per line, HEX being the digest of the token."""
+    insecure: bool = False
+    """Allow a reachable address without TLS and tokens. For closed test networks only."""
+    insecure_http: bool = False
+    """Allow the pages on a reachable address; whoever reaches it may read status and metrics."""
+    address_file: Path | None = None
+    """Where to write the bound ports and the pid as JSON, for whoever started this process."""
+    parent_pid: Annotated[int, Field(gt=0)] | None = None
+    """Process to die with; set by the launcher."""
+    log_level: Annotated[str, Field(pattern="^(debug|info|warning|error)$")] = "info"
+    """Least severe event that is written."""
+    log_format: Annotated[str, Field(pattern="^(auto|json|console)$")] = "auto"
+    """JSON lines, or console text; auto chooses console on a terminal."""
+    drain_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """Seconds between the first stop signal and a hard stop."""
+    failpoints: str = ""
+    """Failpoints to arm, for tests: see `astraflow_kit.failpoints`."""
+    failpoints_seed: int = 0
+    """Seed of the failpoints' draws."""
+    failpoints_log: Path | None = None
+    """File that records failpoint hits."""
+
+    @field_validator("failpoints")
+    @classmethod
+    def _failpoints_are_known(cls, spec: str) -> str:
+        failpoints.parse(spec)
+        return spec
+
+    @model_validator(mode="after")
+    def _address_is_safe(self) -> Self:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file go together; give both or neither")
+        protected = self.tls_cert_file is not None and self.tokens_file is not None
+        if not (is_loopback(self.host) or protected or self.insecure):
+            raise ValueError(
+                f"host {self.host!r} is reachable from other machines without TLS and tokens; set the "
+                "tls_*_file pair and tokens_file, or bind 127.0.0.1, or accept the risk with insecure"
+            )
+        if not (is_loopback(self.http_host) or self.insecure_http):
+            raise ValueError(
+                f"http_host {self.http_host!r} is reachable from other machines and the pages have no login; "
+                "bind 127.0.0.1, or accept the risk with insecure_http"
+            )
+        return self
+
+
+def load(kind: type[S], options: Mapping[str, object] | None = None) -> S:
+    """Build settings of `kind`: `options` (command line) first, then environment, then defaults.
+
+    An option that is None counts as not given. Raises SettingsError listing every problem at once.
+    """
+    given: dict[str, Any] = {name: value for name, value in (options or {}).items() if value is not None}
+    _refuse_misspelt_variables(kind)
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        problems = [_problem(kind, detail, given=given) for detail in error.errors(include_url=False)]
+        raise SettingsError("; ".join(problems)) from error
+
+
+def read_secret(path: Path) -> str:
+    """Content of a `*_file` secret without its trailing newline; read at each use, so that it can be rotated.
+
+    Raises SettingsError when the file is missing, unreadable or empty.
+    """
+    try:
+        secret = path.read_text().strip()
+    except OSError as error:
+        remedy = "mount it or fix its mode"
+        raise SettingsError(f"secret file {path} cannot be read: {error.strerror}; {remedy}") from error
+    if not secret:
+        raise SettingsError(f"secret file {path} is empty; write the secret into it")
+    return secret
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. A name other than localhost counts as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _refuse_misspelt_variables(kind: type[DaemonSettings]) -> None:
+    prefix = str(kind.model_config.get("env_prefix", ENV_PREFIX))
+    known = [f"{prefix}{name}".upper() for name in kind.model_fields]
+    for variable in os.environ:
+        if variable.startswith(prefix) and variable not in known:
+            close = nearest_names(variable, known, cutoff=_MISSPELLING_CUTOFF)
+            if close:
+                raise SettingsError(f"variable {variable} is not a setting. Did you mean {close[0]}?")
+
+
+def _problem(kind: type[DaemonSettings], detail: ErrorDetails, *, given: Mapping[str, object]) -> str:
+    complaint = detail["msg"].removeprefix("Value error, ")
+    if not detail["loc"]:
+        return complaint
+    name = str(detail["loc"][0])
+    if detail["type"] == "extra_forbidden":
+        return f"unknown setting {name!r}. {did_you_mean(name, kind.model_fields)}"
+    prefix = str(kind.model_config.get("env_prefix", ENV_PREFIX))
+    source = f"option {name}" if name in given else f"{prefix}{name}".upper()
+    return f"{source} = {detail['input']!r}: {complaint}"

@@ -1,0 +1,343 @@
+"""A real grpc.aio server with a small service of its own: roles, errors, health, reflection, taken ports."""
+
+import asyncio
+import hashlib
+import io
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.wrappers_pb2 import StringValue
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from astraflow import errors
+from astraflow._status import from_rpc_error
+from astraflow.options.v1 import options_pb2
+from astraflow_kit import log
+from astraflow_kit.identity import ContractError, caller
+from astraflow_kit.metrics import Metrics
+from astraflow_kit.ports import PortError
+from astraflow_kit.serve import CORRELATION_METADATA, MAX_MESSAGE_BYTES, GrpcServer, Registration
+from astraflow_kit.settings import DaemonSettings
+
+ECHO = "astraflow_kit_test.v1.EchoService"
+NAKED = "astraflow_kit_test.v1.NakedService"
+TOKENS = {"node": "rollout", "boss": "operator", "both": "viewer,operator"}
+
+
+def _declare(service: Any, name: str, *, streaming: bool, options: bool = True) -> None:
+    method = service.method.add(
+        name=name,
+        input_type=".google.protobuf.StringValue",
+        output_type=".google.protobuf.StringValue",
+        server_streaming=streaming,
+        client_streaming=streaming,
+    )
+    if options:
+        method.options.Extensions[options_pb2.roles].extend([options_pb2.ROLE_OPERATOR])
+        method.options.Extensions[options_pb2.retry] = options_pb2.RETRY_READ
+
+
+def _build_contract() -> None:
+    file = descriptor_pb2.FileDescriptorProto(
+        name="astraflow_kit_test/v1/echo_service.proto",
+        package="astraflow_kit_test.v1",
+        syntax="proto3",
+        dependency=["google/protobuf/wrappers.proto", "astraflow/options/v1/options.proto"],
+    )
+    echo = file.service.add(name="EchoService")
+    _declare(echo, "Echo", streaming=False)
+    _declare(echo, "Chat", streaming=True)
+    _declare(file.service.add(name="NakedService"), "Echo", streaming=False, options=False)
+    descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
+
+
+_build_contract()
+_CODEC: dict[str, Any] = {
+    "request_deserializer": StringValue.FromString,
+    "response_serializer": StringValue.SerializeToString,
+}
+
+
+class EchoServicer:
+    """Fails in the way the request names."""
+
+    def __init__(self) -> None:
+        self.waiting = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    async def Echo(self, request: StringValue, context: grpc.aio.ServicerContext[Any, Any]) -> StringValue:
+        if request.value == "fenced":
+            raise errors.FencedError("epoch 3 is older than 4; claim again", metadata={"epoch": "4"})
+        if request.value == "full":
+            raise errors.ResourceExhaustedError("x" * 20_000, retry_after_s=1.5)
+        if request.value == "crash":
+            raise RuntimeError("the secret is 42")
+        if request.value == "abort":
+            await context.abort(grpc.StatusCode.DATA_LOSS, "by hand")
+        if request.value == "wait":
+            self.waiting.set()
+            await asyncio.Event().wait()
+        if request.value == "who":
+            return StringValue(value=caller().subject)
+        return request
+
+    async def Chat(
+        self, requests: AsyncIterator[StringValue], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[StringValue]:
+        try:
+            async for request in requests:
+                yield await self.Echo(request, context)
+        finally:
+            self.ended.set()
+
+
+def add_echo(servicer: EchoServicer, server: grpc.aio.Server, *, service: str = ECHO) -> None:
+    """What generated code would do."""
+    handlers = {
+        "Echo": grpc.unary_unary_rpc_method_handler(servicer.Echo, **_CODEC),
+        "Chat": grpc.stream_stream_rpc_method_handler(servicer.Chat, **_CODEC),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    server.add_registered_method_handlers(service, handlers)
+
+
+def add_naked(servicer: EchoServicer, server: grpc.aio.Server) -> None:
+    """A service whose rpc declares no roles."""
+    add_echo(servicer, server, service=NAKED)
+
+
+@asynccontextmanager
+async def serving(
+    settings: DaemonSettings | None = None,
+    *,
+    metrics: Metrics | None = None,
+    servicer: EchoServicer | None = None,
+) -> AsyncIterator[tuple[GrpcServer, grpc.aio.Channel]]:
+    registrations: list[Registration] = [(add_echo, servicer or EchoServicer())]
+    server = GrpcServer(registrations, settings=settings or DaemonSettings(), metrics=metrics or Metrics())
+    await server.start()
+    options = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+    channel = grpc.aio.insecure_channel(server.address, options=options)
+    try:
+        yield server, channel
+    finally:
+        await channel.close()
+        await server.stop(deadline_s=1)
+
+
+def echo(channel: grpc.aio.Channel, *, service: str = ECHO) -> Callable[..., Awaitable[StringValue]]:
+    call: Callable[..., Awaitable[StringValue]] = channel.unary_unary(
+        f"/{service}/Echo",
+        request_serializer=StringValue.SerializeToString,
+        response_deserializer=StringValue.FromString,
+    )
+    return call
+
+
+async def refusal(call: Awaitable[object]) -> tuple[errors.AstraflowError, grpc.aio.AioRpcError]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value), caught.value
+
+
+def tokens_file(folder: Path) -> Path:
+    path = folder / "tokens"
+    lines = [
+        f"{who} {roles} sha256:{hashlib.sha256(who.encode()).hexdigest()}" for who, roles in TOKENS.items()
+    ]
+    path.write_text("# people and nodes\n\n" + "\n".join(lines) + "\n")
+    return path
+
+
+async def test_a_call_is_answered_on_a_free_port() -> None:
+    async with serving() as (server, channel):
+        assert (await echo(channel)(StringValue(value="hello"), timeout=5)).value == "hello"
+        assert int(server.address.rpartition(":")[2]) > 0
+
+
+async def test_a_typed_error_crosses_the_wire_whole() -> None:
+    async with serving() as (_, channel):
+        error, raw = await refusal(echo(channel)(StringValue(value="fenced"), timeout=5))
+    assert type(error) is errors.FencedError
+    assert error.message == "epoch 3 is older than 4; claim again"
+    assert error.metadata["epoch"] == "4"
+    assert raw.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_retry_info_survives_and_long_messages_are_cut() -> None:
+    async with serving() as (_, channel):
+        error, _ = await refusal(echo(channel)(StringValue(value="full"), timeout=5))
+    assert type(error) is errors.ResourceExhaustedError
+    assert error.retry_after_s == 1.5
+    assert 1000 < len(error.message) < 4000
+
+
+async def test_a_defect_is_internal_without_its_text_and_logged_under_the_correlation_id() -> None:
+    lines = io.StringIO()
+    log.configure("test", log_format="json", stream=lines)
+    async with serving() as (_, channel):
+        metadata = ((CORRELATION_METADATA, "abc-123"),)
+        error, raw = await refusal(echo(channel)(StringValue(value="crash"), timeout=5, metadata=metadata))
+    assert type(error) is errors.InternalError
+    assert error.metadata["correlation_id"] == "abc-123"
+    assert "42" not in f"{error.message}{raw.details()}{raw.trailing_metadata()!r}"
+    crash = next(
+        line for line in map(json.loads, lines.getvalue().splitlines()) if line["event"] == "rpc.crashed"
+    )
+    assert crash["correlation_id"] == "abc-123"
+    assert "the secret is 42" in crash["exception"]
+
+
+@pytest.mark.parametrize("unusable", ["", "x" * 65])
+async def test_an_unusable_correlation_id_is_replaced(unusable: str) -> None:
+    async with serving() as (_, channel):
+        metadata = ((CORRELATION_METADATA, unusable),)
+        error, _ = await refusal(echo(channel)(StringValue(value="crash"), timeout=5, metadata=metadata))
+    assert len(error.metadata["correlation_id"]) == 26
+
+
+async def test_a_stream_is_served_and_its_error_is_typed() -> None:
+    servicer = EchoServicer()
+    async with serving(servicer=servicer) as (_, channel):
+        call: Any = channel.stream_stream(
+            f"/{ECHO}/Chat",
+            request_serializer=StringValue.SerializeToString,
+            response_deserializer=StringValue.FromString,
+        )(timeout=5)
+        await call.write(StringValue(value="one"))
+        assert (await call.read()).value == "one"
+        await call.write(StringValue(value="fenced"))
+        error, _ = await refusal(call.read())
+        assert type(error) is errors.FencedError
+        await asyncio.wait_for(servicer.ended.wait(), 5)
+
+
+async def test_a_cancelled_stream_ends_its_servicer_and_is_counted() -> None:
+    servicer, metrics = EchoServicer(), Metrics()
+    async with serving(servicer=servicer, metrics=metrics) as (_, channel):
+        call: Any = channel.stream_stream(
+            f"/{ECHO}/Chat",
+            request_serializer=StringValue.SerializeToString,
+            response_deserializer=StringValue.FromString,
+        )(timeout=5)
+        await call.write(StringValue(value="one"))
+        await call.read()
+        await call.write(StringValue(value="wait"))
+        await asyncio.wait_for(servicer.waiting.wait(), 5)
+        call.cancel()
+        await asyncio.wait_for(servicer.ended.wait(), 5)
+    text = metrics.render().decode()
+    assert f'astraflow_rpcs_total{{code="CANCELLED",rpc="/{ECHO}/Chat"}} 1.0' in text
+    assert f'astraflow_rpcs_active{{rpc="/{ECHO}/Chat"}} 0.0' in text
+
+
+async def test_calls_are_counted_by_final_code() -> None:
+    metrics = Metrics()
+    async with serving(metrics=metrics) as (_, channel):
+        await echo(channel)(StringValue(value="a"), timeout=5)
+        for value in ("fenced", "crash", "abort"):
+            await refusal(echo(channel)(StringValue(value=value), timeout=5))
+    text = metrics.render().decode()
+    for code in ("OK", "FAILED_PRECONDITION", "INTERNAL", "ABORTED_BY_SERVICER"):
+        assert f'astraflow_rpcs_total{{code="{code}",rpc="/{ECHO}/Echo"}} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    ("authorization", "answer"),
+    [
+        ("Bearer boss", "boss"),
+        ("bearer both", "both"),
+        ("Bearer node", errors.PermissionError_),
+        ("Bearer nobody", errors.UnauthenticatedError),
+        ("Basic boss", errors.UnauthenticatedError),
+        (None, errors.UnauthenticatedError),
+    ],
+)
+async def test_an_rpc_is_open_to_the_roles_its_contract_names(
+    tmp_path: Path, authorization: str | None, answer: str | type[errors.AstraflowError]
+) -> None:
+    metadata = (("authorization", authorization),) if authorization else ()
+    async with serving(DaemonSettings(tokens_file=tokens_file(tmp_path))) as (_, channel):
+        call = echo(channel)(StringValue(value="who"), timeout=5, metadata=metadata)
+        if isinstance(answer, str):
+            assert (await call).value == answer
+        else:
+            assert type((await refusal(call))[0]) is answer
+
+
+async def test_without_tokens_anyone_may_call_but_a_token_is_not_ignored() -> None:
+    async with serving() as (_, channel):
+        assert (await echo(channel)(StringValue(value="who"), timeout=5)).value == "anonymous"
+        metadata = (("authorization", "Bearer boss"),)
+        error, _ = await refusal(echo(channel)(StringValue(value="who"), timeout=5, metadata=metadata))
+    assert type(error) is errors.UnauthenticatedError
+    assert "tokens_file" in error.message
+
+
+async def test_an_rpc_without_declared_roles_stops_the_server_from_starting() -> None:
+    server = GrpcServer([(add_naked, EchoServicer())], settings=DaemonSettings(), metrics=Metrics())
+    with pytest.raises(ContractError, match=r"NakedService\.Echo names no caller"):
+        await server.start()
+
+
+async def test_health_and_reflection_are_served_and_need_no_token(tmp_path: Path) -> None:
+    async with serving(DaemonSettings(tokens_file=tokens_file(tmp_path))) as (_, channel):
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        for name in ("", ECHO):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
+        answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]), timeout=5)]
+    names = {service.name for service in answers[0].list_services_response.service}
+    assert names == {ECHO, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+async def test_an_unknown_rpc_is_unimplemented() -> None:
+    async with serving() as (_, channel):
+        error, _ = await refusal(echo(channel, service="no.such.Service")(StringValue(), timeout=5))
+    assert type(error) is errors.UnimplementedError
+
+
+async def test_a_message_may_have_64_mib_and_no_more() -> None:
+    async with serving() as (_, channel):
+        big = StringValue(value="x" * (MAX_MESSAGE_BYTES - 64))
+        assert len((await echo(channel)(big, timeout=20)).value) == MAX_MESSAGE_BYTES - 64
+        error, _ = await refusal(echo(channel)(StringValue(value="x" * MAX_MESSAGE_BYTES), timeout=20))
+    assert type(error) is errors.ResourceExhaustedError
+
+
+async def test_a_taken_port_is_refused_with_holder_and_remedy() -> None:
+    async with serving() as (server, _):
+        port = int(server.address.rpartition(":")[2])
+        second = GrpcServer(
+            [(add_echo, EchoServicer())], settings=DaemonSettings(grpc_port=port), metrics=Metrics()
+        )
+        with pytest.raises(
+            PortError, match=rf"127\.0\.0\.1:{port}: process \d+ \(.+\) holds it; .*grpc_port"
+        ):
+            await second.start()
+        await second.stop(deadline_s=1)
+
+
+async def test_stop_lets_an_open_stream_go_and_run_returns() -> None:
+    async with serving() as (server, channel):
+        running = asyncio.create_task(server.run())
+        call: Any = channel.stream_stream(
+            f"/{ECHO}/Chat",
+            request_serializer=StringValue.SerializeToString,
+            response_deserializer=StringValue.FromString,
+        )(timeout=20)
+        await call.write(StringValue(value="one"))
+        await call.read()
+        await server.stop(deadline_s=0.2)
+        await asyncio.wait_for(running, 5)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
