@@ -25,7 +25,7 @@ PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 PYTEST     := $(BIN)/python -m pytest
 WORKERS    ?= 2
-PARALLEL   := -n $(WORKERS) --dist loadgroup
+PARALLEL   := -n $(WORKERS)
 UNIT_TESTS := $(wildcard tests/architecture tests/contract tests/unit)
 
 ##@ Use

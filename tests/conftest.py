@@ -5,11 +5,12 @@ Nothing here is a fixture that a test asks for by name; shared fakes and servers
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import psutil
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # Before anything imports torch or tokenizers: two cores are shared by two xdist workers and their daemons.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,23 +18,24 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No test downloads a model.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-TESTS = Path(__file__).resolve().parent
-
 # A slow machine must not fail a property, hence no deadline.
 hypothesis.settings.register_profile("test", deadline=None, max_examples=50, derandomize=True)
 hypothesis.settings.register_profile("soak", deadline=None, max_examples=5_000)
 hypothesis.settings.load_profile("test")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """End-to-end tests run one at a time; a file that starts servers keeps them on one worker."""
-    for item in items:
-        tier = item.path.relative_to(TESTS).parts[0]
-        if tier == "e2e":
-            item.add_marker(pytest.mark.xdist_group("e2e"))
-        elif tier in ("integration", "contract"):
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+class OneEndToEndTestAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
+    """Hands whole files to xdist's workers, and all of tests/e2e to one: two runs at once would starve."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneEndToEndTestAtATime:
+    """Used for `-n` whatever `--dist` says; files run in the order in which they were collected."""
+    config.option.loadscopereorder = False
+    return OneEndToEndTestAtATime(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
