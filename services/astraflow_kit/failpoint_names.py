@@ -14,6 +14,12 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         # raas
         # trainer
         # weights
+        "weights.publish.parts_uploaded": "all parts and assets of a version are stored, its manifest is not",
+        "weights.publish.before_manifest": "the manifest is about to be created, which commits the version",
+        "weights.publish.after_manifest": "the version is committed, nobody has been told",
+        "weights.mirror.before_rename": "a new version lies whole and synced beside the one that is held",
         # engine
+        "engine.before_swap": "new weights are loaded and checked, the old ones still serve",
+        "engine.decode_step": "the running requests are about to get one token each",
     }
 )

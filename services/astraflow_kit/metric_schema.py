@@ -42,6 +42,11 @@ _ENTRIES = (
     # raas
     # trainer
     # weights
+    # engine
+    Metric("astraflow_engine_requests", Kind.GAUGE, "Requests in the engine by state.", ("state",)),
+    Metric("astraflow_engine_tokens", Kind.GAUGE, "Tokens since the engine started, by kind.", ("kind",)),
+    Metric("astraflow_engine_tokens_per_second", Kind.GAUGE, "Generated tokens per second, last window."),
+    Metric("astraflow_engine_weight_swaps", Kind.GAUGE, "Weight swaps since the engine started."),
 )
 
 SCHEMA: dict[str, Metric] = {entry.name: entry for entry in _ENTRIES}

@@ -1,0 +1,117 @@
+"""Log lines: form, correlation, redaction."""
+
+import asyncio
+import io
+import json
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from astraflow_kit import log
+
+
+@pytest.fixture
+def lines() -> io.StringIO:
+    stream = io.StringIO()
+    log.configure("dataflow", log_format="json", stream=stream)
+    return stream
+
+
+def _written(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_is_json_with_service_level_and_time(lines: io.StringIO) -> None:
+    log.get_logger("astraflow_x.y").info("trajectory.admitted", num_tokens=812)
+    (line,) = _written(lines)
+    assert line.pop("timestamp").endswith("Z")
+    assert line == {
+        "event": "trajectory.admitted",
+        "num_tokens": 812,
+        "service": "dataflow",
+        "level": "info",
+        "logger": "astraflow_x.y",
+    }
+
+
+def test_a_logger_made_before_configure_follows_it() -> None:
+    early = log.get_logger("early")
+    stream = io.StringIO()
+    log.configure("raas", log_format="json", stream=stream)
+    early.warning("lease.lost")
+    assert _written(stream)[0]["service"] == "raas"
+
+
+def test_levels_below_the_chosen_one_are_not_written() -> None:
+    stream = io.StringIO()
+    log.configure("raas", level="warning", log_format="json", stream=stream)
+    log.get_logger("x").info("lease.taken")
+    log.get_logger("x").warning("lease.lost")
+    assert [line["event"] for line in _written(stream)] == ["lease.lost"]
+
+
+def test_console_text_is_chosen_on_request() -> None:
+    stream = io.StringIO()
+    log.configure("raas", log_format="console", stream=stream)
+    log.get_logger("x").info("lease.taken")
+    assert "lease.taken" in stream.getvalue()
+    assert not stream.getvalue().startswith("{")
+
+
+def test_other_libraries_lines_get_the_same_form_and_redaction(lines: io.StringIO) -> None:
+    logging.getLogger("botocore").warning("calling with %s", "Authorization: Bearer abc.def")
+    (line,) = _written(lines)
+    assert line["event"] == "calling with Authorization: Bearer ***"
+    assert line["service"] == "dataflow"
+
+
+async def test_ids_follow_the_work_into_tasks_and_end_with_it(lines: io.StringIO) -> None:
+    logger = log.get_logger("x")
+
+    async def inner() -> None:
+        logger.info("episode.finished")
+
+    with log.correlated(run_id="r", task_id="t"):
+        await asyncio.create_task(inner())
+    logger.info("node.idle")
+    first, second = _written(lines)
+    assert (first["run_id"], first["task_id"]) == ("r", "t")
+    assert "run_id" not in second
+
+
+def test_an_unknown_correlation_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'task_id'"):
+        log.bind(taskid="t")
+
+
+def test_an_exception_is_written_without_its_secrets(lines: io.StringIO) -> None:
+    try:
+        raise OSError("cannot reach redis://user:hunter2@10.0.0.1:6379/0")
+    except OSError:
+        log.get_logger("x").exception("redis.lost")
+    text = lines.getvalue()
+    assert "hunter2" not in text
+    assert "redis://user:***@10.0.0.1" in text
+
+
+@pytest.mark.parametrize(
+    "key", ["token", "hf_token", "password", "api_key", "api-key", "Authorization", "aws_secret_access_key"]
+)
+def test_secret_keys_are_blanked_at_any_depth(lines: io.StringIO, key: str) -> None:
+    log.get_logger("x").info("node.joined", settings={"inner": [{key: "hunter2"}]}, **{key: "hunter2"})
+    assert "hunter2" not in lines.getvalue()
+
+
+@pytest.mark.parametrize("key", ["num_tokens", "tokens_per_s", "token_ids", "tokenizer", "key"])
+def test_the_words_of_the_trade_are_not_secrets(lines: io.StringIO, key: str) -> None:
+    log.get_logger("x").info("episode.finished", **{key: 5})
+    assert _written(lines)[0][key] == 5
+
+
+@given(st.from_regex(r"[A-Za-z0-9._~+=-]{6,80}", fullmatch=True))
+def test_no_bearer_token_and_no_url_password_survives(secret: str) -> None:
+    event = log.redact(None, "info", {"a": f"sent Bearer {secret} to s3://u:{secret}@host/x"})
+    assert event == {"a": "sent Bearer *** to s3://u:***@host/x"}

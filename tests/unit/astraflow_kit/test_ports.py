@@ -1,0 +1,20 @@
+"""The error of a failed bind."""
+
+import os
+import socket
+
+from astraflow_kit.ports import bind_failure
+
+
+def test_the_holder_of_a_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        message = bind_failure("127.0.0.1", port, setting="grpc_port").message
+    assert f"process {os.getpid()} (" in message
+    assert "choose another grpc_port" in message
+
+
+def test_without_a_holder_the_message_says_what_may_be_wrong() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert "not an address of this machine" in bind_failure("192.0.2.1", port, setting="http_port").message
