@@ -17,6 +17,11 @@ _KEY_SEGMENT = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]{0,254}")
 _MAX_KEY_BYTES = 1024
 _ENTRY_SUFFIX = ".pb"
 
+WEIGHTS_FILE = "model.safetensors"
+VERSION_FILE = "astraflow_version.json"
+# Files of a checkpoint folder that the mirror writes itself.
+RESERVED_FILES = frozenset({WEIGHTS_FILE, VERSION_FILE})
+
 
 def check_id(value: str, *, what: str) -> str:
     """Return `value` when it can be a run or policy id in a key. Raises ValueError."""
@@ -37,6 +42,16 @@ def check_key(key: str) -> str:
             "letters, digits and '._=+@-' in segments that do not begin with a dot, between single slashes"
         )
     return key
+
+
+def check_file_name(name: str) -> str:
+    """Return `name` when it can be a file beside the weights in a checkpoint folder. Raises ValueError."""
+    if not _KEY_SEGMENT.fullmatch(name) or name in RESERVED_FILES:
+        raise ValueError(
+            f"asset name {name!r} is not allowed; use letters, digits and '._=+@-', no leading dot, "
+            f"and none of {', '.join(sorted(RESERVED_FILES))}"
+        )
+    return name
 
 
 class PolicyKeys:

@@ -1,0 +1,194 @@
+"""A policy's versions as the store's log tells them.
+
+Invariant: every reader of the same entries sees the same versions: along the sequence epochs never fall, an
+entry with an epoch lower than one before it is ignored, and the manifests that remain are numbered 0, 1, 2
+… without gaps. Writer, planner and mirror ask it; it writes nothing. One owner per object: not thread-safe.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from astraflow.errors import UnknownVersionError
+from astraflow_weights.digest import sha256
+from astraflow_weights.errors import CorruptManifest, ObjectNotFound
+from astraflow_weights.fetch import fetch_objects
+from astraflow_weights.layout import PolicyKeys
+from astraflow_weights.manifest import DeltaRef, Entry, Fence, Manifest, PartRef, decode_entry
+from astraflow_weights.store import ObjectStore
+
+_READ_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionRecord:
+    """What is kept in memory of every version; the tensors and assets stay in its manifest."""
+
+    version: int
+    sequence: int
+    writer_epoch: int
+    step: int
+    manifest_sha256: bytes
+    model_root: bytes
+    snapshot: tuple[PartRef, ...] | None
+    deltas: tuple[DeltaRef, ...]
+    num_changed: int
+    num_elements: int
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the snapshot's parts; 0 when there is none."""
+        return sum(part.size_bytes for part in self.snapshot or ())
+
+    @property
+    def delta_bytes(self) -> int:
+        """Bytes of the delta from the version before; 0 when there is none."""
+        return sum(delta.size_bytes for delta in self.deltas if delta.base_version == self.version - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The writer with the highest epoch so far."""
+
+    epoch: int
+    nonce: bytes
+
+
+class VersionLog:
+    """Reads the log of one policy. Starts empty: call `refresh`.
+
+    log = VersionLog(store, run_id="r1", policy_id="solver")
+    newest = log.refresh()
+    """
+
+    def __init__(self, store: ObjectStore, *, run_id: str, policy_id: str) -> None:
+        """Sends no request. Raises ValueError for ids that cannot stand in a key."""
+        self.run_id = run_id
+        self.policy_id = policy_id
+        self._store = store
+        self._keys = PolicyKeys(run_id, policy_id)
+        self._records: list[VersionRecord] = []
+        self._next_sequence = 0
+        self._owner: Owner | None = None
+        self._num_ignored = 0
+
+    @property
+    def next_sequence(self) -> int:
+        """First sequence number that this log has not read."""
+        return self._next_sequence
+
+    @property
+    def owner(self) -> Owner | None:
+        """Who may write; None for a log without entries."""
+        return self._owner
+
+    @property
+    def num_ignored(self) -> int:
+        """Entries of writers that had been fenced before."""
+        return self._num_ignored
+
+    @property
+    def records(self) -> Sequence[VersionRecord]:
+        """All known versions; the index is the version."""
+        return self._records
+
+    def refresh(self) -> int | None:
+        """Read what was added and return the newest version, None when there is none.
+
+        Raises CorruptManifest or IncompatibleError at the first entry that cannot be used, having taken in
+        those before it; Unavailable and StoreRefused as the store does.
+        """
+        keys = self._new_keys()
+        for data in fetch_objects(self._store, keys, threads=_READ_THREADS):
+            self.absorb(data)
+        return len(self._records) - 1 if self._records else None
+
+    def latest(self) -> VersionRecord | None:
+        """The newest known version; asks the store nothing."""
+        return self._records[-1] if self._records else None
+
+    def record(self, version: int) -> VersionRecord:
+        """A known version. Raises UnknownVersionError: refresh, then ask again."""
+        if not 0 <= version < len(self._records):
+            raise UnknownVersionError(
+                f"version {version} of policy {self.policy_id!r} is not in the log, which ends at "
+                f"{len(self._records) - 1}; refresh the log and try again"
+            )
+        return self._records[version]
+
+    def manifest(self, version: int) -> Manifest:
+        """Read the whole manifest of a known version again from the store.
+
+        Raises UnknownVersionError, CorruptManifest when the entry is gone or changed, Unavailable,
+        StoreRefused.
+        """
+        record = self.record(version)
+        key = self._keys.entry(record.sequence)
+        try:
+            data = self._store.get(key)
+        except ObjectNotFound as error:
+            raise CorruptManifest(f"log entry {key!r} is gone; entries must never be deleted") from error
+        entry = decode_entry(data)
+        if sha256(data) != record.manifest_sha256 or not isinstance(entry, Manifest):
+            raise CorruptManifest(
+                f"log entry {key!r} was changed after it was created; entries must never change"
+            )
+        return entry
+
+    def absorb(self, data: bytes) -> Entry:
+        """Take in the bytes of entry `next_sequence`. Raises CorruptManifest and IncompatibleError."""
+        entry = decode_entry(data)
+        self._check_place(entry)
+        epoch, nonce = _writer(entry)
+        if self._owner is not None and epoch < self._owner.epoch:
+            self._num_ignored += 1
+        else:
+            if isinstance(entry, Manifest):
+                self._records.append(self._record_of(entry, data))
+            if self._owner is None or epoch > self._owner.epoch:
+                self._owner = Owner(epoch=epoch, nonce=nonce)
+        self._next_sequence += 1
+        return entry
+
+    def _new_keys(self) -> list[str]:
+        """Keys of the entries that follow without a gap; a store may list late, but never creates out of
+        order.
+        """
+        after = self._keys.entry(self._next_sequence - 1) if self._next_sequence else self._keys.entries
+        listed = {info.key for info in self._store.list(self._keys.entries, after=after)}
+        keys: list[str] = []
+        while (key := self._keys.entry(self._next_sequence + len(keys))) in listed:
+            keys.append(key)
+        return keys
+
+    def _check_place(self, entry: Entry) -> None:
+        place = (self.run_id, self.policy_id, self._next_sequence)
+        if (entry.run_id, entry.policy_id, entry.sequence) != place:
+            raise CorruptManifest(
+                f"log entry {self._next_sequence} of {self.run_id}/{self.policy_id} says it is entry "
+                f"{entry.sequence} of {entry.run_id}/{entry.policy_id}; objects were copied or renamed"
+            )
+
+    def _record_of(self, manifest: Manifest, data: bytes) -> VersionRecord:
+        if manifest.version != len(self._records):
+            raise CorruptManifest(
+                f"log entry {manifest.sequence} commits version {manifest.version} "
+                f"where {len(self._records)} is due"
+            )
+        return VersionRecord(
+            version=manifest.version,
+            sequence=manifest.sequence,
+            writer_epoch=manifest.writer_epoch,
+            step=manifest.step,
+            manifest_sha256=sha256(data),
+            model_root=manifest.model_root,
+            snapshot=manifest.snapshot,
+            deltas=manifest.deltas,
+            num_changed=manifest.num_changed,
+            num_elements=manifest.num_elements,
+        )
+
+
+def _writer(entry: Entry) -> tuple[int, bytes]:
+    if isinstance(entry, Fence):
+        return entry.epoch, entry.nonce
+    return entry.writer_epoch, entry.writer_nonce

@@ -1,0 +1,316 @@
+"""The one writer of a policy's log: fence, upload, commit.
+
+Invariant: a writer commits only while its fence is the newest; its manifests name only parts that exist and
+follow each other without gaps, however often it crashed or lost an answer. A trainer opens one writer per
+claimed epoch, `Publisher` drives it.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from astraflow.weights.v1 import manifest_pb2
+from astraflow_kit import failpoints
+from astraflow_kit.clock import Clock, SystemClock
+from astraflow_weights.digest import TensorDigest, model_root, sha256
+from astraflow_weights.errors import CorruptPart, Fenced, ObjectNotFound, Unavailable
+from astraflow_weights.layout import PolicyKeys, check_file_name
+from astraflow_weights.manifest import (
+    NONCE_BYTES,
+    Asset,
+    DeltaRef,
+    Entry,
+    Fence,
+    Manifest,
+    PartRef,
+    encode_entry,
+)
+from astraflow_weights.settings import PublishSettings
+from astraflow_weights.store import ObjectStore, PutResult
+from astraflow_weights.version_log import Owner, VersionLog, VersionRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommittedVersion:
+    """A version that is in the log. `existed` tells that an earlier call had committed it.
+
+    `hint_written` is False when the `latest` hint could not be updated, which matters to nobody's
+    correctness.
+    """
+
+    version: int
+    sequence: int
+    manifest_sha256: bytes
+    model_root: bytes
+    writer_epoch: int
+    step: int
+    snapshot_bytes: int
+    delta_bytes: int
+    num_changed: int
+    num_elements: int
+    existed: bool
+    hint_written: bool = True
+
+    @property
+    def density(self) -> float:
+        """Changed share of all elements against the parent."""
+        return self.num_changed / self.num_elements if self.num_elements else 0.0
+
+
+class VersionWriter:
+    """Commits versions of one policy under one epoch. One owner per object: not thread-safe.
+
+    writer = VersionWriter.open(store, run_id="r1", policy_id="solver", epoch=claimed.epoch)
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        log: VersionLog,
+        owner: Owner,
+        settings: PublishSettings,
+        clock: Clock,
+    ) -> None:
+        """For `open`, which also writes the fence."""
+        self.log = log
+        self._store = store
+        self._keys = PolicyKeys(log.run_id, log.policy_id)
+        self._owner = owner
+        self._settings = settings
+        self._clock = clock
+        self._sent_assets: set[str] = set()
+
+    @classmethod
+    def open(
+        cls,
+        store: ObjectStore,
+        *,
+        run_id: str,
+        policy_id: str,
+        epoch: int,
+        nonce: bytes | None = None,
+        settings: PublishSettings | None = None,
+        clock: Clock | None = None,
+    ) -> "VersionWriter":
+        """Read the log and fence out every writer with a lower epoch.
+
+        Idempotent for one (epoch, nonce); the nonce (16 bytes) is drawn when not given. Raises Fenced when
+        the epoch was used by another writer or is not the highest, Unavailable, StoreRefused,
+        CorruptManifest.
+        """
+        nonce = nonce or secrets.token_bytes(NONCE_BYTES)
+        if epoch < 0 or len(nonce) != NONCE_BYTES:
+            raise ValueError(
+                f"epoch {epoch} must be at least 0 and the nonce {NONCE_BYTES} bytes, not {len(nonce)}"
+            )
+        writer = cls(
+            store,
+            log=VersionLog(store, run_id=run_id, policy_id=policy_id),
+            owner=Owner(epoch=epoch, nonce=nonce),
+            settings=settings or PublishSettings(),
+            clock=clock or SystemClock(),
+        )
+        writer._fence()
+        return writer
+
+    @property
+    def epoch(self) -> int:
+        """Epoch this writer commits under."""
+        return self._owner.epoch
+
+    def wants_snapshot(self, *, delta_bytes: int | None) -> bool:
+        """Whether the next version should offer a snapshot, given the bytes of its delta (None: it has
+        none).
+        """
+        if delta_bytes is None:
+            return True
+        chain_bytes = delta_bytes
+        for distance, record in enumerate(reversed(self.log.records), start=1):
+            if record.snapshot is not None:
+                too_costly = chain_bytes > self._settings.snapshot_chain_ratio * record.snapshot_bytes
+                return too_costly or distance >= self._settings.snapshot_every_versions
+            chain_bytes += record.delta_bytes
+        return True
+
+    def upload_parts(self, parts: Sequence[bytes]) -> tuple[PartRef, ...]:
+        """Send parts under their content's name, several at a time. Idempotent. Raises as the store does."""
+        refs = tuple(self._ref(part, key_of=self._keys.part) for part in parts)
+        with ThreadPoolExecutor(self._settings.upload_threads, thread_name_prefix="weights-upload") as pool:
+            for _ in pool.map(self._upload, refs, parts):
+                pass
+        return refs
+
+    def upload_assets(self, files: Iterable[Path]) -> tuple[Asset, ...]:
+        """Send files under their content's name; content that this writer sent before is not sent again.
+
+        Raises OSError for an unreadable file, ValueError for a name that cannot stand in a checkpoint.
+        """
+        assets = []
+        for path in sorted(files, key=lambda path: path.name):
+            data = path.read_bytes()
+            ref = self._ref(data, key_of=self._keys.asset)
+            if ref.key not in self._sent_assets:
+                self._upload(ref, data)
+                self._sent_assets.add(ref.key)
+            assets.append(Asset(file_name=check_file_name(path.name), blob=ref))
+        return tuple(assets)
+
+    def find(self, *, step: int, root: bytes) -> CommittedVersion | None:
+        """Refresh the log; the newest version of this step with these bytes, if there is one.
+
+        Raises Fenced when another writer took over. This is how a resumed or repeated publication ends in
+        success.
+        """
+        self.log.refresh()
+        self._require_ownership()
+        for record in reversed(self.log.records):
+            if record.step == step and record.model_root == root:
+                return _committed(record, existed=True)
+        return None
+
+    def commit(
+        self,
+        *,
+        step: int,
+        tensors: tuple[TensorDigest, ...],
+        snapshot: tuple[PartRef, ...] | None = None,
+        deltas: tuple[DeltaRef, ...] = (),
+        assets: tuple[Asset, ...] = (),
+        num_changed: int = 0,
+        learning_rate: float | None = None,
+    ) -> CommittedVersion:
+        """Make the next version visible. Every part and asset must be uploaded; `tensors` is sorted by name.
+
+        Atomic. The same (step, model root) again returns the version that exists. Raises Fenced for good;
+        Unavailable when the outcome is open: call again. ValueError when the version would contradict the
+        log.
+        """
+        root = model_root(tensors)
+        if (existing := self.find(step=step, root=root)) is not None:
+            return existing
+        failpoints.hit("weights.publish.before_manifest")
+        self._append(
+            lambda sequence: Manifest(
+                run_id=self.log.run_id,
+                policy_id=self.log.policy_id,
+                version=len(self.log.records),
+                sequence=sequence,
+                writer_epoch=self._owner.epoch,
+                writer_nonce=self._owner.nonce,
+                step=step,
+                parent_version=len(self.log.records) - 1 if self.log.records else None,
+                snapshot=snapshot,
+                deltas=deltas,
+                tensors=tensors,
+                model_root=root,
+                assets=assets,
+                num_changed=num_changed,
+                num_elements=sum(tensor.spec.num_elements for tensor in tensors),
+                learning_rate=learning_rate,
+                created_time_s=self._clock.wall_time_s(),
+            )
+        )
+        failpoints.hit("weights.publish.after_manifest")
+        record = self.log.records[-1]
+        return _committed(record, existed=False, hint_written=self._write_hint(record))
+
+    def _fence(self) -> None:
+        self.log.refresh()
+        if self.log.owner == self._owner:
+            return
+        if self.log.owner is not None and self.log.owner.epoch >= self.epoch:
+            raise self._fenced()
+        self._append(
+            lambda sequence: Fence(
+                run_id=self.log.run_id,
+                policy_id=self.log.policy_id,
+                sequence=sequence,
+                epoch=self._owner.epoch,
+                nonce=self._owner.nonce,
+                previous_epoch=self.log.owner.epoch if self.log.owner else None,
+                created_time_s=self._clock.wall_time_s(),
+            )
+        )
+
+    def _append(self, make: Callable[[int], Entry]) -> None:
+        """Create the entry at the next free number. Raises Fenced as soon as somebody else's epoch is not
+        lower.
+        """
+        for _ in range(self._settings.commit_attempts):
+            key = self._keys.entry(self.log.next_sequence)
+            wanted = make(self.log.next_sequence)
+            found = self.log.absorb(self._create_or_read(key, encode_entry(wanted)))
+            # Our own entry, perhaps with an older time: an earlier attempt arrived and its answer was lost.
+            if replace(found, created_time_s=wanted.created_time_s) == wanted:
+                return
+            if self.log.owner is not None and self.log.owner.epoch >= self.epoch:
+                self._require_ownership()
+        raise Unavailable(
+            f"{self._settings.commit_attempts} entries in a row of {self._keys.entries!r} were taken by other "
+            "writers; stop the old trainers of this policy"
+        )
+
+    def _create_or_read(self, key: str, data: bytes) -> bytes:
+        """What the entry holds after trying to create it: `data`, or what somebody else had put there."""
+        try:
+            created = self._store.put_if_absent(key, data) is PutResult.CREATED
+        except Unavailable as lost_answer:
+            # Perhaps only the answer was lost: the store knows.
+            try:
+                return self._store.get(key)
+            except ObjectNotFound:
+                raise lost_answer from None
+        return data if created else self._store.get(key)
+
+    def _require_ownership(self) -> None:
+        if self.log.owner != self._owner:
+            raise self._fenced()
+
+    def _fenced(self) -> Fenced:
+        holder = self.log.owner.epoch if self.log.owner else None
+        return Fenced(
+            f"policy {self.log.policy_id!r} of run {self.log.run_id!r} is written under epoch {holder}; "
+            f"this writer has epoch {self.epoch} and must stop: claim the policy again for a new epoch"
+        )
+
+    def _ref(self, data: bytes, *, key_of: Callable[[str], str]) -> PartRef:
+        digest = sha256(data)
+        return PartRef(key=key_of(digest.hex()), size_bytes=len(data), sha256=digest)
+
+    def _upload(self, ref: PartRef, data: bytes) -> None:
+        if self._store.put_if_absent(ref.key, data) is PutResult.EXISTS:
+            found = self._store.head(ref.key).size_bytes
+            if found != ref.size_bytes:
+                raise CorruptPart(
+                    f"{ref.key!r} in {self._store.uri} has {found} bytes instead of {ref.size_bytes}; "
+                    "delete the damaged object"
+                )
+
+    def _write_hint(self, record: VersionRecord) -> bool:
+        hint = manifest_pb2.LatestHint(version=record.version, sequence=record.sequence)
+        # The version is committed; failing now would make the caller doubt it.
+        with contextlib.suppress(Unavailable):
+            self._store.put(self._keys.latest, hint.SerializeToString(deterministic=True))
+            return True
+        return False
+
+
+def _committed(record: VersionRecord, *, existed: bool, hint_written: bool = True) -> CommittedVersion:
+    return CommittedVersion(
+        version=record.version,
+        sequence=record.sequence,
+        manifest_sha256=record.manifest_sha256,
+        model_root=record.model_root,
+        writer_epoch=record.writer_epoch,
+        step=record.step,
+        snapshot_bytes=record.snapshot_bytes,
+        delta_bytes=record.delta_bytes,
+        num_changed=record.num_changed,
+        num_elements=record.num_elements,
+        existed=existed,
+        hint_written=hint_written,
+    )
