@@ -1,0 +1,79 @@
+"""The static key/value cache: one row per slot, every row at its own length.
+
+Invariant: positions below a row's length hold keys and values of that row's tokens; column `capacity` is a
+dump for writes that belong to no token (padding, idle rows), so a forward pass never needs to branch per
+row. Memory is allocated once and touched lazily: an unused slot costs address space, not RAM. Used only by
+the scheduler thread.
+
+Shape legend: L layers, S slots, K kv heads, T capacity + 1, H head_dim, B rows of a pass, N new tokens.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from astraflow_engine.model_config import ModelConfig
+
+
+class KvCache:
+    """fp32 keys and values of all slots."""
+
+    def __init__(self, config: ModelConfig, *, num_slots: int, capacity: int) -> None:
+        self.num_slots = num_slots
+        self.capacity = capacity
+        shape = (2, config.num_layers, num_slots, config.num_kv_heads, capacity + 1, config.head_dim)
+        # numpy asks the system for zero pages; torch.zeros would write, and so occupy, all of them.
+        self._kv_LSKTH = torch.from_numpy(np.zeros(shape, dtype=np.float32))
+        self._rows = torch.arange(num_slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Address space of the cache; resident memory grows up to it as slots fill."""
+        return self._kv_LSKTH.untyped_storage().nbytes()
+
+    def write_one(
+        self, layer: int, *, keys_BKH: torch.Tensor, values_BKH: torch.Tensor, positions_B: torch.Tensor
+    ) -> None:
+        """Store one token for each of the first B rows."""
+        rows = self._rows[: positions_B.shape[0]]
+        self._kv_LSKTH[0, layer][rows, :, positions_B] = keys_BKH
+        self._kv_LSKTH[1, layer][rows, :, positions_B] = values_BKH
+
+    def write_many(
+        self,
+        layer: int,
+        *,
+        keys_BNKH: torch.Tensor,
+        values_BNKH: torch.Tensor,
+        rows_B: torch.Tensor,
+        positions_BN: torch.Tensor,
+    ) -> None:
+        """Store N tokens for each of the rows named."""
+        self._kv_LSKTH[0, layer][rows_B[:, None], :, positions_BN] = keys_BNKH
+        self._kv_LSKTH[1, layer][rows_B[:, None], :, positions_BN] = values_BNKH
+
+    def leading_rows(self, layer: int, *, num_rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views [num_rows, K, length, H] of the first rows: no copy."""
+        rows = self._kv_LSKTH[:, layer, :num_rows, :, :length]
+        return rows[0], rows[1]
+
+    def gathered_rows(
+        self, layer: int, *, rows_B: torch.Tensor, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies [B, K, length, H] of the rows named."""
+        rows = self._kv_LSKTH[:, layer, rows_B, :, :length]
+        return rows[0], rows[1]
+
+    def copy_row(self, source: int, *, targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions of one row into other rows."""
+        if not targets or length == 0:
+            return
+        prefix = self._kv_LSKTH[:, :, source, None, :, :length]
+        self._kv_LSKTH[:, :, torch.tensor(targets), :, :length] = prefix
+
+    def exchange_rows(self, first: int, second: int, *, length: int) -> None:
+        """Swap the first `length` positions of two rows."""
+        kept = self._kv_LSKTH[:, :, first, :, :length].clone()
+        self._kv_LSKTH[:, :, first, :, :length] = self._kv_LSKTH[:, :, second, :, :length]
+        self._kv_LSKTH[:, :, second, :, :length] = kept

@@ -1,0 +1,139 @@
+"""The Qwen3 forward pass on a static cache, in fp32, written for many short rows on one CPU core.
+
+Owns the arithmetic and nothing else: which rows run, and at which positions, is decided by the caller. Two
+passes exist: `extend` writes several new tokens per row (prompts, recomputation) and `decode` one token for
+each of the leading rows without copying their cache. Both return the hidden state before the output head.
+Called by the scheduler thread only, under `torch.inference_mode`.
+
+Shape legend: B rows, N new tokens, D hidden, Q heads, K kv heads, G = Q / K, H head_dim, T cached length, V
+vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from astraflow_engine.kv_cache import KvCache
+from astraflow_engine.model_config import ModelConfig
+from astraflow_engine.weights import LayerWeights, Weights
+
+
+class RotaryTable:
+    """Cosines and sines of every position, [positions, head_dim], half-split layout."""
+
+    def __init__(self, config: ModelConfig, *, num_positions: int) -> None:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+        angles = torch.outer(torch.arange(num_positions).float(), 1.0 / config.rope_theta**exponents)
+        half = config.head_dim // 2
+        self._cosines = torch.cat([angles, angles], dim=-1).cos()
+        # The sign of the rotated half lives in the table, so that a rotation needs no negation.
+        sines = torch.cat([angles, angles], dim=-1).sin()
+        sines[:, :half] *= -1
+        self._signed_sines = sines
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines, [*positions.shape, 1, H]: the same for every head."""
+        return self._cosines[positions].unsqueeze(-2), self._signed_sines[positions].unsqueeze(-2)
+
+
+class Qwen3:
+    """Sizes and rotary table of one model; the tensors of a version are passed to each pass."""
+
+    def __init__(self, config: ModelConfig, *, num_positions: int) -> None:
+        self._config = config
+        # One more position than the cache holds: the dump column has a (meaningless) rotation too.
+        self._rotary = RotaryTable(config, num_positions=num_positions + 1)
+
+    def decode(
+        self,
+        weights: Weights,
+        cache: KvCache,
+        *,
+        tokens_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        write_at_B: torch.Tensor,
+        length: int,
+    ) -> torch.Tensor:
+        """One token for each of the first B rows; returns hidden states [B, D].
+
+        `positions_B` int64 is where the token stands, `write_at_B` where its key goes (the dump column for
+        idle rows), and `length` exceeds every position.
+        """
+        config = self._config
+        num_rows = tokens_B.shape[0]
+        hidden = F.embedding(tokens_B, weights.embedding_VD)
+        rotation = self._rotary.at(positions_B)
+        mask = _reach_mask(positions_B, length=length)[:, None, None]
+        groups = config.num_heads // config.num_kv_heads
+        for index, layer in enumerate(weights.layers):
+            queries, keys, values = self._project(hidden, layer, rotation=rotation)
+            cache.write_one(index, keys_BKH=keys, values_BKH=values, positions_B=write_at_B)
+            cached_keys, cached_values = cache.leading_rows(index, num_rows=num_rows, length=length)
+            # Heads of one group share keys: as query length they become one plain batched product.
+            grouped = queries.reshape(num_rows, config.num_kv_heads, groups, config.head_dim)
+            mixed = F.scaled_dot_product_attention(grouped, cached_keys, cached_values, attn_mask=mask)
+            hidden = self._finish_layer(hidden, mixed.reshape(num_rows, -1), layer)
+        return self._norm(hidden, weights.norm_D)
+
+    def extend(
+        self,
+        weights: Weights,
+        cache: KvCache,
+        *,
+        tokens_BN: torch.Tensor,
+        positions_BN: torch.Tensor,
+        write_at_BN: torch.Tensor,
+        rows_B: torch.Tensor,
+        length: int,
+    ) -> torch.Tensor:
+        """N new tokens for the rows named; returns hidden states [B, N, D], padding included.
+
+        `positions_BN` ascends within a row; padding is written to the dump column through `write_at_BN`.
+        """
+        config = self._config
+        num_rows, num_new = tokens_BN.shape
+        hidden = F.embedding(tokens_BN, weights.embedding_VD)
+        rotation = self._rotary.at(positions_BN)
+        mask = _reach_mask(positions_BN, length=length)[:, None]
+        for index, layer in enumerate(weights.layers):
+            queries, keys, values = self._project(hidden, layer, rotation=rotation)
+            cache.write_many(
+                index, keys_BNKH=keys, values_BNKH=values, rows_B=rows_B, positions_BN=write_at_BN
+            )
+            cached_keys, cached_values = cache.gathered_rows(index, rows_B=rows_B, length=length)
+            mixed = F.scaled_dot_product_attention(
+                queries.transpose(1, 2), cached_keys, cached_values, attn_mask=mask,
+                enable_gqa=config.num_heads != config.num_kv_heads,
+            )  # fmt: skip
+            hidden = self._finish_layer(hidden, mixed.transpose(1, 2).reshape(num_rows, num_new, -1), layer)
+        return self._norm(hidden, weights.norm_D)
+
+    def _project(
+        self, hidden: torch.Tensor, layer: LayerWeights, *, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Normed and rotated queries [..., Q, H] and keys [..., K, H], and values [..., K, H]."""
+        config = self._config
+        normed = self._norm(hidden, layer.attention_norm_D)
+        num_rotated = config.num_heads + config.num_kv_heads
+        heads = (normed @ layer.qkv_DC).unflatten(-1, (num_rotated + config.num_kv_heads, config.head_dim))
+        rotated, values = heads.split([num_rotated, config.num_kv_heads], dim=-2)
+        rotated = F.rms_norm(rotated, (config.head_dim,), eps=config.rms_norm_eps) * layer.query_key_norm
+        cosines, signed_sines = rotation
+        swapped = rotated.roll(config.head_dim // 2, dims=-1)
+        rotated = torch.addcmul(rotated * cosines, swapped, signed_sines)
+        queries, keys = rotated.split([config.num_heads, config.num_kv_heads], dim=-2)
+        return queries, keys, values
+
+    def _finish_layer(self, hidden: torch.Tensor, mixed: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        """Attention output, residual, gated feed-forward, residual."""
+        hidden = hidden + mixed @ layer.output_QD
+        gate, up = (self._norm(hidden, layer.mlp_norm_D) @ layer.gate_up_DC).chunk(2, dim=-1)
+        return hidden + (F.silu(gate) * up) @ layer.down_FD
+
+    def _norm(self, hidden: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden, (self._config.hidden_size,), weight_D, self._config.rms_norm_eps)
+
+
+def _reach_mask(positions: torch.Tensor, *, length: int) -> torch.Tensor:
+    """Additive mask [*positions.shape, length]: 0 up to and including each position, -inf beyond."""
+    beyond = torch.arange(length) > positions.unsqueeze(-1)
+    return torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))

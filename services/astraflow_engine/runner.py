@@ -1,0 +1,217 @@
+"""The tensors of every slot, and the passes that advance them: prefill for entering requests, decode for
+the rest.
+
+Invariant: for an occupied slot, `positions` is where its last drawn token will be written, everything below
+it is in the cache, and the prefix index names only rows computed under the weights that `runner` holds now.
+Called by `core.py` on the scheduler thread; it decides nothing about who runs.
+
+Shape legend: B rows of a pass, N new tokens, D hidden.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from astraflow_engine.kv_cache import KvCache
+from astraflow_engine.model import Qwen3
+from astraflow_engine.model_config import ModelConfig
+from astraflow_engine.prefix_cache import PrefixIndex
+from astraflow_engine.sampling import RowSampling, SamplingSlots
+from astraflow_engine.scheduler import Sequence
+from astraflow_engine.weights import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """One token drawn for one slot."""
+
+    slot: int
+    token: int
+    logprob: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Prompt:
+    """One distinct context to prefill, and every slot that will hold it."""
+
+    tokens: list[int]
+    space: str
+    start: int
+    slots: list[int] = field(default_factory=list)
+
+
+class ModelRunner:
+    """Model, cache and per-slot state of one engine. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        num_slots: int,
+        capacity: int,
+        prefill_chunk_tokens: int,
+    ) -> None:
+        self._weights = weights
+        self._model = Qwen3(config, num_positions=capacity)
+        self._cache = KvCache(config, num_slots=num_slots, capacity=capacity)
+        self._prefixes = PrefixIndex(num_rows=num_slots, capacity=capacity)
+        self._sampling = SamplingSlots(num_slots)
+        self._chunk_tokens = prefill_chunk_tokens
+        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64)
+        self._positions = torch.zeros(num_slots, dtype=torch.int64)
+        self._write_at = torch.full((num_slots,), capacity, dtype=torch.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights and cache address space."""
+        return self._weights.num_bytes + self._cache.num_bytes
+
+    def enter(self, sequences: Iterable[Sequence], *, free_slots: Seq[int]) -> list[tuple[Sequence, Draw]]:
+        """Choose a slot for each sequence, compute what no row holds yet, and draw each one's next token."""
+        free = list(free_slots)
+        prompts: dict[tuple[str, tuple[int, ...]], _Prompt] = {}
+        by_slot: dict[int, Sequence] = {}
+        for sequence in sequences:
+            context = sequence.context
+            key = (sequence.request.cache_space, tuple(context))
+            if key not in prompts:
+                prompts[key] = self._settle(context, space=key[0], free=free)
+                num_reused = prompts[key].start
+            else:
+                slot = self._prefixes.least_valuable(free)
+                free.remove(slot)
+                prompts[key].slots.append(slot)
+                num_reused = len(context)
+            self._assign(sequence, slot=prompts[key].slots[-1], num_reused=num_reused)
+            by_slot[prompts[key].slots[-1]] = sequence
+        draws = self._prefill(list(prompts.values()))
+        return [(by_slot[draw.slot], draw) for draw in draws]
+
+    def decode(self, slots: Seq[int]) -> list[Draw]:
+        """Advance the occupied slots, given in ascending order, by one token each."""
+        num_rows = slots[-1] + 1
+        positions = self._positions[:num_rows]
+        hidden = self._model.decode(
+            self._weights,
+            self._cache,
+            tokens_B=self._last_tokens[:num_rows],
+            positions_B=positions,
+            write_at_B=self._write_at[:num_rows],
+            length=int(positions.max()) + 1,
+        )
+        if len(slots) < num_rows:
+            hidden = hidden[torch.tensor(slots)]
+        return self._draw(hidden, slots=slots)
+
+    def leave(self, slot: int, sequence: Sequence) -> None:
+        """`sequence` gave its slot up; what it computed stays reusable when all of it is of the current
+        weights."""
+        if sequence.uniform_kv and sequence.tokens:
+            # The token drawn last has not been through the model.
+            self._prefixes.record(slot, tokens=sequence.context[:-1], space=sequence.request.cache_space)
+        elif not sequence.uniform_kv:
+            self._prefixes.forget(slot)
+        self._positions[slot] = 0
+        self._write_at[slot] = self._cache.capacity
+
+    def exchange(self, first: int, second: int) -> None:
+        """Swap everything two slots hold."""
+        pair = [first, second]
+        length = max(int(self._positions[pair].max()), *(self._prefixes.length(slot) for slot in pair))
+        self._cache.exchange_rows(first, second, length=length)
+        self._prefixes.exchange(first, second)
+        self._sampling.exchange(first, second)
+        for state in (self._last_tokens, self._positions, self._write_at):
+            state[pair] = state[pair[::-1]]
+
+    def replace_weights(self, weights: Weights) -> None:
+        """Serve other weights from the next pass on; nothing computed before is offered for reuse."""
+        self._weights = weights
+        self._prefixes.flush()
+
+    def flush_prefixes(self) -> None:
+        """Offer nothing computed so far for reuse."""
+        self._prefixes.flush()
+
+    def _settle(self, context: list[int], *, space: str, free: list[int]) -> _Prompt:
+        """Take a free row for a new context, holding as much of its prefix as any row has."""
+        match = self._prefixes.best_match(context, space=space)
+        in_place = match is not None and match.row in free
+        slot = match.row if match is not None and in_place else self._prefixes.least_valuable(free)
+        free.remove(slot)
+        shared = match.length if match is not None else 0
+        if match is not None and not in_place:
+            self._cache.copy_row(match.row, targets=[slot], length=shared)
+        self._prefixes.record(slot, tokens=context[:shared], space=space)
+        return _Prompt(tokens=context, space=space, start=shared, slots=[slot])
+
+    def _assign(self, sequence: Sequence, *, slot: int, num_reused: int) -> None:
+        params = sequence.request.params
+        row = RowSampling(
+            temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=sequence.seed
+        )
+        self._sampling.assign(slot, row, num_drawn=len(sequence.tokens))
+        sequence.uniform_kv = True
+        if not sequence.tokens:
+            sequence.cached_tokens = num_reused
+
+    def _prefill(self, prompts: list[_Prompt]) -> list[Draw]:
+        hidden_BD = self._compute(prompts)
+        slots: list[int] = []
+        sources: list[int] = []
+        for index, prompt in enumerate(prompts):
+            self._cache.copy_row(prompt.slots[0], targets=prompt.slots[1:], length=len(prompt.tokens))
+            for slot in prompt.slots:
+                self._prefixes.record(slot, tokens=prompt.tokens, space=prompt.space)
+                # One below the first free position: `_draw` moves every drawn row on by one.
+                self._positions[slot] = self._write_at[slot] = len(prompt.tokens) - 1
+            slots += prompt.slots
+            sources += [index] * len(prompt.slots)
+        return self._draw(hidden_BD[torch.tensor(sources)], slots=slots)
+
+    def _compute(self, prompts: list[_Prompt]) -> torch.Tensor:
+        """Run every prompt's missing tokens, a bounded chunk at a time; the hidden state of each last
+        token."""
+        starts = [prompt.start for prompt in prompts]
+        last: list[torch.Tensor | None] = [None] * len(prompts)
+        while True:
+            pending = [i for i, prompt in enumerate(prompts) if starts[i] < len(prompt.tokens)]
+            if not pending:
+                return torch.stack([hidden for hidden in last if hidden is not None])
+            ends = [min(len(prompts[i].tokens), starts[i] + self._chunk_tokens) for i in pending]
+            hidden_BND = self._extend([prompts[i] for i in pending], [starts[i] for i in pending], ends)
+            for row, (index, end) in enumerate(zip(pending, ends, strict=True)):
+                last[index] = hidden_BND[row, end - starts[index] - 1]
+                starts[index] = end
+
+    def _extend(self, prompts: list[_Prompt], starts: list[int], ends: list[int]) -> torch.Tensor:
+        num_new = max(end - start for start, end in zip(starts, ends, strict=True))
+        tokens = np.zeros((len(prompts), num_new), dtype=np.int64)
+        for row, (prompt, start, end) in enumerate(zip(prompts, starts, ends, strict=True)):
+            tokens[row, : end - start] = prompt.tokens[start:end]
+        positions = torch.tensor(starts).unsqueeze(-1) + torch.arange(num_new)
+        padding = positions >= torch.tensor(ends).unsqueeze(-1)
+        return self._model.extend(
+            self._weights,
+            self._cache,
+            tokens_BN=torch.from_numpy(tokens),
+            positions_BN=positions.clamp(max=self._cache.capacity),
+            write_at_BN=positions.masked_fill(padding, self._cache.capacity),
+            rows_B=torch.tensor([prompt.slots[0] for prompt in prompts]),
+            length=max(ends),
+        )
+
+    def _draw(self, hidden_BD: torch.Tensor, *, slots: Seq[int]) -> list[Draw]:
+        tokens, logprobs = self._sampling.step(hidden_BD @ self._weights.head_DV, slots_B=np.asarray(slots))
+        where = torch.tensor(slots)
+        self._last_tokens[where] = tokens
+        self._positions[where] += 1
+        self._write_at[where] += 1
+        return [
+            Draw(slot=slot, token=token, logprob=logprob)
+            for slot, token, logprob in zip(slots, tokens.tolist(), logprobs.tolist(), strict=True)
+        ]
