@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from astraflow import errors
-from astraflow_kit import lifecycle
+from astraflow_kit import failpoint_names, failpoints, lifecycle
 from astraflow_kit.lifecycle import Addresses, ExitCode, Lifecycle, run_services
 from astraflow_kit.ports import PortError
 
@@ -31,6 +31,12 @@ async def stubborn(life):
     await life.drain.wait()
     print("draining", flush=True)
     await asyncio.Event().wait()
+
+async def begun(life):
+    from astraflow_kit import failpoints
+    from astraflow_kit.settings import DaemonSettings, load
+    lifecycle.begin("begun", load(DaemonSettings, {"log_format": "json"}))
+    failpoints.hit(sorted(failpoints.KNOWN)[0])
 
 sys.exit(lifecycle.run(globals()[sys.argv[1]], drain_timeout_s=float(sys.argv[2])))
 """
@@ -75,6 +81,14 @@ def test_a_drain_that_takes_too_long_is_stopped() -> None:
     assert _said(child) == "up"
     child.send_signal(signal.SIGTERM)
     assert _ended(child)[0] == ExitCode.DRAIN_TIMEOUT
+
+
+def test_begin_arms_what_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = sorted(failpoint_names.KNOWN)[0]
+    monkeypatch.setenv("ASTRAFLOW_FAILPOINTS", f"{name}=exit:9")
+    monkeypatch.setenv("ASTRAFLOW_FAILPOINTS_LOG", str(tmp_path / "hits"))
+    assert _ended(_daemon("begun"))[0] == 9
+    assert [hit.name for hit in failpoints.read_hits(tmp_path / "hits")] == [name]
 
 
 @pytest.mark.parametrize(

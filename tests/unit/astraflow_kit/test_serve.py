@@ -6,11 +6,16 @@ import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,7 +29,7 @@ from astraflow_kit.identity import ContractError, caller
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.ports import PortError
 from astraflow_kit.serve import CORRELATION_METADATA, MAX_MESSAGE_BYTES, GrpcServer, Registration
-from astraflow_kit.settings import DaemonSettings
+from astraflow_kit.settings import DaemonSettings, load
 
 ECHO = "astraflow_kit_test.v1.EchoService"
 NAKED = "astraflow_kit_test.v1.NakedService"
@@ -341,3 +346,34 @@ async def test_stop_lets_an_open_stream_go_and_run_returns() -> None:
         await asyncio.wait_for(running, 5)
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
+
+
+def _self_signed(folder: Path) -> dict[str, Path]:
+    """A key and its own certificate for 127.0.0.1, as PEM files."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "astraflow test")])
+    start = datetime.now(UTC) - timedelta(hours=1)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    alternative = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    certificate = (
+        builder.not_valid_before(start)
+        .not_valid_after(start + timedelta(days=1))
+        .add_extension(alternative, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    encoding = serialization.Encoding.PEM
+    secret = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    paths = {"tls_cert_file": folder / "cert.pem", "tls_key_file": folder / "key.pem"}
+    paths["tls_cert_file"].write_bytes(certificate.public_bytes(encoding))
+    paths["tls_key_file"].write_bytes(secret)
+    return paths
+
+
+async def test_with_tls_files_only_tls_is_spoken(tmp_path: Path) -> None:
+    paths = _self_signed(tmp_path)
+    async with serving(load(DaemonSettings, paths)) as (server, plain):
+        error, _ = await refusal(echo(plain)(StringValue(value="hello"), timeout=5))
+        assert type(error) is errors.UnavailableError
+        credentials = grpc.ssl_channel_credentials(paths["tls_cert_file"].read_bytes())
+        async with grpc.aio.secure_channel(server.address, credentials) as channel:
+            assert (await echo(channel)(StringValue(value="hello"), timeout=5)).value == "hello"
