@@ -1,0 +1,256 @@
+"""Where a trainer's batches come from: BatchService, with the lease kept alive while a batch is in hand.
+
+Invariant: a batch is used only under the epoch that claimed the policy, its intent is recorded before
+training and its ledger line after the ack; a FENCED answer anywhere ends the trainer. Called by the training
+loop, from its thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.duration_pb2 import Duration
+
+from astraflow.client import Client
+from astraflow.columns import decode_columns
+from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
+from astraflow.errors import InternalError, RetryableError
+from astraflow.plugins import VersionSpan
+from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_kit import failpoints
+from astraflow_kit.log import get_logger
+from astraflow_trainer.rows import TrainingRow
+
+log = get_logger(__name__)
+
+__all__ = ["BatchSource", "Claim", "Ledger", "StepBatch"]
+
+_LONG_POLL_S = 5.0
+_FETCH_TIMEOUT_S = 120.0
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What claiming the policy told us."""
+
+    epoch: int
+    last_finished_step: int
+    last_durable_step: int
+    version: int | None
+    """Newest announced version; None before the first."""
+    batch_lease_s: float
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A batch bound to a step. `items` and `rows` are in the batch's own order."""
+
+    step: int
+    batch_id: str
+    digest: bytes
+    base_version: int
+    items: Sequence[batch_pb2.BatchItem]
+    finished_before: bool
+    """True when the step was acked by an earlier process and is replayed now."""
+
+    def staleness(self) -> list[int]:
+        """Versions between the step's base version and each trajectory's oldest token."""
+        return [self.base_version - item.min_version for item in self.items]
+
+
+class Ledger:
+    """The trainer's own record of what it trained on: one JSON line per step, flushed to disk before going
+    on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+
+    def append(self, batch: StepBatch, *, epoch: int, stage: str) -> None:
+        """Record that `batch` reached `stage`."""
+        line = {
+            "step": batch.step,
+            "epoch": epoch,
+            "batch_id": batch.batch_id,
+            "digest": batch.digest.hex(),
+            "stage": stage,
+            "trajectory_ids": [item.trajectory_id for item in batch.items],
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class BatchSource:
+    """Batches of one policy under one claimed epoch. Blocking; owned by the training thread."""
+
+    def __init__(
+        self, client: Client, *, run_id: str, policy_id: str, trainer_id: str, ledger: Ledger
+    ) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._policy_id = policy_id
+        self._trainer_id = trainer_id
+        self._ledger = ledger
+        self.epoch = 0
+
+    def claim(self) -> Claim:
+        """Start a new epoch, fencing every older trainer of the policy."""
+        response = self._client.call(
+            self._client.batches.ClaimPolicy,
+            batch_service_pb2.ClaimPolicyRequest(
+                run_id=self._run_id, policy_id=self._policy_id, trainer_id=self._trainer_id
+            ),
+        )
+        self.epoch = response.trainer_epoch
+        return Claim(
+            epoch=response.trainer_epoch,
+            last_finished_step=response.last_finished_step,
+            last_durable_step=response.last_durable_step,
+            version=response.version if response.HasField("version") else None,
+            batch_lease_s=response.batch_lease_duration.ToNanoseconds() / 1e9,
+        )
+
+    def acquire(
+        self, step: int, *, base_version: int, waiting: Callable[[str], None], stopped: Callable[[], bool]
+    ) -> StepBatch | None:
+        """Return the batch of `step`, waiting until there is one; None when `stopped` says so first.
+
+        `waiting` is told the server's reason after each empty poll. Raises FencedError when a newer epoch
+        exists.
+        """
+        request = batch_service_pb2.AcquireBatchRequest(
+            run_id=self._run_id,
+            policy_id=self._policy_id,
+            trainer_epoch=self.epoch,
+            step=step,
+            base_version=base_version,
+            wait_duration=Duration(seconds=int(_LONG_POLL_S)),
+        )
+        while not stopped():
+            response = self._client.call(
+                self._client.batches.AcquireBatch, request, timeout_s=_LONG_POLL_S + 10.0
+            )
+            if response.HasField("batch"):
+                return _step_batch(response)
+            waiting(response.waiting_for or "ready_groups")
+        return None
+
+    def record_intent(self, batch: StepBatch) -> None:
+        """Tell the server, before training, what the step will train on. Harmless for a replayed step."""
+        if not batch.finished_before:
+            self._ack(batch, batch_service_pb2.BATCH_STAGE_INTENT)
+        failpoints.hit("trainer.intent_recorded")
+
+    def fetch(self, batch: StepBatch) -> list[TrainingRow]:
+        """Return the batch's rows in its order."""
+        by_id = dict(self._payloads(batch))
+        missing = [item.trajectory_id for item in batch.items if item.trajectory_id not in by_id]
+        if missing:
+            raise InternalError(
+                f"batch {batch.batch_id} of step {batch.step}: {len(missing)} of {len(batch.items)} payloads "
+                f"did not arrive, the first is {missing[0]}; the server's log says why"
+            )
+        return [_row(item, by_id[item.trajectory_id]) for item in batch.items]
+
+    def finish(self, batch: StepBatch, *, skipped: bool) -> None:
+        """Record, in the ledger and at the server, that the optimizer step was taken or skipped."""
+        failpoints.hit("trainer.step_taken")
+        self._ledger.append(batch, epoch=self.epoch, stage="SKIPPED" if skipped else "TRAINED")
+        if not batch.finished_before:
+            self._ack(batch, SKIPPED if skipped else TRAINED)
+        failpoints.hit("trainer.step_acked")
+
+    def mark_durable(self, step: int) -> None:
+        """A checkpoint covers every step up to `step`: the server may release their payloads."""
+        self._client.call(
+            self._client.batches.MarkDurable,
+            batch_service_pb2.MarkDurableRequest(
+                run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=step
+            ),
+        )
+
+    @contextmanager
+    def kept_alive(self, batch: StepBatch, *, lease_s: float) -> Iterator[None]:
+        """Renew the batch's lease in the background while the block runs."""
+        done = threading.Event()
+        renewer = threading.Thread(
+            target=self._renew_until,
+            args=(batch.step, done, max(0.2, lease_s / 3)),
+            name="batch-lease",
+            daemon=True,
+        )
+        renewer.start()
+        try:
+            yield
+        finally:
+            done.set()
+            renewer.join()
+
+    def _renew_until(self, step: int, done: threading.Event, period_s: float) -> None:
+        request = batch_service_pb2.RenewBatchRequest(
+            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=step
+        )
+        while not done.wait(period_s):
+            try:
+                self._client.call(self._client.batches.RenewBatch, request)
+            except RetryableError as error:
+                # Expiry only raises an alarm at the server; the next renewal, or the ack, will tell.
+                log.warning("batch.renewal_failed", step=step, reason=error.reason)
+
+    def _ack(self, batch: StepBatch, stage: batch_service_pb2.BatchStage.ValueType) -> None:
+        self._client.call(
+            self._client.batches.AckBatch,
+            batch_service_pb2.AckBatchRequest(
+                run_id=self._run_id,
+                policy_id=self._policy_id,
+                trainer_epoch=self.epoch,
+                step=batch.step,
+                batch_id=batch.batch_id,
+                digest=batch.digest,
+                stage=stage,
+            ),
+        )
+
+    def _payloads(self, batch: StepBatch) -> Iterator[tuple[str, trajectory_pb2.Trajectory]]:
+        request = batch_service_pb2.FetchBatchRequest(
+            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=batch.step
+        )
+        for item in self._client.stream(self._client.batches.FetchBatch, request, timeout_s=_FETCH_TIMEOUT_S):
+            yield item.trajectory_id, trajectory_pb2.Trajectory.FromString(item.body)
+
+
+def _step_batch(response: batch_service_pb2.AcquireBatchResponse) -> StepBatch:
+    batch = response.batch
+    return StepBatch(
+        step=batch.step,
+        batch_id=batch.batch_id,
+        digest=batch.digest,
+        base_version=batch.base_version,
+        items=batch.items,
+        finished_before=response.stage in (TRAINED, SKIPPED),
+    )
+
+
+def _row(item: batch_pb2.BatchItem, trajectory: trajectory_pb2.Trajectory) -> TrainingRow:
+    columns = decode_columns(trajectory)
+    return TrainingRow(
+        trajectory_id=item.trajectory_id,
+        group_id=item.group_id,
+        token_ids=columns.token_ids,
+        loss_mask=columns.loss_mask,
+        behavior_logprobs=columns.logprobs,
+        version_spans=tuple(VersionSpan(*span) for span in columns.version_spans),
+        reward=item.reward,
+        temperature=trajectory.sampling.temperature,
+    )

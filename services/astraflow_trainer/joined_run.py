@@ -1,0 +1,94 @@
+"""Joining a run: the recipe, its code and the store come from the dataflow server, as they do for a node.
+
+Invariant: recipe code from the server is written and imported only with leave (`--allow-recipe-code`), and
+only when its digest matches. Called once, at start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from astraflow.client import Client, RetryPolicy
+from astraflow.dataflow.v1 import run_pb2, run_service_pb2
+from astraflow.errors import InvalidArgumentError, PluginError
+from astraflow.recipe import PolicySettings, Recipe
+from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
+
+__all__ = ["JoinedRun", "join_run"]
+
+_CONNECT = RetryPolicy(total_s=60.0)
+
+
+@dataclass(frozen=True)
+class JoinedRun:
+    """What a trainer knows of its run."""
+
+    run_id: str
+    recipe: Recipe
+    policy_id: str
+    store_uri: str
+    recipe_dir: Path | None
+    """Folder of the recipe's own code; None when it has none."""
+    code_sha256: str
+    """Digest of that code, as hex."""
+
+    @property
+    def policy(self) -> PolicySettings:
+        """The settings of the policy this trainer trains."""
+        return self.recipe.policies[self.policy_id]
+
+
+def join_run(
+    client: Client, *, run_id: str, policy_id: str | None, work_dir: Path, allow_recipe_code: bool
+) -> JoinedRun:
+    """Fetch the run and choose the policy; the only policy when `policy_id` is None.
+
+    Raises InvalidArgumentError for an unknown policy, PluginError when the recipe's code may not be used or
+    is damaged.
+    """
+    request = run_service_pb2.GetRunRequest(run_id=run_id)
+    run = client.call(client.runs.GetRun, request, retry=_CONNECT).run
+    recipe = parse_recipe(run.recipe_yaml, source=f"run {run.run_id}").recipe
+    return JoinedRun(
+        run_id=run.run_id,
+        recipe=recipe,
+        policy_id=_choose(recipe, policy_id),
+        store_uri=run.store_uri,
+        recipe_dir=_unpack(run.code, work_dir / "recipe", allowed=allow_recipe_code),
+        code_sha256=run.code.sha256.hex(),
+    )
+
+
+def _choose(recipe: Recipe, policy_id: str | None) -> str:
+    known = list(recipe.policies)
+    if policy_id is None and len(known) == 1:
+        return known[0]
+    if policy_id not in recipe.policies:
+        raise InvalidArgumentError(
+            f"policy {policy_id!r} is not in the recipe, which has {', '.join(known)}; name one with --policy"
+        )
+    return policy_id
+
+
+def _unpack(bundle: run_pb2.CodeBundle, folder: Path, *, allowed: bool) -> Path | None:
+    if not bundle.files:
+        return None
+    if not allowed:
+        raise PluginError(
+            "the recipe brings its own code; start with --allow-recipe-code if you trust the dataflow server, or "
+            "install that code as a package and name it in the recipe"
+        )
+    files = [CodeFile(file.path, file.content) for file in bundle.files]
+    if bundle_digest(files) != bundle.sha256:
+        raise PluginError(
+            f"the recipe's code does not match its digest {bundle.sha256.hex()[:12]}; create the run again"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        if Path(file.path).name != file.path:
+            raise PluginError(
+                f"recipe file {file.path!r} is not a plain file name; put it beside recipe.yaml"
+            )
+        (folder / file.path).write_bytes(file.content)
+    return folder

@@ -1,0 +1,172 @@
+"""The training loop: acquire, intent, pack and train, ack, publish, checkpoint, mark durable.
+
+Invariant: the order above holds for every step; publishing runs beside the next step, at most `max_behind`
+versions behind, and a step's payloads are released only after a durable checkpoint covers it and its version
+is announced. After a restart the loop replays the retained batches from the checkpoint on, verbatim, and
+continues. `server` runs it in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from statistics import fmean
+from typing import Protocol
+
+from astraflow_kit import failpoints
+from astraflow_kit.log import bind, get_logger
+from astraflow_trainer.batch_source import BatchSource, Claim, StepBatch
+from astraflow_trainer.progress import Phase, Progress, StepRecord
+from astraflow_trainer.publish import ModelBytes, PublishWorker
+from astraflow_trainer.rows import TrainingRow
+from astraflow_trainer.step import Outcome, StepMetrics
+
+log = get_logger(__name__)
+
+__all__ = ["Learner", "LoopSettings", "TrainingLoop"]
+
+
+class Learner(Protocol):
+    """Model, optimizer and checkpoints of one policy, as the loop sees them."""
+
+    def train(self, rows: Sequence[TrainingRow]) -> StepMetrics:
+        """Take one optimizer step on `rows`, or skip it."""
+
+    def published_bytes(self) -> ModelBytes:
+        """Return a copy of the weights as they are published; never changed afterwards."""
+
+    def save(self, *, step: int, version: int) -> None:
+        """Write a durable checkpoint that resumes after `step`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """Bounds of one run of the loop."""
+
+    first_step: int
+    """Step to take first: one after the loaded checkpoint's."""
+    version: int
+    """Version the first step starts from."""
+    last_step: int
+    published_step: int
+    """Newest step whose version is in the store; earlier replayed steps publish nothing."""
+    checkpoint_every_steps: int
+
+
+class TrainingLoop:
+    """One policy's loop. Blocking; run it in a thread, end it early with `stop_after_step`."""
+
+    def __init__(
+        self,
+        *,
+        source: BatchSource,
+        learner: Learner,
+        publisher: PublishWorker,
+        progress: Progress,
+        claim: Claim,
+    ) -> None:
+        self._source = source
+        self._learner = learner
+        self._publisher = publisher
+        self._progress = progress
+        self._claim = claim
+        self._stop = threading.Event()
+
+    def stop_after_step(self) -> int:
+        """Ask the loop to end after the step in progress; returns the last step that will be taken."""
+        self._stop.set()
+        state = self._progress.state
+        return state.step + (1 if state.phase is Phase.TRAINING else 0)
+
+    def run(self, settings: LoopSettings) -> None:
+        """Train to the last step, or until stopped; returns when everything is published and checkpointed."""
+        version, step, saved = settings.version, settings.first_step - 1, settings.first_step - 1
+        while step < settings.last_step and not self._stop.is_set():
+            record = self._take(step + 1, base_version=version)
+            if record is None:
+                break
+            step += 1
+            if record.version is not None:
+                version = record.version
+                if step >= settings.published_step:
+                    self._publisher.submit(step, self._learner.published_bytes())
+                if step == settings.published_step:
+                    version = self._version_after_replay(version)
+            self._progress.stepped(record)
+            if step % settings.checkpoint_every_steps == 0:
+                saved = self._checkpoint(step, version=version)
+        self._progress.ended(Phase.STOPPING)
+        if step > saved:
+            self._checkpoint(step, version=version)
+        self._publisher.wait_until_done()
+        self._progress.ended(Phase.FINISHED)
+
+    def _version_after_replay(self, expected: int) -> int:
+        """The replay reached what was published before. Other bytes (a GPU's rounding) got a number of their own."""
+        self._publisher.wait_until_done()
+        published = self._progress.state.version
+        return expected if published is None else max(expected, published)
+
+    def _take(self, step: int, *, base_version: int) -> StepRecord | None:
+        """Wait for the step's batch and train on it; None when asked to stop while waiting."""
+        bind(step=step)
+        started = time.monotonic()
+        self._progress.waiting("publish")
+        self._publisher.wait_for_room(waiting=lambda: self._progress.waiting("publish"))
+        self._progress.waiting("batch")
+        batch = self._source.acquire(
+            step, base_version=base_version, waiting=self._progress.waiting, stopped=self._stop.is_set
+        )
+        if batch is None:
+            return None
+        with self._source.kept_alive(batch, lease_s=self._claim.batch_lease_s):
+            self._source.record_intent(batch)
+            rows = self._source.fetch(batch)
+            self._progress.training()
+            trained_from = time.monotonic()
+            metrics = self._learner.train(rows)
+            skipped = metrics.outcome is Outcome.SKIPPED
+            self._source.finish(batch, skipped=skipped)
+        return StepRecord(
+            step=step,
+            version=None if skipped else base_version + 1,
+            finished_at_s=time.time(),
+            wait_s=trained_from - started,
+            train_s=time.monotonic() - trained_from,
+            metrics=_named(metrics, batch, rows),
+        )
+
+    def _checkpoint(self, step: int, *, version: int) -> int:
+        """Checkpoint, and let the server release what it covers once its version is announced."""
+        self._learner.save(step=step, version=version)
+        failpoints.hit("trainer.checkpoint_written")
+        self._publisher.wait_until_done()
+        self._source.mark_durable(step)
+        log.info("checkpoint.durable", step=step, version=version)
+        return step
+
+
+def _named(metrics: StepMetrics, batch: StepBatch, rows: Sequence[TrainingRow]) -> dict[str, float]:
+    """Flatten what is worth a curve into named numbers."""
+    staleness = batch.staleness()
+    named = {
+        "reward_mean": metrics.reward_mean,
+        "grad_norm": metrics.gradient_norm,
+        "learning_rate": metrics.learning_rate,
+        "clip_low": metrics.clip_low,
+        "clip_high": metrics.clip_high,
+        "num_trajectories": float(metrics.num_rows),
+        "num_trained_trajectories": float(metrics.num_trained_rows),
+        "num_zero_variance_groups": float(metrics.num_zero_variance_groups),
+        "num_tokens": float(sum(row.num_tokens for row in rows)),
+        "num_version_spans_max": float(max((len(row.version_spans) for row in rows), default=0)),
+        "staleness_mean": fmean(staleness) if staleness else 0.0,
+        "staleness_max": float(max(staleness, default=0)),
+        "skipped": float(metrics.outcome is Outcome.SKIPPED),
+    }
+    loss = metrics.loss
+    if loss is not None:
+        named |= {field.name: float(getattr(loss, field.name)) for field in fields(loss)}
+    return named

@@ -1,0 +1,176 @@
+"""Publishing beside training: one thread that encodes, uploads, commits and announces versions in order.
+
+Invariant: versions are published in the order of their steps, each is committed in the store before it is
+announced, and training is at most `max_behind` versions ahead of the newest announced one. A failure that
+retrying cannot mend ends the trainer at its next call here. The loop submits; `PublishWorker` owns the
+thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import stamina
+from numpy.typing import NDArray
+
+from astraflow.client import Client
+from astraflow.dataflow.v1 import version_pb2, version_service_pb2
+from astraflow.errors import RetryableError
+from astraflow_kit import failpoints
+from astraflow_kit.log import bind, get_logger
+from astraflow_weights.version_writer import CommittedVersion
+
+log = get_logger(__name__)
+
+__all__ = ["Announcer", "ModelBytes", "PublishWorker", "VersionPublisher"]
+
+ModelBytes = Mapping[str, NDArray[np.generic]]
+"""Hugging Face tensor name to array; uint16 arrays are bfloat16 bit patterns. Never changed after
+submitting.
+"""
+
+_STORE_RETRY_S = 600.0
+_POLL_S = 0.2
+
+
+class VersionPublisher(Protocol):
+    """Commits a model as the version of a step; `astraflow_weights.publisher.Publisher` is the
+    implementation.
+    """
+
+    def publish(
+        self, model: ModelBytes, *, step: int, learning_rate: float | None = None
+    ) -> CommittedVersion:
+        """Commit; idempotent for one (step, bytes). Raises a RetryableError to be called again."""
+
+
+class Announcer:
+    """Tells the dataflow server of committed versions."""
+
+    def __init__(self, client: Client, *, run_id: str, policy_id: str, epoch: int) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._policy_id = policy_id
+        self._epoch = epoch
+
+    def announce(self, committed: CommittedVersion) -> None:
+        """Announce one version; harmless when repeated."""
+        version = version_pb2.Version(
+            policy_id=self._policy_id,
+            version=committed.version,
+            sequence=committed.sequence,
+            manifest_sha256=committed.manifest_sha256,
+            step=committed.step,
+            trainer_epoch=self._epoch,
+            delta_bytes=committed.delta_bytes,
+            snapshot_bytes=committed.snapshot_bytes,
+            density=committed.density,
+        )
+        request = version_service_pb2.PublishRequest(run_id=self._run_id, version=version)
+        self._client.call(self._client.versions.Publish, request)
+
+
+@dataclass(frozen=True)
+class _Job:
+    step: int
+    model: ModelBytes
+    learning_rate: float | None
+
+
+class PublishWorker:
+    """Publishes submitted models in a thread of its own. Use as a context manager; leaving waits for what is
+    queued.
+    """
+
+    def __init__(
+        self,
+        publisher: VersionPublisher,
+        announcer: Announcer,
+        *,
+        max_behind: int,
+        published: Callable[[CommittedVersion], None],
+    ) -> None:
+        self._publisher = publisher
+        self._announcer = announcer
+        self._max_behind = max_behind
+        self._published = published
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._idle = threading.Condition()
+        self._unfinished = 0
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
+
+    def submit(self, step: int, model: ModelBytes, *, learning_rate: float | None = None) -> None:
+        """Queue the model of `step` and return at once."""
+        self._raise_failure()
+        with self._idle:
+            self._unfinished += 1
+        self._jobs.put(_Job(step, model, learning_rate))
+
+    def wait_for_room(self, *, waiting: Callable[[], None]) -> None:
+        """Return once at most `max_behind` versions are unpublished; `waiting` is called if that takes
+        time.
+        """
+        self._wait_until(lambda: self._unfinished <= self._max_behind, waiting=waiting)
+
+    def wait_until_done(self) -> None:
+        """Return once everything submitted is announced. Raises the worker's failure."""
+        self._wait_until(lambda: self._unfinished == 0, waiting=lambda: None)
+
+    def _wait_until(self, satisfied: Callable[[], bool], *, waiting: Callable[[], None]) -> None:
+        with self._idle:
+            while not satisfied():
+                self._raise_failure()
+                waiting()
+                self._idle.wait(_POLL_S)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._publish(job)
+            except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
+                self._failure = error
+                with self._idle:
+                    self._idle.notify_all()
+                return
+            with self._idle:
+                self._unfinished -= 1
+                self._idle.notify_all()
+
+    def _publish(self, job: _Job) -> None:
+        bind(step=job.step)
+        failpoints.hit("trainer.before_publish")
+        for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_STORE_RETRY_S):
+            with attempt:
+                committed = self._publisher.publish(job.model, step=job.step, learning_rate=job.learning_rate)
+        failpoints.hit("trainer.committed")
+        self._announcer.announce(committed)
+        failpoints.hit("trainer.announced")
+        self._published(committed)
+        log.info(
+            "version.published",
+            version=committed.version,
+            delta_bytes=committed.delta_bytes,
+            snapshot_bytes=committed.snapshot_bytes,
+            density=round(committed.density, 5),
+        )
+
+    def __enter__(self) -> PublishWorker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._jobs.put(None)
+        if kind is None:
+            self._thread.join()
+            self._raise_failure()

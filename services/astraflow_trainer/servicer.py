@@ -1,0 +1,97 @@
+"""TrainerService: translates the contract to `Progress` and the stop request; nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeAlias
+
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow_trainer.progress import Phase, Progress, StepRecord
+
+__all__ = ["TrainerServicer"]
+
+_PHASES = {
+    Phase.STARTING: trainer_service_pb2.PHASE_STARTING,
+    Phase.WAITING: trainer_service_pb2.PHASE_WAITING,
+    Phase.TRAINING: trainer_service_pb2.PHASE_TRAINING,
+    Phase.STOPPING: trainer_service_pb2.PHASE_STOPPING,
+    Phase.FINISHED: trainer_service_pb2.PHASE_FINISHED,
+}
+_WATCH_POLL_S = 5.0
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
+    """Serves one trainer."""
+
+    def __init__(
+        self, progress: Progress, *, run_id: str, policy_id: str, stop_after_step: Callable[[], int]
+    ) -> None:
+        self._progress = progress
+        self._run_id = run_id
+        self._policy_id = policy_id
+        self._stop_after_step = stop_after_step
+
+    async def Status(
+        self, request: trainer_service_pb2.StatusRequest, context: Context
+    ) -> trainer_service_pb2.StatusResponse:
+        """Return the current snapshot."""
+        state = self._progress.state
+        return trainer_service_pb2.StatusResponse(
+            run_id=self._run_id,
+            policy_id=self._policy_id,
+            phase=_PHASES[state.phase],
+            waiting_for=state.waiting_for,
+            progress=state.fraction,
+            step=state.step,
+            version=state.version,
+            trainer_epoch=state.trainer_epoch,
+            wait_fraction=self._progress.wait_fraction(),
+        )
+
+    async def StopAfterStep(
+        self, request: trainer_service_pb2.StopAfterStepRequest, context: Context
+    ) -> trainer_service_pb2.StopAfterStepResponse:
+        """Ask the loop to end after the step in progress."""
+        return trainer_service_pb2.StopAfterStepResponse(step=self._stop_after_step())
+
+    async def WatchMetrics(
+        self, request: trainer_service_pb2.WatchMetricsRequest, context: Context
+    ) -> AsyncIterator[trainer_service_pb2.WatchMetricsResponse]:
+        """Stream finished steps until training has ended."""
+        after = request.after_step
+        while True:
+            for record in self._progress.records_after(after):
+                after = record.step
+                yield _as_message(record)
+            if self._progress.state.phase is Phase.FINISHED:
+                return
+            await self._progress.changed(timeout_s=_WATCH_POLL_S)
+
+
+def _as_message(record: StepRecord) -> trainer_service_pb2.WatchMetricsResponse:
+    return trainer_service_pb2.WatchMetricsResponse(
+        step=record.step,
+        version=record.version,
+        finish_time=_timestamp(record.finished_at_s),
+        wait_duration=_duration(record.wait_s),
+        train_duration=_duration(record.train_s),
+        metrics=dict(record.metrics),
+    )
+
+
+def _duration(seconds: float) -> Duration:
+    message = Duration()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
+
+
+def _timestamp(seconds: float) -> Timestamp:
+    message = Timestamp()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
