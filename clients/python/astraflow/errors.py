@@ -17,6 +17,7 @@
     │   ├── FencedError             a newer trainer epoch or lease attempt exists
     │   ├── LeaseLostError          the lease expired or was handed on
     │   ├── ConflictError           the same id exists with other content
+    │   ├── PreconditionError       the run, step or batch is not in a state that allows this
     │   └── IncompatibleError       schema or protocol versions differ
     ├── PermissionError_            the identity's role may not call this
     ├── UnimplementedError          the contract names it, this release does not do it yet
@@ -46,6 +47,7 @@ __all__ = [
     "PayloadMissingError",
     "PermissionError_",
     "PluginError",
+    "PreconditionError",
     "RecipeError",
     "RequestError",
     "ResourceExhaustedError",
@@ -161,6 +163,12 @@ class ConflictError(StateError):
     """The same id already exists with other content."""
 
     reason, code = "CONFLICT", "ALREADY_EXISTS"
+
+
+class PreconditionError(StateError):
+    """The run, step or batch is not in a state that allows the call; read it again before deciding what to do."""
+
+    reason, code = "FAILED_PRECONDITION", "FAILED_PRECONDITION"
 
 
 class IncompatibleError(StateError):

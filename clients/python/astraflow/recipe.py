@@ -109,10 +109,10 @@ class WarmStartSettings(_Section):
     """`Demonstrations` plug-in: called with a seed, yields examples."""
     steps: int = Field(ge=1, le=10_000_000)
     """Supervised optimizer steps."""
-    batch_size: int = Field(default=64, ge=1, le=65_536)
+    batch_size: int = Field(default=32, ge=1, le=65_536)
     """Examples per step."""
-    learning_rate: float = Field(default=2e-3, gt=0, le=1)
-    """Peak learning rate; 20 warm-up steps, then cosine to a tenth."""
+    learning_rate: float = Field(default=3e-3, gt=0, le=1)
+    """Peak learning rate; 20 warm-up steps, then linear to a hundredth."""
 
 
 class ModelSettings(_Section):
