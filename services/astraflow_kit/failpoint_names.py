@@ -2,7 +2,8 @@
 
 One table, so that `astraflow doctor` and the chaos tests can list all failpoints without importing a
 daemon, and a mistyped name is refused in any process. Add a line here together with its
-`failpoints.hit("<name>")`; a test compares both sides. Names are `<daemon>.<moment>`.
+`failpoints.hit("<name>")`; a test compares both sides. Names are `<root>.<moment>` or
+`<root>.<work>.<moment>`.
 """
 
 from collections.abc import Mapping

@@ -19,14 +19,16 @@ def _hits() -> set[str]:
 
 
 def test_every_failpoint_in_the_code_is_in_the_table() -> None:
-    assert _hits() - KNOWN.keys() == set()
+    missing = _hits() - KNOWN.keys()
+    assert not missing, f"add these to failpoint_names.py, each with its moment: {sorted(missing)}"
 
 
 def test_every_failpoint_in_the_table_is_in_the_code() -> None:
-    assert KNOWN.keys() - _hits() == set()
+    unused = KNOWN.keys() - _hits()
+    assert not unused, f"nothing hits these, remove them from failpoint_names.py: {sorted(unused)}"
 
 
 def test_names_are_daemon_dot_moment_with_a_reason() -> None:
     for name, why in KNOWN.items():
-        assert re.fullmatch(r"(dataflow|raas|trainer|weights|engine)\.[a-z0-9_]+", name), name
+        assert re.fullmatch(r"(dataflow|raas|trainer|weights|engine)(\.[a-z0-9_]+){1,2}", name), name
         assert why, name
