@@ -13,6 +13,12 @@ KNOWN: Mapping[str, str] = MappingProxyType(
     {
         # dataflow
         # raas
+        "raas.leased": "a lease arrived and is about to be run",
+        "raas.generating": "an episode is about to call its engine",
+        "raas.push": "an episode is about to be written to the push stream",
+        "raas.pushed": "an episode is written and its acknowledgement is not read yet",
+        "raas.activate": "a version is fetched and verified, the engine still serves the old one",
+        "raas.activated": "the engine serves the new version, the server does not know it yet",
         # trainer
         # weights
         "weights.publish.parts_uploaded": "all parts and assets of a version are stored, its manifest is not",

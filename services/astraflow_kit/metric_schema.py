@@ -40,6 +40,23 @@ _ENTRIES = (
     Metric("astraflow_rpcs_active", Kind.GAUGE, "Rpcs in progress, streams included.", ("rpc",)),
     # dataflow
     # raas
+    Metric("astraflow_raas_leases_total", Kind.COUNTER, "Leases taken, by purpose of the task.", ("purpose",)),
+    Metric("astraflow_raas_leases_ended_total", Kind.COUNTER, "Leases no longer held, by outcome.", ("outcome",)),
+    Metric("astraflow_raas_episodes_total", Kind.COUNTER, "Episodes run, by outcome.", ("outcome",)),
+    Metric("astraflow_raas_episode_seconds", Kind.HISTOGRAM, "Duration of episodes, waiting included."),
+    Metric("astraflow_raas_pushes_total", Kind.COUNTER, "Pushes by the server's outcome.", ("outcome",)),
+    Metric("astraflow_raas_unacked_episodes", Kind.GAUGE, "Episodes finished but not acknowledged."),
+    Metric("astraflow_raas_tokens", Kind.GAUGE, "Tokens sampled since the node started.", ("policy",)),
+    Metric("astraflow_raas_serving_version", Kind.GAUGE, "Weight version the engine serves.", ("policy",)),
+    Metric("astraflow_raas_fetch_seconds", Kind.HISTOGRAM, "Time to fetch and verify a version.", ("policy",)),
+    Metric("astraflow_raas_swap_seconds", Kind.HISTOGRAM, "Time generation pauses for a swap.", ("policy",)),
+    Metric(
+        "astraflow_raas_version_failures_total",
+        Kind.COUNTER,
+        "Versions that could not be activated, by reason.",
+        ("policy", "reason"),
+    ),
+    Metric("astraflow_raas_engine_losses_total", Kind.COUNTER, "Engines that died or got stuck.", ("policy",)),
     # trainer
     # weights
     # engine

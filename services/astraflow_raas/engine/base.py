@@ -1,0 +1,87 @@
+"""What a node asks of an inference engine, and the errors it answers with.
+
+Invariant: a `Generation` accounts for every sampled token: one log-prob each, and version spans that cover
+all of them; an engine that cannot say so raises instead. `http` speaks SGLang's API, `fake` is the engine of
+the tests; the rest of the node knows only this module.
+
+    RetryableError  EngineUnavailable  the engine is gone, starting or overloaded; nothing was sampled
+    RequestError    EngineRefused      the engine will never accept this call
+    AstraflowError  EngineFaulty       the answer contradicts itself or the contract
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from astraflow.errors import AstraflowError, RequestError, UnavailableError
+from astraflow.plugins import VersionSpan
+
+
+class EngineUnavailable(UnavailableError):
+    """The engine does not answer, is starting, or is full. The same call may succeed later."""
+
+
+class EngineRefused(RequestError):
+    """The engine refuses the call as written."""
+
+    reason, code = "ENGINE_REFUSED", "INVALID_ARGUMENT"
+
+
+class EngineFaulty(AstraflowError):
+    """The engine answered with something that cannot be trained on."""
+
+    reason, code = "ENGINE_FAULTY", "INTERNAL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """One sequence to sample. `rid` is unique; `temperature` 0 is greedy; `top_k` 0 keeps all candidates."""
+
+    rid: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A sampled continuation. `spans` count from its first token, ascend, touch and cover all of it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: str
+
+
+class Engine(Protocol):
+    """One inference engine serving one policy. Every call has a deadline of its own."""
+
+    async def generate(self, calls: Sequence[GenerateCall]) -> list[Generation]:
+        """Sample all `calls` in one request, in their order; may span a weight swap. Never repeated inside.
+
+        Raises EngineUnavailable, EngineRefused, EngineFaulty.
+        """
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        """Stop sampling these calls where they still run; unknown ids are fine."""
+
+    async def swap(self, *, model_dir: Path, version: int) -> None:
+        """Load `model_dir` as `version` between two decode steps: running calls keep their tokens and go on.
+
+        Prefixes computed under older weights are not reused for new calls. On an error the old weights may or
+        may not be in place: ask `served_version`.
+        """
+
+    async def served_version(self) -> int | None:
+        """Version the engine serves, None when it was started without one. Raises EngineUnavailable."""
+
+    async def check_health(self) -> None:
+        """Return when the engine proves that it can sample. Raises EngineUnavailable."""
+
+    async def close(self) -> None:
+        """Release connections; the engine itself goes on."""

@@ -1,0 +1,111 @@
+"""Joins calls that are made in the same turn of the event loop into one engine request.
+
+Invariant: a call waits only for calls with the same key, and never for a timer: what is queued is sent in the
+next turn. An HTTP request costs one to two milliseconds on both sides, so the episodes of one task, which
+start together and are only useful together, share one; a cancelled call is aborted in the engine and the
+others go on. Called by `policy_handle`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from astraflow.errors import AstraflowError
+from astraflow_kit.log import get_logger
+from astraflow_raas.engine.base import Engine, EngineRefused, GenerateCall, Generation
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    call: GenerateCall
+    answer: asyncio.Future[Generation]
+
+
+class CallBatcher:
+    """Sends calls through the engine that `engine` returns once one is ready. Owned by one event loop."""
+
+    def __init__(self, engine: Callable[[], Awaitable[Engine]]) -> None:
+        self._engine = engine
+        self._queues: dict[Hashable, list[_Pending]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def generate(self, call: GenerateCall, *, key: Hashable) -> Generation:
+        """Sample `call`, sharing a request with calls of the same `key`. Raises what `Engine.generate`
+        raises."""
+        loop = asyncio.get_running_loop()
+        pending = _Pending(call, loop.create_future())
+        queue = self._queues.setdefault(key, [])
+        queue.append(pending)
+        if len(queue) == 1:
+            loop.call_soon(self._send, key)
+        return await pending.answer
+
+    async def close(self) -> None:
+        """Cancel what is in flight; callers still waiting are cancelled too."""
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    def _send(self, key: Hashable) -> None:
+        batch = [pending for pending in self._queues.pop(key) if not pending.answer.done()]
+        if batch:
+            self._spawn(self._request(batch))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _request(self, batch: Sequence[_Pending]) -> None:
+        try:
+            engine = await self._engine()
+            for pending in batch:
+                self._abort_when_cancelled(pending, engine=engine)
+            answers = await engine.generate([pending.call for pending in batch])
+        except EngineRefused as error:
+            self._refused(batch, error)
+        except AstraflowError as error:
+            _fail(batch, error)
+        except asyncio.CancelledError:
+            for pending in batch:
+                pending.answer.cancel()
+            raise
+        else:
+            for pending, answer in zip(batch, answers, strict=True):
+                if not pending.answer.done():
+                    pending.answer.set_result(answer)
+
+    def _refused(self, batch: Sequence[_Pending], error: EngineRefused) -> None:
+        """Nothing was sampled: find the culprit by sending each call alone, so that the others do not pay for
+        it."""
+        if len(batch) == 1:
+            _fail(batch, error)
+            return
+        for pending in batch:
+            if not pending.answer.done():
+                self._spawn(self._request([pending]))
+
+    def _abort_when_cancelled(self, pending: _Pending, *, engine: Engine) -> None:
+        def abort(answer: asyncio.Future[Generation]) -> None:
+            if answer.cancelled():
+                self._spawn(_abort(engine, pending.call.rid))
+
+        pending.answer.add_done_callback(abort)
+
+
+async def _abort(engine: Engine, rid: str) -> None:
+    try:
+        await engine.abort([rid])
+    except AstraflowError as error:
+        # The call ends by its own bound; only engine time is lost.
+        log.info("engine.abort_failed", rid=rid, message=error.message)
+
+
+def _fail(batch: Sequence[_Pending], error: AstraflowError) -> None:
+    for pending in batch:
+        if not pending.answer.done():
+            # One exception object per caller: a shared one would collect the tracebacks of all.
+            pending.answer.set_exception(type(error)(error.message, metadata=error.metadata))

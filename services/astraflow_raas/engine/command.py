@@ -1,0 +1,69 @@
+"""The command line that starts an engine, by kind.
+
+Invariant: an engine listens on loopback only, under a weight version that is a number, so every token it
+samples is attributable. `process` runs the command.
+"""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from astraflow_raas.settings import EMBEDDED_ENGINE
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCommand:
+    """How to start the engine of one policy. `kind` is `astraflow_engine` or `sglang`."""
+
+    kind: str
+    python: Path
+    extra_args: tuple[str, ...]
+    max_running_requests: int
+    num_threads: int
+    seed: int
+
+    def argv(self, *, model_dir: Path, version: int, port: int) -> list[str]:
+        """The whole command for one start."""
+        common = [
+            "--model-path",
+            str(model_dir),
+            "--host",
+            HOST,
+            "--port",
+            str(port),
+            "--weight-version",
+            str(version),
+        ]
+        own = self._embedded_args() if self.kind == EMBEDDED_ENGINE else self._sglang_args()
+        return [str(self.python), "-m", *own[:1], *common, *own[1:], *self.extra_args]
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The engine's environment: the node's, with the thread count that a CPU engine should use."""
+        threads = {"OMP_NUM_THREADS": str(self.num_threads)} if self.num_threads else {}
+        return {**inherited, **threads}
+
+    def _embedded_args(self) -> list[str]:
+        args = [
+            "astraflow_engine",
+            "--max-running-requests",
+            str(self.max_running_requests),
+            "--seed",
+            str(self.seed),
+        ]
+        return [*args, *(["--num-threads", str(self.num_threads)] if self.num_threads else [])]
+
+    def _sglang_args(self) -> list[str]:
+        # The node decodes text itself and probes health itself.
+        return ["sglang.launch_server", "--skip-tokenizer-init", "--skip-server-warmup"]
+
+
+def free_port() -> int:
+    """A loopback port that nobody holds now. Another process may take it first: then the engine is started
+    again."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+    return port

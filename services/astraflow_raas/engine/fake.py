@@ -1,0 +1,94 @@
+"""An engine without a model: the tests' stand-in, satisfying the same Protocol as the real client.
+
+Invariant: its answers are a pure function of prompt and seed, so a test can predict every token. It can be
+told to stall, to fail, to break its answers and to end a call in the middle of a swap. Used by tests and by
+the overhead benchmark; never by a running node.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from astraflow.plugins import VersionSpan
+from astraflow_raas.engine.base import EngineUnavailable, GenerateCall, Generation
+
+STOP_TOKEN = 2
+
+
+@dataclass
+class FakeEngine:
+    """Answers every call with `num_tokens` tokens drawn from the call's seed, the last one STOP_TOKEN."""
+
+    version: int | None = None
+    num_tokens: int = 5
+    vocab_size: int = 300
+    delay_s: float = 0.0
+    up: bool = True
+    faults: list[Exception] = field(default_factory=list)
+    """Raised one by one by the next `generate` calls."""
+    hold: asyncio.Event | None = None
+    """While set to an unset event, calls stay in flight; tokens sampled before a swap keep their version."""
+    requests: list[tuple[GenerateCall, ...]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    swaps: list[tuple[Path, int]] = field(default_factory=list)
+    swap_fault: Exception | None = None
+    closed: bool = False
+
+    async def generate(self, calls: Sequence[GenerateCall]) -> list[Generation]:
+        self._require_up()
+        self.requests.append(tuple(calls))
+        if self.faults:
+            raise self.faults.pop(0)
+        started_under = self.version
+        await asyncio.sleep(self.delay_s)
+        if self.hold is not None:
+            await self.hold.wait()
+        self._require_up()
+        return [self._sample(call, started_under=started_under) for call in calls]
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        self.aborted += rids
+
+    async def swap(self, *, model_dir: Path, version: int) -> None:
+        self._require_up()
+        if self.swap_fault is not None:
+            raise self.swap_fault
+        self.swaps.append((model_dir, version))
+        self.version = version
+
+    async def served_version(self) -> int | None:
+        self._require_up()
+        return self.version
+
+    async def check_health(self) -> None:
+        self._require_up()
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def _require_up(self) -> None:
+        if not self.up:
+            raise EngineUnavailable("the fake engine is down, as the test asked")
+
+    def _sample(self, call: GenerateCall, *, started_under: int | None) -> Generation:
+        rng = random.Random(f"{call.seed}/{call.prompt_ids}")
+        length = min(self.num_tokens, call.max_new_tokens)
+        stopped = length == self.num_tokens
+        tokens = [rng.randrange(3, self.vocab_size) for _ in range(length - stopped)] + [STOP_TOKEN] * stopped
+        logprobs = tuple(-rng.random() for _ in tokens)
+        return Generation(
+            token_ids=tuple(tokens),
+            logprobs=logprobs,
+            spans=_spans(length, old=started_under or 0, new=self.version or 0),
+            finish_reason="stop" if stopped else "length",
+        )
+
+
+def _spans(length: int, *, old: int, new: int) -> tuple[VersionSpan, ...]:
+    """One span, or two that meet in the middle when a swap came between."""
+    middle = length // 2
+    if old == new or not middle:
+        return (VersionSpan(0, length, new),)
+    return (VersionSpan(0, middle, old), VersionSpan(middle, length, new))

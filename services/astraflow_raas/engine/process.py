@@ -1,0 +1,126 @@
+"""One run of an engine as a child process: start, wait until healthy, end with everything it started.
+
+Invariant: the child leads a process group of its own and never outlives the node; its output goes to one log
+file. `host` starts one after another and decides when to give up on one.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from astraflow_kit.log import get_logger
+from astraflow_raas.engine.base import EngineUnavailable
+from astraflow_raas.engine.command import HOST, EngineCommand, free_port
+from astraflow_raas.engine.http import HttpEngine
+from astraflow_raas.settings import child_environment
+
+log = get_logger(__name__)
+
+_POLL_S = 0.1
+_TERM_GRACE_S = 5.0
+_KILL_GRACE_S = 5.0
+_LOG_TAIL_BYTES = 2000
+
+
+@dataclass(kw_only=True)
+class EngineProcess:
+    """A started engine. `engine` talks to it."""
+
+    child: asyncio.subprocess.Process
+    engine: HttpEngine
+    log_path: Path
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self.child.returncode is None
+
+    async def wait_healthy(self, *, timeout_s: float) -> None:
+        """Return once the engine can sample. Raises EngineUnavailable when it died or took too long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._healthy():  # noqa: ASYNC110 - another process has no event to wait for
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            raise EngineUnavailable(
+                f"the engine was not healthy within {timeout_s} s; see {self.log_path}, or raise "
+                "engine_start_timeout_s"
+            ) from error
+
+    async def ended(self) -> int:
+        """Wait for the process to end; returns its exit code."""
+        return await self.child.wait()
+
+    async def end(self) -> None:
+        """End the whole process group, politely first. Idempotent."""
+        await self.engine.close()
+        for number, grace_s in ((signal.SIGTERM, _TERM_GRACE_S), (signal.SIGKILL, _KILL_GRACE_S)):
+            self._signal_group(number)
+            try:
+                await asyncio.wait_for(self.child.wait(), grace_s)
+                break
+            except TimeoutError:
+                log.warning("engine.ignores_signal", signal=number.name, pid=self.child.pid)
+        # Helpers of the engine may outlive it: SGLang's scheduler would keep a core busy.
+        self._signal_group(signal.SIGKILL)
+
+    def last_words(self) -> str:
+        """The end of the log, for error messages."""
+        with self.log_path.open("rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - _LOG_TAIL_BYTES))
+            return stream.read().decode(errors="replace").strip()
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.child.pid, number)
+        except ProcessLookupError:
+            return  # everybody is gone already
+
+    async def _healthy(self) -> bool:
+        if not self.alive:
+            raise EngineUnavailable(
+                f"the engine ended with code {self.child.returncode}:\n{self.last_words()}"
+            )
+        try:
+            await self.engine.check_health()
+        except EngineUnavailable:
+            return False
+        return True
+
+
+async def start_engine(
+    command: EngineCommand,
+    *,
+    model_dir: Path,
+    version: int,
+    log_path: Path,
+    request_timeout_s: float,
+    choose_port: Callable[[], int] = free_port,
+) -> EngineProcess:
+    """Start an engine on a free port; it is not healthy yet. Raises EngineUnavailable when it cannot be
+    started."""
+    port = choose_port()
+    argv = command.argv(model_dir=model_dir, version=version, port=port)
+    leash = [sys.executable, "-m", "astraflow_raas.engine.leash", str(os.getpid()), *argv]
+    with log_path.open("ab") as output:
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *leash,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=command.environment(child_environment()),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineUnavailable(f"cannot start {argv[0]}: {error}") from error
+    log.info(
+        "engine.started", pid=child.pid, port=port, kind=command.kind, version=version, log=str(log_path)
+    )
+    engine = HttpEngine(f"http://{HOST}:{port}", request_timeout_s=request_timeout_s)
+    return EngineProcess(child=child, engine=engine, log_path=log_path)

@@ -1,0 +1,65 @@
+"""The weight source of a running node: the run's store and this node's mirror of one policy.
+
+Invariant: only the entry that the server announced is activated: its sha256 in the log must be the announced
+one, so neither a stale listing nor a tampered store can slip in another version. Blocking; `weight_sync`
+calls it in a thread, one call at a time.
+"""
+
+from astraflow_kit.log import get_logger
+from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion
+from astraflow_weights.errors import CorruptManifest
+from astraflow_weights.mirror import AdvanceResult, Mirror
+from astraflow_weights.pull import PullCounts
+from astraflow_weights.store import ObjectStore
+from astraflow_weights.version_log import VersionLog
+
+log = get_logger(__name__)
+
+
+class MirrorSource:
+    """A `WeightSource` over a `Mirror`. Not thread-safe: one owner, one call at a time."""
+
+    def __init__(self, store: ObjectStore, *, log_reader: VersionLog, mirror: Mirror) -> None:
+        self._store = store
+        self._log = log_reader
+        self._mirror = mirror
+
+    @property
+    def version(self) -> int | None:
+        """Version the mirror holds; it may be one of an earlier life of this node."""
+        return self._mirror.version
+
+    @property
+    def counts(self) -> PullCounts:
+        """What was fetched since the process started."""
+        return self._mirror.counts
+
+    def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
+        """Bring the mirror to the announced version, verified tensor by tensor.
+
+        Raises UnknownVersionError (retry) when the log does not list it yet, CorruptManifest when its entry
+        is not the announced one, and what `Mirror.advance` raises.
+        """
+        self._log.refresh()
+        record = self._log.record(announced.version)
+        if announced.manifest_sha256 and record.manifest_sha256 != announced.manifest_sha256:
+            raise CorruptManifest(
+                f"version {announced.version} of policy {announced.policy_id!r}: entry {record.sequence} of the store has "
+                f"sha256 {record.manifest_sha256.hex()[:16]}…, the server announced "
+                f"{announced.manifest_sha256.hex()[:16]}…; store and server belong to different histories"
+            )
+        result = self._mirror.advance(self._store, self._log, target=announced.version)
+        _report(result)
+        return FetchedVersion(version=result.version, model_dir=result.directory)
+
+
+def _report(result: AdvanceResult) -> None:
+    for edge in result.rejected:
+        log.error("weights.path_rejected", version=edge.version, base_version=edge.base_version)
+    counts = result.counts
+    log.info(
+        "weights.mirrored",
+        base_version=result.base_version,
+        snapshot_bytes=counts.snapshot_bytes,
+        delta_bytes=counts.delta_bytes,
+    )

@@ -1,0 +1,184 @@
+"""Pushing finished episodes over one stream until the server has answered for each.
+
+Invariant: an episode that `push` accepted is sent again on every new stream until it is acknowledged (the
+server recognises repetitions), at most the contract's window is unacknowledged, and memory is bounded: a full
+spool makes `push` wait, which stops sampling. `session` calls `push`; the lifecycle runs the stream.
+"""
+
+import asyncio
+from typing import TypeAlias
+
+import grpc
+
+from astraflow._status import from_rpc_error
+from astraflow.client import AsyncClient, RetryPolicy
+from astraflow.dataflow.v1 import trajectory_service_pb2
+from astraflow.errors import InternalError, RetryableError
+from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_kit import failpoints
+from astraflow_kit.clock import Clock, SystemClock
+from astraflow_kit.log import get_logger
+from astraflow_kit.metrics import Metrics
+from astraflow_raas.loops import LoopService
+from astraflow_raas.spool import Spool, Spooled, SpoolLimits
+
+log = get_logger(__name__)
+
+PushCall: TypeAlias = (
+    "grpc.aio.StreamStreamCall[trajectory_service_pb2.PushRequest, trajectory_service_pb2.PushResponse]"
+)
+_RECONNECT = RetryPolicy(first_wait_s=0.1, max_wait_s=2.0)
+
+
+class Pusher(LoopService):
+    """A lifecycle `Service`. `push` may be called by any number of tasks of the loop."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        *,
+        metrics: Metrics,
+        limits: SpoolLimits | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__()
+        self._client = client
+        self._metrics = metrics
+        self._spool = Spool(limits=limits or SpoolLimits(), clock=clock or SystemClock())
+        self._to_send = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_unacked(self) -> int:
+        """Episodes finished but not yet acknowledged."""
+        return self._spool.num_waiting
+
+    async def push(self, episode: trajectory_pb2.Episode) -> trajectory_service_pb2.PushResult:
+        """Return what became of the episode. Waits while the spool is full and until the server answers.
+
+        When the caller is cancelled, the episode stays in the spool: finished work is pushed even when nobody
+        waits.
+        """
+        size_bytes = episode.ByteSize()
+        while not self._spool.has_room(size_bytes):
+            self._has_room.clear()
+            await self._has_room.wait()
+        outcome: asyncio.Future[trajectory_service_pb2.PushResult] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._spool.add(Spooled(episode=episode, size_bytes=size_bytes, outcome=outcome))
+        self._idle.clear()
+        self._to_send.set()
+        return await asyncio.shield(outcome)
+
+    def push_recent_again(self) -> None:
+        """The server has another data set than before: whatever its disk may have missed is pushed again."""
+        again = self._spool.data_was_lost()
+        log.warning("push.repeated", episodes=again)
+        if again:
+            self._idle.clear()
+            self._to_send.set()
+
+    async def flush(self, *, deadline_s: float) -> bool:
+        """Wait until every episode is acknowledged; False when `deadline_s` passed first."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("push.left_behind", episodes=self.num_unacked, after_s=deadline_s)
+            return False
+        return True
+
+    async def stop(self, *, deadline_s: float) -> None:
+        """Push what is left for at most `deadline_s`, then close the stream."""
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + deadline_s
+        await self.flush(deadline_s=deadline_s)
+        await super().stop(deadline_s=max(0.1, give_up_s - loop.time()))
+
+    async def _loop(self) -> None:
+        """Keep one stream from the first episode on. Raises when the server refuses the node."""
+        failures = 0
+        while True:
+            await self._to_send.wait()
+            hint_s = None
+            try:
+                await self._stream()
+                failures = 0
+            except (RetryableError, InternalError) as error:
+                log.info("push.stream_failed", reason=error.reason, message=error.message)
+                failures, hint_s = failures + 1, error.retry_after_s
+            await asyncio.sleep(_RECONNECT.wait_s(max(1, failures), hint_s=hint_s))
+
+    async def _stream(self) -> None:
+        """One stream: write what fits the window, read acknowledgements; returns when the server closes
+        it."""
+        call: PushCall = self._client.open(self._client.trajectories.Push)
+        log.debug("push.stream_opened", episodes=self.num_unacked)
+        writer = asyncio.create_task(self._write(call))
+        reader = asyncio.create_task(self._read(call))
+        try:
+            done, _ = await asyncio.wait((writer, reader), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except grpc.aio.UsageError as error:
+            # A write met a stream that ended in between; the reader knows the reason, the next stream shows
+            # it.
+            raise InternalError(f"the push stream ended during a write: {error}") from error
+        finally:
+            call.cancel()
+            await _ended(writer, reader)
+            self._spool.stream_broke()
+            self._to_send.set()
+
+    async def _write(self, call: PushCall) -> None:
+        sequence = 0
+        while True:
+            spooled = self._spool.next_to_send()
+            if spooled is None:
+                self._to_send.clear()
+                await self._to_send.wait()
+                continue
+            sequence += 1
+            failpoints.hit("raas.push")
+            await call.write(trajectory_service_pb2.PushRequest(sequence=sequence, episode=spooled.episode))
+            failpoints.hit("raas.pushed")
+
+    async def _read(self, call: PushCall) -> None:
+        expected = 0
+        async for response in call:
+            expected += 1
+            if response.sequence != expected:
+                raise InternalError(
+                    f"the server acknowledged push {response.sequence}, expected {expected}: "
+                    "acknowledgements come in order; the stream is opened anew"
+                )
+            self._acknowledged(response.result)
+        log.info("push.stream_closed", episodes=self.num_unacked)
+
+    def _acknowledged(self, result: trajectory_service_pb2.PushResult) -> None:
+        spooled = self._spool.acknowledge(result)
+        if spooled is None:
+            raise InternalError("the server acknowledged a push that was never sent")
+        outcome = trajectory_service_pb2.Outcome.Name(result.outcome).removeprefix("OUTCOME_").lower()
+        self._metrics.increment("astraflow_raas_pushes_total", outcome=outcome)
+        log.debug(
+            "episode.pushed", episode_id=spooled.episode.episode_id, outcome=outcome, reason=result.reason
+        )
+        self._space_freed()
+
+    def _space_freed(self) -> None:
+        self._to_send.set()
+        self._has_room.set()
+        if not self._spool.num_waiting:
+            self._idle.set()
+
+
+async def _ended(*tasks: "asyncio.Task[None]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""Ready-made rewards that recipes name as `astraflow_raas.rewards.<module>:<Name>`."""

@@ -1,0 +1,104 @@
+"""Settings of a node: whom to join, what to run the engine with, where to keep weights.
+
+Invariant: nothing about the run is set here; that comes from the recipe the server hands out when the node
+joins. `__main__` builds them from options and `ASTRAFLOW_*` variables, `server` passes the parts on.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from astraflow_kit.settings import ENV_PREFIX, DaemonSettings
+
+_ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[^\s:/]+):[0-9]{1,5}$"
+EMBEDDED_ENGINE = "astraflow_engine"
+SGLANG_ENGINE = "sglang"
+
+
+class NodeSettings(DaemonSettings):
+    """What a node can be told. Only `join` is required."""
+
+    join: Annotated[str, Field(pattern=_ADDRESS)]
+    """HOST:PORT of the dataflow server."""
+    run_id: str = ""
+    """Run to join; empty means the only run."""
+    node_id: Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = ""
+    """Stable name of the node; empty takes the host's name with a number that is free in the work folder."""
+    region: str = ""
+    """Region the node is in."""
+    pool: str = ""
+    """Pool the node belongs to."""
+    token_file: Path | None = None
+    """File holding the node's token for the dataflow server; read at each start."""
+    join_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
+    """Seconds to wait for the dataflow server before giving up with exit code 75."""
+
+    engine: str = EMBEDDED_ENGINE
+    """`astraflow_engine`, `sglang`, or the http:// address of an engine that already runs (single-policy
+    runs)."""
+    engine_python: Path | None = None
+    """Interpreter that starts the engine; SGLang lives in an environment of its own. Unset: this one."""
+    engine_args: tuple[str, ...] = ()
+    """Further arguments of the engine's command line."""
+    engine_threads: Annotated[int, Field(ge=0, le=4096)] = 1
+    """OMP threads of a CPU engine; 0 leaves it to the engine."""
+    engine_start_timeout_s: Annotated[float, Field(gt=0, le=7200)] = 300.0
+    """Seconds a started engine may take until it is healthy."""
+    engine_request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    """Seconds one call to the engine may take; episodes have their own, shorter bound from the recipe."""
+    engine_stall_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """Seconds of running calls without any answer after which the engine must prove its health or be
+    restarted."""
+    engine_restart_backoff_s: Annotated[float, Field(gt=0, le=600)] = 0.5
+    """Wait before the first restart of a dead engine; doubles up to 30 s while restarts keep failing."""
+
+    work_dir: Path = Path("~/.cache/astraflow/raas")
+    """Folder for mirrors, the recipe's code and engine logs; one sub-folder per node."""
+    mirror_dir: Path | None = None
+    """Folder for the weight mirrors; unset keeps them in the work folder. /dev/shm makes swaps fastest."""
+    allow_recipe_code: bool = False
+    """Run the Python files that come with the recipe. They may do anything this user may do."""
+    max_concurrent_tasks: Annotated[int, Field(ge=0, le=65_536)] = 0
+    """Tasks run at once; 0 takes the recipe's figure."""
+    stay: bool = False
+    """Stay joined when the run has finished, instead of leaving with exit code 0."""
+
+    evaluation_hold_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """Longest time a newer version waits for evaluation episodes that need the current one."""
+    coalesce_max_new_tokens: Annotated[int, Field(ge=0, le=1_048_576)] = 128
+    """Calls up to this length that the episodes of one task make at the same moment share one engine
+    request."""
+    spool_episodes: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
+    """Finished episodes kept until the server has acknowledged them; sampling pauses when it is full."""
+    spool_bytes: Annotated[int, Field(ge=2**24, le=2**40)] = 2**28
+    """The same bound in bytes."""
+
+    @field_validator("work_dir", "mirror_dir")
+    @classmethod
+    def _expand_home(cls, path: Path | None) -> Path | None:
+        return path.expanduser() if path is not None else None
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_is_known(cls, engine: str) -> str:
+        if engine in (EMBEDDED_ENGINE, SGLANG_ENGINE) or engine.startswith(("http://", "https://")):
+            return engine.rstrip("/")
+        raise ValueError(
+            f"must be `{EMBEDDED_ENGINE}`, `{SGLANG_ENGINE}` or the http:// address of a running engine"
+        )
+
+
+_SHARED_WITH_CHILDREN = ("FAILPOINTS", "LOG_")
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment for an engine: without the node's own settings, which mean other things
+    there."""
+    return {name: value for name, value in os.environ.items() if _may_inherit(name)}
+
+
+def _may_inherit(name: str) -> bool:
+    ours = name.removeprefix(ENV_PREFIX) if name.startswith(ENV_PREFIX) else None
+    return ours is None or ours.startswith(_SHARED_WITH_CHILDREN)

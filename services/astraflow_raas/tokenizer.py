@@ -1,0 +1,161 @@
+"""The policy's tokenizer, read from the files that travel with its weights.
+
+Invariant: ids are those the trainer's tokenizer gives for the same messages, because both read the same
+tokenizer.json and chat template; no model library is loaded for it (importing one costs a node 3 s and 230
+MB). A model without a tokenizer.json falls back to `transformers`. Called by `policy_handle` and
+`served_policy`.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as RustTokenizer
+
+from astraflow.errors import RecipeError
+from astraflow.plugins import Message
+
+_CACHED_PROMPTS = 4096
+
+
+class Tokenizer(Protocol):
+    """Messages to ids and ids to text."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion, ascending."""
+
+    def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids of the chat with the template applied and the generation prompt added."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens removed."""
+
+
+def load_tokenizer(model_dir: Path) -> Tokenizer:
+    """Read the tokenizer of `model_dir`. Raises RecipeError when it has none or no chat template."""
+    if (model_dir / "tokenizer.json").is_file():
+        return FastTokenizer(model_dir)
+    return _TransformersTokenizer(model_dir)
+
+
+class FastTokenizer:
+    """tokenizer.json plus the chat template; safe to share between tasks of one loop."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._tokenizer = RustTokenizer.from_file(str(model_dir / "tokenizer.json"))
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        config = _read_json(model_dir / "tokenizer_config.json")
+        self._template = _compile_template(model_dir, config)
+        self._special = _special_tokens(config)
+        self.stop_token_ids = self._find_stop_tokens(model_dir)
+        # The episodes of a task, and its repetitions, share one prompt: it is rendered and encoded once.
+        self._encode = functools.lru_cache(maxsize=_CACHED_PROMPTS)(self._encode_uncached)
+
+    def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return self._encode(tuple(messages))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def _encode_uncached(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._template.render(messages=chat, add_generation_prompt=True, **self._special)
+        except jinja2.TemplateError as error:
+            raise RecipeError(f"the model's chat template refuses these messages: {error}") from error
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _find_stop_tokens(self, model_dir: Path) -> tuple[int, ...]:
+        found = (
+            {self._tokenizer.token_to_id(self._special["eos_token"])}
+            if "eos_token" in self._special
+            else set()
+        )
+        for name in ("generation_config.json", "config.json"):
+            listed = _read_json(model_dir / name).get("eos_token_id")
+            found.update(listed if isinstance(listed, list) else [listed])
+        return tuple(sorted(token for token in found if token is not None))
+
+
+class _TransformersTokenizer:
+    """Slow path for models whose tokenizer exists only in the form that `transformers` reads."""
+
+    def __init__(self, model_dir: Path) -> None:
+        from transformers import AutoTokenizer  # imported here: it loads torch where that is installed
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_dir))
+        except (OSError, ValueError) as error:
+            raise RecipeError(
+                f"{model_dir} holds no usable tokenizer ({error}); publish tokenizer.json with the weights"
+            ) from error
+        eos = self._tokenizer.eos_token_id
+        self.stop_token_ids: tuple[int, ...] = () if eos is None else (eos,)
+
+    def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        ids = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        return tuple(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _compile_template(model_dir: Path, config: Mapping[str, Any]) -> jinja2.Template:
+    source = _template_source(model_dir, config)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise RecipeError(f"{model_dir}: the chat template is not valid Jinja: {error}") from error
+
+
+def _template_source(model_dir: Path, config: Mapping[str, Any]) -> str:
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if not isinstance(template, str):
+        raise RecipeError(
+            f"{model_dir} has no chat template; add chat_template.jinja, or `chat_template` in "
+            "tokenizer_config.json"
+        )
+    return template
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, … as text; files write them plain or as objects with `content`."""
+    named = {name: value for name, value in config.items() if name.endswith("_token") and value}
+    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _to_json(value: object, *, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    # Jinja's own filter escapes for HTML, which no chat template wants.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

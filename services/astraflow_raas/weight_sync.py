@@ -1,0 +1,220 @@
+"""Following the announced versions of one policy: fetch while the engine serves, verify, then swap.
+
+Invariant: the engine serves the last version that was fetched and verified whole; only announced versions are
+activated, numbers never go back, and whatever fails (store, digest, engine) leaves the old version in place
+and is reported. An evaluation that needs the served version holds the next one back, up to a deadline. The
+worker calls `announce`; the lifecycle runs the loop.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from astraflow.client import RetryPolicy
+from astraflow.errors import AstraflowError, RetryableError
+from astraflow_kit import failpoints
+from astraflow_kit.log import correlated, get_logger
+from astraflow_kit.metrics import Metrics
+from astraflow_raas.engine.base import Engine, EngineUnavailable
+from astraflow_raas.loops import LoopService
+from astraflow_raas.served_policy import ServedPolicy
+from astraflow_weights.errors import CorruptManifest, CorruptPart, VerificationFailed
+from astraflow_weights.pull import PullCounts
+
+log = get_logger(__name__)
+
+_RETRY = RetryPolicy(first_wait_s=0.2, max_wait_s=10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnouncedVersion:
+    """A version as the server announced it: its number, its entry in the log, the sha256 of that entry."""
+
+    policy_id: str
+    version: int
+    sequence: int
+    manifest_sha256: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedVersion:
+    """A verified version in the mirror: a folder that an engine can load."""
+
+    version: int
+    model_dir: Path
+
+
+class WeightSource(Protocol):
+    """Where verified versions come from; the mirror behind it is this node's host copy."""
+
+    @property
+    def counts(self) -> PullCounts:
+        """Running totals."""
+
+    @property
+    def version(self) -> int | None:
+        """Version the mirror holds."""
+
+    def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
+        """Bring the mirror to the version, verified. Blocks; runs in a thread. Old versions stay loadable.
+
+        Raises RetryableError when the store does not answer, VerificationFailed and its kin for bad bytes.
+        """
+
+
+class _DiskFault(RetryableError):
+    """This machine's disk is in the way."""
+
+    reason, code = "DISK_FAULT", "RESOURCE_EXHAUSTED"
+
+
+class WeightSync(LoopService):
+    """Keeps one policy at its newest announced version. A lifecycle `Service`."""
+
+    def __init__(
+        self, policy: ServedPolicy, *, source: WeightSource, metrics: Metrics, evaluation_hold_s: float
+    ) -> None:
+        super().__init__()
+        self._policy = policy
+        self._source = source
+        self._metrics = metrics
+        self._evaluation_hold_s = evaluation_hold_s
+        self._announced: AnnouncedVersion | None = None
+        self._current: FetchedVersion | None = None
+        self._newest: FetchedVersion | None = None
+        self._news = asyncio.Event()
+        self._has_weights = asyncio.Event()
+        self.num_verification_failures = 0
+        """Versions refused because their bytes did not verify."""
+        self.holding = False
+        """True while a newer version waits for evaluations of the served one."""
+
+    @property
+    def counts(self) -> PullCounts:
+        """What was fetched since the process started."""
+        return self._source.counts
+
+    @property
+    def mirror_version(self) -> int | None:
+        """Version the mirror holds; None before the first fetch."""
+        return self._source.version
+
+    @property
+    def waiting_for(self) -> str:
+        """What the policy lacks before its first token: `version`, `weights`, or nothing."""
+        if self._current is not None:
+            return ""
+        return "version" if self._announced is None else "weights"
+
+    def announce(self, announced: AnnouncedVersion) -> None:
+        """The server announced a version; one that is not newer than those known changes nothing."""
+        if self._announced is None or announced.version > self._announced.version:
+            self._announced = announced
+            self._news.set()
+
+    async def loadable(self) -> FetchedVersion:
+        """The version to start an engine with: the one served last, or the first one fetched. Waits for
+        it."""
+        while self._current is None or self._newest is None:
+            await self._has_weights.wait()
+        # The mirror keeps few versions: after several failed swaps the one served last may be gone from it.
+        return self._current if self._current.model_dir.is_dir() else self._newest
+
+    async def _loop(self) -> None:
+        """Fetch and activate the newest announced version, again and again."""
+        failures = 0
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if await self._follow(self._announced):
+                failures = 0
+                continue
+            failures += 1
+            await asyncio.sleep(_RETRY.wait_s(failures))
+            self._news.set()
+
+    async def _follow(self, announced: AnnouncedVersion | None) -> bool:
+        """One version, from the store into the engine; False when it should be tried again."""
+        assert announced is not None, "woken without an announcement"
+        with correlated(policy_id=announced.policy_id, version=announced.version):
+            try:
+                fetched = await self._fetch(announced)
+                await self._activate(fetched)
+            except AstraflowError as error:
+                self._failed(announced, error)
+                return False
+            except OSError as error:
+                self._failed(
+                    announced,
+                    _DiskFault(f"the mirror cannot be written: {error}; free space or fix its mode"),
+                )
+                return False
+        return True
+
+    async def _fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
+        started_s = time.monotonic()
+        fetched = self._newest = await asyncio.to_thread(self._source.fetch, announced)
+        took_s = time.monotonic() - started_s
+        self._metrics.observe("astraflow_raas_fetch_seconds", took_s, policy=announced.policy_id)
+        log.info("weights.fetched", seconds=round(took_s, 4), model_dir=str(fetched.model_dir))
+        return fetched
+
+    async def _activate(self, fetched: FetchedVersion) -> None:
+        if self._current is None:
+            await self._policy.read_tokenizer(fetched.model_dir)
+        elif self._policy.engine is not None:
+            await self._wait_for_evaluations()
+        async with self._policy.changing:
+            engine = self._policy.engine
+            if engine is not None and self._policy.version != fetched.version:
+                await self._swap(engine, fetched)
+            # Without an engine there is nothing to swap: the next one is started with this version.
+            self._current = fetched
+        self._has_weights.set()
+
+    async def _wait_for_evaluations(self) -> None:
+        self.holding = True
+        try:
+            released = await self._policy.wait_unpinned(deadline_s=self._evaluation_hold_s)
+        finally:
+            self.holding = False
+        if not released:
+            log.warning(
+                "weights.evaluation_overrun", pins=self._policy.num_pins, waited_s=self._evaluation_hold_s
+            )
+
+    async def _swap(self, engine: Engine, fetched: FetchedVersion) -> None:
+        failpoints.hit("raas.activate")
+        started_s = time.monotonic()
+        try:
+            await engine.swap(model_dir=fetched.model_dir, version=fetched.version)
+        except AstraflowError:
+            if await self._served(engine) != fetched.version:
+                raise
+            # The answer was lost, the swap was not.
+        took_s = time.monotonic() - started_s
+        self._policy.serves(fetched.version)
+        self._metrics.observe("astraflow_raas_swap_seconds", took_s, policy=self._policy.policy_id)
+        log.info("weights.activated", seconds=round(took_s, 4))
+        failpoints.hit("raas.activated")
+
+    async def _served(self, engine: Engine) -> int | None:
+        try:
+            return await engine.served_version()
+        except EngineUnavailable:
+            return None
+
+    def _failed(self, announced: AnnouncedVersion, error: AstraflowError) -> None:
+        """The old version keeps serving. Bad bytes are counted apart: they are somebody's fault to find."""
+        damaged = isinstance(error, VerificationFailed | CorruptPart | CorruptManifest)
+        if damaged:
+            self.num_verification_failures += 1
+        self._metrics.increment(
+            "astraflow_raas_version_failures_total", policy=announced.policy_id, reason=error.reason
+        )
+        report = log.error if damaged else log.warning
+        report(
+            "weights.refused", reason=error.reason, message=error.message, still_serving=self._policy.version
+        )

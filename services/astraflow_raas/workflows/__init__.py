@@ -1,0 +1,1 @@
+"""Ready-made workflows that recipes name as `astraflow_raas.workflows.<module>:<Name>`."""
