@@ -30,8 +30,12 @@ __all__ = ["CHECKS", "Finding", "State", "run_checks"]
 
 _GIB = 2**30
 _MIN_PYTHON = (3, 11)
-_MIN_MEMORY_GIB = 4
-_MIN_DISK_GIB = 2
+_MIN_MEMORY_GIB = 4.0
+_MIN_DISK_GIB = 2.0
+_PACKAGES = (
+    *("grpc", "redis", "boto3", "zstandard", "xxhash", "fastapi", "uvicorn", "httpx"),
+    *("transformers", "safetensors"),
+)
 
 
 class State(Enum):
@@ -80,7 +84,7 @@ def check_memory() -> Finding:
     free = psutil.virtual_memory().available / _GIB
     if free < _MIN_MEMORY_GIB:
         return Finding(
-            "memory", State.WARNING, f"{free:.1f} GiB free", f"free at least {_MIN_MEMORY_GIB} GiB"
+            "memory", State.WARNING, f"{free:.1f} GiB free", f"free at least {_MIN_MEMORY_GIB:.0f} GiB"
         )
     return Finding("memory", State.OK, f"{free:.1f} GiB free")
 
@@ -89,7 +93,7 @@ def check_disk() -> Finding:
     """Enough room for stores, logs and checkpoints here."""
     free = shutil.disk_usage(Path.cwd()).free / _GIB
     if free < _MIN_DISK_GIB:
-        remedy = f"free at least {_MIN_DISK_GIB} GiB, or give --data-dir on another disk"
+        remedy = f"free at least {_MIN_DISK_GIB:.0f} GiB, or give --data-dir on another disk"
         return Finding("disk", State.FAILED, f"{free:.1f} GiB free in {Path.cwd()}", remedy)
     return Finding("disk", State.OK, f"{free:.1f} GiB free in {Path.cwd()}")
 
@@ -139,24 +143,12 @@ def check_torch() -> Finding:
 
 def check_packages() -> Finding:
     """Every role's packages are installed."""
-    needed = (
-        "grpc",
-        "redis",
-        "boto3",
-        "zstandard",
-        "xxhash",
-        "fastapi",
-        "uvicorn",
-        "httpx",
-        "transformers",
-        "safetensors",
-    )
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         return Finding(
             "packages", State.FAILED, f"missing: {', '.join(missing)}", "pip install 'astraflow[dev]'"
         )
-    return Finding("packages", State.OK, f"{len(needed)} found")
+    return Finding("packages", State.OK, f"{len(_PACKAGES)} found")
 
 
 def check_sandbox() -> Finding:
