@@ -104,7 +104,7 @@ class TrainingLoop:
         self._progress.ended(Phase.FINISHED)
 
     def _version_after_replay(self, expected: int) -> int:
-        """The replay reached what was published before. Other bytes (a GPU's rounding) got a number of their own."""
+        """The replay reached what was published; other bytes (a GPU's rounding) got their own number."""
         self._publisher.wait_until_done()
         published = self._progress.state.version
         return expected if published is None else max(expected, published)
