@@ -1,4 +1,4 @@
-"""docs/add-a-reward.md, executed: the blocks with a file name are written, the blocks marked `run` are run."""
+"""docs/add-a-reward.md, executed: blocks with a file name are written, blocks marked `run` are run."""
 
 from __future__ import annotations
 
