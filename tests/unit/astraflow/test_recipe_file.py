@@ -1,0 +1,123 @@
+"""Recipes are refused with the line, the nearest key and the arithmetic; accepted ones survive a round trip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from astraflow.errors import RecipeError
+from astraflow.recipe import Recipe
+from astraflow.recipe_file import CodeFile, bundle_digest, load_recipe, parse_recipe
+
+GOOD = """\
+run:
+  name: tiny
+  dataset: recipe:Data
+policies:
+  solver:
+    model:
+      architecture:
+        hidden_size: 64
+        num_hidden_layers: 1
+        num_attention_heads: 4
+        num_key_value_heads: 2
+        head_dim: 16
+        intermediate_size: 128
+      tokenizer: {vocab_size: 300}
+      warm_start: {demonstrations: "recipe:demos", steps: 5}
+raas:
+  reward: recipe:Reward
+"""
+
+
+def test_a_good_recipe_is_reproduced_by_its_own_text() -> None:
+    loaded = parse_recipe(GOOD)
+    assert parse_recipe(loaded.yaml_text).recipe == loaded.recipe
+    assert loaded.recipe.dataflow.group_size == 8
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("name: tiny", "nmae: tiny", 2, "did you mean `name`"),
+        ("name: tiny", "name: Tiny Run", 2, "pattern"),
+        ("hidden_size: 64", "hidden_size: wide", 8, "got 'wide'"),
+        ("hidden_size: 64", "hiden_size: 64", 8, "did you mean `hidden_size`"),
+        ("num_key_value_heads: 2", "num_key_value_heads: 3", 7, "remainder 1"),
+        ("head_dim: 16", "head_dim: 15", 7, "odd"),
+        ("recipe:Reward", "Reward", 17, "pattern"),
+        ("raas:", "rass:", 16, "did you mean `raas`"),
+        ("steps: 5", "steps: 0", 15, "greater than or equal to 1"),
+        ("      tokenizer: {vocab_size: 300}\n", "", 6, "also needs `tokenizer`"),
+        ("      architecture:", "      path: some/model\n      architecture:", 6, "exactly one of"),
+    ],
+)
+def test_a_wrong_recipe_names_line_and_remedy(old: str, new: str, line: int, words: str) -> None:
+    assert old in GOOD
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(GOOD.replace(old, new, 1), source="recipe.yaml")
+    assert words in caught.value.message
+    assert f"recipe.yaml:{line}:" in caught.value.message
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    text = GOOD.replace("name: tiny", "nmae: tiny").replace("recipe:Reward", "Reward")
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text)
+    assert len(caught.value.message.splitlines()) == 3  # unknown key, missing key, bad plug-in name
+
+
+def test_impossible_combinations_show_their_arithmetic() -> None:
+    with pytest.raises(RecipeError, match="min_members 9 exceeds group_size 8"):
+        parse_recipe(GOOD, overrides=["dataflow.min_members=9"])
+    with pytest.raises(RecipeError, match="max_new_tokens 512 leaves no room"):
+        parse_recipe(GOOD, overrides=["policies.solver.sampling.max_new_tokens=512"])
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "run: [", "just words"])
+def test_text_that_is_no_recipe_is_refused(text: str) -> None:
+    with pytest.raises(RecipeError):
+        parse_recipe(text)
+
+
+def test_overrides_win_and_create_sections() -> None:
+    loaded = parse_recipe(
+        GOOD, overrides=["run.steps=7", "trainer.optimizer.learning_rate=0", "run.name=other"]
+    )
+    recipe = loaded.recipe
+    assert (recipe.run.steps, recipe.trainer.optimizer.learning_rate, recipe.run.name) == (7, 0.0, "other")
+
+
+@pytest.mark.parametrize("override", ["run.steps", "=3", "run.name.first=x"])
+def test_a_malformed_override_is_refused(override: str) -> None:
+    with pytest.raises(RecipeError, match="override"):
+        parse_recipe(GOOD, overrides=[override])
+
+
+def test_a_folder_brings_its_code_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no recipe at"):
+        load_recipe(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(GOOD)
+    (tmp_path / "recipe.py").write_text("class Data: ...\n")
+    loaded = load_recipe(tmp_path)
+    assert [file.path for file in loaded.code] == ["recipe.py"]
+    assert loaded.code_sha256 == bundle_digest(loaded.code)
+
+
+def test_the_code_digest_depends_on_names_and_content_but_not_on_order() -> None:
+    files = [CodeFile("a.py", b"1"), CodeFile("b.py", b"2")]
+    assert bundle_digest(files) == bundle_digest(reversed(files))
+    assert bundle_digest(files) != bundle_digest([CodeFile("a.py", b"2"), CodeFile("b.py", b"1")])
+    assert bundle_digest([CodeFile("a", b"bc")]) != bundle_digest([CodeFile("ab", b"c")])
+
+
+def test_settings_are_documented() -> None:
+    undocumented = [
+        f"{name}.{field}"
+        for name, definition in Recipe.model_json_schema()["$defs"].items()
+        for field, schema in definition["properties"].items()
+        if "description" not in schema
+    ]
+    # Constants that only name themselves need no words.
+    assert undocumented == []
