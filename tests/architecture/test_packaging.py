@@ -61,3 +61,7 @@ def test_every_direct_dependency_is_pinned_once_and_nothing_else() -> None:
 def test_the_version_is_written_once() -> None:
     assert "version" in PROJECT["dynamic"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", astraflow.__version__)
+
+
+def test_the_readme_is_the_description_of_the_distribution() -> None:
+    assert PROJECT.get("readme") == ("README.md" if (REPOSITORY / "README.md").exists() else None)
