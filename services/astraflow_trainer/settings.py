@@ -1,0 +1,61 @@
+"""Settings of a trainer: whom to join, which policy, where to keep checkpoints.
+
+Invariant: how to train is never set here; that comes from the recipe, which the dataflow server hands out.
+`__main__` builds them from options and `ASTRAFLOW_*` variables.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from astraflow_kit.settings import DaemonSettings
+
+__all__ = ["TrainerSettings"]
+
+_ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[^\s:/]+):[0-9]{1,5}$"
+
+
+class TrainerSettings(DaemonSettings):
+    """What a trainer can be told. Only `join` is required."""
+
+    join: Annotated[str, Field(pattern=_ADDRESS)]
+    """HOST:PORT of the dataflow server."""
+    run_id: str = ""
+    """Run to join; empty means the only run."""
+    policy: str | None = None
+    """Policy to train; unset means the only one."""
+    token_file: Path | None = None
+    """File holding the trainer's token for the dataflow server; read at start."""
+    work_dir: Path = Path("~/.cache/astraflow/trainer")
+    """Folder for checkpoints, the ledger and the recipe's code."""
+    cache_dir: Path | None = None
+    """Folder for warm starts, which runs may share; unset keeps them in the work folder."""
+    allow_recipe_code: bool = False
+    """Import the Python files that come with the recipe. They may do anything this user may do."""
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """torch threads of a training step."""
+    warm_start_threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """torch threads of the warm start, while no engine runs yet; 0 takes every core."""
+    drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
+    """Seconds between the first stop signal, which ends training after the step in progress, and a hard
+    stop.
+    """
+
+    @field_validator("work_dir", "cache_dir")
+    @classmethod
+    def _expand_home(cls, path: Path | None) -> Path | None:
+        return None if path is None else path.expanduser()
+
+    @property
+    def cache(self) -> Path:
+        """Where warm starts are kept."""
+        return self.cache_dir or self.work_dir / "cache"
+
+    @property
+    def warm_start_cores(self) -> int:
+        """torch threads of the warm start."""
+        return self.warm_start_threads or len(os.sched_getaffinity(0))
