@@ -69,13 +69,6 @@ class PolicyKeys:
         """Key of log entry `sequence`; keys sort like their numbers."""
         return f"{self.entries}{sequence:020d}{_ENTRY_SUFFIX}"
 
-    def sequence_of(self, key: str) -> int | None:
-        """Number of the log entry under `key`; None when the key is not one of ours."""
-        number = key.removeprefix(self.entries).removesuffix(_ENTRY_SUFFIX)
-        if not (number.isascii() and number.isdigit()) or key != self.entry(int(number)):
-            return None
-        return int(number)
-
     def part(self, sha256_hex: str) -> str:
         """Key of the part with that digest."""
         return f"{self.parts}{sha256_hex}.afwd"

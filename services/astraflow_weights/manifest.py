@@ -211,7 +211,7 @@ def _ref_message(ref: PartRef) -> manifest_pb2.PartRef:
 
 def _timestamp(seconds: float) -> Timestamp:
     stamp = Timestamp()
-    stamp.FromNanoseconds(round(seconds * 1e6) * 1000)
+    stamp.FromMicroseconds(round(seconds * 1e6))
     return stamp
 
 
@@ -238,7 +238,7 @@ def _manifest(message: manifest_pb2.Manifest) -> Manifest:
         num_changed=message.num_changed,
         num_elements=message.num_elements,
         learning_rate=message.learning_rate if message.HasField("learning_rate") else None,
-        created_time_s=message.created_time.ToNanoseconds() / 1e9,
+        created_time_s=message.created_time.ToMicroseconds() / 1e6,
     )
 
 
@@ -250,7 +250,7 @@ def _fence(message: manifest_pb2.Fence) -> Fence:
         epoch=message.epoch,
         nonce=_sized(message.nonce, NONCE_BYTES, what="nonce"),
         previous_epoch=message.previous_epoch if message.HasField("previous_epoch") else None,
-        created_time_s=message.created_time.ToNanoseconds() / 1e9,
+        created_time_s=message.created_time.ToMicroseconds() / 1e6,
     )
 
 

@@ -78,7 +78,7 @@ def plan_pull(
     if target not in ways:
         raise NoPath(
             f"nothing usable leads to version {target} of policy {log.policy_id!r} from {held}; "
-            f"{len(avoid)} ways are known to be bad: wait for the next snapshot, or restore the store's objects"
+            f"{len(avoid)} ways proved bad: wait for the next snapshot, or restore the store's objects"
         )
     return PullPlan(held=_start(ways, target), target=target, steps=_steps(ways, target))
 

@@ -250,8 +250,8 @@ class VersionWriter:
             if self.log.owner is not None and self.log.owner.epoch >= self.epoch:
                 self._require_ownership()
         raise Unavailable(
-            f"{self._settings.commit_attempts} entries in a row of {self._keys.entries!r} were taken by other "
-            "writers; stop the old trainers of this policy"
+            f"{self._settings.commit_attempts} entries in a row of {self._keys.entries!r} were taken by "
+            "other writers; stop the old trainers of this policy"
         )
 
     def _create_or_read(self, key: str, data: bytes) -> bytes:

@@ -1,0 +1,124 @@
+"""Small models for tests of the weight path, and stores that misbehave on request.
+
+Models mix bfloat16 bit patterns, float32 and uint8, scalars and tensors without elements; every draw comes from
+the seed that the test gives.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from astraflow_weights.errors import ObjectNotFound, Unavailable
+from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult
+from astraflow_weights.store_file import FileStore
+from astraflow_weights.tensors import Array
+
+RUN, POLICY = "run-1", "solver"
+# Bit patterns that break careless arithmetic: zeros of both signs, denormals, infinities, quiet and signalling
+# NaNs with payloads, the ends of the range.
+AWKWARD_BF16 = np.array(
+    [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x7FFF, 0x3F80],
+    dtype=np.uint16,
+)
+
+
+def make_model(seed: int = 0, *, rows: int = 24) -> dict[str, Array]:
+    """About 3,000 elements of every kind the format carries."""
+    draw = np.random.default_rng(seed)
+    return {
+        "model.embed.weight": gaussian_bf16(draw, (rows, 64)),
+        "model.layer.weight": gaussian_bf16(draw, (rows, 37)),
+        "model.awkward": AWKWARD_BF16.copy(),
+        "model.scale": np.array(draw.standard_normal(), dtype=np.float32),
+        "model.norm": draw.standard_normal(rows).astype(np.float32),
+        "model.codes": draw.integers(0, 256, (rows, 3), dtype=np.uint8),
+        "model.empty": np.zeros((0, 5), dtype=np.uint16),
+    }
+
+
+def gaussian_bf16(draw: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Bit patterns of bfloat16 numbers around zero, as weights are."""
+    values = (draw.standard_normal(shape) * 0.02).astype(np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def trained(model: Mapping[str, Array], seed: int, *, density: float = 0.02) -> dict[str, Array]:
+    """The model after a step: a share of the elements moved by one or a few units in the last place."""
+    draw = np.random.default_rng(seed)
+    after = {name: array.copy() for name, array in model.items()}
+    for array in after.values():
+        if array.dtype == np.uint16 and array.size:
+            flat = array.reshape(-1)
+            chosen = np.flatnonzero(draw.random(flat.size) < density)
+            flat[chosen] += draw.choice(np.array([1, 0xFFFF, 2], dtype=np.uint16), len(chosen))
+    return after
+
+
+def same_model(left: Mapping[str, Array], right: Mapping[str, Array]) -> bool:
+    """Whether both hold the same bits under the same names."""
+    return left.keys() == right.keys() and all(same_array(left[name], right[name]) for name in left)
+
+
+def same_array(left: Array, right: Array) -> bool:
+    """Equality of dtype, shape and bits; NaNs equal themselves."""
+    return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
+
+
+class FaultyStore:
+    """A file store whose next answers can be lost or falsified. `lose_after` and `lose_before` count PUTs."""
+
+    def __init__(self, root: Path) -> None:
+        self._inner = FileStore(root)
+        self.lose_after = 0
+        self.lose_before = 0
+        self.lying: dict[str, bytes] = {}
+        self.gets: list[str] = []
+
+    @property
+    def uri(self) -> str:
+        """Root of the store."""
+        return self._inner.uri
+
+    def put_if_absent(self, key: str, data: bytes) -> PutResult:
+        """Create, but raise Unavailable before or after doing so while a counter says so."""
+        if self.lose_before:
+            self.lose_before -= 1
+            raise Unavailable(f"request for {key} lost")
+        result = self._inner.put_if_absent(key, data)
+        if self.lose_after:
+            self.lose_after -= 1
+            raise Unavailable(f"answer for {key} lost")
+        return result
+
+    def put(self, key: str, data: bytes) -> None:
+        """Overwrite."""
+        self._inner.put(key, data)
+
+    def get(self, key: str) -> bytes:
+        """The content, or the lie told about it."""
+        self.gets.append(key)
+        return self.lying.get(key) or self._inner.get(key)
+
+    def get_range(self, key: str, *, start: int, length: int) -> bytes:
+        """Part of the content."""
+        return self._inner.get_range(key, start=start, length=length)
+
+    def head(self, key: str) -> ObjectInfo:
+        """Size of the object."""
+        return self._inner.head(key)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """Objects in order."""
+        return self._inner.list(prefix, after=after)
+
+    def delete(self, key: str) -> None:
+        """Remove the object."""
+        self._inner.delete(key)
+
+
+def overwrite(store: ObjectStore, key: str, data: bytes) -> None:
+    """Replace an object that exists, as only a fault or an attacker would. Raises ObjectNotFound."""
+    if not any(info.key == key for info in store.list(key)):
+        raise ObjectNotFound(key)
+    store.put(key, data)

@@ -1,0 +1,54 @@
+"""Roots tell models apart by everything that makes them different, and by nothing else."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from astraflow_weights.digest import model_root, schema_id
+from astraflow_weights.tensor_hash import tensor_digest, tensor_digests
+from astraflow_weights.tensors import specs_of
+from support.weight_models import make_model, trained
+
+MODEL = make_model()
+ROOT = model_root(tensor_digests(MODEL))
+
+
+def test_the_order_of_tensors_does_not_matter() -> None:
+    backwards = dict(reversed(MODEL.items()))
+    assert model_root(tensor_digests(backwards)) == ROOT
+    assert model_root(tensor_digests(MODEL)[::-1]) == ROOT
+
+
+def test_layout_in_memory_does_not_matter() -> None:
+    fortran = {name: np.array(array, order="F") for name, array in MODEL.items()}
+    assert model_root(tensor_digests(fortran)) == ROOT
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model.norm": MODEL["model.norm"].view(np.uint8)},
+        {"model.embed.weight": MODEL["model.embed.weight"].reshape(64, 24)},
+        {"model.extra": np.zeros((0,), np.uint16)},
+        trained(MODEL, 1, density=0.001),
+    ],
+)
+def test_any_difference_gives_another_root(change: dict[str, np.ndarray]) -> None:
+    assert model_root(tensor_digests({**MODEL, **change})) != ROOT
+
+
+def test_names_and_digests_cannot_be_shifted_into_each_other() -> None:
+    first, *rest = tensor_digests(MODEL)
+    renamed = replace(first, spec=replace(first.spec, name=first.spec.name + "x"))
+    assert model_root((renamed, *rest)) != ROOT
+
+
+def test_signed_zeros_and_nan_payloads_are_told_apart() -> None:
+    bits = [0x0000, 0x8000, 0x7FC0, 0x7FC1]
+    assert len({tensor_digest(np.array([value], dtype=np.uint16)) for value in bits}) == len(bits)
+
+
+def test_the_schema_ignores_values() -> None:
+    assert schema_id(specs_of(MODEL)) == schema_id(specs_of(trained(MODEL, 1)))
+    assert schema_id(specs_of(MODEL)) != schema_id(specs_of(make_model(rows=25)))
