@@ -1,0 +1,162 @@
+"""Advantages: how rewards become the weights of a policy gradient.
+
+Owns every normalisation of rewards, as a pure function of (rewards, group keys, settings) over the whole
+batch. Invariant: a group whose rewards are all equal gets advantages of exactly 0 whenever a group baseline
+is subtracted, and is flagged. Called by the training step once per batch.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray: TypeAlias = NDArray[np.float64]
+
+# Rewards this close, relative to their size, are equal: averaging equal numbers leaves a residue of this
+# order.
+_EQUAL_RTOL = 1e-9
+
+
+class Baseline(StrEnum):
+    """What is subtracted from a reward."""
+
+    NONE = "none"
+    GROUP = "group"
+    """The group's mean."""
+    BATCH = "batch"
+    """The mean of all rewards of the batch."""
+    LEAVE_ONE_OUT = "leave_one_out"
+    """The mean of the group's other members; 0 for a group of one."""
+
+
+class Scale(StrEnum):
+    """What a centred reward is divided by."""
+
+    NONE = "none"
+    GROUP = "group"
+    """The group's standard deviation; 1 where it is 0 or the group has one member."""
+    BATCH = "batch"
+    """The standard deviation of all rewards of the batch; 1 where it is 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSettings:
+    """Baseline and scale. The default is GRPO; see the named forms below."""
+
+    baseline: Baseline = Baseline.GROUP
+    scale: Scale = Scale.GROUP
+    unbiased: bool = True
+    """Divide the sum of squares by n − 1 (True) or n (False)."""
+    eps: float = 1e-4
+    """Added to the standard deviation."""
+
+    def __post_init__(self) -> None:
+        if not self.eps >= 0:
+            raise ValueError(f"eps {self.eps} must be at least 0")
+
+
+GRPO = AdvantageSettings()
+"""A = (r − mean_g) / (std_g + eps). DeepSeekMath, arXiv 2402.03300, section 4.1.2, with the n − 1 standard
+deviation.
+"""
+DR_GRPO = AdvantageSettings(scale=Scale.NONE)
+"""A = r − mean_g. "Understanding R1-Zero-like training", arXiv 2503.20783; use with constant aggregation."""
+RLOO = AdvantageSettings(baseline=Baseline.LEAVE_ONE_OUT, scale=Scale.NONE)
+"""A = r − mean of the others = G / (G − 1) · (r − mean_g). "Back to basics", arXiv 2402.14740."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Advantages:
+    """One number per reward, in the order given."""
+
+    values: FloatArray
+    """float64[N]."""
+    zero_variance: NDArray[np.bool_]
+    """bool[N]; True for members of a group whose rewards are all equal (a group of one included)."""
+    num_groups: int
+    num_zero_variance_groups: int
+
+
+def compute_advantages(
+    rewards: Sequence[float] | FloatArray,
+    *,
+    group_keys: Sequence[Hashable],
+    settings: AdvantageSettings = GRPO,
+) -> Advantages:
+    """Advantages of a whole batch. Raises ValueError when keys and rewards differ in number or a reward is
+    not finite.
+
+    `group_keys[i]` names the group of `rewards[i]`; members need not be adjacent.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if len(values) != len(group_keys):
+        raise ValueError(f"{len(values)} rewards and {len(group_keys)} group keys; give one key per reward")
+    if not np.isfinite(values).all():
+        raise ValueError(f"{np.count_nonzero(~np.isfinite(values))} of {len(values)} rewards are not finite")
+    groups = _members(group_keys)
+    flat = [_all_equal(values[members]) for members in groups]
+    zero_variance = np.zeros(len(values), dtype=bool)
+    for members, is_flat in zip(groups, flat, strict=True):
+        zero_variance[members] = is_flat
+    centred = values - _baselines(values, groups=groups, baseline=settings.baseline)
+    scaled = centred / _scales(values, groups=groups, settings=settings)
+    return Advantages(
+        values=scaled, zero_variance=zero_variance, num_groups=len(groups), num_zero_variance_groups=sum(flat)
+    )
+
+
+def _members(group_keys: Sequence[Hashable]) -> list[NDArray[np.intp]]:
+    positions: dict[Hashable, list[int]] = {}
+    for position, key in enumerate(group_keys):
+        positions.setdefault(key, []).append(position)
+    return [np.asarray(members, dtype=np.intp) for members in positions.values()]
+
+
+def _all_equal(rewards: FloatArray) -> bool:
+    return bool(np.ptp(rewards) <= _EQUAL_RTOL * np.abs(rewards).max())
+
+
+def _baselines(values: FloatArray, *, groups: list[NDArray[np.intp]], baseline: Baseline) -> FloatArray:
+    if baseline is Baseline.NONE or not len(values):
+        return np.zeros_like(values)
+    if baseline is Baseline.BATCH:
+        return values if _all_equal(values) else np.full_like(values, values.mean())
+    result = np.empty_like(values)
+    for members in groups:
+        rewards = values[members]
+        if baseline is Baseline.LEAVE_ONE_OUT:
+            result[members] = _others_mean(rewards)
+        else:
+            # The mean of equal numbers can differ from them in the last bit; their advantage must be exactly
+            # 0.
+            result[members] = rewards if _all_equal(rewards) else rewards.mean()
+    return result
+
+
+def _others_mean(rewards: FloatArray) -> FloatArray:
+    if len(rewards) == 1:
+        return np.zeros(1)
+    if _all_equal(rewards):
+        return rewards
+
+    others: FloatArray = (rewards.sum() - rewards) / (len(rewards) - 1)
+    return others
+
+
+def _scales(values: FloatArray, *, groups: list[NDArray[np.intp]], settings: AdvantageSettings) -> FloatArray:
+    result = np.ones_like(values)
+    if settings.scale is Scale.BATCH and len(values):
+        result[:] = _scale(values, settings=settings)
+    elif settings.scale is Scale.GROUP:
+        for members in groups:
+            result[members] = _scale(values[members], settings=settings)
+    return result
+
+
+def _scale(rewards: FloatArray, *, settings: AdvantageSettings) -> float:
+    if _all_equal(rewards):
+        return 1.0
+    return float(rewards.std(ddof=1 if settings.unbiased else 0)) + settings.eps
