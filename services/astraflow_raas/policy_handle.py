@@ -86,8 +86,8 @@ class PolicyHandle:
         limit = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         if not prompt_ids or not 1 <= limit <= self._sampling.max_new_tokens:
             raise InvalidArgumentError(
-                f"policy {self.name!r}: a call needs a prompt (got {len(prompt_ids)} tokens) and max_new_tokens "
-                f"in [1, {self._sampling.max_new_tokens}] (got {limit}); raise "
+                f"policy {self.name!r}: a call needs a prompt (got {len(prompt_ids)} tokens) and "
+                f"max_new_tokens in [1, {self._sampling.max_new_tokens}] (got {limit}); raise "
                 f"policies.{self.name}.sampling.max_new_tokens"
             )
         number, self._num_calls = self._num_calls, self._num_calls + 1

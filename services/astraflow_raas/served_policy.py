@@ -31,9 +31,10 @@ class VersionUnavailable(StateError):
 class ServedPolicy:
     """One policy of the run on this node. Owned by the event loop."""
 
-    def __init__(self, policy_id: str, *, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, policy_id: str) -> None:
         self.policy_id = policy_id
-        self._on_change = on_change
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever the policy is served, lost, or served at another version."""
         self.version: int | None = None
         """Version the engine serves; None before the first."""
         self.num_tokens = 0
@@ -130,17 +131,17 @@ class ServedPolicy:
         """An engine serves `version`: calls flow."""
         self._engine, self.version = engine, version
         self._ready.set()
-        self._on_change()
+        self.on_change()
 
     def engine_lost(self) -> None:
         """The engine is gone: calls wait for the next one."""
         self._ready.clear()
-        self._on_change()
+        self.on_change()
 
     def serves(self, version: int) -> None:
         """The engine now serves `version`."""
         self.version = version
-        self._on_change()
+        self.on_change()
 
     async def close(self) -> None:
         """Cancel calls in flight."""

@@ -166,7 +166,9 @@ class Session:
         if any(handle.waiting_for_engine for handle in handles.values()):
             detail = f"member {member}: no engine answered within {limit}"
             return Failure(reason="engine_error", detail=detail, retryable=True)
-        detail = f"member {member}: the workflow did not return within {limit}; shorten it or raise it ({error})"
+        detail = (
+            f"member {member}: the workflow did not return within {limit}; shorten it or raise it ({error})"
+        )
         return Failure(reason="timeout", detail=detail, retryable=True)
 
 

@@ -67,10 +67,6 @@ class NodeState(Protocol):
     def waiting_for(self) -> str:
         """What keeps the node from working, a slug; empty when nothing does."""
 
-    @property
-    def accepts_training(self) -> bool:
-        """Whether training tasks are wanted now."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
@@ -83,6 +79,8 @@ class Membership:
     pool: str
     engines: tuple[str, ...]
     max_concurrent_tasks: int
+    group_size: int
+    """Episodes of a training task: the unit of credits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +131,8 @@ class Worker(LoopService):
         self._changed = asyncio.Event()
         self.draining = False
         """True once the node takes no new leases."""
+        self.connected = False
+        """True while a working session is open."""
 
     @property
     def num_held(self) -> int:
@@ -190,6 +190,7 @@ class Worker(LoopService):
     async def _session(self) -> None:
         call: WorkCall = self._client.open(self._client.tasks.Work)
         tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
+        self.connected = True
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -199,6 +200,7 @@ class Worker(LoopService):
         except grpc.aio.UsageError as error:
             raise InternalError(f"the working session ended during a write: {error}") from error
         finally:
+            self.connected = False
             call.cancel()
             for task in tasks:
                 task.cancel()
@@ -238,11 +240,13 @@ class Worker(LoopService):
             await call.write(task_service_pb2.WorkRequest(renewal=renewal))
 
     def _credits(self) -> task_service_pb2.Credits:
-        training = sum(1 for held in self._held.values() if not held.lease.evaluation)
-        wanted = self._membership.max_concurrent_tasks - training
-        closed = self.draining or self._state.waiting_for or not self._state.accepts_training
+        # Counted in episodes: an evaluation task has one where a training task has a group of them.
+        group_size = self._membership.group_size
+        held = sum(len(held.lease.members) for held in self._held.values())
+        free = self._membership.max_concurrent_tasks * group_size - held
+        closed = self.draining or self._state.waiting_for
         return task_service_pb2.Credits(
-            tasks=0 if closed else max(0, wanted),
+            tasks=0 if closed else max(0, free // group_size),
             serving_versions={} if self.draining else self._state.serving_versions,
             tokens_sampled=self._state.tokens_sampled,
             engine_restarts=self._state.engine_restarts,
@@ -342,7 +346,8 @@ def join_request(membership: Membership) -> run_service_pb2.JoinRunRequest:
         region=membership.region,
         pool=membership.pool,
         engines=membership.engines,
-        max_concurrent_tasks=membership.max_concurrent_tasks,
+        # Tasks of one episode (evaluations) count here too; credits keep training tasks at their own bound.
+        max_concurrent_tasks=membership.max_concurrent_tasks * membership.group_size,
     )
 
 

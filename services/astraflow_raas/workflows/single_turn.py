@@ -1,7 +1,8 @@
 """One prompt, one completion, one verifiable reward: the workflow of most single-agent recipes.
 
-Invariant: the trajectory is prompt and completion exactly as sampled; only the completion is trained on. Named by a
-recipe as `astraflow_raas.workflows.single_turn:SingleTurn`; the node makes one and runs every episode with it.
+Invariant: the trajectory is prompt and completion exactly as sampled; only the completion is trained on.
+Named by a recipe as `astraflow_raas.workflows.single_turn:SingleTurn`; the node makes one and runs every
+episode with it.
 """
 
 from collections.abc import Mapping

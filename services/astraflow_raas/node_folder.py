@@ -1,0 +1,82 @@
+"""The folder one node works in, and the name it has by it.
+
+Invariant: two processes never share a folder: the lock is held as long as the process lives, so a mirror has
+one owner and an incarnation number is used once. Opened by `server` before the node joins.
+"""
+
+import fcntl
+import os
+import re
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from astraflow.errors import ConflictError
+
+_MAX_NAMES = 1000
+_NAME_LENGTH = 56
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFolder:
+    """A claimed folder. `lock` is the open descriptor that keeps the claim."""
+
+    node_id: str
+    path: Path
+    incarnation: int
+    lock: int
+
+    @property
+    def code(self) -> Path:
+        """Where recipe code is written."""
+        return self.path / "code"
+
+    def engine_log(self, policy_id: str) -> Path:
+        """Where an engine's output goes."""
+        return self.path / f"engine-{policy_id}.log"
+
+    def mirror(self, run_id: str, policy_id: str, *, root: Path | None) -> Path:
+        """Where the mirror of one policy is, below `root` when given."""
+        base = root / self.node_id if root else self.path / "mirror"
+        return base / run_id / policy_id
+
+    def release(self) -> None:
+        """Give the claim up."""
+        os.close(self.lock)
+
+
+def claim_folder(work_dir: Path, *, node_id: str) -> NodeFolder:
+    """Claim the folder of `node_id` below `work_dir`; an empty name takes the first free one of this host.
+
+    Raises ConflictError when the name is in use here.
+    """
+    names = [node_id] if node_id else [f"{_host_name()}-{number}" for number in range(1, _MAX_NAMES)]
+    for name in names:
+        path = work_dir / name
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        return NodeFolder(node_id=name, path=path, incarnation=_next_incarnation(path), lock=lock)
+    raise ConflictError(
+        f"node {node_id!r} already runs in {work_dir}; stop it, or choose another --node-id or --work-dir"
+    )
+
+
+def _next_incarnation(path: Path) -> int:
+    """Higher than ever before in this folder, and than that of an earlier machine under the same name."""
+    counter = path / "incarnation"
+    last = int(counter.read_text()) if counter.is_file() else 0
+    number = max(last + 1, int(time.time() * 1000))
+    draft = path / ".incarnation"
+    draft.write_text(f"{number}\n")
+    draft.replace(counter)
+    return number
+
+
+def _host_name() -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._")[:_NAME_LENGTH] or "node"

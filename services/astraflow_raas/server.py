@@ -1,0 +1,178 @@
+"""Starting a node and keeping it until it drains.
+
+Invariant: nothing is leased before recipe, code, weights and engine are in place, and the process ends only
+after its last finished episode was pushed or its drain ran out of time. `__main__` calls `run` and `check`.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+
+from google.protobuf.json_format import MessageToDict
+
+from astraflow.client import AsyncClient
+from astraflow.raas.v1 import node_service_pb2_grpc
+from astraflow_kit import lifecycle
+from astraflow_kit.http import HttpServer, ReadinessCheck, create_app
+from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
+from astraflow_kit.log import bind, get_logger
+from astraflow_kit.metrics import Metrics
+from astraflow_kit.serve import GrpcServer
+from astraflow_kit.settings import read_secret
+from astraflow_raas.assembly import assemble_node
+from astraflow_raas.joining import find_run, join_run, membership_of
+from astraflow_raas.loops import LoopService
+from astraflow_raas.node import Node
+from astraflow_raas.node_folder import NodeFolder, claim_folder
+from astraflow_raas.recipe_code import install_code, load_workflow
+from astraflow_raas.servicers.node_service import NodeServicer, node_status
+from astraflow_raas.settings import NodeSettings
+from astraflow_weights.store import open_store
+
+log = get_logger(__name__)
+
+_CHECK_PATIENCE_S = 5.0
+_GAUGES_EVERY_S = 1.0
+RUN_FINISHED = "run_finished"
+
+
+def run(settings: NodeSettings) -> int:
+    """Run the node until it drains; the exit code for `sys.exit`."""
+    return lifecycle.run(partial(serve, settings), drain_timeout_s=settings.drain_timeout_s)
+
+
+async def serve(settings: NodeSettings, life: Lifecycle) -> None:
+    """Join, serve, drain. Ends at once when it is told to stop before it has joined."""
+    async with _claimed(settings) as folder, _client(settings) as client:
+        bind(node_id=folder.node_id)
+        joining = asyncio.ensure_future(_join(settings, client, folder=folder, life=life))
+        stopping = asyncio.ensure_future(life.drain.wait())
+        await asyncio.wait((joining, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not joining.done():
+            joining.cancel()
+            return
+        node, metrics = joining.result()
+        await _serve_node(node, settings=settings, life=life, metrics=metrics)
+
+
+async def check(settings: NodeSettings) -> Mapping[str, str]:
+    """Find the run, load its plug-ins, open its store; what was found, for people. Changes nothing in the
+    run.
+
+    Raises the error that would stop the node.
+    """
+    async with _claimed(settings) as folder, _client(settings) as client:
+        found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
+        code = install_code(found.run.code, into=folder.code, allowed=settings.allow_recipe_code)
+        load_workflow(found.recipe, folder=code)
+        store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
+    return {
+        "run": found.run.run_id,
+        "node": folder.node_id,
+        "workflow": found.recipe.raas.workflow,
+        "reward": found.recipe.raas.reward,
+        "policies": ", ".join(found.recipe.policies),
+        "store": store.uri,
+        "engine": settings.engine,
+        "folder": str(folder.path),
+    }
+
+
+async def _join(
+    settings: NodeSettings, client: AsyncClient, *, folder: NodeFolder, life: Lifecycle
+) -> tuple[Node, Metrics]:
+    metrics = Metrics()
+    found = await find_run(client, settings.run_id, patience_s=settings.join_timeout_s)
+    bind(run_id=found.run.run_id)
+    # Everything that can be refused is tried before the server counts on this node.
+    code = install_code(found.run.code, into=folder.code, allowed=settings.allow_recipe_code)
+    workflow = load_workflow(found.recipe, folder=code)
+    membership = membership_of(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
+    joined = await join_run(client, membership, patience_s=settings.join_timeout_s)
+    node = await assemble_node(
+        found,
+        joined,
+        membership=membership,
+        workflow=workflow,
+        client=client,
+        settings=settings,
+        folder=folder,
+        metrics=metrics,
+        told_to_drain=lambda reason: _told_to_drain(reason, settings=settings, life=life),
+    )
+    return node, metrics
+
+
+def _told_to_drain(reason: str, *, settings: NodeSettings, life: Lifecycle) -> None:
+    if settings.stay and reason == RUN_FINISHED:
+        log.info("node.stays", reason=reason)
+        return
+    life.begin_drain()
+
+
+async def _serve_node(node: Node, *, settings: NodeSettings, life: Lifecycle, metrics: Metrics) -> None:
+    servicer = NodeServicer(node, begin_drain=life.begin_drain)
+    grpc_server = GrpcServer(
+        [(node_service_pb2_grpc.add_NodeServiceServicer_to_server, servicer)],
+        settings=settings,
+        metrics=metrics,
+    )
+
+    async def status() -> Mapping[str, object]:
+        return MessageToDict(
+            node_status(node), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+
+    app = create_app(metrics=metrics, status=status, readiness=_readiness(node))
+    pages = HttpServer(app, host=settings.http_host, port=settings.http_port)
+
+    def publish() -> None:
+        if settings.address_file is not None:
+            addresses = Addresses(pid=os.getpid(), grpc=grpc_server.address, http=pages.address)
+            lifecycle.write_address_file(settings.address_file, addresses)
+        log.info("node.started", grpc=grpc_server.address, http=pages.address)
+
+    services: list[Service] = [pages, grpc_server, _Gauges(node, metrics), *node.services]
+    await lifecycle.run_services(services, lifecycle=life, on_started=publish)
+
+
+def _readiness(node: Node) -> Mapping[str, ReadinessCheck]:
+    async def session() -> str | None:
+        return None if node.worker.connected else "no working session with the dataflow server"
+
+    async def policies() -> str | None:
+        waiting_for = node.policies.waiting_for
+        return f"waiting for {waiting_for}" if waiting_for else None
+
+    return {"session": session, "policies": policies}
+
+
+class _Gauges(LoopService):
+    """Keeps the gauges of the metrics page up to date."""
+
+    def __init__(self, node: Node, metrics: Metrics) -> None:
+        super().__init__()
+        self._node = node
+        self._metrics = metrics
+
+    async def _loop(self) -> None:
+        while True:
+            self._node.publish_gauges(self._metrics)
+            await asyncio.sleep(_GAUGES_EVERY_S)
+
+
+@asynccontextmanager
+async def _claimed(settings: NodeSettings) -> AsyncIterator[NodeFolder]:
+    folder = await asyncio.to_thread(claim_folder, settings.work_dir, node_id=settings.node_id)
+    try:
+        yield folder
+    finally:
+        folder.release()
+
+
+def _client(settings: NodeSettings) -> AsyncClient:
+    token = read_secret(settings.token_file) if settings.token_file else None
+    return AsyncClient(settings.join, token=token)

@@ -1,0 +1,64 @@
+"""`astraflow.raas.v1.NodeService`: looking at and draining this node. Reads the node, changes nothing but the
+drain."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
+from astraflow_raas.node import Node, PolicyParts
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
+    """Serves one joined node."""
+
+    def __init__(self, node: Node, *, begin_drain: Callable[[], None]) -> None:
+        self._node = node
+        self._begin_drain = begin_drain
+
+    async def Status(
+        self, request: node_service_pb2.StatusRequest, context: _Context
+    ) -> node_service_pb2.StatusResponse:
+        """What the node does."""
+        return node_status(self._node)
+
+    async def Drain(
+        self, request: node_service_pb2.DrainRequest, context: _Context
+    ) -> node_service_pb2.DrainResponse:
+        """Start a drain."""
+        leases = self._node.worker.num_held
+        self._begin_drain()
+        return node_service_pb2.DrainResponse(leases=leases)
+
+
+def node_status(node: Node) -> node_service_pb2.StatusResponse:
+    """The node's state as the contract's message; also shown by the /status page."""
+    return node_service_pb2.StatusResponse(
+        node_id=node.node_id,
+        run_id=node.run_id,
+        leases=node.worker.num_held,
+        episodes_running=node.session.num_running,
+        episodes_unacked=node.pusher.num_unacked,
+        tokens=node.policies.tokens_sampled,
+        engine_restarts=node.policies.engine_restarts,
+        policies=[_served(name, part) for name, part in sorted(node.policies.parts.items())],
+        waiting_for=node.waiting_for,
+        draining=node.worker.draining,
+    )
+
+
+def _served(name: str, part: PolicyParts) -> node_service_pb2.ServedPolicy:
+    fetched = part.weights.counts
+    return node_service_pb2.ServedPolicy(
+        policy_id=name,
+        version=part.policy.version,
+        mirror_version=part.weights.mirror_version,
+        snapshots_fetched=fetched.snapshots_fetched,
+        deltas_fetched=fetched.deltas_fetched,
+        snapshot_bytes_fetched=fetched.snapshot_bytes,
+        delta_bytes_fetched=fetched.delta_bytes,
+        verification_failures=part.weights.num_verification_failures,
+    )
