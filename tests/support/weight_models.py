@@ -1,7 +1,7 @@
 """Small models for tests of the weight path, and stores that misbehave on request.
 
-Models mix bfloat16 bit patterns, float32 and uint8, scalars and tensors without elements; every draw comes from
-the seed that the test gives.
+Models mix bfloat16 bit patterns, float32 and uint8, scalars and tensors without elements; every draw comes
+from the seed that the test gives.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,8 +15,8 @@ from astraflow_weights.store_file import FileStore
 from astraflow_weights.tensors import Array
 
 RUN, POLICY = "run-1", "solver"
-# Bit patterns that break careless arithmetic: zeros of both signs, denormals, infinities, quiet and signalling
-# NaNs with payloads, the ends of the range.
+# Bit patterns that break careless arithmetic: zeros of both signs, denormals, infinities, quiet and
+# signalling NaNs with payloads, the ends of the range.
 AWKWARD_BF16 = np.array(
     [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x7FFF, 0x3F80],
     dtype=np.uint16,

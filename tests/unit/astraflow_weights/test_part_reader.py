@@ -1,4 +1,4 @@
-"""Every damaged part is refused: flipped bits, missing ends, and bytes that lie although their digests are right."""
+"""Every damaged part is refused: flipped bits, missing ends, and lies under digests that are right."""
 
 import struct
 

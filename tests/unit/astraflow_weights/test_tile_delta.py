@@ -1,4 +1,4 @@
-"""Each encoding of a delta tile is exact, is chosen when it is smallest, and refuses what contradicts itself."""
+"""Each encoding of a delta tile is exact, chosen when it is smallest, and refuses contradictions."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Readers agree on versions: epochs never fall along the sequence, and nothing that contradicts it is believed."""
+"""Readers agree on versions: epochs never fall along the sequence, and contradictions are refused."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""One writer at a time: fences shut out the older one, lost answers and repeated calls never make a second version."""
+"""One writer at a time: fences shut out older ones, lost answers and repeated calls make no second
+version.
+"""
 
 import threading
 from collections.abc import Callable
