@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from astraflow.client import Client, RetryPolicy
-from astraflow.dataflow.v1 import run_pb2, run_service_pb2
-from astraflow.errors import InvalidArgumentError, PluginError
+from astraflow.dataflow.v1 import run_service_pb2
+from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import PolicySettings, Recipe
-from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
+from astraflow.recipe_file import parse_recipe
+from astraflow_kit.recipe_code import install_code
 
 __all__ = ["JoinedRun", "join_run"]
 
@@ -29,7 +30,7 @@ class JoinedRun:
     policy_id: str
     store_uri: str
     recipe_dir: Path | None
-    """Folder of the recipe's own code; None when it has none."""
+    """Folder of the recipe's own code; None when it has none, or may not be used."""
     code_sha256: str
     """Digest of that code, as hex."""
 
@@ -55,7 +56,7 @@ def join_run(
         recipe=recipe,
         policy_id=_choose(recipe, policy_id),
         store_uri=run.store_uri,
-        recipe_dir=_unpack(run.code, work_dir / "recipe", allowed=allow_recipe_code),
+        recipe_dir=install_code(run.code, into=work_dir / "recipe", allowed=allow_recipe_code),
         code_sha256=run.code.sha256.hex(),
     )
 
@@ -69,26 +70,3 @@ def _choose(recipe: Recipe, policy_id: str | None) -> str:
             f"policy {policy_id!r} is not in the recipe, which has {', '.join(known)}; name one with --policy"
         )
     return policy_id
-
-
-def _unpack(bundle: run_pb2.CodeBundle, folder: Path, *, allowed: bool) -> Path | None:
-    if not bundle.files:
-        return None
-    if not allowed:
-        raise PluginError(
-            "the recipe brings its own code; start with --allow-recipe-code if you trust the dataflow server, or "
-            "install that code as a package and name it in the recipe"
-        )
-    files = [CodeFile(file.path, file.content) for file in bundle.files]
-    if bundle_digest(files) != bundle.sha256:
-        raise PluginError(
-            f"the recipe's code does not match its digest {bundle.sha256.hex()[:12]}; create the run again"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        if Path(file.path).name != file.path:
-            raise PluginError(
-                f"recipe file {file.path!r} is not a plain file name; put it beside recipe.yaml"
-            )
-        (folder / file.path).write_bytes(file.content)
-    return folder

@@ -23,22 +23,24 @@ class Decay(StrEnum):
 
     CONSTANT = "constant"
     COSINE = "cosine"
-    """Falls to `final_fraction` at `num_steps` and stays there."""
+    """Falls to `final_fraction` at `num_steps` along half a cosine and stays there."""
+    LINEAR = "linear"
+    """Falls to `final_fraction` at `num_steps` along a line and stays there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSettings:
-    """Linear warm-up, then constant or cosine."""
+    """Linear warm-up, then constant, cosine or linear decay."""
 
     warmup_steps: int = 5
     decay: Decay = Decay.CONSTANT
     num_steps: int = 0
-    """Steps of the whole schedule; needed by the cosine."""
+    """Steps of the whole schedule; needed by both decays."""
     final_fraction: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.decay is Decay.COSINE and self.num_steps < 1:
-            raise ValueError(f"a cosine schedule needs num_steps of at least 1, not {self.num_steps}")
+        if self.decay is not Decay.CONSTANT and self.num_steps < 1:
+            raise ValueError(f"a {self.decay} schedule needs num_steps of at least 1, not {self.num_steps}")
 
     def factor(self, step: int) -> float:
         """Fraction of the peak learning rate at `step`, from 0; the warm-up never yields 0."""
@@ -46,8 +48,9 @@ class ScheduleSettings:
         if self.decay is Decay.CONSTANT:
             return warmup
         progress = min(1.0, step / self.num_steps)
-        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-        return warmup * (self.final_fraction + (1.0 - self.final_fraction) * cosine)
+        is_cosine = self.decay is Decay.COSINE
+        left = 0.5 * (1.0 + math.cos(math.pi * progress)) if is_cosine else 1.0 - progress
+        return warmup * (self.final_fraction + (1.0 - self.final_fraction) * left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

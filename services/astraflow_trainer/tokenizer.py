@@ -4,9 +4,10 @@ Invariant: digits are never merged, so arithmetic is seen digit by digit; every 
 and equal corpora give equal tokenizers. Called by the warm start.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jinja2 import Template
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +23,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """ChatML; with the generation prompt a text ends where the model's answer begins."""
+
+_TEMPLATE = Template(CHAT_TEMPLATE, keep_trailing_newline=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +64,9 @@ def train_tokenizer(corpus: Iterable[str], *, settings: TokenizerSettings) -> Pr
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
+
+
+def render_chat(messages: Sequence[Mapping[str, str]]) -> str:
+    """The prompt of `messages` as text: `CHAT_TEMPLATE` applied, generation prompt added."""
+    text: str = _TEMPLATE.render(messages=messages, add_generation_prompt=True)
+    return text

@@ -36,15 +36,15 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartSettings:
-    """AdamW with linear warm-up and cosine decay to a tenth."""
+    """AdamW with linear warm-up and linear decay to a hundredth."""
 
     steps: int
-    batch_size: int = 64
+    batch_size: int = 32
     """Examples per step."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     """Peak."""
     warmup_steps: int = 20
-    final_fraction: float = 0.1
+    final_fraction: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.98
     weight_decay: float = 0.01
@@ -163,7 +163,7 @@ class _Learner:
         self._parameters = list(policy.parameters())
         self._schedule = ScheduleSettings(
             warmup_steps=settings.warmup_steps,
-            decay=Decay.COSINE,
+            decay=Decay.LINEAR,
             num_steps=settings.steps,
             final_fraction=settings.final_fraction,
         )

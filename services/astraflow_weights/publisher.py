@@ -43,6 +43,11 @@ class Publisher:
             self._keep(base, root=model_root(tensor_digests(base)))
         self._require_base()
 
+    @property
+    def newest(self) -> CommittedVersion | None:
+        """The newest version in the log, as this publisher's writer last read it; None when there is none."""
+        return self._writer.newest
+
     def publish(self, model: Model, *, step: int, learning_rate: float | None = None) -> CommittedVersion:
         """Commit the model as the version of `step`; it must not change during the call.
 

@@ -122,6 +122,12 @@ class VersionWriter:
         """Epoch this writer commits under."""
         return self._owner.epoch
 
+    @property
+    def newest(self) -> CommittedVersion | None:
+        """The newest version in the log as last read; None when there is none."""
+        record = self.log.latest()
+        return None if record is None else _committed(record, existed=True)
+
     def wants_snapshot(self, *, delta_bytes: int | None) -> bool:
         """Whether the next version should offer a snapshot, given the bytes of its delta (None: it has
         none).

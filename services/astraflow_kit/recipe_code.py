@@ -1,0 +1,67 @@
+"""A run's own code on this machine: checked against its digest, written to a folder, only with leave.
+
+Invariant: no byte of a recipe's code reaches the disk unless the daemon was started with leave to run it, the
+bundle has the digest that pins it, and every path stays inside its folder; a folder is complete or absent.
+Every daemon that runs plug-ins calls it when it has joined a run.
+"""
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from astraflow.dataflow.v1 import run_pb2
+from astraflow.errors import PluginError, RecipeError
+from astraflow.recipe_file import CodeFile, bundle_digest
+from astraflow_kit.plugins import RECIPE_MODULE
+
+_SAFE_PATH = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*/)*[A-Za-z0-9_][A-Za-z0-9_.-]*\.py")
+
+
+def install_code(bundle: run_pb2.CodeBundle, *, into: Path, allowed: bool) -> Path | None:
+    """Write the bundle below `into` and return its folder; None when there is none or it is not allowed.
+
+    Idempotent: one folder per digest. Raises RecipeError when the bundle is not what its digest says.
+    """
+    if not bundle.files or not allowed:
+        return None
+    files = [CodeFile(file.path, file.content) for file in bundle.files]
+    digest = bundle_digest(files)
+    if digest != bundle.sha256:
+        raise RecipeError(
+            f"the recipe's code has digest {digest.hex()[:16]}…, the run pins {bundle.sha256.hex()[:16]}…; "
+            "the server's data is damaged, create the run again"
+        )
+    for file in files:
+        if not _SAFE_PATH.fullmatch(file.path):
+            raise RecipeError(
+                f"the recipe's code holds {file.path!r}; only plain relative paths to .py files are allowed"
+            )
+    folder = into / digest.hex()
+    if not folder.is_dir():
+        _write(files, folder=folder)
+    return folder
+
+
+def require_installed(*plugins: str, folder: Path | None) -> None:
+    """Refuse plug-ins of the recipe's own code when that is not here. Raises PluginError with the remedy."""
+    own = [plugin for plugin in plugins if plugin.partition(":")[0] == RECIPE_MODULE]
+    if own and folder is None:
+        raise PluginError(
+            f"the run's plug-ins {', '.join(own)} are code of its recipe, which this daemon may not run; "
+            "start it with --allow-recipe-code if you trust whoever created the run, or install the code "
+            "as a package"
+        )
+
+
+def _write(files: list[CodeFile], *, folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix="incoming-", dir=folder.parent))
+    try:
+        for file in files:
+            path = draft / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.content)
+        draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,118 @@
+"""Model, optimizer and checkpoints of one policy, put together from the recipe.
+
+Translates the recipe's `trainer` section to the compute core and offers the loop what `loop.Learner` names.
+One process here: FSDP2 over a mesh of one, gloo; the sharded layout is the same with more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+
+from astraflow.recipe import AlgorithmSettings, Recipe
+from astraflow.recipe import OptimizerSettings as RecipeOptimizer
+from astraflow_trainer.advantages import DR_GRPO, GRPO, RLOO, AdvantageSettings
+from astraflow_trainer.checkpoint import CheckpointStore, Position
+from astraflow_trainer.losses import (
+    Aggregation,
+    Cispo,
+    Gspo,
+    LossSettings,
+    M2po,
+    M2poClip,
+    M2poMask,
+    NoTrustRegion,
+    PpoClip,
+    TrustRegion,
+)
+from astraflow_trainer.model import PolicyModel, load_causal_lm, shard
+from astraflow_trainer.optimizer import MasterOptimizer, OptimizerSettings, ScheduleSettings
+from astraflow_trainer.publish import ModelBytes
+from astraflow_trainer.published import published_tensors
+from astraflow_trainer.rows import TrainingRow
+from astraflow_trainer.step import StepMetrics, StepSettings, train_step
+
+__all__ = ["PolicyLearner", "loss_settings", "step_settings"]
+
+_ADVANTAGES: dict[str, AdvantageSettings] = {"grpo": GRPO, "dr_grpo": DR_GRPO, "rloo": RLOO}
+
+
+class PolicyLearner:
+    """One policy being trained. Not thread-safe: owned by the training thread."""
+
+    def __init__(self, recipe: Recipe, *, model_dir: Path, checkpoint_dir: Path) -> None:
+        _join_process_group()
+        self._policy = PolicyModel(load_causal_lm(model_dir)).train()
+        shard(self._policy, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self._optimizer = MasterOptimizer(
+            self._policy, settings=_optimizer_settings(recipe.trainer.optimizer)
+        )
+        self._settings = step_settings(recipe)
+        self._checkpoints = CheckpointStore(checkpoint_dir, keep=recipe.trainer.keep_checkpoints)
+
+    def restore(self) -> Position | None:
+        """Load the newest complete checkpoint; None when there is none."""
+        return self._checkpoints.restore(self._optimizer)
+
+    def train(self, rows: Sequence[TrainingRow]) -> StepMetrics:
+        """Take one optimizer step on `rows`, or skip it."""
+        return train_step(self._policy, optimizer=self._optimizer, rows=rows, settings=self._settings)
+
+    def published_bytes(self) -> ModelBytes:
+        """Return a copy of the weights as they are published; never changed afterwards."""
+        return published_tensors(self._policy)
+
+    def save(self, *, step: int, version: int) -> None:
+        """Write a durable checkpoint that resumes after `step`."""
+        self._checkpoints.write(self._checkpoints.stage(self._optimizer, step=step, version=version))
+
+
+def step_settings(recipe: Recipe) -> StepSettings:
+    """Return how the recipe turns a batch into a step."""
+    algorithm = recipe.trainer.algorithm
+    return StepSettings(
+        advantages=_ADVANTAGES[algorithm.advantage],
+        loss=loss_settings(algorithm),
+        tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
+    )
+
+
+def loss_settings(algorithm: AlgorithmSettings) -> LossSettings:
+    """Return the loss that the recipe names."""
+    return LossSettings(trust_region=_trust_region(algorithm), aggregation=Aggregation(algorithm.aggregation))
+
+
+def _trust_region(algorithm: AlgorithmSettings) -> TrustRegion:
+    budget = algorithm.m2_budget
+    regions: dict[str, TrustRegion] = {
+        "none": NoTrustRegion(),
+        "ppo_clip": PpoClip(low=algorithm.clip_low, high=algorithm.clip_high),
+        "m2po": M2po(budget=budget),
+        "m2po_clip": M2poClip(budget=budget),
+        "m2po_mask": M2poMask(budget=budget),
+        "gspo": Gspo(low=algorithm.clip_low, high=algorithm.clip_high),
+        "cispo": Cispo(max_ratio=1.0 + algorithm.clip_high),
+    }
+    return regions[algorithm.loss]
+
+
+def _optimizer_settings(optimizer: RecipeOptimizer) -> OptimizerSettings:
+    return OptimizerSettings(
+        learning_rate=optimizer.learning_rate,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        grad_clip=optimizer.grad_clip,
+        schedule=ScheduleSettings(warmup_steps=optimizer.warmup_steps),
+    )
+
+
+def _join_process_group() -> None:
+    if not dist.is_initialized():
+        # A mesh of one needs a group too; this store never leaves the process.
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

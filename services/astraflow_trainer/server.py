@@ -1,0 +1,265 @@
+"""A trainer process: joins the run, prepares or resumes the policy, trains in a thread, answers
+TrainerService meanwhile.
+
+Invariant: the event loop never trains and the training thread never serves; a drain ends training after the
+step in progress; an error of the training thread ends the process with the exit code of its kind. Called by
+`__main__`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from astraflow.client import Client
+from astraflow.errors import AstraflowError
+from astraflow.plugins import Demonstrations
+from astraflow.trainer.v1 import trainer_service_pb2_grpc
+from astraflow_kit import lifecycle, plugins
+from astraflow_kit.http import HttpServer, StatusSource, create_app
+from astraflow_kit.lifecycle import Addresses, ExitCode, Lifecycle
+from astraflow_kit.log import bind, get_logger
+from astraflow_kit.metrics import Metrics
+from astraflow_kit.recipe_code import require_installed
+from astraflow_kit.serve import GrpcServer
+from astraflow_kit.settings import read_secret
+from astraflow_trainer.batch_source import BatchSource, Claim, Ledger
+from astraflow_trainer.joined_run import JoinedRun, join_run
+from astraflow_trainer.learner import PolicyLearner
+from astraflow_trainer.loop import LoopSettings, TrainingLoop
+from astraflow_trainer.memory import keep_freed_memory
+from astraflow_trainer.progress import Progress
+from astraflow_trainer.publish import Announcer, PublishWorker
+from astraflow_trainer.servicer import TrainerServicer
+from astraflow_trainer.settings import TrainerSettings
+from astraflow_trainer.starting_model import asset_files, starting_model
+from astraflow_weights.mirror import Mirror
+from astraflow_weights.publisher import Publisher
+from astraflow_weights.settings import PublishSettings
+from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.version_log import VersionLog
+from astraflow_weights.version_writer import CommittedVersion, VersionWriter
+
+log = get_logger(__name__)
+
+__all__ = ["check", "run"]
+
+
+def run(settings: TrainerSettings) -> int:
+    """Serve and train to the end; returns the exit code."""
+    return lifecycle.run(lambda life: _serve(settings, life), drain_timeout_s=settings.drain_timeout_s)
+
+
+def check(settings: TrainerSettings) -> int:
+    """Join, load what the recipe names, open the store, and report; nothing is claimed or written to the
+    store.
+    """
+    try:
+        with _client(settings) as client:
+            joined = _join(client, settings)
+        warm_start = joined.policy.model.warm_start
+        if warm_start is not None:
+            require_installed(warm_start.demonstrations, folder=joined.recipe_dir)
+            plugins.load(warm_start.demonstrations, protocol=Demonstrations, recipe_dir=joined.recipe_dir)
+        VersionLog(open_store(joined.store_uri), run_id=joined.run_id, policy_id=joined.policy_id).refresh()
+    except AstraflowError as error:
+        log.error("check.failed", reason=error.reason, message=error.message)
+        return int(ExitCode.USAGE)
+    log.info("check.passed", run_id=joined.run_id, policy_id=joined.policy_id, store=joined.store_uri)
+    return int(ExitCode.OK)
+
+
+async def _serve(settings: TrainerSettings, life: Lifecycle) -> None:
+    metrics, progress = Metrics(), Progress()
+    with _client(settings) as client:
+        joined = await asyncio.to_thread(_join, client, settings)
+        bind(run_id=joined.run_id, policy_id=joined.policy_id)
+        training = _Training(settings, client=client, joined=joined, progress=progress)
+        servicer = TrainerServicer(
+            progress,
+            run_id=joined.run_id,
+            policy_id=joined.policy_id,
+            stop_after_step=training.stop_after_step,
+        )
+        grpc_server = GrpcServer(
+            [(trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server, servicer)],
+            settings=settings,
+            metrics=metrics,
+        )
+        http_server = HttpServer(
+            create_app(metrics=metrics, status=_status_of(progress)),
+            host=settings.http_host,
+            port=settings.http_port,
+        )
+        await lifecycle.run_services(
+            [grpc_server, http_server, training],
+            lifecycle=life,
+            on_started=lambda: _publish_addresses(settings, grpc_server.address, http_server.address),
+        )
+
+
+class _Training:
+    """The training thread as a service of the lifecycle."""
+
+    def __init__(
+        self, settings: TrainerSettings, *, client: Client, joined: JoinedRun, progress: Progress
+    ) -> None:
+        self._settings = settings
+        self._client = client
+        self._joined = joined
+        self._progress = progress
+        self._loop: TrainingLoop | None = None
+        self._stop_wanted = False
+
+    async def start(self) -> None:
+        """Nothing to bind."""
+
+    async def run(self) -> None:
+        """Train to the end in a thread."""
+        await asyncio.to_thread(self._train)
+
+    async def stop(self, *, deadline_s: float) -> None:
+        """Ask for an end after the step in progress; `run` returns when it is published and checkpointed."""
+        del deadline_s
+        self.stop_after_step()
+
+    def stop_after_step(self) -> int:
+        """Ask the loop to end; before it exists, it will end before its first step."""
+        self._stop_wanted = True
+        return self._loop.stop_after_step() if self._loop else self._progress.state.step
+
+    def _train(self) -> None:
+        bind(run_id=self._joined.run_id, policy_id=self._joined.policy_id)
+        keep_freed_memory()
+        torch.set_num_threads(self._settings.threads)
+        model_dir = self._starting_model()
+        self._progress.starting("model")
+        learner = PolicyLearner(
+            self._joined.recipe, model_dir=model_dir, checkpoint_dir=self._settings.work_dir / "checkpoints"
+        )
+        position = learner.restore()
+        source = self._batch_source()
+        claim = source.claim()
+        store = open_store(self._joined.store_uri)
+        publisher = self._publisher(store, claim, assets=asset_files(model_dir))
+        step, version = (position.step, position.version) if position else (0, 0)
+        self._progress.claimed(epoch=claim.epoch, step=step, version=claim.version)
+        log.info("policy.claimed", epoch=claim.epoch, step=step, version=version)
+        self._train_from(step, version, learner=learner, source=source, claim=claim, publisher=publisher)
+
+    def _train_from(
+        self,
+        step: int,
+        version: int,
+        *,
+        learner: PolicyLearner,
+        source: BatchSource,
+        claim: Claim,
+        publisher: Publisher,
+    ) -> None:
+        recipe, newest = self._joined.recipe, publisher.newest
+        announcer = Announcer(
+            self._client,
+            run_id=self._joined.run_id,
+            policy_id=self._joined.policy_id,
+            epoch=claim.epoch,
+        )
+        if newest is not None:
+            # The commit may have been the last thing an earlier process did: the server must hear of it.
+            announcer.announce(newest)
+        worker = PublishWorker(
+            publisher, announcer, max_behind=recipe.trainer.publish.max_behind, published=self._published
+        )
+        with worker:
+            published_step = newest.step if newest is not None else -1
+            if published_step < step or newest is None:
+                worker.submit(step, learner.published_bytes())
+                worker.wait_until_done()
+            self._loop = TrainingLoop(
+                source=source, learner=learner, publisher=worker, progress=self._progress, claim=claim
+            )
+            if self._stop_wanted:
+                self._loop.stop_after_step()
+            self._loop.run(
+                LoopSettings(
+                    first_step=step + 1,
+                    version=version,
+                    last_step=recipe.run.steps,
+                    published_step=max(published_step, step),
+                    checkpoint_every_steps=recipe.trainer.checkpoint_every_steps,
+                )
+            )
+
+    def _starting_model(self) -> Path:
+        self._progress.starting("warm_start")
+        return starting_model(
+            self._joined,
+            cache=self._settings.cache,
+            threads=self._settings.warm_start_cores,
+            progress=lambda share: self._progress.starting("warm_start", fraction=share),
+        )
+
+    def _batch_source(self) -> BatchSource:
+        return BatchSource(
+            self._client,
+            run_id=self._joined.run_id,
+            policy_id=self._joined.policy_id,
+            trainer_id=f"{socket.gethostname()}:{os.getpid()}",
+            ledger=Ledger(self._settings.work_dir / "ledger.jsonl"),
+        )
+
+    def _publisher(self, store: ObjectStore, claim: Claim, *, assets: list[Path]) -> Publisher:
+        """Fence older writers, then take the newest published bytes as the base of the next delta."""
+        recipe = self._joined.recipe.trainer.publish
+        writer = VersionWriter.open(
+            store,
+            run_id=self._joined.run_id,
+            policy_id=self._joined.policy_id,
+            epoch=claim.epoch,
+            settings=PublishSettings(snapshot_every_versions=recipe.snapshot_every_versions),
+        )
+        newest = writer.log.latest()
+        base = None
+        if newest is not None:
+            mirror = Mirror(self._settings.work_dir / "published")
+            mirror.advance(store, writer.log, target=newest.version)
+            base = mirror.load()
+        return Publisher(writer, base=base, assets=assets)
+
+    def _published(self, committed: CommittedVersion) -> None:
+        self._progress.published(committed.version)
+
+
+def _client(settings: TrainerSettings) -> Client:
+    return Client(settings.join, token=read_secret(settings.token_file) if settings.token_file else None)
+
+
+def _join(client: Client, settings: TrainerSettings) -> JoinedRun:
+    return join_run(
+        client,
+        run_id=settings.run_id,
+        policy_id=settings.policy,
+        work_dir=settings.work_dir,
+        allow_recipe_code=settings.allow_recipe_code,
+    )
+
+
+def _status_of(progress: Progress) -> StatusSource:
+    async def status() -> Mapping[str, object]:
+        state = asdict(progress.state)
+        return {**state, "phase": progress.state.phase.value, "wait_fraction": progress.wait_fraction()}
+
+    return status
+
+
+def _publish_addresses(settings: TrainerSettings, grpc_address: str, http_address: str) -> None:
+    if settings.address_file is not None:
+        lifecycle.write_address_file(
+            settings.address_file, Addresses(pid=os.getpid(), grpc=grpc_address, http=http_address)
+        )
