@@ -85,8 +85,8 @@ class EngineService:
             await asyncio.wait(either, timeout=self._request_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not answers.done() and not gone.done():
                 raise RequestTimeout(
-                    f"not finished after {self._request_timeout_s} s; ask for fewer tokens, continue a paused "
-                    "engine, or raise --request-timeout-s"
+                    f"not finished after {self._request_timeout_s} s; ask for fewer tokens, continue a "
+                    "paused engine, or raise --request-timeout-s"
                 )
             completions = answers.result() if answers.done() else None
         finally:

@@ -28,7 +28,7 @@ _MAX_LISTED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer, fp32. Matrices are stored input-major (x @ w), q|k|v and gate|up side by side."""
+    """One decoder layer, fp32. Matrices are input-major (x @ w), q|k|v and gate|up side by side."""
 
     attention_norm_D: torch.Tensor
     qkv_DC: torch.Tensor
@@ -163,7 +163,7 @@ def _arrange(tensors: dict[str, torch.Tensor], *, config: ModelConfig) -> Weight
             _arrange_layer(tensors, index=index, config=config) for index in range(config.num_layers)
         ),
         norm_D=tensors["model.norm.weight"],
-        head_DV=head.t().contiguous(),
+        head_DV=head.t(),
     )
 
 

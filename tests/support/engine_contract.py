@@ -1,0 +1,319 @@
+"""What a rollout node relies on in an inference engine's HTTP API, as a table of checks.
+
+Each check takes an `EngineUnderTest` and knows nothing of who serves it: the embedded engine runs all of
+them in `tests/contract/test_engine_http.py`; pointed at the URL of a real SGLang, the same table tells
+whether a node can use it. Checks leave the engine idle, unpaused and on the weights they found.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from support.tiny_qwen import load_reference, reference_logprobs
+
+Json = dict[str, Any]
+Check = Callable[["EngineUnderTest"], None]
+
+CALL_DEADLINE_S = 60.0
+LONG = 3_000
+PROMPT = [5, 9, 13, 17, 21, 25, 29, 33, 37, 41]
+
+
+def make_client() -> httpx.Client:
+    """A client with this module's deadline; close it."""
+    return httpx.Client(timeout=CALL_DEADLINE_S, trust_env=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineUnderTest:
+    """An engine, the two checkpoints of one architecture it may load, and how exactly it computes."""
+
+    url: str
+    first: Path
+    """Served at the start and after every check."""
+    second: Path
+    vocab_size: int
+    context_length: int
+    client: httpx.Client
+    logprob_tolerance: float = 1e-4
+
+    def post(self, path: str, body: object) -> httpx.Response:
+        return self.client.post(self.url + path, json=body)
+
+    def get(self, path: str) -> httpx.Response:
+        return self.client.get(self.url + path)
+
+    def generate(self, input_ids: object = None, *, sampling: object = None, **body: object) -> Any:
+        """The answer of a /generate that must succeed; greedy, 8 tokens, log-probs, unless told otherwise."""
+        given = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+        sampling = given | dict(sampling) if isinstance(sampling, Mapping) else sampling or given
+        request = {
+            "input_ids": input_ids or PROMPT,
+            "sampling_params": sampling,
+            "return_logprob": True,
+        } | body
+        response = self.post("/generate", request)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def load(self, folder: Path, version: str, **body: object) -> httpx.Response:
+        return self.post(
+            "/update_weights_from_disk", {"model_path": str(folder), "weight_version": version, **body}
+        )
+
+    def version(self) -> str:
+        return str(self.get("/model_info").json()["weight_version"])
+
+    @contextmanager
+    def background(self, **body: object) -> Iterator["Future[Json]"]:
+        """A long greedy generation that runs meanwhile; resumed and awaited at the end whatever happened."""
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(self.generate, sampling={"max_new_tokens": LONG}, **body)
+            try:
+                yield running
+            finally:
+                self.post("/continue_generation", {})
+
+
+def check_health(engine: EngineUnderTest) -> None:
+    assert engine.get("/health").status_code == 200
+    assert engine.get("/health_generate").status_code == 200
+
+
+def check_information(engine: EngineUnderTest) -> None:
+    info = engine.get("/model_info").json()
+    assert info["is_generation"] is True
+    assert info["model_path"]
+    assert isinstance(info["weight_version"], str)
+    assert engine.get("/get_model_info").json()["weight_version"] == info["weight_version"]
+    server = engine.get("/server_info").json()
+    assert isinstance(server["internal_states"], list)
+    assert server["max_req_input_len"] < engine.context_length
+
+
+def check_single_answer(engine: EngineUnderTest) -> None:
+    answer = engine.generate(rid="contract-single")
+    meta = answer["meta_info"]
+    assert meta["id"] == "contract-single"
+    assert meta["finish_reason"] == {"type": "length", "length": 8}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), 8)
+    assert len(answer["output_ids"]) == 8
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert all(len(entry) == 3 and math.isfinite(entry[0]) for entry in meta["output_token_logprobs"])
+    assert meta["weight_versions"] == [{"version": meta["weight_version"], "start": 0, "end": 8}]
+    assert meta["num_retractions"] == 0
+
+
+def check_batch_keeps_order(engine: EngineUnderTest) -> None:
+    prompts = [[7] * (3 + index) for index in range(5)]
+    alone = [engine.generate(prompt)["output_ids"] for prompt in prompts]
+    answers = engine.generate(prompts, rid=[f"contract-batch-{index}" for index in range(5)])
+    assert [answer["meta_info"]["id"] for answer in answers] == [
+        f"contract-batch-{index}" for index in range(5)
+    ]
+    assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [3, 4, 5, 6, 7]
+    assert [answer["output_ids"] for answer in answers] == alone
+
+
+def check_batch_takes_one_setting_each(engine: EngineUnderTest) -> None:
+    settings = [{"max_new_tokens": length, "temperature": 0.0, "ignore_eos": True} for length in (2, 5)]
+    answers = engine.generate([PROMPT, PROMPT], sampling=settings, extra_key="contract")
+    assert [len(answer["output_ids"]) for answer in answers] == [2, 5]
+
+
+def check_several_samples(engine: EngineUnderTest) -> None:
+    answers = engine.generate(sampling={"n": 3, "temperature": 1.0, "max_new_tokens": 16})
+    assert len(answers) == 3
+    assert len({tuple(answer["output_ids"]) for answer in answers}) > 1
+    assert len({answer["meta_info"]["id"] for answer in answers}) == 3
+
+
+def check_stop_token(engine: EngineUnderTest) -> None:
+    free = engine.generate()["output_ids"]
+    answer = engine.generate(sampling={"ignore_eos": False, "stop_token_ids": [free[4]]})
+    stopped = answer["output_ids"]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": free[4]}
+    assert stopped == free[: free.index(free[4]) + 1]
+
+
+def check_log_probs(engine: EngineUnderTest) -> None:
+    reference = load_reference(engine.first)
+    for temperature in (0.0, 0.7, 1.0):
+        answer = engine.generate(sampling={"temperature": temperature, "max_new_tokens": 16})
+        expected = reference_logprobs(reference, PROMPT, answer["output_ids"], temperature=temperature or 1.0)
+        found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        difference = max(abs(one - other) for one, other in zip(found, expected, strict=True))
+        assert difference <= engine.logprob_tolerance, f"temperature {temperature}: {difference}"
+
+
+def check_swap_in_place(engine: EngineUnderTest) -> None:
+    meta = _through_swap(engine, mode="in_place")
+    assert meta["num_retractions"] == 0
+
+
+def check_swap_with_retraction(engine: EngineUnderTest) -> None:
+    meta = _through_swap(engine, mode="retract")
+    assert meta["num_retractions"] >= 1
+
+
+def check_swap_of_an_idle_engine(engine: EngineUnderTest) -> None:
+    before, old = engine.generate()["output_ids"], engine.version()
+    response = engine.load(engine.second, "contract-idle")
+    assert response.status_code == 200
+    assert response.json()["success"] is True
+    after = engine.generate()
+    assert after["output_ids"] != before
+    assert after["meta_info"]["weight_version"] == engine.version() == "contract-idle"
+    _restore(engine, old)
+    assert engine.generate()["output_ids"] == before
+
+
+def check_failed_update(engine: EngineUnderTest) -> None:
+    before, version = engine.generate()["output_ids"], engine.version()
+    response = engine.load(engine.first.parent / "no-such-folder", "contract-lost")
+    assert response.status_code == 400
+    assert response.json()["success"] is False
+    assert response.json()["message"]
+    answer = engine.generate()
+    assert answer["output_ids"] == before
+    assert answer["meta_info"]["weight_version"] == version
+
+
+def check_pause_with_abort(engine: EngineUnderTest) -> None:
+    for delay_s in _growing_delays():
+        with engine.background() as running:
+            time.sleep(delay_s)
+            assert engine.post("/pause_generation", {"mode": "abort"}).status_code == 200
+            answer = running.result(CALL_DEADLINE_S)
+        meta = answer["meta_info"]
+        if meta["completion_tokens"]:
+            break
+    assert meta["finish_reason"]["type"] == "abort"
+    assert 0 < len(answer["output_ids"]) < LONG
+    assert len(meta["output_token_logprobs"]) == len(answer["output_ids"])
+
+
+def check_requests_wait_while_paused(engine: EngineUnderTest) -> None:
+    assert engine.post("/pause_generation", {"mode": "in_place"}).status_code == 200
+    with engine.background() as running:
+        time.sleep(0.3)
+        assert not running.done()
+        assert engine.post("/continue_generation", {"torch_empty_cache": False}).status_code == 200
+        assert len(running.result(CALL_DEADLINE_S)["output_ids"]) == LONG
+
+
+def check_abort_request(engine: EngineUnderTest) -> None:
+    for delay_s in _growing_delays():
+        with engine.background(rid="contract-abort") as running:
+            time.sleep(delay_s)
+            assert engine.post("/abort_request", {"rid": "contract-abort"}).status_code == 200
+            answer = running.result(CALL_DEADLINE_S)
+        if answer["meta_info"]["finish_reason"]["type"] == "abort":
+            break
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(answer["output_ids"]) < LONG
+
+
+def check_abort_of_an_unknown_request(engine: EngineUnderTest) -> None:
+    assert engine.post("/abort_request", {"rid": "contract-nobody"}).status_code == 200
+
+
+def check_flush_cache(engine: EngineUnderTest) -> None:
+    response = engine.post("/flush_cache", {})
+    assert response.status_code == 200
+    with engine.background():
+        time.sleep(0.2)
+        engine.post("/pause_generation", {"mode": "in_place"})
+        assert engine.post("/flush_cache", {}).status_code == 400
+
+
+BAD_GENERATE: dict[str, Json] = {
+    "a token outside the vocabulary": {"input_ids": [5, 10**6]},
+    "no prompt": {},
+    "an empty prompt": {"input_ids": []},
+    "a negative temperature": {"input_ids": [5], "sampling_params": {"temperature": -1.0}},
+    "top_p of 0": {"input_ids": [5], "sampling_params": {"top_p": 0.0}},
+    "top_k of 0": {"input_ids": [5], "sampling_params": {"top_k": 0}},
+    "input_ids of the wrong type": {"input_ids": "5 6 7"},
+    "duplicate rids": {"input_ids": [[5], [6]], "rid": ["same", "same"]},
+}
+
+
+def check_bad_generate(engine: EngineUnderTest) -> None:
+    too_long = {"input_ids": [5] * (engine.context_length + 1)}
+    too_many = {"input_ids": [5], "sampling_params": {"max_new_tokens": engine.context_length}}
+    for what, body in {**BAD_GENERATE, "a long prompt": too_long, "too many new tokens": too_many}.items():
+        response = engine.post("/generate", body)
+        assert response.status_code == 400, f"{what}: {response.status_code} {response.text}"
+        assert error_message(response.json()), what
+
+
+def check_malformed_bodies(engine: EngineUnderTest) -> None:
+    headers = {"content-type": "application/json"}
+    nan = b'{"input_ids": [5], "sampling_params": {"temperature": NaN}}'
+    for what, content in {"no JSON": b"{", "NaN": nan}.items():
+        response = engine.client.post(engine.url + "/generate", content=content, headers=headers)
+        assert response.status_code == 400, f"{what}: {response.status_code} {response.text}"
+        assert error_message(response.json()), what
+
+
+def check_bad_control(engine: EngineUnderTest) -> None:
+    assert engine.post("/pause_generation", {"mode": "gently"}).status_code == 400
+    assert engine.post("/update_weights_from_disk", {"weight_version": "1"}).status_code == 400
+    assert engine.get("/no_such_path").status_code == 404
+
+
+def error_message(body: Json) -> str:
+    """The message of an error in either of SGLang's two shapes."""
+    nested = body.get("error")
+    return str(nested["message"] if isinstance(nested, dict) else body["message"])
+
+
+CHECKS: dict[str, Check] = {
+    name.removeprefix("check_"): check
+    for name, check in sorted(globals().items())
+    if name.startswith("check_")
+}
+
+
+def _growing_delays() -> list[float]:
+    """Pauses have to hit a running generation on fast and slow machines alike."""
+    return [0.2, 0.6, 1.8]
+
+
+def _through_swap(engine: EngineUnderTest, *, mode: str) -> Json:
+    """Pause a long generation, swap weights under it, continue; the meta_info of its answer."""
+    old = engine.version()
+    for delay_s in _growing_delays():
+        with engine.background() as running:
+            time.sleep(delay_s)
+            assert engine.post("/pause_generation", {"mode": mode}).status_code == 200
+            # SGLang cannot flush below live requests: a node keys prefixes by version instead.
+            response = engine.load(engine.second, f"contract-{mode}", flush_cache=False)
+            assert response.status_code == 200, response.text
+            assert engine.post("/continue_generation", {"torch_empty_cache": False}).status_code == 200
+            answer = running.result(CALL_DEADLINE_S)
+        _restore(engine, old)
+        meta: Json = answer["meta_info"]
+        if len(meta["weight_versions"]) > 1:
+            break
+    first, second = meta["weight_versions"]
+    assert (first["version"], second["version"]) == (old, f"contract-{mode}")
+    assert (first["start"], first["end"], second["end"]) == (0, second["start"], LONG)
+    assert 0 < first["end"] < LONG
+    assert meta["weight_version"] == f"contract-{mode}"
+    assert len(answer["output_ids"]) == LONG
+    assert meta["finish_reason"] == {"type": "length", "length": LONG}
+    return meta
+
+
+def _restore(engine: EngineUnderTest, version: str) -> None:
+    assert engine.load(engine.first, version).status_code == 200
+    assert engine.version() == version

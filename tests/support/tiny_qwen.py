@@ -1,0 +1,107 @@
+"""Tiny random Qwen3 checkpoints for engine tests, and transformers' forward pass on them as the reference.
+
+Weights are saved in bf16 as a trainer publishes them; the reference computes in fp32 on those rounded weights,
+which is what the engine promises to agree with.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+transformers_logging.disable_progress_bar()
+
+VOCAB_SIZE = 97
+EOS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyShape:
+    """What varies between tests; the rest is fixed."""
+
+    tied: bool = True
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    num_layers: int = 2
+    vocab_size: int = VOCAB_SIZE
+    max_positions: int = 128
+
+
+def save_tiny_qwen(
+    folder: Path, *, seed: int = 0, shape: TinyShape | None = None, max_shard_size: str = "5GB"
+) -> Path:
+    """Write a random checkpoint, the same for the same seed and shape."""
+    shape = shape or TinyShape()
+    config = Qwen3Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=shape.tied,
+        # Wide enough that the distribution has clear favourites and a swap of weights changes them.
+        initializer_range=0.3,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+        # Norm weights are all ones after initialization: a forward pass that forgot them would still agree.
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.bfloat16().save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def load_reference(folder: Path) -> Qwen3ForCausalLM:
+    """transformers' model in fp32 on the checkpoint's bf16 weights."""
+    model: Qwen3ForCausalLM = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.float().eval()
+    return model
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: Qwen3ForCausalLM, prompt: Sequence[int], tokens: Sequence[int], *, temperature: float = 1.0
+) -> list[float]:
+    """Log-prob of each generated token given everything before it, one forward pass over the whole."""
+    logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    return [float(logprobs[index, token]) for index, token in enumerate(tokens)]
+
+
+@torch.no_grad()
+def reference_greedy(model: Qwen3ForCausalLM, prompt: Sequence[int], *, num_tokens: int) -> list[int]:
+    """Greedy continuation, ignoring end tokens, without a cache."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def reference_greedy_across_swap(
+    before: Qwen3ForCausalLM, after: Qwen3ForCausalLM, prompt: Sequence[int], *, num_before: int, num_after: int
+) -> tuple[list[int], list[float]]:
+    """Greedy tokens and log-probs when weights change after `num_before` tokens and old keys and values stay."""
+    cache = DynamicCache()
+    fed, tokens, logprobs = list(prompt), [], []
+    for index in range(num_before + num_after):
+        model = before if index < num_before else after
+        logits = model(input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=True).logits[0, -1]
+        token = int(logits.argmax())
+        tokens.append(token)
+        logprobs.append(float(torch.log_softmax(logits, dim=-1)[token]))
+        fed = [token]
+    return tokens, logprobs

@@ -1,0 +1,59 @@
+"""Rows of the cache: copied, exchanged, and resident only once written."""
+
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+
+from astraflow_engine.kv_cache import KvCache
+from astraflow_engine.model_config import ModelConfig, load_model_config
+from support.tiny_qwen import save_tiny_qwen
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return load_model_config(save_tiny_qwen(tmp_path_factory.mktemp("models") / "model"))
+
+
+def row(cache: KvCache, index: int, *, length: int) -> torch.Tensor:
+    """Keys and values of one row in the last layer."""
+    return torch.stack(cache.gathered_rows(1, rows_B=torch.tensor([index]), length=length))
+
+
+def fill(cache: KvCache, index: int, *, length: int, value: float) -> None:
+    for layer in range(2):
+        cache.write_many(
+            layer,
+            keys_BNKH=torch.full((1, length, 2, 8), value),
+            values_BNKH=torch.full((1, length, 2, 8), -value),
+            rows_B=torch.tensor([index]),
+            positions_BN=torch.arange(length)[None],
+        )
+
+
+def test_a_copied_row_is_equal_up_to_the_length_and_untouched_beyond(config: ModelConfig) -> None:
+    cache = KvCache(config, num_slots=4, capacity=10)
+    fill(cache, 0, length=8, value=3.0)
+    cache.copy_row(0, targets=[2, 3], length=5)
+    assert torch.equal(row(cache, 2, length=5), row(cache, 0, length=5))
+    assert torch.equal(row(cache, 3, length=5), row(cache, 0, length=5))
+    assert not row(cache, 3, length=10)[..., 5:, :].any()
+    assert not row(cache, 1, length=10).any()
+
+
+def test_exchanged_rows_swap_their_contents(config: ModelConfig) -> None:
+    cache = KvCache(config, num_slots=3, capacity=10)
+    fill(cache, 0, length=4, value=1.0)
+    fill(cache, 2, length=7, value=2.0)
+    first, second = row(cache, 0, length=7).clone(), row(cache, 2, length=7).clone()
+    cache.exchange_rows(0, 2, length=7)
+    assert torch.equal(row(cache, 0, length=7), second)
+    assert torch.equal(row(cache, 2, length=7), first)
+
+
+def test_an_untouched_cache_costs_address_space_and_no_memory(config: ModelConfig) -> None:
+    resident = psutil.Process().memory_info().rss
+    cache = KvCache(replace(config, num_layers=8), num_slots=256, capacity=1023)
+    assert cache.num_bytes == 2 * 8 * 256 * 2 * 1024 * 8 * 4
+    assert psutil.Process().memory_info().rss - resident < cache.num_bytes // 4

@@ -1,0 +1,216 @@
+"""Calls with deadlines: a caller that leaves takes its sequences along, an update works whole or not at
+all."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from astraflow_engine.api import AbortOrder, WeightUpdate
+from astraflow_engine.core import EngineCore
+from astraflow_engine.errors import (
+    CacheInUse,
+    EngineFault,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelError,
+    RequestTimeout,
+)
+from astraflow_engine.requests import FinishKind, PauseMode
+from astraflow_engine.service import EngineService
+from astraflow_kit import failpoints
+from support.engine_parts import greedy, make_service, make_worker
+from support.tiny_qwen import save_tiny_qwen
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tiny_qwen(tmp_path / "model")
+
+
+@pytest.fixture
+async def service(folder: Path) -> AsyncIterator[EngineService]:
+    service = make_service(folder, make_worker(folder))
+    await service.start()
+    yield service
+    failpoints.arm("")
+    await service.stop(deadline_s=DEADLINE_S)
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+async def live(service: EngineService) -> int:
+    return await service.ask(lambda core: core.num_live)
+
+
+async def until_live(service: EngineService, count: int) -> None:
+    """Wait until the engine holds `count` requests."""
+    async with asyncio.timeout(DEADLINE_S):
+        while await live(service) < count:  # noqa: ASYNC110 - the engine signals nobody
+            await asyncio.sleep(0)
+
+
+def update(
+    folder: Path, *, version: str = "1", flush_cache: bool = True, abort_all: bool = False
+) -> WeightUpdate:
+    return WeightUpdate(
+        model_path=folder, weight_version=version, flush_cache=flush_cache, abort_all_requests=abort_all
+    )
+
+
+async def test_sequences_come_back_in_order(service: EngineService) -> None:
+    requests = [greedy(str(index), max_new_tokens=9 - index) for index in range(6)]
+    completions = await service.generate(requests, caller_is_gone=never())
+    assert completions is not None
+    assert [len(completion.tokens) for completion in completions] == [9, 8, 7, 6, 5, 4]
+
+
+async def test_a_caller_that_leaves_takes_its_sequences_along(service: EngineService) -> None:
+    await service.pause(PauseMode.IN_PLACE)
+    gone = asyncio.Event()
+    call = asyncio.ensure_future(
+        service.generate([greedy("a"), greedy("b")], caller_is_gone=gone.wait())  # type: ignore[arg-type]
+    )
+    await until_live(service, 2)
+    gone.set()
+    assert await asyncio.wait_for(call, DEADLINE_S) is None
+    assert await live(service) == 0
+
+
+async def test_a_request_beyond_the_deadline_is_aborted(folder: Path) -> None:
+    service = make_service(folder, make_worker(folder), request_timeout_s=0.2)
+    await service.start()
+    try:
+        await service.pause(PauseMode.IN_PLACE)
+        with pytest.raises(RequestTimeout, match=r"not finished after 0\.2 s"):
+            await service.generate([greedy("late")], caller_is_gone=never())
+        assert await live(service) == 0
+    finally:
+        await service.stop(deadline_s=DEADLINE_S)
+
+
+async def test_a_call_with_a_used_rid_fails_whole_and_spares_the_owner_of_the_rid(
+    service: EngineService,
+) -> None:
+    await service.pause(PauseMode.IN_PLACE)
+    owner = asyncio.ensure_future(service.generate([greedy("mine")], caller_is_gone=never()))
+    await until_live(service, 1)
+    with pytest.raises(InvalidRequest, match="rid 'mine' is already in progress"):
+        await service.generate([greedy("other"), greedy("mine")], caller_is_gone=never())
+    assert await live(service) == 1
+    await service.resume()
+    completions = await asyncio.wait_for(owner, DEADLINE_S)
+    assert completions is not None
+    assert completions[0].finish.kind is FinishKind.LENGTH
+
+
+async def test_an_update_swaps_weights_path_and_version(service: EngineService, tmp_path: Path) -> None:
+    other = save_tiny_qwen(tmp_path / "other", seed=1)
+    before = await service.generate([greedy("before")], caller_is_gone=never())
+    assert await service.update_weights(update(other, version="7")) == 0
+    after = await service.generate([greedy("after")], caller_is_gone=never())
+    assert before is not None
+    assert after is not None
+    assert before[0].tokens != after[0].tokens
+    assert (service.model_path, after[0].spans[0].version) == (other, "7")
+
+
+async def test_an_update_that_fails_keeps_weights_path_and_version(
+    service: EngineService, folder: Path, tmp_path: Path
+) -> None:
+    before = await service.generate([greedy("before")], caller_is_gone=never())
+    with pytest.raises(ModelError, match="neither model"):
+        await service.update_weights(update(tmp_path / "nowhere"))
+    failpoints.arm("engine.before_swap=raise")
+    with pytest.raises(failpoints.FailpointRaised):
+        await service.update_weights(update(folder))
+    after = await service.generate([greedy("after")], caller_is_gone=never())
+    assert before is not None
+    assert after is not None
+    assert before[0].tokens == after[0].tokens
+    assert (service.model_path, after[0].spans[0].version) == (folder, "0")
+
+
+async def test_an_update_under_paused_requests_must_not_ask_for_a_flush(
+    service: EngineService, folder: Path
+) -> None:
+    await service.pause(PauseMode.IN_PLACE)
+    held = asyncio.ensure_future(service.generate([greedy("held")], caller_is_gone=never()))
+    await until_live(service, 1)
+    with pytest.raises(CacheInUse, match="send flush_cache: false"):
+        await service.update_weights(update(folder))
+    assert await service.update_weights(update(folder, flush_cache=False)) == 1
+    await service.resume()
+    completions = await asyncio.wait_for(held, DEADLINE_S)
+    assert completions is not None
+    assert completions[0].spans[0].version == "1"
+
+
+async def test_an_update_may_abort_what_runs(service: EngineService, folder: Path) -> None:
+    await service.pause(PauseMode.IN_PLACE)
+    held = asyncio.ensure_future(service.generate([greedy("held")], caller_is_gone=never()))
+    await until_live(service, 1)
+    await service.update_weights(update(folder, abort_all=True))
+    completions = await asyncio.wait_for(held, DEADLINE_S)
+    assert completions is not None
+    assert completions[0].finish.kind is FinishKind.ABORT
+
+
+async def test_an_abort_without_a_name_means_nothing(service: EngineService) -> None:
+    await service.pause(PauseMode.IN_PLACE)
+    held = asyncio.ensure_future(service.generate([greedy("held")], caller_is_gone=never()))
+    await until_live(service, 1)
+    await service.abort(AbortOrder(rid="", abort_all=False))
+    assert await live(service) == 1
+    await service.abort(AbortOrder(rid="", abort_all=True))
+    assert await asyncio.wait_for(held, DEADLINE_S) is not None
+
+
+async def test_a_flush_waits_for_an_idle_engine_as_long_as_it_may(service: EngineService) -> None:
+    running = asyncio.ensure_future(
+        service.generate([greedy("r", max_new_tokens=100)], caller_is_gone=never())
+    )
+    await until_live(service, 1)
+    await service.flush(timeout_s=DEADLINE_S)
+    assert await asyncio.wait_for(running, DEADLINE_S) is not None
+
+
+async def test_a_failed_thread_ends_the_service_and_shows_as_not_alive(service: EngineService) -> None:
+    assert service.alive
+    failpoints.arm("engine.decode_step=raise")
+    with pytest.raises(EngineUnavailable, match="the engine has stopped"):
+        await service.generate([greedy("r")], caller_is_gone=never())
+    with pytest.raises(EngineFault, match="FailpointRaised"):
+        await asyncio.wait_for(service.run(), DEADLINE_S)
+    assert not service.alive
+
+
+async def test_a_paused_engine_is_healthy(service: EngineService) -> None:
+    await service.pause(PauseMode.IN_PLACE)
+    await asyncio.wait_for(service.prove_generating(), DEADLINE_S)
+
+
+async def test_an_idle_engine_proves_its_health_by_a_token(service: EngineService) -> None:
+    await service.prove_generating()
+    assert (await service.stats()).num_generated_tokens == 1
+
+
+async def test_concurrent_updates_take_turns(service: EngineService, tmp_path: Path) -> None:
+    folders = [save_tiny_qwen(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    await asyncio.gather(*(service.update_weights(update(f, version=f.name)) for f in folders))
+    stats = await service.stats()
+    assert stats.num_swaps == 3
+    assert stats.weight_version == service.model_path.name
+
+
+async def test_orders_after_the_end_are_refused(service: EngineService) -> None:
+    await service.ask(EngineCore.stats)
+    await service.stop(deadline_s=DEADLINE_S)
+    with pytest.raises(EngineUnavailable):
+        await service.ask(EngineCore.stats)
+    assert not service.alive

@@ -1,0 +1,61 @@
+"""Settings of the engine and the sizes that follow from them."""
+
+from pathlib import Path
+
+import pytest
+
+from astraflow_engine.errors import ModelError
+from astraflow_engine.model_config import load_model_config
+from astraflow_engine.settings import EngineSettings, core_limits
+from astraflow_kit.settings import SettingsError, load
+from support.tiny_qwen import TinyShape, save_tiny_qwen
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tiny_qwen(tmp_path / "model", shape=TinyShape(max_positions=8_192))
+
+
+def settings(folder: Path, **options: object) -> EngineSettings:
+    return load(EngineSettings, {"model_path": folder, **options})
+
+
+def test_the_context_length_defaults_to_the_model_s_up_to_a_bound(folder: Path) -> None:
+    config = load_model_config(folder)
+    assert core_limits(settings(folder), config).capacity == 4_096
+    assert core_limits(settings(folder, context_length=8_000), config).capacity == 8_000
+
+
+def test_a_context_beyond_the_model_s_positions_is_refused(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"context_length is 9000, .* was made for 8192 positions"):
+        core_limits(settings(folder, context_length=9_000), load_model_config(folder))
+
+
+def test_a_cache_beyond_the_machine_s_memory_is_refused(tmp_path: Path) -> None:
+    shape = TinyShape(max_positions=2**22)
+    folder = save_tiny_qwen(tmp_path / "long", shape=shape)
+    wanted = settings(folder, context_length=2**22, max_running_requests=1_024)
+    with pytest.raises(ModelError, match="lower --max-running-requests or --context-length"):
+        core_limits(wanted, load_model_config(folder))
+
+
+def test_cache_bytes_are_those_that_are_allocated(folder: Path) -> None:
+    limits = core_limits(
+        settings(folder, context_length=100, max_running_requests=3), load_model_config(folder)
+    )
+    # keys and values, 2 layers, 3 slots, 2 kv heads, 101 columns, 8 numbers of 4 bytes
+    assert limits.cache_bytes(load_model_config(folder)) == 2 * 2 * 3 * 2 * 101 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("max_running_requests", 0), ("port", 70_000), ("request_timeout_s", 0)]
+)
+def test_a_setting_out_of_bounds_is_refused_by_name(folder: Path, option: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=f"option {option} = {value}"):
+        settings(folder, **{option: value})
+
+
+def test_a_reachable_address_needs_consent(folder: Path) -> None:
+    with pytest.raises(SettingsError, match="reachable from other machines"):
+        settings(folder, host="0.0.0.0")
+    assert settings(folder, host="0.0.0.0", insecure=True).host == "0.0.0.0"

@@ -1,0 +1,116 @@
+"""Checkpoint tensors: complete, finite, of the right shape and rounded to bf16, or refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from astraflow_engine.errors import ModelError
+from astraflow_engine.model_config import load_model_config
+from astraflow_engine.weights import Weights, expected_shapes, load_weights
+from support.tiny_qwen import TinyShape, save_tiny_qwen
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tiny_qwen(tmp_path / "model")
+
+
+def load(folder: Path) -> Weights:
+    return load_weights(folder, config=load_model_config(folder))
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace or (None) drop tensors of the checkpoint."""
+    held = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        held.pop(name, None)
+        if tensor is not None:
+            held[name] = tensor
+    save_file(held, folder / "model.safetensors")
+
+
+def test_every_expected_tensor_is_in_a_saved_checkpoint(tmp_path: Path) -> None:
+    folder = save_tiny_qwen(tmp_path / "untied", shape=TinyShape(tied=False))
+    held = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert held == expected_shapes(load_model_config(folder))
+
+
+def test_numbers_are_those_of_the_file_in_fp32(folder: Path) -> None:
+    weights = load(folder)
+    saved = load_file(folder / "model.safetensors")
+    assert weights.embedding_VD.dtype == torch.float32
+    assert torch.equal(weights.layers[1].down_FD.T, saved[DOWN].float())
+    assert torch.equal(weights.head_DV.T, saved["model.embed_tokens.weight"].float())
+
+
+def test_fp32_files_are_rounded_to_bf16(folder: Path) -> None:
+    exact = torch.full((32, 48), 1.0 + 2**-12)
+    change(folder, **{DOWN: exact})
+    assert torch.equal(load(folder).layers[1].down_FD, torch.ones(48, 32))
+
+
+def test_a_sharded_checkpoint_loads_like_a_single_file(tmp_path: Path, folder: Path) -> None:
+    sharded = save_tiny_qwen(tmp_path / "sharded", max_shard_size="20KB")
+    assert not (sharded / "model.safetensors").exists()
+    assert torch.equal(load(sharded).layers[1].qkv_DC, load(folder).layers[1].qkv_DC)
+
+
+def test_loaded_tensors_do_not_change_with_the_file(folder: Path) -> None:
+    weights = load(folder)
+    before = weights.layers[0].gate_up_DC.clone()
+    (folder / "model.safetensors").write_bytes(b"\0" * (folder / "model.safetensors").stat().st_size)
+    assert torch.equal(weights.layers[0].gate_up_DC, before)
+
+
+def test_a_tied_head_shares_the_embedding_s_memory(tmp_path: Path, folder: Path) -> None:
+    untied = save_tiny_qwen(tmp_path / "untied", shape=TinyShape(tied=False))
+    assert load(untied).num_bytes - load(folder).num_bytes == 97 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("tensor", "complaint"),
+    [
+        (None, rf"lacks 1 of 24 tensors, first \['{DOWN}'\]"),
+        (torch.zeros(48, 32), r"has shape \(48, 32\), the served model needs \(32, 48\)"),
+        (torch.full((32, 48), float("nan")), "holds NaN or infinity"),
+        (torch.zeros(32, 48, dtype=torch.int64), "has type torch.int64"),
+    ],
+    ids=["missing", "shape", "nan", "integer"],
+)
+def test_a_wrong_tensor_is_refused_by_name(folder: Path, tensor: torch.Tensor | None, complaint: str) -> None:
+    change(folder, **{DOWN: tensor})
+    with pytest.raises(ModelError, match=complaint) as refusal:
+        load(folder)
+    assert DOWN in refusal.value.message
+
+
+def test_an_unknown_tensor_is_refused(folder: Path) -> None:
+    change(folder, **{"model.layers.2.mlp.down_proj.weight": torch.zeros(32, 48)})
+    with pytest.raises(ModelError, match=r"model.layers.2.mlp.down_proj.weight' is not part of the model"):
+        load(folder)
+
+
+def test_a_folder_without_tensors_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        load(folder)
+
+
+def test_a_truncated_file_is_refused(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read"):
+        load(folder)
+
+
+@pytest.mark.parametrize("index", [{"weight_map": {DOWN: "../other.safetensors"}}, {"weights": {}}, []])
+def test_an_index_that_leads_nowhere_is_refused(folder: Path, index: object) -> None:
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"points outside its folder|has no usable weight_map"):
+        load(folder)

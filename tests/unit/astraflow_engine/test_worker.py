@@ -1,0 +1,128 @@
+"""The scheduler thread: every future is answered, also when the thread stops or fails."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from astraflow_engine.core import EngineCore
+from astraflow_engine.errors import EngineUnavailable, InvalidRequest, QueueFull
+from astraflow_engine.requests import FinishKind, PauseMode
+from astraflow_engine.worker import EngineWorker
+from astraflow_kit import failpoints
+from support import engine_parts
+from support.engine_parts import greedy
+from support.tiny_qwen import save_tiny_qwen
+
+T = TypeVar("T")
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def make_worker(tmp_path: Path) -> Iterator[Callable[..., EngineWorker]]:
+    """Makes workers that are stopped at the end; a test starts them itself."""
+    folder = save_tiny_qwen(tmp_path / "model")
+    made: list[EngineWorker] = []
+
+    def make(**options: int) -> EngineWorker:
+        made.append(engine_parts.make_worker(folder, **options))
+        return made[-1]
+
+    yield make
+    failpoints.arm("")
+    assert all(worker.stop(deadline_s=DEADLINE_S) for worker in made)
+
+
+@pytest.fixture
+def worker(make_worker: Callable[..., EngineWorker]) -> EngineWorker:
+    worker = make_worker()
+    worker.start()
+    return worker
+
+
+def answer(future: "Future[T]") -> T:
+    return future.result(DEADLINE_S)
+
+
+def test_requests_from_other_threads_are_completed(worker: EngineWorker) -> None:
+    futures = [worker.submit(greedy(str(index))) for index in range(9)]
+    assert [len(answer(future).tokens) for future in futures] == [6] * 9
+
+
+def test_a_refused_request_does_not_disturb_the_others(worker: EngineWorker) -> None:
+    answer(worker.pause(PauseMode.IN_PLACE))
+    first, second = worker.submit(greedy("same")), worker.submit(greedy("same"))
+    with pytest.raises(InvalidRequest, match="already in progress"):
+        answer(second)
+    answer(worker.call(EngineCore.resume))
+    assert len(answer(first).tokens) == 6
+
+
+def test_an_order_s_error_belongs_to_who_gave_it(worker: EngineWorker) -> None:
+    def broken(core: EngineCore) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        answer(worker.call(broken))
+    assert len(answer(worker.submit(greedy("after"))).tokens) == 6
+
+
+def test_orders_take_effect_in_order(worker: EngineWorker) -> None:
+    paused = worker.pause(PauseMode.IN_PLACE)
+    request = worker.submit(greedy("held"))
+    live = worker.call(lambda core: core.num_live)
+    assert (answer(paused), answer(live), request.done()) == (0, 1, False)
+
+
+def test_aborting_answers_the_request_and_counts_it(worker: EngineWorker) -> None:
+    answer(worker.pause(PauseMode.IN_PLACE))
+    request = worker.submit(greedy("r"))
+    assert answer(worker.abort(lambda known: known.rid == "r")) == 1
+    assert answer(request).finish.kind is FinishKind.ABORT
+
+
+def test_an_answer_nobody_waits_for_is_dropped(worker: EngineWorker) -> None:
+    answer(worker.pause(PauseMode.IN_PLACE))
+    unwanted = worker.submit(greedy("unwanted"))
+    answer(worker.call(lambda core: core.num_live))
+    assert unwanted.cancel()
+    answer(worker.call(EngineCore.resume))
+    assert len(answer(worker.submit(greedy("wanted"))).tokens) == 6
+
+
+def test_a_failing_pass_fails_every_caller_and_ends_the_thread(
+    make_worker: Callable[..., EngineWorker],
+) -> None:
+    worker = make_worker()
+    failpoints.arm("engine.decode_step=raise@2")
+    requests = [worker.submit(greedy(str(index))) for index in range(6)]
+    worker.start()
+    for request in requests:
+        with pytest.raises(EngineUnavailable, match="the engine has stopped"):
+            answer(request)
+    with pytest.raises(failpoints.FailpointRaised):
+        answer(worker.end)
+    with pytest.raises(EngineUnavailable):
+        answer(worker.submit(greedy("later")))
+
+
+def test_stopping_refuses_what_is_in_progress_and_what_comes_later(worker: EngineWorker) -> None:
+    answer(worker.pause(PauseMode.IN_PLACE))
+    held = worker.submit(greedy("held"))
+    assert worker.stop(deadline_s=DEADLINE_S)
+    assert answer(worker.end) is None
+    for future in (held, worker.submit(greedy("later")), worker.call(EngineCore.stats)):
+        with pytest.raises(EngineUnavailable):
+            future.result(DEADLINE_S)
+
+
+def test_more_than_the_mailbox_holds_is_refused_at_once(make_worker: Callable[..., EngineWorker]) -> None:
+    worker = make_worker(max_in_flight=3)
+    futures = [worker.submit(greedy(str(index))) for index in range(5)]
+    for future in futures[3:]:
+        with pytest.raises(QueueFull, match="3 requests are not yet taken in"):
+            answer(future)
+    worker.start()
+    assert [len(answer(future).tokens) for future in futures[:3]] == [6, 6, 6]
