@@ -2,7 +2,7 @@
 
 `AsyncClient` and `Client` are twins: each rpc of the contract is a typed attribute call with a deadline,
 typed errors (`astraflow.errors`) and retries only where the contract's `retry` option says that repeating is
-harmless. Streams are returned as they are, for the caller to own; their errors are typed by `typed_stream`.
+harmless. Streams are never repeated; a stream that ends early is the caller's to open again.
 
     async with AsyncClient("127.0.0.1:7070") as client:
         run = (await client.call(client.runs.GetRun, GetRunRequest())).run
@@ -15,13 +15,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pool
 
 from astraflow import errors
 from astraflow._status import from_rpc_error
@@ -35,7 +38,7 @@ from astraflow.dataflow.v1 import (
 )
 from astraflow.options.v1 import options_pb2
 
-__all__ = ["AsyncClient", "Client", "RetryPolicy", "channel_options", "typed_stream"]
+__all__ = ["AsyncClient", "Client", "RetryPolicy", "channel_options", "correlated", "typed_stream"]
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -45,6 +48,26 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 10.0
 
 _HARMLESS = frozenset({options_pb2.RETRY_READ, options_pb2.RETRY_IDEMPOTENT})
+# Errors after which the very same request may succeed, once the other side is there again.
+_REPEATABLE = (errors.UnavailableError, errors.PayloadMissingError)
+_MIN_WAIT_S = 0.01
+_correlation_id: ContextVar[str] = ContextVar("astraflow_correlation_id", default="")
+
+
+@contextmanager
+def correlated(correlation_id: str) -> Iterator[None]:
+    """Send `correlation_id` with every call made inside the block, in this task and the tasks it starts.
+
+    The server writes it on each log line of those calls. Raises ValueError unless it has 1 to 64 printable
+    ASCII characters.
+    """
+    if not (0 < len(correlation_id) <= 64 and correlation_id.isascii() and correlation_id.isprintable()):
+        raise ValueError(f"correlation id {correlation_id!r} must have 1 to 64 printable ASCII characters")
+    before = _correlation_id.set(correlation_id)
+    try:
+        yield
+    finally:
+        _correlation_id.reset(before)
 
 
 def channel_options() -> list[tuple[str, int]]:
@@ -70,8 +93,8 @@ def channel_options() -> list[tuple[str, int]]:
 class RetryPolicy:
     """How often, and for how long, a harmless call is repeated while the server is unreachable.
 
-    `total_s` bounds the time from the first attempt; waits double from `first_wait_s` to `max_wait_s` with
-    full jitter.
+    No attempt starts later than `total_s` after the first one. Waits double from `first_wait_s` up to
+    `max_wait_s`, each shortened at random by up to half so that callers do not come back together.
     """
 
     total_s: float = 30.0
@@ -79,31 +102,51 @@ class RetryPolicy:
     max_wait_s: float = 2.0
 
     def wait_s(self, attempt: int, *, hint_s: float | None = None) -> float:
-        """Return the wait before attempt number `attempt` (1 is the first repeat); the server's hint wins."""
+        """Return the wait after failed attempt number `attempt`, counted from 1; the server's hint wins."""
         if hint_s is not None:
-            return hint_s
-        ceiling: float = min(self.max_wait_s, self.first_wait_s * 2 ** (attempt - 1))
+            return max(_MIN_WAIT_S, hint_s)
+        # The exponent is bounded because those who reconnect for hours count their attempts too.
+        ceiling: float = min(self.max_wait_s, self.first_wait_s * 2 ** min(attempt - 1, 30))
         return ceiling * random.uniform(0.5, 1.0)
 
 
 class _Calls:
-    """What both twins share: token metadata, and which rpcs may be repeated."""
+    """What both twins share: the metadata of a call, and whether and when it may be repeated."""
 
-    def __init__(self, token: str | None) -> None:
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    def __init__(self, address: str, *, token: str | None, retry: RetryPolicy | None) -> None:
+        self.address = address
+        self._authorization = (("authorization", f"Bearer {token}"),) if token else ()
+        self._retry = retry or RetryPolicy()
 
-    def may_repeat(self, call: object, error: errors.AstraflowError) -> bool:
-        return (
-            isinstance(error, errors.UnavailableError | errors.PayloadMissingError)
-            and _retry_of(call) in _HARMLESS
-        )
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        correlation_id = _correlation_id.get()
+        return (*self._authorization, *((("x-correlation-id", correlation_id),) if correlation_id else ()))
+
+
+class _Attempts:
+    """Counts the attempts of one call and decides after each failure whether another one follows."""
+
+    def __init__(self, call: object, policy: RetryPolicy) -> None:
+        self._call = call
+        self._policy = policy
+        self._started_s = time.monotonic()
+        self._failed = 0
+
+    def wait_s_after(self, error: grpc.RpcError) -> float:
+        """Return the wait before the next attempt. Raises the typed error when there is none."""
+        self._failed += 1
+        typed = from_rpc_error(error)
+        wait_s = self._policy.wait_s(self._failed, hint_s=typed.retry_after_s)
+        in_time = time.monotonic() + wait_s - self._started_s <= self._policy.total_s
+        if in_time and isinstance(typed, _REPEATABLE) and _retry_of(self._call) in _HARMLESS:
+            return wait_s
+        raise typed from error
 
 
 def _retry_of(call: object) -> int:
     """Return the rpc's `retry` option, read from the contract by its method path."""
-    path = getattr(call, "_method", b"")
-    name = path.decode() if isinstance(path, bytes) else str(path)
-    _, service, method = name.split("/")
+    path: bytes = call._method  # type: ignore[attr-defined]
+    _, service, method = path.decode().split("/")
     return _retry_option(service, method)
 
 
@@ -112,8 +155,6 @@ _RETRY_OPTIONS: dict[tuple[str, str], int] = {}
 
 def _retry_option(service: str, method: str) -> int:
     if (service, method) not in _RETRY_OPTIONS:
-        from google.protobuf import descriptor_pool
-
         described = descriptor_pool.Default().FindServiceByName(service).methods_by_name[method]
         _RETRY_OPTIONS[service, method] = described.GetOptions().Extensions[options_pb2.retry]
     return _RETRY_OPTIONS[service, method]
@@ -124,9 +165,7 @@ class AsyncClient(_Calls):
     manager."""
 
     def __init__(self, address: str, *, token: str | None = None, retry: RetryPolicy | None = None) -> None:
-        super().__init__(token)
-        self.address = address
-        self._retry = retry or RetryPolicy()
+        super().__init__(address, token=token, retry=retry)
         self.channel = grpc.aio.insecure_channel(address, options=channel_options())
         self.runs = run_service_pb2_grpc.RunServiceStub(self.channel)
         self.tasks = task_service_pb2_grpc.TaskServiceStub(self.channel)
@@ -143,22 +182,17 @@ class AsyncClient(_Calls):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
     ) -> Response:
-        """Call a unary rpc with a deadline per attempt. Repeats it while the server is unreachable, where the
-        contract allows.
+        """Call a unary rpc with a deadline of `timeout_s` per attempt.
 
-        Raises the typed error of the last attempt.
+        Repeats it, where the contract says that this is harmless, while the server or its store is
+        unreachable. Raises the typed error of the last attempt.
         """
-        policy = retry or self._retry
-        started, attempt = time.monotonic(), 0
+        attempts = _Attempts(rpc, retry or self._retry)
         while True:
-            attempt += 1
             try:
-                return await rpc(request, timeout=timeout_s, metadata=self._metadata)
+                return await rpc(request, timeout=timeout_s, metadata=self._metadata())
             except grpc.aio.AioRpcError as error:
-                typed = from_rpc_error(error)
-                wait_s = policy.wait_s(attempt, hint_s=typed.retry_after_s)
-                if not self.may_repeat(rpc, typed) or time.monotonic() + wait_s - started > policy.total_s:
-                    raise typed from error
+                wait_s = attempts.wait_s_after(error)
             await asyncio.sleep(wait_s)
 
     def stream(
@@ -167,9 +201,13 @@ class AsyncClient(_Calls):
         request: Request,
         *,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Response]:
-        """Return the responses of a server-streaming rpc with typed errors; never repeated by the library."""
-        return typed_stream(rpc(request, timeout=timeout_s, metadata=self._metadata))
+    ) -> AsyncGenerator[Response]:
+        """Open a server-streaming rpc and return its responses; never repeated by the library.
+
+        A failed stream raises its typed error. `timeout_s` bounds the whole stream. Closing the generator, or
+        leaving the loop over it, cancels the rpc.
+        """
+        return typed_stream(rpc(request, timeout=timeout_s, metadata=self._metadata()))
 
     def open(
         self,
@@ -177,7 +215,7 @@ class AsyncClient(_Calls):
         requests: AsyncIterator[Request] | None = None,
     ) -> grpc.aio.StreamStreamCall[Request, Response]:
         """Open a bidirectional stream and return the grpc.aio call; the caller owns it and its reconnects."""
-        return rpc(requests, metadata=self._metadata)
+        return rpc(requests, metadata=self._metadata())
 
     async def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""
@@ -196,9 +234,7 @@ class Client(_Calls):
     """Blocking twin of `AsyncClient`; safe to share between threads."""
 
     def __init__(self, address: str, *, token: str | None = None, retry: RetryPolicy | None = None) -> None:
-        super().__init__(token)
-        self.address = address
-        self._retry = retry or RetryPolicy()
+        super().__init__(address, token=token, retry=retry)
         self.channel = grpc.insecure_channel(address, options=channel_options())
         self.runs = run_service_pb2_grpc.RunServiceStub(self.channel)
         self.tasks = task_service_pb2_grpc.TaskServiceStub(self.channel)
@@ -216,17 +252,12 @@ class Client(_Calls):
         retry: RetryPolicy | None = None,
     ) -> Response:
         """Blocking form of `AsyncClient.call`."""
-        policy = retry or self._retry
-        started, attempt = time.monotonic(), 0
+        attempts = _Attempts(rpc, retry or self._retry)
         while True:
-            attempt += 1
             try:
-                return rpc(request, timeout=timeout_s, metadata=self._metadata)
+                return rpc(request, timeout=timeout_s, metadata=self._metadata())
             except grpc.RpcError as error:
-                typed = from_rpc_error(error)
-                wait_s = policy.wait_s(attempt, hint_s=typed.retry_after_s)
-                if not self.may_repeat(rpc, typed) or time.monotonic() + wait_s - started > policy.total_s:
-                    raise typed from error
+                wait_s = attempts.wait_s_after(error)
             time.sleep(wait_s)
 
     def stream(
@@ -235,15 +266,9 @@ class Client(_Calls):
         request: Request,
         *,
         timeout_s: float | None = None,
-    ) -> Iterator[Response]:
-        """Return the responses of a server-streaming rpc with typed errors; never repeated by the library."""
-        call = rpc(request, timeout=timeout_s, metadata=self._metadata)
-        try:
-            yield from call
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        finally:
-            call.cancel()
+    ) -> Generator[Response]:
+        """Blocking form of `AsyncClient.stream`."""
+        return _typed_blocking_stream(rpc(request, timeout=timeout_s, metadata=self._metadata()))
 
     def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""
@@ -258,15 +283,23 @@ class Client(_Calls):
         self.close()
 
 
-async def typed_stream(call: AsyncIterable[Item]) -> AsyncIterator[Item]:
-    """Yield a stream's items; a failed stream raises the typed error. The call is cancelled when the consumer
-    leaves."""
+async def typed_stream(call: AsyncIterable[Item]) -> AsyncGenerator[Item]:
+    """Yield the responses of a grpc.aio call; a failed one raises its typed error. Cancels the call when the
+    consumer leaves."""
     try:
         async for item in call:
             yield item
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     finally:
-        cancel = getattr(call, "cancel", None)
-        if cancel is not None:
-            cancel()
+        if isinstance(call, grpc.aio.Call):
+            call.cancel()
+
+
+def _typed_blocking_stream(call: grpc._CallIterator[Item]) -> Generator[Item]:
+    try:
+        yield from call
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    finally:
+        call.cancel()

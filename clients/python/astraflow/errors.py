@@ -166,7 +166,7 @@ class ConflictError(StateError):
 
 
 class PreconditionError(StateError):
-    """The run, step or batch is not in a state that allows the call; read it again before deciding what to do."""
+    """The run, step or batch is not in a state that allows the call; read it again before deciding."""
 
     reason, code = "FAILED_PRECONDITION", "FAILED_PRECONDITION"
 

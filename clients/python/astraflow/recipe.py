@@ -285,7 +285,7 @@ class TrainerSettings(_Section):
     optimizer: OptimizerSettings = OptimizerSettings()
     """AdamW."""
     publish: PublishSettings = PublishSettings()
-    """Weight versions."""
+    """How steps become weight versions."""
 
 
 class Recipe(_Section):
@@ -298,11 +298,11 @@ class Recipe(_Section):
     policies: dict[PolicyName, PolicySettings] = Field(min_length=1, max_length=64)
     """The policies trained together, by id."""
     dataflow: DataflowSettings = DataflowSettings()
-    """How tasks become batches."""
+    """Groups, leases, staleness and evaluation."""
     raas: RaasSettings
-    """What nodes run."""
+    """Workflow, reward and their limits."""
     trainer: TrainerSettings = TrainerSettings()
-    """How batches become steps."""
+    """Algorithm, optimizer, checkpoints and publishing."""
 
     @model_validator(mode="after")
     def _sequences_fit(self) -> Recipe:

@@ -52,19 +52,21 @@ def test_bfloat16_log_probs_are_widened_exactly() -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("column", "content"),
     [
-        {"token_ids": b"\x00\x00\x00"},
-        {"token_ids": b"\x00" * 8},
-        {"logprobs": b"\x00" * 8},
-        {"logprobs": b"\x00" * 3},
-        {"loss_mask": b""},
-        {"loss_mask": b"\x00\x00"},
+        ("token_ids", b""),
+        ("token_ids", b"\x00\x00\x00"),
+        ("token_ids", b"\x00" * 8),
+        ("logprobs", b""),
+        ("logprobs", b"\x00" * 8),
+        ("logprobs", b"\x00" * 3),
+        ("loss_mask", b""),
+        ("loss_mask", b"\x00\x00"),
     ],
 )
-def test_columns_that_disagree_are_refused(damage: dict[str, bytes]) -> None:
+def test_columns_that_disagree_are_refused(column: str, content: bytes) -> None:
     message = encode_columns(_columns([(1, True, -1.0)]), trajectory_id="t")
-    message.MergeFrom(trajectory_pb2.Trajectory(**damage))  # type: ignore[arg-type]
+    setattr(message, column, content)
     with pytest.raises(InvalidTrajectoryError) as caught:
         decode_columns(message)
     assert caught.value.metadata == {"reason": "length_mismatch"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from google.rpc import status_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from astraflow import errors
-from astraflow._status import from_status, to_status
+from astraflow._status import from_rpc_error, from_status, to_status
 
 
-@pytest.mark.parametrize("kind", sorted(errors.ERRORS_BY_REASON.values(), key=lambda kind: kind.reason))
+@pytest.mark.parametrize("kind", errors.ERRORS_BY_REASON.values())
 def test_every_error_survives_the_wire(kind: type[errors.AstraflowError]) -> None:
     sent = kind("value 3 exceeds 2; lower it", metadata={"field": "steps"}, retry_after_s=1.5)
     received = from_status(status_pb2.Status.FromString(to_status(sent).SerializeToString()))
@@ -25,9 +25,38 @@ def test_every_code_is_a_grpc_status_and_every_error_is_documented(kind: type[er
     assert kind.__doc__
 
 
-def test_reasons_are_unique() -> None:
-    kinds = [kind for kind in errors.ERRORS_BY_REASON.values()]
-    assert len(kinds) == len({kind.__name__ for kind in kinds})
+def test_no_two_errors_share_a_reason() -> None:
+    served = [kind for kind in all_kinds(errors.AstraflowError) if "reason" in vars(kind)]
+    assert len({kind.reason for kind in served}) == len(served)
+
+
+def all_kinds(root: type[errors.AstraflowError]) -> list[type[errors.AstraflowError]]:
+    return [root, *(kind for child in root.__subclasses__() for kind in all_kinds(child))]
+
+
+def test_an_error_without_details_is_classified_by_its_code() -> None:
+    class Failed(grpc.RpcError):
+        def trailing_metadata(self) -> None:
+            return None
+
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+        def details(self) -> str:
+            return "message larger than max"
+
+    typed = from_rpc_error(Failed())
+    assert type(typed) is errors.ResourceExhaustedError
+    assert typed.message == "RESOURCE_EXHAUSTED: message larger than max"
+
+
+def test_a_reason_of_a_later_release_is_an_internal_error_with_its_message() -> None:
+    status = to_status(errors.FencedError("gone"))
+    info = error_details_pb2.ErrorInfo(reason="NOT_INVENTED_YET", domain="astraflow")
+    status.details[0].Pack(info)
+    typed = from_status(status)
+    assert type(typed) is errors.InternalError
+    assert typed.message == "gone"
 
 
 def test_a_status_of_somebody_else_is_not_ours() -> None:
