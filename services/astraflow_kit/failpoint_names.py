@@ -12,6 +12,12 @@ from types import MappingProxyType
 KNOWN: Mapping[str, str] = MappingProxyType(
     {
         # dataflow
+        "dataflow.leased": "leases are recorded, the node has not received them",
+        "dataflow.storing": "pushed episodes are validated and about to be stored and committed",
+        "dataflow.committed": "an episode is committed, its node has no acknowledgement",
+        "dataflow.bound": "a batch is bound to its step, its manifest is not sealed and the trainer knows nothing",
+        "dataflow.acked": "a stage of a step is recorded, the trainer has no answer",
+        "dataflow.published": "a version is announced, the trainer has no answer",
         # raas
         "raas.leased": "a lease arrived and is about to be run",
         "raas.generating": "an episode is about to call its engine",

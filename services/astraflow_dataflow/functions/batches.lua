@@ -1,0 +1,246 @@
+-- Batches: bound to (policy, step) until acked or given back. Every call carries the trainer epoch.
+
+local function fenced(P, policy, epoch)
+  local current = call('HGET', K.policy(P, policy), 'epoch')
+  if not current then return refuse('NOTFOUND', 'no policy ' .. policy .. ' in this run') end
+  if tonumber(epoch) ~= tonumber(current) then
+    return refuse('FENCED', 'trainer epoch ' .. epoch .. ' of ' .. policy .. ' is not the current one (' .. current ..
+      '); another trainer claimed the policy: stop, or claim it again')
+  end
+  return nil
+end
+
+-- claim: policy, trainer. Returns { epoch, last finished step, last durable step, newest version or '' }.
+local function claim(keys, a)
+  local P, Q = keys[1], K.policy(keys[1], a[1])
+  if call('EXISTS', Q) == 0 then return refuse('NOTFOUND', 'no policy ' .. a[1] .. ' in this run') end
+  local epoch = call('HINCRBY', Q, 'epoch', 1)
+  call('HSET', Q, 'trainer', a[2], 'claim_ms', now_ms())
+  local f = call('HMGET', Q, 'finished', 'durable', 'version')
+  return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '' }
+end
+
+-- Drops groups that would be too old for a step starting from `base`; at most `limit`. Returns true when there may be more.
+local function drop_stale(P, policy, base, limit)
+  local bound = base - tonumber(call('HGET', K.policy(P, policy), 'max_staleness'))
+  if bound <= 0 then return false end
+  local old = call('ZRANGEBYSCORE', K.ready(P, policy), '-inf', '(' .. precise(bound * 4294967296), 'LIMIT', 0, limit)
+  for _, gid in ipairs(old) do
+    local f = call('HMGET', K.group(P, gid), 'n', 'ids')
+    call('ZREM', K.ready(P, policy), gid)
+    count(P, 'ready', -tonumber(f[1]))
+    count(P, 'dropped:stale', tonumber(f[1]))
+    forget(P, split(f[2]))
+    call('UNLINK', K.group(P, gid))
+  end
+  if #old > 0 then emit(P, 'work') end
+  return #old == limit
+end
+
+local function note_wait(P, policy, reason, wait_ms)
+  local Q, now = K.policy(P, policy), now_ms()
+  local f = call('HMGET', Q, 'wait', 'wait_until')
+  if f[1] ~= reason or tonumber(f[2] or 0) < now then call('HSET', Q, 'wait', reason, 'wait_since', now) end
+  -- A trainer that polls again within the grace is still the same wait.
+  call('HSET', Q, 'wait_until', now + wait_ms + 2000)
+end
+
+local function bind(P, policy, step, base, wanted, lease_ms)
+  local id = policy .. '-' .. step .. '-' .. call('HINCRBY', K.run(P), 'batches', 1)
+  local gids, n = {}, 0
+  local popped = call('ZPOPMIN', K.ready(P, policy), wanted)
+  for i = 1, #popped, 2 do
+    gids[#gids + 1] = popped[i]
+    n = n + tonumber(call('HGET', K.group(P, popped[i]), 'n'))
+  end
+  call('HSET', K.batch(P, id), 'policy', policy, 'step', step, 'base', base, 'groups', lines(gids), 'n', n, 'stage', '')
+  call('HSET', K.steps(P, policy), step, id)
+  call('HSET', K.unpublished(P, policy), step, #gids)
+  call('ZADD', K.batch_leases(P), now_ms() + lease_ms, id)
+  call('HDEL', K.policy(P, policy), 'wait', 'wait_since', 'wait_until')
+  count(P, 'ready', -n)
+  count(P, 'in_batch', n)
+  return id
+end
+
+-- acquire: policy, epoch, step, base version, most versions unpublished, stale groups per call, lease ms, wait ms.
+-- Returns { 'bound', batch, stage } | { 'wait', reason, figures } | { 'more' }.
+local function acquire(keys, a)
+  local P, policy, step, base = keys[1], a[1], tonumber(a[3]), tonumber(a[4])
+  local refusal = fenced(P, policy, a[2])
+  if refusal then return refusal end
+  local id = call('HGET', K.steps(P, policy), a[3])
+  if id then
+    call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a[7]), id)
+    return { 'bound', id, call('HGET', K.batch(P, id), 'stage') }
+  end
+  local f = call('HMGET', K.policy(P, policy), 'finished', 'durable', 'version', 'groups_per_step')
+  local finished = tonumber(f[1])
+  if step <= finished then
+    return refuse('NOTFOUND', 'step ' .. step .. ' is not retained: steps up to ' .. f[2] .. ' are durable; resume from there')
+  end
+  if step ~= finished + 1 then
+    return refuse('INVALID', 'step ' .. step .. ' cannot be bound: the last finished step is ' .. finished .. ', ask for ' .. finished + 1)
+  end
+  if call('HGET', K.run(P), 'state') == 'finished' then
+    return refuse('PRECONDITION', 'the run is finished and binds no more batches')
+  end
+  local newest = tonumber(f[3] or -1)
+  if base > newest + tonumber(a[5]) then
+    note_wait(P, policy, 'publish', tonumber(a[8]))
+    return { 'wait', 'publish', 'base version ' .. base .. ', newest published ' .. newest .. ', at most ' .. a[5] .. ' behind' }
+  end
+  if drop_stale(P, policy, base, tonumber(a[6])) then return { 'more' } end
+  local ready = call('ZCARD', K.ready(P, policy))
+  if ready < tonumber(f[4]) then
+    note_wait(P, policy, 'ready_groups', tonumber(a[8]))
+    return { 'wait', 'ready_groups', ready .. ' of ' .. f[4] .. ' groups are ready' }
+  end
+  return { 'bound', bind(P, policy, step, base, tonumber(f[4]), tonumber(a[7])), '' }
+end
+
+-- batch: policy, epoch, step. Read only. Returns { id, base, stage, manifest or '', digest or '' }, then { gid, items } of its groups when
+-- there is no manifest yet.
+local function batch(keys, a)
+  local P, policy = keys[1], a[1]
+  local refusal = fenced(P, policy, a[2])
+  if refusal then return refusal end
+  local id = call('HGET', K.steps(P, policy), a[3])
+  if not id then return refuse('NOTFOUND', 'no batch is bound to step ' .. a[3] .. ' of ' .. policy .. '; acquire it first') end
+  local f = call('HMGET', K.batch(P, id), 'base', 'stage', 'manifest', 'digest', 'groups')
+  local out = { id, f[1], f[2], f[3] or '', f[4] or '' }
+  if not f[3] then
+    for _, gid in ipairs(split(f[5])) do out[#out + 1] = { gid, call('HGET', K.group(P, gid), 'items') } end
+  end
+  return out
+end
+
+-- seal: policy, batch, manifest, digest, then staleness, trajectories. Keeps the first manifest; a repetition changes nothing.
+local function seal(keys, a)
+  local P, B = keys[1], K.batch(keys[1], a[2])
+  if call('EXISTS', B) == 0 or call('HSETNX', B, 'manifest', a[3]) == 0 then return 0 end
+  call('HSET', B, 'digest', a[4])
+  for i = 5, #a, 2 do call('HINCRBY', K.staleness(P, a[1]), a[i], a[i + 1]) end
+  return 1
+end
+
+local STAGE_ORDER = { [''] = 0, intent = 1, trained = 2, skipped = 2 }
+
+local function end_step(P, policy, step, id, stage, n)
+  local trained = stage == 'trained'
+  count(P, 'in_batch', -n)
+  count(P, trained and 'trained' or 'dropped:skipped', n)
+  call('HSET', K.policy(P, policy), 'finished', step, 'finish_ms', now_ms())
+  call('ZREM', K.batch_leases(P), id)
+  if not trained then
+    call('HDEL', K.unpublished(P, policy), step)
+    emit(P, 'work')
+  end
+end
+
+-- ack: policy, epoch, step, batch, digest, stage. Stages only move forward. Returns the stage recorded now.
+local function ack(keys, a)
+  local P, policy, B = keys[1], a[1], K.batch(keys[1], a[4])
+  local refusal = fenced(P, policy, a[2])
+  if refusal then return refusal end
+  if call('HGET', K.steps(P, policy), a[3]) ~= a[4] then
+    return refuse('NOTFOUND', 'batch ' .. a[4] .. ' is not bound to step ' .. a[3] .. ' of ' .. policy .. '; acquire the step again')
+  end
+  local f = call('HMGET', B, 'stage', 'digest', 'n')
+  if f[2] ~= a[5] then
+    return refuse('CONFLICT', 'the digest is not that of batch ' .. a[4] .. '; fetch the batch again and train on what was handed out')
+  end
+  local now_order, next_order = STAGE_ORDER[f[1]], STAGE_ORDER[a[6]]
+  if now_order == 2 and next_order == 2 and f[1] ~= a[6] then
+    return refuse('CONFLICT', 'step ' .. a[3] .. ' is already ' .. f[1] .. ' and cannot become ' .. a[6])
+  end
+  if next_order <= now_order then return f[1] end
+  call('HSET', B, 'stage', a[6], 'epoch', a[2])
+  if next_order == 2 then
+    end_step(P, policy, a[3], a[4], a[6], tonumber(f[3]))
+    call('XADD', K.consumed(P, policy), '*', 'step', a[3], 'batch', a[4], 'stage', a[6], 'epoch', a[2], 'digest', a[5], 'n', f[3])
+  end
+  return a[6]
+end
+
+-- nack: policy, epoch, step. Groups return to the ready set with their old scores. Returns how many.
+local function nack(keys, a)
+  local P, policy = keys[1], a[1]
+  local refusal = fenced(P, policy, a[2])
+  if refusal then return refusal end
+  local id = call('HGET', K.steps(P, policy), a[3])
+  if not id then return 0 end
+  local f = call('HMGET', K.batch(P, id), 'stage', 'groups', 'n')
+  if STAGE_ORDER[f[1]] == 2 then
+    return refuse('PRECONDITION', 'step ' .. a[3] .. ' is ' .. f[1] .. '; only a batch that was not trained on can be given back')
+  end
+  local gids = split(f[2])
+  for _, gid in ipairs(gids) do
+    call('ZADD', K.ready(P, policy), call('HGET', K.group(P, gid), 'score'), gid)
+  end
+  count(P, 'in_batch', -tonumber(f[3]))
+  count(P, 'ready', tonumber(f[3]))
+  call('UNLINK', K.batch(P, id))
+  call('HDEL', K.steps(P, policy), a[3])
+  call('HDEL', K.unpublished(P, policy), a[3])
+  call('ZREM', K.batch_leases(P), id)
+  emit(P, 'ready ' .. policy)
+  return #gids
+end
+
+-- renew_batch: policy, epoch, step, lease ms. Returns 1 when a batch is bound.
+local function renew_batch(keys, a)
+  local P = keys[1]
+  local refusal = fenced(P, a[1], a[2])
+  if refusal then return refusal end
+  local id = call('HGET', K.steps(P, a[1]), a[3])
+  if not id then return refuse('NOTFOUND', 'no batch is bound to step ' .. a[3] .. ' of ' .. a[1]) end
+  call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a[4]), id)
+  return 1
+end
+
+-- mark_durable: policy, epoch, step. Never moves back. Returns the retained steps that may be released.
+local function mark_durable(keys, a)
+  local P, policy, Q = keys[1], a[1], K.policy(keys[1], a[1])
+  local refusal = fenced(P, policy, a[2])
+  if refusal then return refusal end
+  local f = call('HMGET', Q, 'durable', 'finished')
+  if tonumber(a[3]) > tonumber(f[2]) then
+    return refuse('INVALID', 'step ' .. a[3] .. ' cannot be durable: the last finished step is ' .. f[2])
+  end
+  local durable = math.max(tonumber(f[1]), tonumber(a[3]))
+  call('HSET', Q, 'durable', durable)
+  return durable
+end
+
+-- releasable: policy. Returns retained steps that a durable checkpoint covers.
+local function releasable(keys, a)
+  local P, policy = keys[1], a[1]
+  local durable, steps = tonumber(call('HGET', K.policy(P, policy), 'durable')), {}
+  for _, step in ipairs(call('HKEYS', K.steps(P, policy))) do
+    if tonumber(step) <= durable then steps[#steps + 1] = step end
+  end
+  return steps
+end
+
+-- release: policy, step. Frees one durable step. Returns the number of trajectories released.
+local function release(keys, a)
+  local P, policy = keys[1], a[1]
+  local id = call('HGET', K.steps(P, policy), a[2])
+  if not id or tonumber(a[2]) > tonumber(call('HGET', K.policy(P, policy), 'durable')) then return 0 end
+  local released = 0
+  for _, gid in ipairs(split(call('HGET', K.batch(P, id), 'groups'))) do
+    local ids = split(call('HGET', K.group(P, gid), 'ids'))
+    forget(P, ids)
+    call('UNLINK', K.group(P, gid))
+    released = released + #ids
+  end
+  call('UNLINK', K.batch(P, id))
+  call('HDEL', K.steps(P, policy), a[2])
+  return released
+end
+
+-- late_batches. Returns batches whose lease is over; an alarm, nothing is unbound.
+local function late_batches(keys)
+  return call('ZRANGEBYSCORE', K.batch_leases(keys[1]), '-inf', now_ms(), 'LIMIT', 0, 100)
+end

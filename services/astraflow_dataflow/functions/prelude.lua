@@ -1,0 +1,60 @@
+-- What every function of the library uses: time, counters, events, ends of trajectories.
+-- P is the run's key prefix; ids and slugs are strings; times are milliseconds of Redis' own clock.
+
+-- `redis.call` does not exist yet while the library is loaded.
+local function call(...) return redis.call(...) end
+local GROUP = 'raas'
+local TRAIN = 'train'
+local MAX_EVENTS = 10000
+local MAX_DEAD = 100000
+local MAX_POISON = 1000
+
+local function now_ms()
+  local t = call('TIME')
+  return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+end
+
+local function refuse(kind, text)
+  return redis.error_reply(kind .. ' ' .. text)
+end
+
+local function count(P, field, by)
+  if by ~= 0 then call('HINCRBY', K.counters(P), field, by) end
+end
+
+local function emit(P, topic, ...)
+  call('XADD', K.events(P), 'MAXLEN', '~', MAX_EVENTS, '*', 'topic', topic, ...)
+end
+
+local function lines(list)
+  return table.concat(list, '\n')
+end
+
+local function split(text)
+  local list = {}
+  for line in string.gmatch(text or '', '[^\n]+') do list[#list + 1] = line end
+  return list
+end
+
+local function precise(number)
+  return string.format('%.17g', number)
+end
+
+-- Payload and ownership of trajectories that nothing will read again.
+local function forget(P, ids)
+  for _, id in ipairs(ids) do
+    local episode = call('HGET', K.owners(P), id)
+    if episode then
+      call('UNLINK', K.payload(P, episode, id))
+      call('HDEL', K.owners(P), id)
+    end
+  end
+end
+
+local function is_open(state)
+  return state == 'queued' or state == 'leased' or state == 'retry'
+end
+
+local function policies(P)
+  return call('LRANGE', K.policies(P), 0, -1)
+end

@@ -1,0 +1,144 @@
+-- Episodes: one call commits a whole episode, or says why not. The outcome table is section "push" of docs/dataflow.md.
+
+-- Counts trajectories dropped at the door, once per episode id, and frees what was uploaded for them.
+local function turn_away(P, task, known, episode, outcome, reason, items, detail)
+  local n = 0
+  for _, item in ipairs(items) do
+    if item.stored then call('UNLINK', K.payload(P, episode, item.id)) end
+    n = n + 1
+  end
+  count(P, 'ingested', n)
+  count(P, 'dropped:' .. reason, n)
+  if known then call('HSET', K.task(P, task), 'r' .. episode, outcome .. ' ' .. (detail or '')) end
+  return { outcome, detail or '', 0 }
+end
+
+local function parse_items(a, from)
+  local items = {}
+  for i = from, #a, 4 do
+    items[#items + 1] = { id = a[i], policy = a[i + 1], reward = tonumber(a[i + 2]), header = a[i + 3] }
+  end
+  return items
+end
+
+local function credit_node(P, node, items)
+  if call('SISMEMBER', K.nodes(P), node) == 1 then
+    call('HINCRBY', K.node(P, node), 'episodes', 1)
+    if #items > 0 then call('HINCRBY', K.node(P, node), 'trajectories', #items) end
+  end
+end
+
+local function accept_evaluation(P, id, items)
+  local E = K.evaluation(P, id)
+  local policy = call('HGET', E, 'policy')
+  for _, item in ipairs(items) do
+    if item.policy == policy then
+      call('HINCRBY', E, 'samples', 1)
+      call('HSET', E, 'sum', precise(tonumber(call('HGET', E, 'sum')) + item.reward))
+    end
+  end
+  count(P, 'ingested', #items)
+  count(P, 'evaluated', #items)
+end
+
+local function accept_training(P, task, episode, items)
+  for _, item in ipairs(items) do
+    call('PERSIST', K.payload(P, episode, item.id))
+    call('HSET', K.owners(P), item.id, episode)
+    call('HSET', K.members(P, task), item.id, item.header)
+  end
+  count(P, 'ingested', #items)
+  count(P, 'assembling', #items)
+end
+
+-- Ends a task whose last member came. Returns 1 when the caller must settle it.
+local function complete_task(P, task, evaluation, failed, node)
+  end_lease(P, task, 'group_closed', node)
+  if evaluation ~= '' then
+    leave_lane(P, task)
+    entomb(P, task, 86400000)
+    call('HINCRBY', K.evaluation(P, evaluation), failed and 'failed' or 'done', 1)
+    finish_evaluation(P, evaluation)
+    return 0
+  end
+  call('HSET', K.task(P, task), 'state', 'complete', 'why', '')
+  call('ZREM', K.open(P), task)
+  call('ZREM', K.retry(P, TRAIN), task)
+  call('ZADD', K.settling(P), now_ms(), task)
+  return 1
+end
+
+-- Why a stored payload or an id forbids the commit: 'RETRY', 'POISON', or nil.
+local function unusable(P, episode, items)
+  for _, item in ipairs(items) do
+    local owner = call('HGET', K.owners(P), item.id)
+    if owner and owner ~= episode then return 'POISON' end
+  end
+  for _, item in ipairs(items) do
+    if call('EXISTS', K.payload(P, episode, item.id)) == 0 then return 'RETRY' end
+  end
+  return nil
+end
+
+-- commit: task, member, attempt, episode, node, '1' hedge, '1' failed, horizon ms, then id, policy, reward, header per trajectory.
+-- Returns { outcome, detail, 1 when the task waits to be settled }.
+local function commit(keys, a)
+  local P, task, episode, node = keys[1], a[1], a[4], a[5]
+  local T, items = K.task(P, task), parse_items(a, 9)
+  local f = call('HMGET', T, 'state', 'attempt', 'size', 'evaluation', 'm' .. a[2], 'r' .. episode)
+  local state, member = f[1], f[5]
+  local is_evaluation = f[4] and f[4] ~= ''
+  for _, item in ipairs(items) do item.stored = not is_evaluation end
+  if not state then return turn_away(P, task, false, episode, 'LATE_CLOSED', 'late_closed', items, 'unknown_task') end
+  if member and string.sub(member, 2) == episode then return { 'DUPLICATE', '', 0 } end
+  if f[6] then
+    local outcome, detail = string.match(f[6], '^(%S+) (.*)$')
+    return { outcome, detail, 0 }
+  end
+  if tonumber(a[2]) >= tonumber(f[3]) then
+    return turn_away(P, task, true, episode, 'POISON', 'poison', items, 'member_out_of_range')
+  end
+  if member then
+    if a[6] ~= '1' and tonumber(a[3]) < tonumber(f[2]) then
+      return turn_away(P, task, true, episode, 'FENCED', 'fenced', items)
+    end
+    return turn_away(P, task, true, episode, 'SUPERSEDED', 'superseded', items)
+  end
+  local run = call('HGET', K.run(P), 'state')
+  if not is_open(state) or run == 'finished' or (run == 'finishing' and not is_evaluation) then
+    return turn_away(P, task, true, episode, 'LATE_CLOSED', 'late_closed', items)
+  end
+  local bad = not is_evaluation and unusable(P, episode, items)
+  if bad == 'RETRY' then return { 'RETRY', '', 0 } end
+  if bad == 'POISON' then return turn_away(P, task, true, episode, 'POISON', 'poison', items, 'duplicate_id') end
+  call('HSET', T, 'm' .. a[2], (a[7] == '1' and 'x' or 'f') .. episode)
+  if is_evaluation then accept_evaluation(P, f[4], items) else accept_training(P, task, episode, items) end
+  credit_node(P, node, items)
+  local settle = 0
+  if call('HINCRBY', T, 'left', -1) == 0 then
+    settle = complete_task(P, task, f[4], a[7] == '1', node)
+  else
+    call('ZADD', K.open(P), 'NX', now_ms() + tonumber(a[8]), task)
+  end
+  local late = a[6] ~= '1' and tonumber(a[3]) < tonumber(f[2])
+  return { late and 'ACCEPTED_LATE' or 'ACCEPTED', '', settle }
+end
+
+-- quarantine: task, member, episode, node, reason, detail, number of trajectories, sample. Idempotent per episode id.
+-- An episode that was accepted or refused before keeps its first answer. Returns { outcome, detail }.
+local function quarantine(keys, a)
+  local P, task, episode = keys[1], a[1], a[3]
+  local f = call('HMGET', K.task(P, task), 'state', 'm' .. a[2], 'r' .. episode)
+  if f[2] and string.sub(f[2], 2) == episode then return { 'DUPLICATE', '' } end
+  if f[3] then
+    local outcome, detail = string.match(f[3], '^(%S+) (.*)$')
+    return { outcome, detail }
+  end
+  count(P, 'ingested', tonumber(a[7]))
+  count(P, 'dropped:poison', tonumber(a[7]))
+  if f[1] then call('HSET', K.task(P, task), 'r' .. episode, 'POISON ' .. a[5]) end
+  if call('SISMEMBER', K.nodes(P), a[4]) == 1 then call('HINCRBY', K.node(P, a[4]), 'poisoned', 1) end
+  call('XADD', K.poison(P), 'MAXLEN', '~', MAX_POISON, '*', 'task', task, 'episode', episode, 'node', a[4],
+    'reason', a[5], 'detail', a[6], 'sample', a[8])
+  return { 'POISON', a[5] }
+end

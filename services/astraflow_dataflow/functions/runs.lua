@@ -1,0 +1,118 @@
+-- Runs, nodes and evaluations.
+
+-- create_run: digest, group of fields..., see store_runs.py: run id, digest, recipe, code, store, max attempts, then per policy:
+-- name, window, floor, smoothing, max staleness, groups per step. Returns { '1' when new, digest stored }.
+local function create_run(keys, a)
+  local P = keys[1]
+  local known = call('HGET', K.run(P), 'digest')
+  if known then return { '0', known } end
+  local now = now_ms()
+  call('HSET', K.run(P), 'digest', a[2], 'recipe', a[3], 'code', a[4], 'store', a[5], 'max_attempts', a[6],
+    'state', 'active', 'create_ms', now, 'cursor', 0, 'exhausted', '0')
+  for i = 7, #a, 6 do
+    call('RPUSH', K.policies(P), a[i])
+    call('HSET', K.policy(P, a[i]), 'window', a[i + 1], 'floor', a[i + 2], 'smoothing', a[i + 3],
+      'max_staleness', a[i + 4], 'groups_per_step', a[i + 5], 'acceptance', '1', 'epoch', 0, 'finished', 0, 'durable', 0)
+  end
+  call('XGROUP', 'CREATE', K.lane(P, TRAIN), GROUP, '0', 'MKSTREAM')
+  call('ZADD', RUNS, now, a[1])
+  emit(P, 'run')
+  return { '1', a[2] }
+end
+
+local LIFE = { active = 1, finishing = 2, finished = 3 }
+
+-- advance: state. Moves a run forward in its life. Returns the state it is in now.
+local function advance(keys, a)
+  local P = keys[1]
+  local state = call('HGET', K.run(P), 'state')
+  if not state then return refuse('NOTFOUND', 'no such run') end
+  if LIFE[a[1]] < LIFE[state] then
+    return refuse('PRECONDITION', 'the run is ' .. state .. ' and cannot go back to ' .. a[1])
+  end
+  if a[1] ~= state then
+    call('HSET', K.run(P), 'state', a[1])
+    emit(P, 'run')
+    emit(P, 'work')
+  end
+  return a[1]
+end
+
+-- join: node, incarnation (20 digits), region, pool, most tasks, engines. Returns { restarts, leases taken back }.
+local function join(keys, a)
+  local P, N = keys[1], K.node(keys[1], a[1])
+  local now, taken = now_ms(), 0
+  local known = call('HGET', N, 'incarnation')
+  if known and known > a[2] then
+    return refuse('FENCED', 'node ' .. a[1] .. ' already joined with a newer incarnation (' .. known .. '); another process uses its name')
+  end
+  if known and known < a[2] then
+    call('HINCRBY', N, 'restarts', 1)
+    -- Its process is gone, so its leases need not run out first.
+    for _, task in ipairs(call('SMEMBERS', K.node_leases(P, a[1]))) do
+      give_again(P, task, 'node_restarted', 'node ' .. a[1] .. ' came back with a new incarnation', now, now, a[1])
+      taken = taken + 1
+    end
+  end
+  call('SADD', K.nodes(P), a[1])
+  call('HSET', N, 'incarnation', a[2], 'region', a[3], 'pool', a[4], 'max_tasks', a[5], 'engines', a[6], 'seen_ms', now)
+  emit(P, 'work')
+  return { tonumber(call('HGET', N, 'restarts') or 0), taken }
+end
+
+-- report: node, incarnation, connected until (ms from now, 0 when it left), then field, value. Refuses an older incarnation.
+local function report(keys, a)
+  local P, N = keys[1], K.node(keys[1], a[1])
+  local known = call('HGET', N, 'incarnation')
+  if not known then return refuse('NOTFOUND', 'node ' .. a[1] .. ' has not joined this run; join it first') end
+  if known ~= a[2] then
+    return refuse('FENCED', 'node ' .. a[1] .. ' joined with incarnation ' .. known .. ', not ' .. a[2] .. '; another process uses its name')
+  end
+  local now = now_ms()
+  call('HSET', N, 'seen_ms', now, 'connected_until', now + tonumber(a[3]))
+  for i = 4, #a, 2 do call('HSET', N, a[i], a[i + 1]) end
+  return 1
+end
+
+-- plan_evaluation: id, policy, version, planned, '1' final. Idempotent. Returns 1 when it is new.
+local function plan_evaluation(keys, a)
+  local P, E = keys[1], K.evaluation(keys[1], a[1])
+  if call('EXISTS', E) == 1 then return 0 end
+  local now = now_ms()
+  call('HSET', E, 'policy', a[2], 'version', a[3], 'planned', a[4], 'final', a[5], 'state', 'open', 'fed', 0, 'done', 0,
+    'failed', 0, 'samples', 0, 'sum', '0', 'create_ms', now)
+  call('ZADD', K.evaluations(P), now, a[1])
+  call('HSET', K.open_evaluations(P), a[1], a[2] .. ' ' .. a[3])
+  call('XGROUP', 'CREATE', K.lane(P, a[1]), GROUP, '0', 'MKSTREAM')
+  emit(P, 'work')
+  return 1
+end
+
+-- feed_evaluation: id, expected fed, planned (smaller when the data set ended), then task id, spec. Returns -1 when another server was first.
+local function feed_evaluation(keys, a)
+  local P, E = keys[1], K.evaluation(keys[1], a[1])
+  local f = call('HMGET', E, 'fed', 'state')
+  if f[1] ~= a[2] or f[2] ~= 'open' then return -1 end
+  local fresh = 0
+  for i = 4, #a, 2 do
+    if add_task(P, a[1], a[i], 1, a[1], a[i + 1]) then fresh = fresh + 1 end
+  end
+  call('HSET', E, 'fed', tonumber(a[2]) + (#a - 3) / 2, 'planned', a[3])
+  finish_evaluation(P, a[1])
+  emit(P, 'work')
+  return fresh
+end
+
+-- give_up_evaluation: id, reason. Closes its tasks; what was counted stays counted. Returns the tasks closed.
+local function give_up_evaluation(keys, a)
+  local P, E, now = keys[1], K.evaluation(keys[1], a[1]), now_ms()
+  if call('HGET', E, 'state') ~= 'open' then return 0 end
+  call('HSET', E, 'state', 'given_up', 'reason', a[2], 'complete_ms', now)
+  call('HDEL', K.open_evaluations(P), a[1])
+  local closed = 0
+  for _, entry in ipairs(call('XRANGE', K.lane(P, a[1]), '-', '+')) do
+    if close_task(P, entry[2][2], 'given_up', now) then closed = closed + 1 end
+  end
+  emit(P, 'work')
+  return closed
+end

@@ -1,0 +1,70 @@
+-- Groups: what becomes of a complete task. The server reads the members, asks the filters and calls settle; a crash in
+-- between leaves the task in `settling`, where any server finds it again.
+
+-- members: task. Returns { why, credited, size, failed, id, header, id, header... } of a complete task, or {} when there is none.
+local function members(keys, a)
+  local P, T = keys[1], K.task(keys[1], a[1])
+  local f = call('HMGET', T, 'state', 'why', 'credited', 'size', 'left')
+  if f[1] ~= 'complete' then return {} end
+  local finished = 0
+  local names = {}
+  for i = 0, tonumber(f[4]) - 1 do names[#names + 1] = 'm' .. i end
+  for _, member in ipairs(call('HMGET', T, unpack(names))) do
+    if member and string.sub(member, 1, 1) == 'f' then finished = finished + 1 end
+  end
+  return { f[2] or '', f[3] or '*', f[4], finished, unpack(call('HGETALL', K.members(P, a[1]))) }
+end
+
+local function judge(P, policy, kept, sum, n)
+  local Q = K.policy(P, policy)
+  local f = call('HMGET', Q, 'acceptance', 'smoothing', 'groups_per_step')
+  local average = tonumber(f[1])
+  call('HSET', Q, 'acceptance', precise(average + tonumber(f[2]) * ((kept and 1 or 0) - average)))
+  call('LPUSH', K.recent(P, policy), sum .. ' ' .. n)
+  call('LTRIM', K.recent(P, policy), 0, tonumber(f[3]) - 1)
+end
+
+local function make_ready(P, task, gid, policy, n, oldest, items, ids)
+  local arrival = call('HINCRBY', K.run(P), 'arrivals', 1)
+  -- Earliest deadline first: the oldest version decides, arrival breaks ties.
+  local score = tonumber(oldest) * 4294967296 + arrival
+  call('HSET', K.group(P, gid), 'policy', policy, 'task', task, 'n', n, 'oldest', oldest, 'items', items,
+    'ids', ids, 'score', precise(score))
+  call('ZADD', K.ready(P, policy), precise(score), gid)
+  count(P, 'ready', n)
+  emit(P, 'ready ' .. policy)
+end
+
+-- settle: task, tombstone ttl ms, then gid, policy, verdict ('ready' or a drop reason), '1' when filters judged it, n, oldest version,
+-- sum of rewards, items, ids per group. Atomic, and does nothing when another server was first. Returns 1 when it acted.
+local function settle(keys, a)
+  local P, task = keys[1], a[1]
+  if call('HGET', K.task(P, task), 'state') ~= 'complete' then return 0 end
+  local total = 0
+  for i = 3, #a, 9 do total = total + tonumber(a[i + 4]) end
+  if total ~= call('HLEN', K.members(P, task)) then
+    return refuse('DEFECT', 'task ' .. task .. ' holds other trajectories than are being settled')
+  end
+  for i = 3, #a, 9 do
+    local gid, policy, verdict, n = a[i], a[i + 1], a[i + 2], tonumber(a[i + 4])
+    if a[i + 3] == '1' then judge(P, policy, verdict == 'ready', a[i + 6], n) end
+    if verdict == 'ready' then
+      make_ready(P, task, gid, policy, n, a[i + 5], a[i + 7], a[i + 8])
+    else
+      count(P, 'dropped:' .. verdict, n)
+      forget(P, split(a[i + 8]))
+    end
+  end
+  count(P, 'assembling', -total)
+  for _, policy in ipairs(policies(P)) do call('SREM', K.outstanding(P, policy), task) end
+  leave_lane(P, task)
+  call('ZREM', K.settling(P), task)
+  entomb(P, task, tonumber(a[2]))
+  emit(P, 'work')
+  return 1
+end
+
+-- unsettled: least age ms, limit. Returns complete tasks that nobody settled yet.
+local function unsettled(keys, a)
+  return call('ZRANGEBYSCORE', K.settling(keys[1]), '-inf', now_ms() - tonumber(a[1]), 'LIMIT', 0, tonumber(a[2]))
+end

@@ -1,0 +1,323 @@
+-- Tasks: submit, lease, renew, give back, expire. Task states:
+-- queued -> leased <-> retry -> complete -> done (training) | done (evaluation), see settle.lua.
+
+local function add_task(P, lane, id, size, evaluation, spec)
+  if call('SADD', K.known(P), id) == 0 then return false end
+  local entry = call('XADD', K.lane(P, lane), '*', 'task', id)
+  call('HSET', K.task(P, id), 'state', 'queued', 'attempt', 0, 'tries', 0, 'size', size, 'left', size,
+    'lane', lane, 'entry', entry, 'evaluation', evaluation, 'spec', spec)
+  return true
+end
+
+-- Removes what points at a running lease; `holder` learns of it unless it ended the lease itself.
+local function end_lease(P, task, reason, quiet_node)
+  local f = call('HMGET', K.task(P, task), 'state', 'node', 'attempt')
+  call('ZREM', K.leases(P), task)
+  if f[1] ~= 'leased' then return end
+  call('SREM', K.node_leases(P, f[2]), task)
+  if f[2] ~= quiet_node then
+    emit(P, 'node ' .. f[2], 'lease', task .. '#' .. f[3], 'reason', reason)
+  end
+end
+
+local function leave_lane(P, task)
+  local f = call('HMGET', K.task(P, task), 'lane', 'entry')
+  if f[1] then
+    call('XACK', K.lane(P, f[1]), GROUP, f[2])
+    call('XDEL', K.lane(P, f[1]), f[2])
+    call('ZREM', K.retry(P, f[1]), task)
+  end
+  call('ZREM', K.open(P), task)
+end
+
+-- Leaves what repeated pushes need (members, refusals) and lets even that end some day.
+local function entomb(P, task, ttl_ms)
+  call('HSET', K.task(P, task), 'state', 'done')
+  call('HDEL', K.task(P, task), 'spec', 'lane', 'entry', 'credited', 'avoid')
+  call('UNLINK', K.members(P, task))
+  call('PEXPIRE', K.task(P, task), ttl_ms)
+end
+
+local function finish_evaluation(P, id)
+  local E = K.evaluation(P, id)
+  local f = call('HMGET', E, 'planned', 'done', 'failed', 'state')
+  if f[4] == 'open' and tonumber(f[2]) + tonumber(f[3]) >= tonumber(f[1]) then
+    call('HSET', E, 'state', 'complete', 'complete_ms', now_ms())
+    call('HDEL', K.open_evaluations(P), id)
+    emit(P, 'work')
+  end
+end
+
+-- Ends a task whose members will not all come. Training tasks go on to settle; evaluation tasks end here.
+local function close_task(P, task, why, now)
+  local T = K.task(P, task)
+  local f = call('HMGET', T, 'state', 'evaluation', 'left')
+  if not is_open(f[1]) then return false end
+  end_lease(P, task, 'group_closed', '')
+  if f[2] ~= '' then
+    leave_lane(P, task)
+    entomb(P, task, 86400000)
+    call('HINCRBY', K.evaluation(P, f[2]), 'failed', 1)
+    finish_evaluation(P, f[2])
+  else
+    call('HSET', T, 'state', 'complete', 'why', why)
+    call('ZREM', K.open(P), task)
+    call('ZADD', K.settling(P), now, task)
+    emit(P, 'work')
+  end
+  return true
+end
+
+local function bury(P, task, reason, detail, now)
+  local f = call('HMGET', K.task(P, task), 'attempt', 'node')
+  call('XADD', K.dead(P), 'MAXLEN', '~', MAX_DEAD, '*', 'task', task, 'reason', reason, 'detail', detail,
+    'attempt', f[1], 'node', f[2] or '')
+  close_task(P, task, 'dead_letter', now)
+end
+
+-- Another node gets the task, or nobody when its tries are spent. Returns true when it will be leased again.
+local function give_again(P, task, reason, detail, now, due, quiet_node)
+  local T = K.task(P, task)
+  local f = call('HMGET', T, 'tries', 'lane')
+  if tonumber(f[1]) >= tonumber(call('HGET', K.run(P), 'max_attempts')) then
+    bury(P, task, reason, detail, now)
+    return false
+  end
+  end_lease(P, task, 'lease_lost', quiet_node)
+  call('HSET', T, 'state', 'retry')
+  call('ZADD', K.retry(P, f[2]), due, task)
+  emit(P, 'work')
+  return true
+end
+
+-- submit: lane, then id, size, spec per task. Returns the number of new tasks.
+local function submit(keys, a)
+  local P, fresh = keys[1], 0
+  if call('HGET', K.run(P), 'state') ~= 'active' then
+    return refuse('PRECONDITION', 'the run takes no tasks any more; create a new run')
+  end
+  for i = 2, #a, 3 do
+    if add_task(P, a[1], a[i], tonumber(a[i + 1]), '', a[i + 2]) then fresh = fresh + 1 end
+  end
+  if fresh > 0 then emit(P, 'work') end
+  return fresh
+end
+
+-- feed: expected cursor, next cursor, '1' when the data set ended, then id, size, spec per task.
+-- Compare-and-set on the cursor: of two servers feeding at once one does nothing. Returns -1 for that one.
+local function feed(keys, a)
+  local P = keys[1]
+  local f = call('HMGET', K.run(P), 'cursor', 'state')
+  if f[1] ~= a[1] or f[2] ~= 'active' then return -1 end
+  call('HSET', K.run(P), 'cursor', a[2], 'exhausted', a[3])
+  local fresh = 0
+  for i = 4, #a, 3 do
+    if add_task(P, TRAIN, a[i], tonumber(a[i + 1]), '', a[i + 2]) then fresh = fresh + 1 end
+  end
+  if fresh > 0 then emit(P, 'work') end
+  return fresh
+end
+
+-- Groups that may still be leased for a policy: equation 5.1 of the protocol solved for new groups.
+local function free_credit(P, policy)
+  local f = call('HMGET', K.policy(P, policy), 'window', 'floor', 'acceptance')
+  local survives = math.max(tonumber(f[3]), tonumber(f[2]))
+  local unpublished = 0
+  for _, n in ipairs(call('HVALS', K.unpublished(P, policy))) do unpublished = unpublished + tonumber(n) end
+  local room = tonumber(f[1]) - call('ZCARD', K.ready(P, policy)) - unpublished
+  return math.max(0, math.floor(room / survives - call('SCARD', K.outstanding(P, policy)) + 1e-9))
+end
+
+local function grant(P, node, task, ttl, horizon, now)
+  local T = K.task(P, task)
+  local f = call('HMGET', T, 'size', 'spec', 'evaluation')
+  local attempt = call('HINCRBY', T, 'attempt', 1)
+  call('HINCRBY', T, 'tries', 1)
+  call('HSET', T, 'state', 'leased', 'node', node)
+  call('ZADD', K.leases(P), now + ttl, task)
+  call('SADD', K.node_leases(P, node), task)
+  call('ZADD', K.open(P), 'NX', now + horizon, task)
+  local names, missing = {}, {}
+  for i = 0, tonumber(f[1]) - 1 do names[#names + 1] = 'm' .. i end
+  for i, filled in ipairs(call('HMGET', T, unpack(names))) do
+    if not filled then missing[#missing + 1] = i - 1 end
+  end
+  return { task, attempt, f[2], f[3], table.concat(missing, ',') }
+end
+
+local function avoids(P, task, node)
+  local names = call('HGET', K.task(P, task), 'avoid')
+  return names and string.find(names, '\n' .. node .. '\n', 1, true) ~= nil
+end
+
+local function lease_retries(P, node, lane, want, ttl, horizon, now, out)
+  local due = call('ZRANGEBYSCORE', K.retry(P, lane), '-inf', now, 'LIMIT', 0, want + 32)
+  for _, task in ipairs(due) do
+    if #out >= want then return end
+    if not avoids(P, task, node) then
+      call('ZREM', K.retry(P, lane), task)
+      local entry = call('HGET', K.task(P, task), 'entry')
+      call('XCLAIM', K.lane(P, lane), GROUP, node, 0, entry, 'JUSTID')
+      out[#out + 1] = grant(P, node, task, ttl, horizon, now)
+    end
+  end
+end
+
+local function read_lane(P, node, lane, most)
+  local reply = call('XREADGROUP', 'GROUP', GROUP, node, 'COUNT', most, 'STREAMS', K.lane(P, lane), '>')
+  local found = {}
+  if not reply then return found end
+  for _, entry in ipairs(reply[1][2]) do
+    local task = entry[2][2]
+    if is_open(call('HGET', K.task(P, task), 'state')) then
+      found[#found + 1] = task
+    else
+      call('XACK', K.lane(P, lane), GROUP, entry[1])
+      call('XDEL', K.lane(P, lane), entry[1])
+    end
+  end
+  return found
+end
+
+-- Charges one group to every policy that has credit; trajectories of the others will end as no_credit.
+local function charge(P, task, credit)
+  local credited = {}
+  for policy, free in pairs(credit) do
+    if free > 0 then
+      credit[policy] = free - 1
+      credited[#credited + 1] = policy
+      call('SADD', K.outstanding(P, policy), task)
+    end
+  end
+  call('HSET', K.task(P, task), 'credited', lines(credited))
+end
+
+local function largest(credit)
+  local most = 0
+  for _, free in pairs(credit) do most = math.max(most, free) end
+  return most
+end
+
+-- Why a node may not train now, or nil. `serving` maps policy to the version the node says it serves.
+local function barred(P, serving)
+  if call('HGET', K.run(P), 'state') ~= 'active' then return 'run_finished' end
+  for _, policy in ipairs(policies(P)) do
+    local f = call('HMGET', K.policy(P, policy), 'version', 'max_staleness')
+    if not f[1] then return 'no_version' end
+    if serving[policy] and tonumber(f[1]) - serving[policy] > tonumber(f[2]) then return 'node_behind' end
+  end
+  return nil
+end
+
+-- Evaluation leases go to nodes that serve exactly the version; they come before training.
+local function lease_evaluations(P, node, serving, want, ttl, horizon, now, out)
+  local open = call('HGETALL', K.open_evaluations(P))
+  for i = 1, #open, 2 do
+    if #out >= want then return end
+    local policy, version = string.match(open[i + 1], '^(%S+) (%d+)$')
+    if serving[policy] == tonumber(version) then
+      lease_retries(P, node, open[i], want, ttl, horizon, now, out)
+      for _, task in ipairs(want > #out and read_lane(P, node, open[i], want - #out) or {}) do
+        out[#out + 1] = grant(P, node, task, ttl, horizon, now)
+      end
+    end
+  end
+end
+
+-- Returns why nothing more was leased for training, or nil when `want` was reached.
+local function lease_training(P, node, serving, want, ttl, horizon, now, out)
+  local reason = barred(P, serving)
+  if reason then return reason end
+  lease_retries(P, node, TRAIN, want, ttl, horizon, now, out)
+  local credit = {}
+  for _, policy in ipairs(policies(P)) do credit[policy] = free_credit(P, policy) end
+  while #out < want do
+    if largest(credit) <= 0 then return 'staleness_window' end
+    local found = read_lane(P, node, TRAIN, 1)
+    if #found > 0 then
+      charge(P, found[1], credit)
+      out[#out + 1] = grant(P, node, found[1], ttl, horizon, now)
+    elseif call('XLEN', K.lane(P, TRAIN)) == call('XPENDING', K.lane(P, TRAIN), GROUP)[1] then
+      return call('HGET', K.run(P), 'exhausted') == '1' and 'dataset_exhausted' or 'no_tasks'
+    end
+  end
+  return nil
+end
+
+-- lease: node, want, ttl, horizon, most leases the node may hold, then policy, version served.
+-- Returns { reason, lease... }; reason is '' when all that was wanted was leased.
+local function lease(keys, a)
+  local P, node, want, ttl, horizon = keys[1], a[1], tonumber(a[2]), tonumber(a[3]), tonumber(a[4])
+  local now, out, serving = now_ms(), {}, {}
+  for i = 6, #a, 2 do serving[a[i]] = tonumber(a[i + 1]) end
+  if call('HGET', K.run(P), 'state') == 'finished' then return { 'run_finished' } end
+  want = math.min(want, tonumber(a[5]) - call('SCARD', K.node_leases(P, node)))
+  if want <= 0 then return { 'node_full' } end
+  lease_evaluations(P, node, serving, want, ttl, horizon, now, out)
+  local reason = nil
+  if #out < want then reason = lease_training(P, node, serving, want, ttl, horizon, now, out) end
+  return { reason or '', unpack(out) }
+end
+
+local function holds(P, node, lease_id)
+  local task, attempt = string.match(lease_id, '^(.*)#(%d+)$')
+  if not task then return nil end
+  local f = call('HMGET', K.task(P, task), 'state', 'attempt', 'node')
+  if f[1] == 'leased' and f[2] == attempt and f[3] == node then return task end
+  return nil
+end
+
+-- renew: node, ttl, lease ids. Returns the leases that are not this node's any more.
+local function renew(keys, a)
+  local P, lost, now = keys[1], {}, now_ms()
+  for i = 3, #a do
+    local task = holds(P, a[1], a[i])
+    if task then call('ZADD', K.leases(P), now + tonumber(a[2]), task) else lost[#lost + 1] = a[i] end
+  end
+  return lost
+end
+
+-- fail: node, lease id, reason, detail, '1' retryable, '1' costs no attempt, backoff ms. Returns 1 when it will be leased again.
+local function fail(keys, a)
+  local P, node, now = keys[1], a[1], now_ms()
+  local task = holds(P, node, a[2])
+  if not task then return 0 end
+  local T = K.task(P, task)
+  if a[6] == '1' then
+    call('HINCRBY', T, 'tries', -1)
+    if a[3] == 'missing_capability' then
+      call('HSET', T, 'avoid', (call('HGET', T, 'avoid') or '\n') .. node .. '\n')
+    end
+  elseif a[5] ~= '1' then
+    bury(P, task, a[3], a[4], now)
+    return 0
+  end
+  local again = give_again(P, task, a[3], a[4], now, now + tonumber(a[7]), node)
+  return again and 1 or 0
+end
+
+-- sweep: limit. Expires leases and groups whose time is over. Returns { expired leases, closed groups }.
+local function sweep(keys, a)
+  local P, now, limit = keys[1], now_ms(), tonumber(a[1])
+  local expired = call('ZRANGEBYSCORE', K.leases(P), '-inf', now, 'LIMIT', 0, limit)
+  for _, task in ipairs(expired) do give_again(P, task, 'lease_expired', 'not renewed in time', now, now, '') end
+  local late = call('ZRANGEBYSCORE', K.open(P), '-inf', now, 'LIMIT', 0, limit)
+  for _, task in ipairs(late) do close_task(P, task, 'expired', now) end
+  if call('ZCOUNT', K.retry(P, TRAIN), '-inf', now) > 0 then emit(P, 'work') end
+  return { #expired, #late }
+end
+
+-- close_training: limit. Closes admitted training tasks of a run that finishes. Returns how many were closed.
+local function close_training(keys, a)
+  local P, now, closed = keys[1], now_ms(), 0
+  for _, task in ipairs(call('ZRANGE', K.open(P), 0, -1)) do
+    if closed >= tonumber(a[1]) then break end
+    if call('HGET', K.task(P, task), 'evaluation') == '' then
+      end_lease(P, task, 'run_finished', '')
+      if call('HGET', K.task(P, task), 'state') == 'leased' then call('HSET', K.task(P, task), 'state', 'retry') end
+      close_task(P, task, 'run_finished', now)
+      closed = closed + 1
+    end
+  end
+  return closed
+end

@@ -1,0 +1,57 @@
+-- Versions: announced once each, in order, by the current trainer epoch.
+
+local function stored_version(text)
+  local ms, sha, body = string.match(text, '^(%d+) (%S+) (.*)$')
+  return ms, sha, body
+end
+
+-- Why the step may not publish this number, or nil. Step 0 is the initial version.
+local function wrong_step(P, policy, number, step, epoch)
+  local f = call('HMGET', K.policy(P, policy), 'finished')
+  if step > tonumber(f[1]) then
+    return refuse('INVALID', 'step ' .. step .. ' is not finished (last finished: ' .. f[1] .. '); ack it as trained before publishing')
+  end
+  local id = call('HGET', K.steps(P, policy), step)
+  if id and call('HGET', K.batch(P, id), 'stage') == 'skipped' then
+    return refuse('INVALID', 'step ' .. step .. ' was skipped and publishes no version')
+  end
+  local earlier = call('HGET', K.version_steps(P, policy), step)
+  if earlier then
+    local version, by = string.match(earlier, '^(%d+) (%d+)$')
+    if tonumber(by) == epoch then
+      return refuse('CONFLICT', 'step ' .. step .. ' already published version ' .. version .. ' in this epoch')
+    end
+  end
+  return nil
+end
+
+-- publish: policy, version, manifest sha256 (hex), step, epoch, body. Returns { ms, body } of the announced version.
+local function publish(keys, a)
+  local P, policy, Q = keys[1], a[1], K.policy(keys[1], a[1])
+  local number, step, epoch = tonumber(a[2]), tonumber(a[4]), tonumber(a[5])
+  local refusal = fenced(P, policy, a[5])
+  if refusal then return refusal end
+  local known = call('HGET', K.versions(P, policy), a[2])
+  if known then
+    local ms, sha, body = stored_version(known)
+    if sha == a[3] then return { ms, body } end
+    return refuse('CONFLICT', 'version ' .. a[2] .. ' of ' .. policy .. ' was announced with manifest ' .. sha ..
+      '; publish other bytes under the next free number')
+  end
+  local next_number = tonumber(call('HGET', Q, 'version') or -1) + 1
+  if number ~= next_number then
+    return refuse('INVALID', 'version ' .. a[2] .. ' of ' .. policy .. ' leaves a gap: the next number is ' .. next_number)
+  end
+  local wrong = wrong_step(P, policy, number, step, epoch)
+  if wrong then return wrong end
+  local ms = now_ms()
+  call('HSET', K.versions(P, policy), a[2], ms .. ' ' .. a[3] .. ' ' .. a[6])
+  call('HSET', K.version_steps(P, policy), a[4], a[2] .. ' ' .. a[5])
+  call('HSET', Q, 'version', a[2], 'publish_ms', ms)
+  for _, bound in ipairs(call('HKEYS', K.unpublished(P, policy))) do
+    if tonumber(bound) <= step then call('HDEL', K.unpublished(P, policy), bound) end
+  end
+  emit(P, 'version ' .. policy)
+  emit(P, 'work')
+  return { tostring(ms), a[6] }
+end

@@ -1,0 +1,206 @@
+"""Ingest: pushed episodes are validated, committed in micro-batches, and their groups settled.
+
+An acknowledgement is given only after Redis answered the commit. Whatever arrived while one pipeline was in flight goes into
+the next, so the cost per episode falls under load and the latency does not rise without. One `Ingest` per run and process;
+called by the trajectory service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from astraflow.errors import AstraflowError, InvalidArgumentError, PayloadMissingError, UnknownVersionError
+from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_dataflow import evaluation
+from astraflow_dataflow.records import CommitReply, Outcome, PushedEpisode, PushedItem, Refusal
+from astraflow_dataflow.runs import RunContext, RunRegistry
+from astraflow_dataflow.settling import Settling
+from astraflow_dataflow.stores import Store
+from astraflow_dataflow.validators import Expectation, Problem, check_episode, unknown_version
+from astraflow_kit import failpoints
+from astraflow_kit.log import get_logger
+from astraflow_kit.metrics import Metrics
+
+log = get_logger(__name__)
+
+EPISODES_PER_PIPELINE = 64
+_VERSION_GRACE_S = 1.0
+_MAX_SAMPLE_BYTES = 64 * 1024
+_MAX_MEMBER = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOutcome:
+    """What became of a push; `reason` and `detail` are set for POISON."""
+
+    outcome: Outcome
+    reason: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    episode: PushedEpisode
+    reply: asyncio.Future[CommitReply]
+
+
+class Ingest:
+    """The push path of one run in this process."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        *,
+        store: Store,
+        registry: RunRegistry,
+        settling: Settling,
+        metrics: Metrics,
+    ) -> None:
+        self._context = context
+        self._store = store
+        self._registry = registry
+        self._settling = settling
+        self._metrics = metrics
+        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue(maxsize=4 * EPISODES_PER_PIPELINE)
+
+    async def run(self) -> None:
+        """Commit what arrives, until cancelled. Groups are settled beside the next commits."""
+        async with asyncio.TaskGroup() as settlers:
+            while True:
+                batch = [await self._queue.get()]
+                while len(batch) < EPISODES_PER_PIPELINE and not self._queue.empty():
+                    batch.append(self._queue.get_nowait())
+                for task_id in await self._commit(batch):
+                    settlers.create_task(self._settle(task_id), name=f"settle {task_id}")
+
+    async def push(self, episode: trajectory_pb2.Episode) -> PushOutcome:
+        """Take one episode in and return what became of it, after the commit.
+
+        Raises InvalidArgumentError without a task or member, UnknownVersionError for a version not announced yet,
+        PayloadMissingError when the push must be repeated, UnavailableError when Redis is away.
+        """
+        self._require_address(episode)
+        await self._wait_for_version(episode)
+        demand = evaluation.demand_of(episode.task_id)
+        problem = check_episode(
+            episode, Expectation(newest_versions=self._context.newest_versions, demand=demand)
+        )
+        outcome = await self._quarantine(episode, problem) if problem else await self._enqueue(episode)
+        self._metrics.increment("astraflow_dataflow_pushes_total", outcome=outcome.outcome.value.lower())
+        return outcome
+
+    def _require_address(self, episode: trajectory_pb2.Episode) -> None:
+        if not episode.task_id or episode.member >= _MAX_MEMBER:
+            raise InvalidArgumentError(
+                f"an episode needs a task_id and a member below {_MAX_MEMBER}; got task_id {episode.task_id!r}, member {episode.member}"
+            )
+
+    async def _wait_for_version(self, episode: trajectory_pb2.Episode) -> None:
+        """Give an announcement that is on its way a moment to arrive."""
+        context = self._context
+        if unknown_version(episode, newest_versions=context.newest_versions) is None:
+            return
+        topics = [f"version {policy_id}" for policy_id in context.policy_ids]
+        with context.wakeups.subscribe(*topics) as news:
+            await self._registry.refresh_versions(context)
+            if unknown_version(episode, newest_versions=context.newest_versions) is None:
+                return
+            await news.wait(_VERSION_GRACE_S)
+            await self._registry.refresh_versions(context)
+        sentence = unknown_version(episode, newest_versions=context.newest_versions)
+        if sentence is not None:
+            raise UnknownVersionError(sentence, retry_after_s=1.0)
+
+    async def _enqueue(self, episode: trajectory_pb2.Episode) -> PushOutcome:
+        reply: asyncio.Future[CommitReply] = asyncio.get_running_loop().create_future()
+        await self._queue.put(_Waiting(pushed_episode(episode), reply))
+        committed = await reply
+        failpoints.hit("dataflow.committed")
+        if committed.outcome is None:
+            raise PayloadMissingError(
+                f"the payload of episode {episode.episode_id} is gone; push it again", retry_after_s=0.1
+            )
+        reason = committed.detail if committed.outcome in (Outcome.POISON, Outcome.LATE_CLOSED) else ""
+        return PushOutcome(outcome=committed.outcome, reason=reason)
+
+    async def _commit(self, batch: Sequence[_Waiting]) -> list[str]:
+        """Commit a batch, answer its pushers, and return the tasks it completed."""
+        failpoints.hit("dataflow.storing")
+        episodes = [waiting.episode for waiting in batch]
+        try:
+            replies = await self._store.episodes.commit(
+                self._context.run_id,
+                episodes,
+                evaluations=[evaluation.is_evaluation_task(episode.task_id) for episode in episodes],
+                horizon_s=self._context.recipe.dataflow.group_deadline_s,
+            )
+        except AstraflowError as error:
+            replies = [error] * len(batch)
+        for waiting, reply in zip(batch, replies, strict=True):
+            _answer(waiting.reply, reply)
+        return [
+            waiting.episode.task_id
+            for waiting, reply in zip(batch, replies, strict=True)
+            if isinstance(reply, CommitReply) and reply.settle
+        ]
+
+    async def _settle(self, task_id: str) -> None:
+        try:
+            await self._settling.settle(self._context, task_id)
+        except AstraflowError as error:
+            # The task stays listed as unsettled: the conductor settles it.
+            log.warning("group.settle_postponed", task_id=task_id, message=error.message)
+
+    async def _quarantine(self, episode: trajectory_pb2.Episode, problem: Problem) -> PushOutcome:
+        refusal = Refusal(
+            task_id=episode.task_id,
+            episode_id=episode.episode_id[:128],
+            member=episode.member,
+            node_id=episode.node_id[:64],
+            reason=problem.reason,
+            detail=problem.detail[:2048],
+            num_trajectories=len(episode.trajectories),
+            sample=episode.SerializeToString()[:_MAX_SAMPLE_BYTES],
+        )
+        outcome, reason = await self._store.episodes.quarantine(self._context.run_id, refusal)
+        log.warning(
+            "episode.quarantined", task_id=episode.task_id, reason=problem.reason, detail=problem.detail
+        )
+        return PushOutcome(
+            outcome=outcome, reason=reason, detail=problem.detail if reason == problem.reason else ""
+        )
+
+
+def pushed_episode(episode: trajectory_pb2.Episode) -> PushedEpisode:
+    """Return the domain form of a valid episode."""
+    return PushedEpisode(
+        task_id=episode.task_id,
+        episode_id=episode.episode_id,
+        member=episode.member,
+        attempt=episode.attempt,
+        node_id=episode.node_id,
+        failed=episode.status == trajectory_pb2.EPISODE_STATUS_FAILED,
+        hedge=episode.hedge,
+        items=tuple(_pushed_item(item) for item in episode.trajectories),
+    )
+
+
+def _pushed_item(item: trajectory_pb2.TrajectoryItem) -> PushedItem:
+    return PushedItem(
+        trajectory_id=item.header.trajectory_id,
+        policy_id=item.header.policy_id,
+        reward=item.header.reward,
+        header=item.header.SerializeToString(),
+        body=item.body,
+    )
+
+
+def _answer(future: asyncio.Future[CommitReply], reply: CommitReply | AstraflowError) -> None:
+    if future.done():
+        return  # the caller left; the commit stands and a repeated push answers DUPLICATE
+    if isinstance(reply, AstraflowError):
+        future.set_exception(reply)
+    else:
+        future.set_result(reply)

@@ -1,0 +1,41 @@
+"""One ingest per run and process, started on first use. Called by the trajectory service."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from astraflow_dataflow.background import supervised
+from astraflow_dataflow.ingest import Ingest
+from astraflow_dataflow.runs import RunRegistry
+from astraflow_dataflow.settling import Settling
+from astraflow_dataflow.stores import Store
+from astraflow_kit.metrics import Metrics
+
+
+@dataclass
+class Ingests:
+    """The ingests of this process."""
+
+    store: Store
+    registry: RunRegistry
+    settling: Settling
+    metrics: Metrics
+    _by_run: dict[str, Ingest] = field(default_factory=dict)
+
+    async def get(self, run_id: str) -> Ingest:
+        """Return a run's ingest. Raises NotFoundError."""
+        context = await self.registry.get(run_id)
+        ingest = self._by_run.get(context.run_id)
+        if ingest is None:
+            ingest = Ingest(
+                context,
+                store=self.store,
+                registry=self.registry,
+                settling=self.settling,
+                metrics=self.metrics,
+            )
+            self._by_run[context.run_id] = ingest
+            name = f"ingest of {context.run_id}"
+            context.tasks.append(asyncio.create_task(supervised(ingest.run, name=name), name=name))
+        return ingest

@@ -1,0 +1,88 @@
+"""Every Redis key name of the data plane, and nothing else.
+
+A name is `af:{<run>}:<suffix>`, so all keys of a run hash to one slot; the same table is rendered into the Lua library
+(`lua_table`), so Python and the functions can never disagree about a name. Read by the store modules and by `library`.
+"""
+
+from __future__ import annotations
+
+SCHEMA_VERSION = 1
+"""Version of keys and functions together. Data of another version is refused at start, never guessed."""
+
+SCHEMA_KEY = "af:schema"
+INCARNATION_KEY = "af:incarnation"
+RUNS_KEY = "af:runs"
+"""Sorted set of run ids by creation time."""
+
+CONSUMER_GROUP = "raas"
+TRAIN_LANE = "train"
+
+# kind -> suffix; each `%s` is one part of the name.
+_SUFFIXES = {
+    # run
+    "run": "run",
+    "policies": "policies",
+    "policy": "policy:%s",
+    "counters": "counters",
+    "events": "events",
+    # tasks
+    "known": "known",
+    "task": "task:%s",
+    "lane": "lane:%s",
+    "retry": "retry:%s",
+    "leases": "leases",
+    "open": "open",
+    "outstanding": "outstanding:%s",
+    "settling": "settling",
+    "dead": "dead",
+    "poison": "poison",
+    # trajectories and groups
+    "members": "trajectories:%s",
+    "owners": "owners",
+    "payload": "payload:%s:%s",
+    "group": "group:%s",
+    "ready": "ready:%s",
+    "recent": "recent:%s",
+    # batches
+    "batch": "batch:%s",
+    "batch_leases": "batch_leases",
+    "steps": "steps:%s",
+    "unpublished": "unpublished:%s",
+    "staleness": "staleness:%s",
+    "consumed": "consumed:%s",
+    # versions
+    "versions": "versions:%s",
+    "version_steps": "version_steps:%s",
+    # nodes
+    "nodes": "nodes",
+    "node": "node:%s",
+    "node_leases": "node_leases:%s",
+    # evaluations
+    "evaluations": "evaluations",
+    "evaluation": "evaluation:%s",
+    "open_evaluations": "open_evaluations",
+}
+
+
+class Keys:
+    """Key names of one run."""
+
+    def __init__(self, run_id: str) -> None:
+        self.prefix = f"af:{{{run_id}}}:"
+
+    def of(self, kind: str, *parts: str) -> str:
+        """Return the name of a key; KeyError for an unknown kind, TypeError for a wrong number of parts."""
+        return self.prefix + _SUFFIXES[kind] % parts
+
+
+def lua_table() -> str:
+    """Return Lua source of a table `K` with one function per kind: `K.task(P, id)` where P is the run's prefix."""
+    lines = ["local K = {}"]
+    for kind, suffix in _SUFFIXES.items():
+        names = [f"a{index}" for index in range(suffix.count("%s"))]
+        pieces = suffix.split("%s")
+        parts = [f"'{pieces[0]}'"]
+        for name, piece in zip(names, pieces[1:], strict=True):
+            parts += [name, f"'{piece}'"] if piece else [name]
+        lines.append(f"function K.{kind}({', '.join(['P', *names])}) return P .. {' .. '.join(parts)} end")
+    return "\n".join(lines)

@@ -1,0 +1,121 @@
+"""Leasing: which tasks a node gets, as the contract's Lease messages.
+
+Evaluation leases of exactly the versions a node serves come first, then training within admission; both in one atomic call.
+A sampling seed per task is derived from the run's seed, so a re-leased task samples the same. Called by working sessions
+and by the task service.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+
+from astraflow.rollout.v1 import task_pb2
+from astraflow_dataflow import evaluation
+from astraflow_dataflow.records import Grant
+from astraflow_dataflow.runs import RunContext
+from astraflow_dataflow.stores import Store
+from astraflow_kit import failpoints
+from astraflow_kit.metrics import Metrics
+
+UNBOUNDED = 1_000_000
+FREE_REASONS = frozenset({"missing_capability", "drain", "version_unavailable"})
+"""Failures that cost no attempt: the node cannot help it."""
+_BACKOFF_S = {"version_unavailable": 0.2, "missing_capability": 0.0, "drain": 0.0}
+_RETRY_BACKOFF_S = 0.1
+_MAX_DETAIL_CHARS = 2048
+
+
+@dataclass(frozen=True)
+class Leasing:
+    """Gives leases and takes them back."""
+
+    store: Store
+    metrics: Metrics
+
+    async def lease(
+        self,
+        context: RunContext,
+        *,
+        node_id: str,
+        want: int,
+        serving: Mapping[str, int],
+        max_held: int = UNBOUNDED,
+    ) -> tuple[list[task_pb2.Lease], str]:
+        """Return (leases, why there are not more)."""
+        flow = context.recipe.dataflow
+        reply = await self.store.tasks.lease(
+            context.run_id,
+            node_id=node_id,
+            want=want,
+            ttl_s=flow.lease_ttl_s,
+            horizon_s=flow.group_deadline_s,
+            max_held=max_held,
+            serving=serving,
+        )
+        for grant in reply.grants:
+            purpose = "evaluation" if grant.evaluation_id else "training"
+            self.metrics.increment("astraflow_dataflow_leases_total", purpose=purpose)
+        if reply.grants:
+            failpoints.hit("dataflow.leased")
+        return [lease_message(context, grant) for grant in reply.grants], reply.waiting_for
+
+    async def renew(self, context: RunContext, *, node_id: str, lease_ids: list[str]) -> list[str]:
+        """Extend leases; return those that are lost."""
+        ttl_s = context.recipe.dataflow.lease_ttl_s
+        return await self.store.tasks.renew(context.run_id, node_id=node_id, lease_ids=lease_ids, ttl_s=ttl_s)
+
+    async def fail(
+        self, context: RunContext, *, node_id: str, lease_id: str, reason: str, detail: str, retryable: bool
+    ) -> bool:
+        """Give a lease back; return whether the task will be leased again."""
+        return await self.store.tasks.fail(
+            context.run_id,
+            node_id=node_id,
+            lease_id=lease_id,
+            reason=reason or "unspecified",
+            detail=detail[:_MAX_DETAIL_CHARS],
+            retryable=retryable,
+            free=reason in FREE_REASONS,
+            backoff_s=_BACKOFF_S.get(reason, _RETRY_BACKOFF_S),
+        )
+
+
+def lease_message(context: RunContext, grant: Grant) -> task_pb2.Lease:
+    """Return the contract's form of a grant."""
+    ttl = Duration()
+    ttl.FromMilliseconds(int(context.recipe.dataflow.lease_ttl_s * 1000))
+    demand = evaluation.demand_of(grant.task_id) if grant.evaluation_id else None
+    return task_pb2.Lease(
+        lease_id=grant.lease_id,
+        run_id=context.run_id,
+        task=task_pb2.Task.FromString(grant.spec),
+        attempt=grant.attempt,
+        members=grant.members,
+        ttl_duration=ttl,
+        sampling=sampling_params(context),
+        required_versions={demand.policy_id: demand.version} if demand else {},
+        seed=task_seed(context.recipe.run.seed, grant.task_id),
+    )
+
+
+def sampling_params(context: RunContext) -> dict[str, task_pb2.SamplingParams]:
+    """Return the recipe's sampling parameters by policy."""
+    return {
+        policy_id: task_pb2.SamplingParams(
+            temperature=policy.sampling.temperature,
+            top_p=policy.sampling.top_p,
+            top_k=policy.sampling.top_k,
+            max_new_tokens=policy.sampling.max_new_tokens,
+        )
+        for policy_id, policy in context.recipe.policies.items()
+    }
+
+
+def task_seed(run_seed: int, task_id: str) -> int:
+    """Return the seed of a task: a pure function of run seed and task id, in [0, 2^63)."""
+    digest = hashlib.blake2b(f"{run_seed}/{task_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

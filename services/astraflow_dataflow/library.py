@@ -1,0 +1,69 @@
+"""The Redis Functions of the data plane as one library, rendered from `functions/*.lua`.
+
+The library's name carries the schema version, each function's name the same prefix, so two releases can never call each
+other's functions. Loaded by `store.Connection` at start and again whenever Redis lost it.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from astraflow_dataflow.keys import RUNS_KEY, SCHEMA_VERSION, lua_table
+
+LIBRARY = f"astraflow_{SCHEMA_VERSION}"
+
+_ORDER = ("prelude", "tasks", "pushes", "settle", "batches", "versions", "runs", "audit")
+
+# Read only: allowed on replicas and when memory is full.
+_READS = ("members", "unsettled", "batch", "releasable", "late_batches", "audit", "supply")
+# Free memory, or end what holds it: allowed when memory is full.
+_RELEASES = (
+    "ack",
+    "nack",
+    "mark_durable",
+    "release",
+    "settle",
+    "sweep",
+    "fail",
+    "renew",
+    "renew_batch",
+    "advance",
+    "close_training",
+)
+_WRITES = (
+    "submit",
+    "feed",
+    "lease",
+    "commit",
+    "quarantine",
+    "claim",
+    "acquire",
+    "seal",
+    "publish",
+    "create_run",
+    "join",
+    "report",
+    "plan_evaluation",
+    "feed_evaluation",
+    "give_up_evaluation",
+)
+
+
+def function_name(name: str) -> str:
+    """Return the name under which Redis knows a function of the library."""
+    return f"{LIBRARY}_{name}"
+
+
+def source() -> str:
+    """Return the library's Lua source, the same bytes for the same release."""
+    folder = resources.files("astraflow_dataflow") / "functions"
+    parts = [f"#!lua name={LIBRARY}", lua_table(), f"local RUNS = '{RUNS_KEY}'"]
+    parts += [(folder / f"{name}.lua").read_text(encoding="utf-8") for name in _ORDER]
+    parts += [_registration(name, "'no-writes'") for name in _READS]
+    parts += [_registration(name, "'allow-oom'") for name in _RELEASES]
+    parts += [_registration(name, "") for name in _WRITES]
+    return "\n".join(parts)
+
+
+def _registration(name: str, flags: str) -> str:
+    return f"redis.register_function{{function_name='{function_name(name)}', callback={name}, flags={{{flags}}}}}"

@@ -1,0 +1,319 @@
+"""The plain values that travel between store, domain and servicers.
+
+Everything here is frozen and free of Redis and gRPC: adapters translate at their edge. Times are milliseconds of Redis'
+clock unless a name says otherwise; ids are the contract's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Life(Enum):
+    """Life of a run, as stored."""
+
+    ACTIVE = "active"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+
+
+class Outcome(Enum):
+    """What became of a pushed episode; the names are those of the contract."""
+
+    ACCEPTED = "ACCEPTED"
+    ACCEPTED_LATE = "ACCEPTED_LATE"
+    DUPLICATE = "DUPLICATE"
+    SUPERSEDED = "SUPERSEDED"
+    FENCED = "FENCED"
+    LATE_CLOSED = "LATE_CLOSED"
+    POISON = "POISON"
+
+
+class Stage(Enum):
+    """How far a step has come."""
+
+    NONE = ""
+    INTENT = "intent"
+    TRAINED = "trained"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRun:
+    """A run as stored; `code` is a serialized CodeBundle."""
+
+    run_id: str
+    recipe_yaml: str
+    code: bytes
+    store_uri: str
+    life: Life
+    create_ms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLimits:
+    """What admission needs of one policy, written once when the run is created."""
+
+    policy_id: str
+    window_groups: int
+    """(max_staleness + 1) × groups_per_step."""
+    min_acceptance: float
+    smoothing: float
+    max_staleness: int
+    groups_per_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewTask:
+    """A task to add to a lane; `spec` is a serialized Task."""
+
+    task_id: str
+    group_size: int
+    spec: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grant:
+    """A lease just given: `spec` is a serialized Task, `evaluation_id` empty for training."""
+
+    task_id: str
+    attempt: int
+    spec: bytes
+    evaluation_id: str
+    members: tuple[int, ...]
+
+    @property
+    def lease_id(self) -> str:
+        """The lease's id: unique per (task, attempt)."""
+        return f"{self.task_id}#{self.attempt}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseReply:
+    """Leases, or the reason why there are none."""
+
+    grants: tuple[Grant, ...]
+    waiting_for: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushedItem:
+    """One trajectory of an episode to commit; `header` and `body` are the bytes as pushed."""
+
+    trajectory_id: str
+    policy_id: str
+    reward: float
+    header: bytes
+    body: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushedEpisode:
+    """An episode that passed validation."""
+
+    task_id: str
+    episode_id: str
+    member: int
+    attempt: int
+    node_id: str
+    failed: bool
+    hedge: bool
+    items: tuple[PushedItem, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """An episode that did not pass, with what to keep of it."""
+
+    task_id: str
+    episode_id: str
+    member: int
+    node_id: str
+    reason: str
+    detail: str
+    num_trajectories: int
+    sample: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitReply:
+    """What became of a commit; `outcome` None means that the payload is gone and the push must be repeated."""
+
+    outcome: Outcome | None
+    detail: str = ""
+    settle: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompleteTask:
+    """A complete task before its groups are judged: `headers` are serialized TrajectoryHeaders by trajectory id."""
+
+    task_id: str
+    why: str
+    """Empty when all members came; else why it was closed: `dead_letter`, `expired`, `run_finished`."""
+    credited: frozenset[str] | None
+    """Policies that were charged for it; None when it was never leased, and then every policy counts as charged."""
+    group_size: int
+    num_finished: int
+    headers: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupVerdict:
+    """What becomes of one group: `verdict` is `ready` or a drop reason; `items` is a serialized Batch holding only items."""
+
+    group_id: str
+    policy_id: str
+    verdict: str
+    judged: bool
+    """True when the filters decided, so that the acceptance average moves."""
+    oldest_version: int
+    reward_sum: float
+    items: bytes
+    trajectory_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A new trainer epoch and where to go on."""
+
+    epoch: int
+    finished_step: int
+    durable_step: int
+    version: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcquireReply:
+    """`batch_id` when bound; else why not. `more` asks for another call at once (stale groups were dropped)."""
+
+    batch_id: str = ""
+    stage: Stage = Stage.NONE
+    waiting_for: str = ""
+    detail: str = ""
+    more: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundBatch:
+    """A bound batch: the sealed manifest (serialized Batch), or the groups' items when it is not sealed yet."""
+
+    batch_id: str
+    base_version: int
+    stage: Stage
+    manifest: bytes
+    digest: bytes
+    groups: tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredVersion:
+    """An announced version: serialized Version without its publish time, and that time."""
+
+    body: bytes
+    publish_ms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredEvaluation:
+    """One planned evaluation."""
+
+    evaluation_id: str
+    policy_id: str
+    version: int
+    planned: int
+    final: bool
+    state: str
+    """`open`, `complete` or `given_up`."""
+    fed: int
+    done: int
+    failed: int
+    samples: int
+    reward_sum: float
+    create_ms: int
+    complete_ms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredNode:
+    """One node that joined."""
+
+    node_id: str
+    incarnation: int
+    restarts: int
+    max_tasks: int
+    leases: int
+    episodes: int
+    trajectories: int
+    tokens: int
+    serving: Mapping[str, int]
+    seen_ms: int
+    connected_until_ms: int
+    waiting_for: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyState:
+    """One policy inside an audit."""
+
+    policy_id: str
+    outstanding: int
+    ready: int
+    unpublished: int
+    credit: int
+    acceptance: float
+    groups_per_step: int
+    epoch: int
+    finished_step: int
+    durable_step: int
+    version: int | None
+    finish_ms: int
+    wait: str
+    wait_since_ms: int
+    wait_until_ms: int
+    staleness: Mapping[int, int]
+    """Staleness in versions → trajectories bound so far."""
+    recent: tuple[tuple[float, int], ...]
+    """(reward sum, trajectories) of the last complete groups, newest first."""
+    unpublished_steps: tuple[int, ...]
+    bound_steps: int
+    last_consumed: str
+    """Id of the newest entry of the consumed log at the time of the audit; empty when there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """One atomic snapshot of a run's accounts."""
+
+    now_ms: int
+    life: Life
+    counters: Mapping[str, int]
+    held_assembling: int
+    held_ready: int
+    held_in_batch: int
+    dead_letters: int
+    queued_tasks: int
+    exhausted: bool
+    retries: int
+    policies: tuple[PolicyState, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supply:
+    """What the curator needs to know: how many tasks wait unleased, and how many could be leased now."""
+
+    cursor: int
+    exhausted: bool
+    active: bool
+    queued: int
+    credit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A wake-up: `topic` is `work`, `run`, `ready <policy>`, `version <policy>` or `node <id>`."""
+
+    topic: str
+    fields: Mapping[str, str]

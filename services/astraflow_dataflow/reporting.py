@@ -1,0 +1,205 @@
+"""Reporting: the state of a run as the contract's StatusResponse, and as gauges.
+
+The accounts come from one atomic audit; nodes and evaluations are read beside it. Audits cost time proportional to what a run
+holds, so answers are shared for a short while. Called by the admin service, the pages and the metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from astraflow.dataflow.v1 import admin_service_pb2, run_pb2
+from astraflow_dataflow.accounts import Account, balance, drift
+from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
+from astraflow_dataflow.runs import RunContext
+from astraflow_dataflow.staleness import summarize
+from astraflow_dataflow.stores import Store
+from astraflow_dataflow.versions import Versions
+from astraflow_dataflow.waits import Plugged, Wait, WaitBook, current_waits
+from astraflow_kit.log import get_logger
+from astraflow_kit.metrics import Metrics
+
+log = get_logger(__name__)
+
+RUN_STATES = {
+    Life.ACTIVE: run_pb2.RUN_STATE_ACTIVE,
+    Life.FINISHING: run_pb2.RUN_STATE_FINISHING,
+    Life.FINISHED: run_pb2.RUN_STATE_FINISHED,
+}
+
+
+@dataclass
+class Reporting:
+    """Builds status answers."""
+
+    store: Store
+    versions: Versions
+    metrics: Metrics
+    complaints: Mapping[str, Plugged]
+    """Data set complaints by run id, owned by the conductors."""
+    _books: dict[str, WaitBook] = field(default_factory=dict)
+
+    async def status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
+        """Return the state of a run."""
+        audit, account = await self.account(context)
+        nodes = await self.store.nodes.all(context.run_id)
+        evaluations = await self.store.evaluations.all(context.run_id)
+        complaint = self.complaints[context.run_id].message if context.run_id in self.complaints else ""
+        waits = current_waits(audit, nodes, evaluations, dataset_complaint=complaint)
+        book = self._books.setdefault(context.run_id, WaitBook())
+        versions = {version.policy_id: version for version in await self.versions.newest(context)}
+        policies = [policy_message(policy) for policy in audit.policies]
+        for policy in policies:
+            if policy.policy_id in versions:
+                policy.version.CopyFrom(versions[policy.policy_id])
+        return admin_service_pb2.StatusResponse(
+            state=RUN_STATES[audit.life],
+            run_id=context.run_id,
+            trajectories=account_message(account),
+            policies=sorted(policies, key=lambda policy: policy.policy_id),
+            nodes=[node_message(node, now_ms=audit.now_ms) for node in nodes],
+            evaluations=[evaluation_message(item) for item in evaluations],
+            waits=[
+                wait_message(wait, waited_ms)
+                for wait, waited_ms in book.waited_ms(waits, now_ms=audit.now_ms)
+            ],
+            dead_letters=audit.dead_letters,
+        )
+
+    async def account(self, context: RunContext) -> tuple[Audit, Account]:
+        """Return one snapshot and its account; a defect is logged with the drift of each counter."""
+        audit = await self.store.audits.audit(context.run_id)
+        trained = 0
+        for policy in audit.policies:
+            trained += await self.store.audits.trained_in_log(
+                context.run_id, policy.policy_id, through=policy.last_consumed
+            )
+        account = balance(audit, trained_in_log=trained)
+        if account.error:
+            log.error(
+                "conservation.broken",
+                run_id=context.run_id,
+                error=account.error,
+                drift=drift(audit, trained_in_log=trained),
+            )
+        self._export(audit, account)
+        return audit, account
+
+    def _export(self, audit: Audit, account: Account) -> None:
+        places = {
+            "trained": account.trained,
+            "in_batch": account.in_batch,
+            "ready": account.ready,
+            "assembling": account.assembling,
+            "evaluated": account.evaluated,
+            "ingested": account.ingested,
+        }
+        for place, value in [
+            *places.items(),
+            *((f"dropped_{key}", value) for key, value in account.dropped.items()),
+        ]:
+            self.metrics.set("astraflow_dataflow_trajectories", value, place=place)
+        self.metrics.set("astraflow_dataflow_conservation_error", account.error)
+        for policy in audit.policies:
+            name = policy.policy_id
+            self.metrics.set(
+                "astraflow_dataflow_version", -1 if policy.version is None else policy.version, policy=name
+            )
+            self.metrics.set("astraflow_dataflow_ready_groups", policy.ready, policy=name)
+            self.metrics.set("astraflow_dataflow_outstanding_groups", policy.outstanding, policy=name)
+            self.metrics.set("astraflow_dataflow_credit_groups", policy.credit, policy=name)
+            self.metrics.set("astraflow_dataflow_acceptance", policy.acceptance, policy=name)
+
+
+def account_message(account: Account) -> admin_service_pb2.TrajectoryAccount:
+    """Return the contract's form of an account."""
+    return admin_service_pb2.TrajectoryAccount(
+        ingested=account.ingested,
+        trained=account.trained,
+        in_batch=account.in_batch,
+        ready=account.ready,
+        assembling=account.assembling,
+        dropped=account.dropped,
+        evaluated=account.evaluated,
+        conservation_error=account.error,
+    )
+
+
+def policy_message(policy: PolicyState) -> admin_service_pb2.PolicyStatus:
+    """Return the contract's form of a policy's state, its version left out."""
+    ages = summarize(policy.staleness)
+    return admin_service_pb2.PolicyStatus(
+        policy_id=policy.policy_id,
+        last_finished_step=policy.finished_step,
+        trainer_epoch=policy.epoch,
+        outstanding_groups=policy.outstanding,
+        ready_groups=policy.ready,
+        unpublished_groups=policy.unpublished,
+        acceptance=policy.acceptance,
+        credit=policy.credit,
+        staleness=admin_service_pb2.StalenessSummary(p50=ages.p50, p99=ages.p99, max=ages.largest),
+        recent_training_reward=mean_reward(policy.recent),
+    )
+
+
+def mean_reward(recent: Sequence[tuple[float, int]]) -> float:
+    """Return the mean over (sum, count) pairs; NaN when there is nothing."""
+    count = sum(number for _, number in recent)
+    return sum(total for total, _ in recent) / count if count else math.nan
+
+
+def node_message(node: StoredNode, *, now_ms: int) -> admin_service_pb2.NodeStatus:
+    """Return the contract's form of a node."""
+    return admin_service_pb2.NodeStatus(
+        node_id=node.node_id,
+        restarts=node.restarts,
+        leases=node.leases,
+        episodes=node.episodes,
+        trajectories=node.trajectories,
+        tokens=node.tokens,
+        serving_versions=node.serving,
+        last_seen_time=timestamp(node.seen_ms),
+        waiting_for=node.waiting_for,
+        connected=node.connected_until_ms > now_ms,
+    )
+
+
+def evaluation_message(item: StoredEvaluation) -> admin_service_pb2.Evaluation:
+    """Return the contract's form of an evaluation."""
+    message = admin_service_pb2.Evaluation(
+        policy_id=item.policy_id,
+        version=item.version,
+        num_samples=item.samples,
+        num_planned=item.planned,
+        mean_reward=item.reward_sum / item.samples if item.samples else math.nan,
+        complete=item.state != "open",
+        final=item.final,
+    )
+    if item.complete_ms:
+        message.complete_time.CopyFrom(timestamp(item.complete_ms))
+    return message
+
+
+def wait_message(wait: Wait, waited_ms: int) -> admin_service_pb2.Wait:
+    """Return the contract's form of a wait."""
+    waited = Duration()
+    waited.FromMilliseconds(waited_ms)
+    return admin_service_pb2.Wait(
+        stage=wait.stage,
+        policy_id=wait.policy_id,
+        reason=wait.reason,
+        detail=wait.detail,
+        waited_duration=waited,
+    )
+
+
+def timestamp(milliseconds: int) -> Timestamp:
+    """Return a protobuf timestamp."""
+    stamp = Timestamp()
+    stamp.FromMilliseconds(milliseconds)
+    return stamp

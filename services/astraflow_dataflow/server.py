@@ -1,0 +1,213 @@
+"""The dataflow server as one process: Redis, domain, servicers, pages, and the background work of each run.
+
+The only place where parts are put together. The process keeps nothing that matters: kill it at any time, or run two over one
+Redis. Called by `__main__`, and by tests that want a server inside their own loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from google.protobuf.json_format import MessageToDict
+
+from astraflow.dataflow.v1 import (
+    admin_service_pb2_grpc,
+    batch_service_pb2_grpc,
+    run_service_pb2_grpc,
+    task_service_pb2_grpc,
+    trajectory_service_pb2_grpc,
+    version_service_pb2_grpc,
+)
+from astraflow.errors import AstraflowError
+from astraflow_dataflow.background import supervised
+from astraflow_dataflow.batching import Batching
+from astraflow_dataflow.conductor import Conductor
+from astraflow_dataflow.curation import Curation
+from astraflow_dataflow.ingests import Ingests
+from astraflow_dataflow.leasing import Leasing
+from astraflow_dataflow.reporting import Reporting
+from astraflow_dataflow.runs import RunContext, RunRegistry
+from astraflow_dataflow.servicers.admin_servicer import AdminServicer
+from astraflow_dataflow.servicers.batch_servicer import BatchServicer
+from astraflow_dataflow.servicers.run_servicer import RunServicer
+from astraflow_dataflow.servicers.task_servicer import TaskServicer
+from astraflow_dataflow.servicers.trajectory_servicer import TrajectoryServicer
+from astraflow_dataflow.servicers.version_servicer import VersionServicer
+from astraflow_dataflow.settings import DataflowServerSettings
+from astraflow_dataflow.settling import Settling
+from astraflow_dataflow.store import Connection
+from astraflow_dataflow.stores import Store
+from astraflow_dataflow.versions import Versions
+from astraflow_dataflow.waits import Plugged
+from astraflow_kit import lifecycle
+from astraflow_kit.clock import SystemClock
+from astraflow_kit.http import HttpServer, create_app
+from astraflow_kit.log import get_logger
+from astraflow_kit.metrics import Metrics
+from astraflow_kit.serve import GrpcServer, Registration
+
+log = get_logger(__name__)
+
+_LOOK_FOR_RUNS_S = 5.0
+
+
+@dataclass
+class Dataflow:
+    """Every part of one server process, wired."""
+
+    settings: DataflowServerSettings
+    metrics: Metrics
+    connection: Connection
+    store: Store
+    registry: RunRegistry
+    versions: Versions
+    reporting: Reporting
+    settling: Settling
+    complaints: dict[str, Plugged] = field(default_factory=dict)
+
+    @classmethod
+    def assemble(cls, settings: DataflowServerSettings) -> Dataflow:
+        """Wire the parts; nothing connects yet."""
+        metrics = Metrics()
+        connection = Connection(settings.redis, allow_volatile=settings.allow_volatile)
+        store = Store.over(connection)
+        complaints: dict[str, Plugged] = {}
+        versions = Versions(store)
+        dataflow = cls(
+            settings=settings,
+            metrics=metrics,
+            connection=connection,
+            store=store,
+            registry=RunRegistry(
+                store, code_dir=settings.work_dir / "code" if settings.allow_recipe_code else None
+            ),
+            versions=versions,
+            reporting=Reporting(store=store, versions=versions, metrics=metrics, complaints=complaints),
+            settling=Settling(store, metrics),
+            complaints=complaints,
+        )
+        dataflow.registry.on_loaded = dataflow.conduct
+        return dataflow
+
+    def conduct(self, context: RunContext) -> None:
+        """Start the background work of a run; called once per run and process."""
+        conductor = Conductor(
+            context=context,
+            registry=self.registry,
+            store=self.store,
+            settling=self.settling,
+            curation=Curation(self.store),
+            metrics=self.metrics,
+            clock=SystemClock(),
+            patience_s=self.settings.evaluation_patience_s,
+        )
+        self.complaints[context.run_id] = conductor.plugged
+        name = f"conductor of {context.run_id}"
+        context.tasks.append(asyncio.create_task(supervised(conductor.run, name=name), name=name))
+
+    def registrations(self) -> list[Registration]:
+        """The six services with their servicers."""
+        store, registry, versions = self.store, self.registry, self.versions
+        runs = RunServicer(store, registry, versions)
+        tasks = TaskServicer(store, registry, Leasing(store, self.metrics), versions)
+        ingests = Ingests(store=store, registry=registry, settling=self.settling, metrics=self.metrics)
+        batches = BatchServicer(store, registry, Batching(store, self.settings.batch_lease_s), self.metrics)
+        return [
+            (run_service_pb2_grpc.add_RunServiceServicer_to_server, runs),
+            (task_service_pb2_grpc.add_TaskServiceServicer_to_server, tasks),
+            (
+                trajectory_service_pb2_grpc.add_TrajectoryServiceServicer_to_server,
+                TrajectoryServicer(ingests),
+            ),
+            (batch_service_pb2_grpc.add_BatchServiceServicer_to_server, batches),
+            (
+                version_service_pb2_grpc.add_VersionServiceServicer_to_server,
+                VersionServicer(registry, versions),
+            ),
+            (
+                admin_service_pb2_grpc.add_AdminServiceServicer_to_server,
+                AdminServicer(registry, self.reporting),
+            ),
+        ]
+
+    async def status(self) -> Mapping[str, object]:
+        """What /status shows: the Status answer of every run."""
+        runs = {}
+        for run_id in await self.store.runs.ids():
+            message = await self.reporting.status(await self.registry.get(run_id))
+            runs[run_id] = MessageToDict(
+                message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            )
+        return {"pid": os.getpid(), "runs": json.loads(json.dumps(runs))}
+
+
+class RunKeeper:
+    """Connects to Redis and keeps the background work of every stored run going; a lifecycle `Service`."""
+
+    def __init__(self, dataflow: Dataflow) -> None:
+        self._dataflow = dataflow
+        self._stopped = asyncio.Event()
+
+    async def start(self) -> None:
+        """Connect, check Redis, load the functions and pick up the runs. Raises UnavailableError, IncompatibleError."""
+        await self._dataflow.connection.open()
+        await self._load()
+
+    async def run(self) -> None:
+        """Pick up runs that other processes create, until `stop`."""
+        while not self._stopped.is_set():
+            try:
+                await asyncio.wait_for(self._stopped.wait(), _LOOK_FOR_RUNS_S)
+            except TimeoutError:
+                await self._load()
+
+    async def stop(self, *, deadline_s: float) -> None:
+        """End the background work and close the connections."""
+        self._stopped.set()
+        await self._dataflow.registry.close()
+        await self._dataflow.connection.close()
+
+    async def _load(self) -> None:
+        registry = self._dataflow.registry
+        try:
+            for run_id in await self._dataflow.store.runs.ids():
+                await registry.get(run_id)
+        except AstraflowError as error:
+            log.warning("runs.not_loaded", reason=error.reason, message=error.message)
+
+
+def run(settings: DataflowServerSettings) -> int:
+    """Serve until told to stop; the exit code for `sys.exit`."""
+    return lifecycle.run(lambda life: serve(settings, life), drain_timeout_s=settings.drain_timeout_s)
+
+
+async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> None:
+    """Serve until the lifecycle drains."""
+    dataflow = Dataflow.assemble(settings)
+    app = create_app(
+        metrics=dataflow.metrics, status=dataflow.status, readiness={"redis": dataflow.connection.ready}
+    )
+    keeper = RunKeeper(dataflow)
+    pages = HttpServer(app, host=settings.http_host, port=settings.http_port)
+    grpc_server = GrpcServer(dataflow.registrations(), settings=settings, metrics=dataflow.metrics)
+
+    def announce() -> None:
+        addresses = lifecycle.Addresses(pid=os.getpid(), grpc=grpc_server.address, http=pages.address)
+        if settings.address_file is not None:
+            lifecycle.write_address_file(settings.address_file, addresses)
+        log.info("dataflow.ready", grpc=addresses.grpc, http=addresses.http)
+
+    await lifecycle.run_services([keeper, pages, grpc_server], lifecycle=life, on_started=announce)
+
+
+async def check(settings: DataflowServerSettings) -> dict[str, str]:
+    """What `--check` reports: the parts that were tried and what they said. Raises the typed error of a part that fails."""
+    connection = Connection(settings.redis, allow_volatile=settings.allow_volatile)
+    async with connection:
+        runs = await Store.over(connection).runs.ids()
+        incarnation = await connection.data_incarnation()
+    return {"redis": "usable", "data": incarnation, "runs": ", ".join(runs) or "none yet"}

@@ -1,0 +1,149 @@
+"""BatchService: claiming a policy and taking its batches."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+
+from astraflow.dataflow.v1 import batch_service_pb2 as pb
+from astraflow.dataflow.v1 import batch_service_pb2_grpc
+from astraflow.errors import InvalidArgumentError
+from astraflow_dataflow.batching import Batching
+from astraflow_dataflow.records import Stage
+from astraflow_dataflow.runs import RunContext, RunRegistry
+from astraflow_dataflow.servicers.bounds import wait_seconds
+from astraflow_dataflow.stores import Store
+from astraflow_kit.log import get_logger
+from astraflow_kit.metrics import Metrics
+from astraflow_kit.serve import Context
+
+log = get_logger(__name__)
+
+_STAGES = {
+    pb.BATCH_STAGE_INTENT: Stage.INTENT,
+    pb.BATCH_STAGE_TRAINED: Stage.TRAINED,
+    pb.BATCH_STAGE_SKIPPED: Stage.SKIPPED,
+}
+_STAGE_NUMBERS = {
+    Stage.NONE: pb.BATCH_STAGE_UNSPECIFIED,
+    **{stage: number for number, stage in _STAGES.items()},
+}
+
+
+@dataclass(frozen=True)
+class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
+    """Serves BatchService."""
+
+    store: Store
+    registry: RunRegistry
+    batching: Batching
+    metrics: Metrics
+
+    async def ClaimPolicy(self, request: pb.ClaimPolicyRequest, context: Context) -> pb.ClaimPolicyResponse:
+        run = await self._run(request.run_id, request.policy_id)
+        claim = await self.store.batches.claim(run.run_id, request.policy_id, trainer_id=request.trainer_id)
+        log.info(
+            "policy.claimed",
+            policy_id=request.policy_id,
+            trainer_epoch=claim.epoch,
+            trainer=request.trainer_id,
+        )
+        lease = Duration()
+        lease.FromMilliseconds(int(self.batching.lease_s * 1000))
+        return pb.ClaimPolicyResponse(
+            trainer_epoch=claim.epoch,
+            last_finished_step=claim.finished_step,
+            last_durable_step=claim.durable_step,
+            version=claim.version,
+            batch_lease_duration=lease,
+        )
+
+    async def AcquireBatch(
+        self, request: pb.AcquireBatchRequest, context: Context
+    ) -> pb.AcquireBatchResponse:
+        run = await self._run(request.run_id, request.policy_id, step=request.step)
+        handed = await self.batching.acquire(
+            run,
+            request.policy_id,
+            epoch=request.trainer_epoch,
+            step=request.step,
+            base_version=request.base_version,
+            wait_s=wait_seconds(request.wait_duration),
+        )
+        return pb.AcquireBatchResponse(
+            batch=handed.batch, waiting_for=handed.waiting_for, stage=_STAGE_NUMBERS[handed.stage]
+        )
+
+    async def FetchBatch(
+        self, request: pb.FetchBatchRequest, context: Context
+    ) -> AsyncIterator[pb.FetchBatchResponse]:
+        run = await self._run(request.run_id, request.policy_id, step=request.step)
+        payloads = self.batching.payloads(
+            run,
+            request.policy_id,
+            epoch=request.trainer_epoch,
+            step=request.step,
+            wanted=request.trajectory_ids,
+        )
+        async for trajectory_id, body in payloads:
+            yield pb.FetchBatchResponse(trajectory_id=trajectory_id, body=body)
+
+    async def AckBatch(self, request: pb.AckBatchRequest, context: Context) -> pb.AckBatchResponse:
+        run = await self._run(request.run_id, request.policy_id, step=request.step)
+        if request.stage not in _STAGES:
+            raise InvalidArgumentError(f"stage {request.stage} is not INTENT, TRAINED or SKIPPED")
+        recorded = await self.batching.ack(
+            run,
+            request.policy_id,
+            epoch=request.trainer_epoch,
+            step=request.step,
+            batch_id=request.batch_id,
+            digest=request.digest,
+            stage=_STAGES[request.stage],
+        )
+        self.metrics.increment(
+            "astraflow_dataflow_steps_total", policy=request.policy_id, stage=recorded.value
+        )
+        return pb.AckBatchResponse(stage=_STAGE_NUMBERS[recorded])
+
+    async def NackBatch(self, request: pb.NackBatchRequest, context: Context) -> pb.NackBatchResponse:
+        run = await self._run(request.run_id, request.policy_id, step=request.step)
+        returned = await self.store.batches.nack(
+            run.run_id, request.policy_id, epoch=request.trainer_epoch, step=request.step
+        )
+        log.info(
+            "batch.given_back",
+            policy_id=request.policy_id,
+            step=request.step,
+            reason=request.reason[:64],
+            groups=returned,
+        )
+        return pb.NackBatchResponse(returned_groups=returned)
+
+    async def RenewBatch(self, request: pb.RenewBatchRequest, context: Context) -> pb.RenewBatchResponse:
+        run = await self._run(request.run_id, request.policy_id, step=request.step)
+        await self.store.batches.renew(
+            run.run_id,
+            request.policy_id,
+            epoch=request.trainer_epoch,
+            step=request.step,
+            lease_s=self.batching.lease_s,
+        )
+        return pb.RenewBatchResponse()
+
+    async def MarkDurable(self, request: pb.MarkDurableRequest, context: Context) -> pb.MarkDurableResponse:
+        run = await self._run(request.run_id, request.policy_id)
+        await self.store.batches.mark_durable(
+            run.run_id, request.policy_id, epoch=request.trainer_epoch, step=request.step
+        )
+        released = await self.store.batches.release_durable(run.run_id, request.policy_id)
+        return pb.MarkDurableResponse(released_trajectories=released)
+
+    async def _run(self, run_id: str, policy_id: str, *, step: int = 1) -> RunContext:
+        run = await self.registry.get(run_id)
+        run.require_policy(policy_id)
+        if step < 1:
+            raise InvalidArgumentError("step 0 has no batch; steps are counted from 1")
+        return run

@@ -1,0 +1,111 @@
+"""RunService: creating, joining and ending runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+
+from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
+from astraflow.dataflow.v1 import run_service_pb2 as pb
+from astraflow.errors import InvalidArgumentError
+from astraflow_dataflow.records import Life, StoredRun
+from astraflow_dataflow.reporting import RUN_STATES, timestamp
+from astraflow_dataflow.runs import RunRegistry
+from astraflow_dataflow.stores import Store
+from astraflow_dataflow.versions import Versions
+from astraflow_kit.serve import Context
+
+_RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DEFAULT_PAGE, _MAX_PAGE = 50, 500
+
+
+@dataclass(frozen=True)
+class RunServicer(run_service_pb2_grpc.RunServiceServicer):
+    """Serves RunService."""
+
+    store: Store
+    registry: RunRegistry
+    versions: Versions
+
+    async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
+        if not _RUN_ID.fullmatch(request.run.run_id):
+            raise InvalidArgumentError(f"run_id {request.run.run_id!r} must be 1–64 characters of [a-z0-9-]")
+        return pb.CreateRunResponse(run=run_message(await self.registry.create(request.run)))
+
+    async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
+        run_id = await self.registry.resolve(request.run_id)
+        if request.state not in (run_pb2.RUN_STATE_ACTIVE, run_pb2.RUN_STATE_FINISHING):
+            name = (
+                run_pb2.RunState.Name(request.state)
+                if request.state in run_pb2.RunState.values()
+                else request.state
+            )
+            raise InvalidArgumentError(f"state {name} cannot be asked for; ask for RUN_STATE_FINISHING")
+        life = await self.store.runs.life(run_id)
+        if not (request.state == run_pb2.RUN_STATE_FINISHING and life is Life.FINISHED):
+            wanted = Life.ACTIVE if request.state == run_pb2.RUN_STATE_ACTIVE else Life.FINISHING
+            await self.store.runs.advance(run_id, wanted)
+        return pb.UpdateRunResponse(run=run_message(await self.store.runs.get(run_id)))
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
+        run_id = await self.registry.resolve(request.run_id)
+        return pb.GetRunResponse(run=run_message(await self.store.runs.get(run_id)))
+
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
+        size = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
+        offset = page_offset(request.page_token)
+        ids = await self.store.runs.ids(offset=offset, limit=size + 1)
+        runs = [run_message(await self.store.runs.get(run_id)) for run_id in ids[:size]]
+        return pb.ListRunsResponse(runs=runs, next_page_token=str(offset + size) if len(ids) > size else "")
+
+    async def JoinRun(self, request: pb.JoinRunRequest, context: Context) -> pb.JoinRunResponse:
+        if not _NODE_ID.fullmatch(request.node_id):
+            raise InvalidArgumentError(
+                f"node_id {request.node_id!r} must be 1–64 characters of [A-Za-z0-9._-]"
+            )
+        if request.max_concurrent_tasks < 1:
+            raise InvalidArgumentError(
+                "max_concurrent_tasks is 0; a node must be able to run at least one task"
+            )
+        run = await self.registry.get(request.run_id)
+        await self.store.nodes.join(
+            run.run_id,
+            node_id=request.node_id,
+            incarnation=request.incarnation,
+            region=request.region,
+            pool=request.pool,
+            max_tasks=request.max_concurrent_tasks,
+            engines=request.engines,
+        )
+        lease_ttl = Duration()
+        lease_ttl.FromMilliseconds(int(run.recipe.dataflow.lease_ttl_s * 1000))
+        return pb.JoinRunResponse(
+            run=run_message(await self.store.runs.get(run.run_id)),
+            versions=await self.versions.newest(run),
+            lease_ttl_duration=lease_ttl,
+            data_incarnation=await self.store.connection.data_incarnation(),
+        )
+
+
+def run_message(run: StoredRun) -> run_pb2.Run:
+    """Return the contract's form of a stored run."""
+    return run_pb2.Run(
+        run_id=run.run_id,
+        recipe_yaml=run.recipe_yaml,
+        code=run_pb2.CodeBundle.FromString(run.code),
+        store_uri=run.store_uri,
+        state=RUN_STATES[run.life],
+        create_time=timestamp(run.create_ms),
+    )
+
+
+def page_offset(token: str) -> int:
+    """Return the offset a page token stands for. Raises InvalidArgumentError."""
+    if token and not token.isdigit():
+        raise InvalidArgumentError(
+            f"page_token {token!r} is not one of ours; pass next_page_token of the previous page, or nothing"
+        )
+    return int(token or 0)

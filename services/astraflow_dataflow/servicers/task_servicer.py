@@ -1,0 +1,121 @@
+"""TaskService: submitting tasks, working sessions, and the unary lease calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from astraflow.dataflow.v1 import task_service_pb2 as pb
+from astraflow.dataflow.v1 import task_service_pb2_grpc
+from astraflow.errors import InvalidArgumentError
+from astraflow_dataflow.leasing import Leasing
+from astraflow_dataflow.records import NewTask
+from astraflow_dataflow.runs import RunContext, RunRegistry
+from astraflow_dataflow.servicers.bounds import wait_seconds
+from astraflow_dataflow.sessions import WorkSession
+from astraflow_dataflow.stores import Store
+from astraflow_dataflow.task_rules import task_problem
+from astraflow_dataflow.versions import Versions
+from astraflow_kit.serve import Context
+
+_MAX_TASKS = 1000
+_MAX_LEASES = 256
+_MAX_RENEWALS = 4096
+_LOOK_AGAIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
+    """Serves TaskService."""
+
+    store: Store
+    registry: RunRegistry
+    leasing: Leasing
+    versions: Versions
+
+    async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
+        run = await self.registry.get(request.run_id)
+        tasks = new_tasks(request, default_group_size=run.recipe.dataflow.group_size)
+        submitted = await self.store.tasks.submit(run.run_id, tasks)
+        return pb.SubmitTasksResponse(submitted=submitted, duplicates=len(tasks) - submitted)
+
+    async def Work(
+        self, requests: AsyncIterator[pb.WorkRequest], context: Context
+    ) -> AsyncIterator[pb.WorkResponse]:
+        first = await anext(requests, None)
+        if first is None or first.WhichOneof("kind") != "hello":
+            raise InvalidArgumentError("a working session opens with `hello`; send it first")
+        run = await self.registry.get(first.hello.run_id)
+        session = WorkSession(
+            run, first.hello, store=self.store, leasing=self.leasing, versions=self.versions
+        )
+        async for response in session.responses(requests):
+            yield response
+
+    async def LeaseTasks(self, request: pb.LeaseTasksRequest, context: Context) -> pb.LeaseTasksResponse:
+        if not 1 <= request.max_tasks <= _MAX_LEASES:
+            raise InvalidArgumentError(f"max_tasks {request.max_tasks} must be 1–{_MAX_LEASES}")
+        run = await self.registry.get(request.run_id)
+        wait_s = wait_seconds(request.wait_duration)
+        await self.store.nodes.report(
+            run.run_id,
+            node_id=request.node_id,
+            incarnation=request.incarnation,
+            connected_ms=int(wait_s * 1000) + 5000,
+        )
+        return await self._lease(run, request, wait_s=wait_s)
+
+    async def _lease(
+        self, run: RunContext, request: pb.LeaseTasksRequest, *, wait_s: float
+    ) -> pb.LeaseTasksResponse:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + wait_s
+        with run.wakeups.subscribe("work", "run") as news:
+            while True:
+                leases, waiting_for = await self.leasing.lease(
+                    run,
+                    node_id=request.node_id,
+                    want=request.max_tasks,
+                    serving=dict(request.serving_versions),
+                )
+                left_s = deadline_s - loop.time()
+                if leases or left_s <= 0:
+                    return pb.LeaseTasksResponse(leases=leases, waiting_for="" if leases else waiting_for)
+                await news.wait(min(left_s, _LOOK_AGAIN_S))
+
+    async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
+        if len(request.lease_ids) > _MAX_RENEWALS:
+            raise InvalidArgumentError(
+                f"{len(request.lease_ids)} lease ids, at most {_MAX_RENEWALS}; send several calls"
+            )
+        run = await self.registry.get(request.run_id)
+        lost = await self.leasing.renew(run, node_id=request.node_id, lease_ids=list(request.lease_ids))
+        return pb.RenewLeasesResponse(lost_lease_ids=lost)
+
+    async def FailTask(self, request: pb.FailTaskRequest, context: Context) -> pb.FailTaskResponse:
+        run = await self.registry.get(request.run_id)
+        failure = request.failure
+        requeued = await self.leasing.fail(
+            run,
+            node_id=request.node_id,
+            lease_id=failure.lease_id,
+            reason=failure.reason,
+            detail=failure.detail,
+            retryable=failure.retryable,
+        )
+        return pb.FailTaskResponse(requeued=requeued)
+
+
+def new_tasks(request: pb.SubmitTasksRequest, *, default_group_size: int) -> list[NewTask]:
+    """Return the stored form of submitted tasks. Raises InvalidArgumentError for the first one that breaks a bound."""
+    if not 1 <= len(request.tasks) <= _MAX_TASKS:
+        raise InvalidArgumentError(f"{len(request.tasks)} tasks in one call; send 1–{_MAX_TASKS}")
+    tasks = []
+    for task in request.tasks:
+        problem = task_problem(task)
+        if problem:
+            raise InvalidArgumentError(problem)
+        task.group_size = task.group_size or default_group_size
+        tasks.append(NewTask(task_id=task.task_id, group_size=task.group_size, spec=task.SerializeToString()))
+    return tasks

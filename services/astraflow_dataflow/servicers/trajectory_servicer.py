@@ -1,0 +1,63 @@
+"""TrajectoryService: the push stream and its unary form."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from astraflow.dataflow.v1 import trajectory_service_pb2 as pb
+from astraflow.dataflow.v1 import trajectory_service_pb2_grpc
+from astraflow.errors import InvalidArgumentError
+from astraflow_dataflow.ingest import PushOutcome
+from astraflow_dataflow.ingests import Ingests
+from astraflow_dataflow.push_window import PushWindow
+from astraflow_kit.serve import Context
+
+
+@dataclass(frozen=True)
+class TrajectoryServicer(trajectory_service_pb2_grpc.TrajectoryServiceServicer):
+    """Serves TrajectoryService."""
+
+    ingests: Ingests
+
+    async def Push(
+        self, requests: AsyncIterator[pb.PushRequest], context: Context
+    ) -> AsyncIterator[pb.PushResponse]:
+        window = PushWindow()
+        reader = asyncio.create_task(self._read(requests, window), name="pushes")
+        try:
+            async for sequence, outcome in window.answers():
+                yield pb.PushResponse(sequence=sequence, result=result_message(outcome))
+            await reader
+        finally:
+            reader.cancel()
+            window.close()
+
+    async def _read(self, requests: AsyncIterator[pb.PushRequest], window: PushWindow) -> None:
+        expected = 1
+        try:
+            async for request in requests:
+                if request.sequence != expected:
+                    raise InvalidArgumentError(
+                        f"sequence {request.sequence} follows {expected - 1}; number pushes 1, 2, 3 … within a stream"
+                    )
+                expected += 1
+                ingest = await self.ingests.get(request.episode.run_id)
+                await window.add(request.sequence, request.ByteSize(), ingest.push(request.episode))
+        finally:
+            await window.end()
+
+    async def PushEpisode(self, request: pb.PushEpisodeRequest, context: Context) -> pb.PushEpisodeResponse:
+        ingest = await self.ingests.get(request.episode.run_id)
+        return pb.PushEpisodeResponse(result=result_message(await ingest.push(request.episode)))
+
+
+def result_message(outcome: PushOutcome) -> pb.PushResult:
+    """Return the contract's form of an outcome."""
+    return pb.PushResult(
+        outcome=pb.Outcome.Value(f"OUTCOME_{outcome.outcome.value}"),
+        reason=outcome.reason,
+        detail=outcome.detail,
+        durability=pb.DURABILITY_MEMORY,
+    )

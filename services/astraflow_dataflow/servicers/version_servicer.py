@@ -1,0 +1,57 @@
+"""VersionService: announcing versions and following them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from astraflow.dataflow.v1 import version_service_pb2 as pb
+from astraflow.dataflow.v1 import version_service_pb2_grpc
+from astraflow.errors import InvalidArgumentError
+from astraflow_dataflow.runs import RunRegistry
+from astraflow_dataflow.versions import Versions
+from astraflow_kit.serve import Context
+
+_DEFAULT_PAGE, _MAX_PAGE = 50, 1000
+
+
+@dataclass(frozen=True)
+class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
+    """Serves VersionService."""
+
+    registry: RunRegistry
+    versions: Versions
+
+    async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:
+        run = await self.registry.get(request.run_id)
+        return pb.PublishResponse(version=await self.versions.publish(run, request.version))
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
+        run = await self.registry.get(request.run_id)
+        for policy_id in request.policy_ids:
+            run.require_policy(policy_id)
+        async for version in self.versions.watch(run, list(request.policy_ids) or run.policy_ids):
+            yield pb.WatchResponse(version=version)
+
+    async def ListVersions(
+        self, request: pb.ListVersionsRequest, context: Context
+    ) -> pb.ListVersionsResponse:
+        run = await self.registry.get(request.run_id)
+        run.require_policy(request.policy_id)
+        await self.registry.refresh_versions(run)
+        size = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
+        first = page_start(request.page_token, newest=run.newest_versions[request.policy_id])
+        numbers = range(first, max(-1, first - size), -1)
+        found = await self.versions.several(run, request.policy_id, numbers)
+        return pb.ListVersionsResponse(
+            versions=found, next_page_token=str(first - size) if first - size >= 0 else ""
+        )
+
+
+def page_start(token: str, *, newest: int) -> int:
+    """Return the version a page begins with, going down. Raises InvalidArgumentError."""
+    if token and not token.isdigit():
+        raise InvalidArgumentError(
+            f"page_token {token!r} is not one of ours; pass next_page_token of the previous page, or nothing"
+        )
+    return min(newest, int(token)) if token else newest

@@ -1,0 +1,221 @@
+"""Working sessions: one open `Work` stream of one node.
+
+The session sends leases within the node's credits as soon as there are any, cancels what the node lost, announces versions
+and orders the drain at the end of the run. It holds nothing that matters: when the stream breaks, leases stay in Redis until
+they expire, and a new stream of the same incarnation goes on. Made by the task service per stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from astraflow.dataflow.v1 import task_service_pb2, version_pb2
+from astraflow.errors import AstraflowError, InvalidArgumentError
+from astraflow_dataflow.leasing import Leasing
+from astraflow_dataflow.records import Event, Life
+from astraflow_dataflow.runs import RunContext
+from astraflow_dataflow.stores import Store
+from astraflow_dataflow.versions import Versions
+from astraflow_kit.log import get_logger
+
+log = get_logger(__name__)
+
+Request = task_service_pb2.WorkRequest
+Response = task_service_pb2.WorkResponse
+
+HEARTBEAT_S = 5.0
+_CONNECTED_MS = 15_000
+_MAX_RENEWALS = 4096
+# Wake-ups of many groups arrive in bursts: one lease call answers them together.
+_SETTLE_S = 0.002
+
+
+class WorkSession:
+    """One node's stream. `responses` is the whole life of it."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        hello: task_service_pb2.Hello,
+        *,
+        store: Store,
+        leasing: Leasing,
+        versions: Versions,
+    ) -> None:
+        self._context = context
+        self._node_id = hello.node_id
+        self._incarnation = hello.incarnation
+        self._store = store
+        self._leasing = leasing
+        self._versions = versions
+        self._max_held = 0
+        self._credits = 0
+        self._serving: dict[str, int] = {}
+        self._announced: dict[str, int] = {}
+        self._lost: list[str] = []
+        self._drained = False
+        self._look_again_s = 0.0
+        self._failure: AstraflowError | None = None
+
+    async def responses(self, requests: AsyncIterator[Request]) -> AsyncIterator[Response]:
+        """Yield what the node must know until it closes the stream. Raises FencedError, NotFoundError."""
+        topics = ["work", "run", f"node {self._node_id}"]
+        topics += [f"version {policy_id}" for policy_id in self._context.policy_ids]
+        await self._report()
+        self._max_held = await self._store.nodes.max_tasks(self._context.run_id, self._node_id)
+        log.info("session.opened", node_id=self._node_id)
+        with self._context.wakeups.subscribe(*topics) as inbox:
+            reader = asyncio.create_task(
+                self._read(requests, inbox.poke), name=f"requests of {self._node_id}"
+            )
+            try:
+                async for response in self._respond(reader, inbox.wait):
+                    yield response
+            finally:
+                reader.cancel()
+                await self._leave()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _respond(
+        self, reader: asyncio.Task[None], wait: Callable[[float], Awaitable[list[Event]]]
+    ) -> AsyncIterator[Response]:
+        events: list[Event] = []
+        while True:
+            ended = reader.done()
+            for response in await self._news(events):
+                yield response
+            for response in await self._leases():
+                yield response
+            if ended:
+                return
+            events = await wait(HEARTBEAT_S)
+            await asyncio.sleep(_SETTLE_S)
+
+    async def _read(self, requests: AsyncIterator[Request], poke: Callable[[], None]) -> None:
+        try:
+            async for request in requests:
+                await self._take(request)
+                poke()
+        except AstraflowError as error:
+            self._failure = error
+        finally:
+            poke()
+
+    async def _take(self, request: Request) -> None:
+        kind = request.WhichOneof("kind")
+        if kind == "credits":
+            await self._take_credits(request.credits)
+        elif kind == "renewal":
+            await self._renew(list(request.renewal.lease_ids))
+        elif kind == "failure":
+            await self._fail(request.failure)
+        else:
+            raise InvalidArgumentError(
+                f"{kind or 'an empty request'} is not expected here: `hello` comes first and once"
+            )
+
+    async def _take_credits(self, credits_given: task_service_pb2.Credits) -> None:
+        self._credits = credits_given.tasks
+        self._serving = dict(credits_given.serving_versions)
+        await self._report(
+            {
+                "serving": json.dumps(self._serving),
+                "tokens": credits_given.tokens_sampled,
+                "engine_restarts": credits_given.engine_restarts,
+                "waiting_for": credits_given.waiting_for[:64],
+            }
+        )
+
+    async def _renew(self, lease_ids: list[str]) -> None:
+        if len(lease_ids) > _MAX_RENEWALS:
+            raise InvalidArgumentError(
+                f"{len(lease_ids)} renewals in one message, at most {_MAX_RENEWALS}; send several"
+            )
+        self._lost += await self._leasing.renew(self._context, node_id=self._node_id, lease_ids=lease_ids)
+
+    async def _fail(self, failure: task_service_pb2.LeaseFailure) -> None:
+        await self._leasing.fail(
+            self._context,
+            node_id=self._node_id,
+            lease_id=failure.lease_id,
+            reason=failure.reason,
+            detail=failure.detail,
+            retryable=failure.retryable,
+        )
+
+    async def _news(self, events: Sequence[Event]) -> list[Response]:
+        responses = [
+            _cancel(event.fields["lease"], event.fields["reason"])
+            for event in events
+            if "lease" in event.fields
+        ]
+        responses += [_cancel(lease_id, "lease_lost") for lease_id in self._lost]
+        self._lost.clear()
+        topics = {event.topic.partition(" ")[0] for event in events} | self._heartbeat_topics()
+        if "report" in topics:
+            await self._report()
+        if "version" in topics:
+            responses += [Response(version=version) for version in await self._new_versions()]
+        if "run" in topics and not self._drained and await self._run_is_finished():
+            self._drained = True
+            responses.append(Response(drain=task_service_pb2.Drain(reason="run_finished")))
+        return responses
+
+    def _heartbeat_topics(self) -> set[str]:
+        """Return what is looked at whatever the events say: all of it, once per heartbeat."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._look_again_s:
+            return set()
+        self._look_again_s = now_s + HEARTBEAT_S
+        return {"report", "version", "run"}
+
+    async def _new_versions(self) -> list[version_pb2.Version]:
+        found: list[version_pb2.Version] = []
+        for policy_id in self._context.policy_ids:
+            newest = await self._versions.after(self._context, policy_id, self._announced.get(policy_id))
+            if newest:
+                self._announced[policy_id] = newest[-1].version
+                found += newest
+        return found
+
+    async def _run_is_finished(self) -> bool:
+        return (await self._store.runs.life(self._context.run_id)) is Life.FINISHED
+
+    async def _leases(self) -> list[Response]:
+        if self._credits <= 0 or self._drained:
+            return []
+        leases, _ = await self._leasing.lease(
+            self._context,
+            node_id=self._node_id,
+            want=self._credits,
+            serving=self._serving,
+            max_held=self._max_held,
+        )
+        self._credits -= len(leases)
+        return [Response(lease=lease) for lease in leases]
+
+    async def _report(self, fields: dict[str, str | int] | None = None) -> None:
+        await self._store.nodes.report(
+            self._context.run_id,
+            node_id=self._node_id,
+            incarnation=self._incarnation,
+            connected_ms=_CONNECTED_MS,
+            fields=fields,
+        )
+
+    async def _leave(self) -> None:
+        log.info("session.closed", node_id=self._node_id)
+        try:
+            await self._store.nodes.report(
+                self._context.run_id, node_id=self._node_id, incarnation=self._incarnation, connected_ms=0
+            )
+        except AstraflowError as error:
+            # The stream is over either way; without this note the node counts as connected for some seconds more.
+            log.warning("session.leave_unnoted", node_id=self._node_id, message=error.message)
+
+
+def _cancel(lease_id: str, reason: str) -> Response:
+    return Response(cancel=task_service_pb2.Cancel(lease_id=lease_id, reason=reason))

@@ -1,0 +1,36 @@
+"""Settings of the dataflow server: its Redis, and the few times that no recipe decides.
+
+Nothing about a run is set here; that comes from the run's recipe. `__main__` builds them from options and `ASTRAFLOW_*`
+variables, `server` passes the parts on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from astraflow_kit.settings import DaemonSettings
+
+
+class DataflowServerSettings(DaemonSettings):
+    """What a dataflow server can be told. Only `redis` is required."""
+
+    redis: Annotated[str, Field(pattern=r"^(redis|rediss|unix)://")]
+    """URL of Redis 7.0 or newer, or of Valkey: `redis://HOST:PORT/DB`."""
+    allow_volatile: bool = False
+    """Accept a Redis without an append-only file: what was acknowledged is lost when it restarts."""
+    allow_recipe_code: bool = False
+    """Run the Python files that come with a recipe (data set and filters). They may do anything this user may do."""
+    work_dir: Path = Path("~/.cache/astraflow/dataflow")
+    """Folder for the code of recipes."""
+    batch_lease_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
+    """Time in which a trainer renews the batch it holds; expiry raises an alarm and never unbinds."""
+    evaluation_patience_s: Annotated[float, Field(ge=0, le=86_400)] = 45.0
+    """Time without progress after which an evaluation of a superseded version is given up."""
+
+    @field_validator("work_dir")
+    @classmethod
+    def _expand_home(cls, path: Path) -> Path:
+        return path.expanduser()

