@@ -13,7 +13,7 @@ import numpy as np
 from astraflow.errors import ConflictError
 from astraflow_kit import failpoints
 from astraflow_weights.codec import DeltaSummary, encode_delta, encode_snapshot, summarize_delta
-from astraflow_weights.digest import model_root
+from astraflow_weights.digest import TensorDigest, model_root
 from astraflow_weights.manifest import DeltaRef
 from astraflow_weights.tensor_hash import tensor_digests
 from astraflow_weights.tensors import Array, Model, require_same_specs
@@ -60,13 +60,15 @@ class Publisher:
         committed = self._writer.find(step=step, root=root)
         if committed is None:
             self._require_base()
-            committed = self._send(model, step=step, learning_rate=learning_rate)
+            committed = self._send(model, tensors, step=step, learning_rate=learning_rate)
         latest = self._writer.log.latest()
         if latest is not None and latest.version == committed.version:
             self._keep(model, root=root)
         return committed
 
-    def _send(self, model: Model, *, step: int, learning_rate: float | None) -> CommittedVersion:
+    def _send(
+        self, model: Model, tensors: tuple[TensorDigest, ...], *, step: int, learning_rate: float | None
+    ) -> CommittedVersion:
         delta, summary = self._encode_delta(model)
         wants_snapshot = self._writer.wants_snapshot(delta_bytes=summary.size_bytes if summary else None)
         snapshot = encode_snapshot(model, version=self._next_version) if wants_snapshot else None
@@ -77,7 +79,7 @@ class Publisher:
         deltas = (DeltaRef(base_version=self._next_version - 1, parts=delta_refs),) if delta_refs else ()
         return self._writer.commit(
             step=step,
-            tensors=tensor_digests(model),
+            tensors=tensors,
             snapshot=snapshot_refs,
             deltas=deltas,
             assets=assets,

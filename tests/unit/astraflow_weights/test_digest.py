@@ -1,9 +1,12 @@
 """Roots tell models apart by everything that makes them different, and by nothing else."""
 
+import hashlib
+import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import xxhash
 
 from astraflow_weights.digest import model_root, schema_id
 from astraflow_weights.tensor_hash import tensor_digest, tensor_digests
@@ -12,6 +15,18 @@ from support.weight_models import make_model, trained
 
 MODEL = make_model()
 ROOT = model_root(tensor_digests(MODEL))
+
+
+def test_the_root_is_the_documented_formula() -> None:
+    expected = hashlib.sha256(b"astraflow.weights.v1/model_root\n")
+    dtypes = {np.dtype("uint16"): b"bfloat16", np.dtype("float32"): b"float32", np.dtype("uint8"): b"uint8"}
+    for name in sorted(MODEL):
+        array, dtype = MODEL[name], dtypes[MODEL[name].dtype]
+        expected.update(struct.pack("<I", len(name)) + name.encode())
+        expected.update(struct.pack("<I", len(dtype)) + dtype)
+        expected.update(struct.pack(f"<I{array.ndim}Q", array.ndim, *array.shape))
+        expected.update(xxhash.xxh3_128(array.tobytes()).digest())
+    assert expected.digest() == ROOT
 
 
 def test_the_order_of_tensors_does_not_matter() -> None:

@@ -1,0 +1,160 @@
+"""The bytes of parts and log entries, as files: made by this release, to be read by every later one.
+
+A vector never changes. A new format gets new files beside these, and a reader that still takes the old ones.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot
+from astraflow_weights.digest import model_root
+from astraflow_weights.manifest import (
+    Asset,
+    DeltaRef,
+    Entry,
+    Fence,
+    Manifest,
+    PartRef,
+    decode_entry,
+    encode_entry,
+)
+from astraflow_weights.part_reader import open_part
+from astraflow_weights.tensor_hash import tensor_digests
+from astraflow_weights.tensors import Array
+from astraflow_weights.tiles import TileCodec
+from support.weight_models import same_model
+
+VECTORS = Path(__file__).parent / "weight_format"
+
+# bfloat16 bits of 1.0 and of both zeros, a NaN with a payload, an infinity, a denormal.
+BASE: dict[str, Array] = {
+    "layer.weight": np.array([[0x3F80, 0x0000, 0x8000], [0x7FC1, 0x7F80, 0x0001]], dtype=np.uint16),
+    "layer.norm": np.array([1.0, -0.0], dtype=np.float32),
+    "codes": np.array(255, dtype=np.uint8),
+    "empty": np.zeros((2, 0), dtype=np.uint16),
+    "still": np.arange(10, dtype=np.uint16),
+    "sparse": np.full(600, 0x3C00, dtype=np.uint16),
+}
+
+
+def target() -> dict[str, Array]:
+    """`BASE` after a step: everything moved, nothing moved, few elements moved, wrapping around."""
+    after = {name: array.copy() for name, array in BASE.items()}
+    after["layer.weight"] += np.array([[1, 0xFFFF, 1], [2, 3, 0xFFFE]], dtype=np.uint16)
+    after["layer.norm"][1] = np.float32(0.0)
+    after["codes"] += np.uint8(1)
+    after["sparse"][[0, 7, 300, 599]] += np.array([1, 0xFFFF, 1, 2], dtype=np.uint16)
+    return after
+
+
+# Long enough that its planes are stored as zstandard frames.
+COMPRESSIBLE: dict[str, Array] = {
+    "w": np.tile(np.array([0x3F80, 0xBF81], dtype=np.uint16), 300),
+    "z": np.zeros(70, dtype=np.float32),
+}
+COMPRESSIBLE_TARGET: dict[str, Array] = {
+    "w": COMPRESSIBLE["w"] + np.tile(np.array([0, 0, 1, 0xFFFF], dtype=np.uint16), 150),
+    "z": COMPRESSIBLE["z"],
+}
+
+
+def ref(name: str, size_bytes: int) -> PartRef:
+    key = f"run-1/solver/parts/{name * 32}.afwd"
+    return PartRef(key=key, size_bytes=size_bytes, sha256=bytes.fromhex(name * 32))
+
+
+TENSORS = tensor_digests(BASE)
+MANIFEST = Manifest(
+    run_id="run-1",
+    policy_id="solver",
+    version=2,
+    sequence=4,
+    writer_epoch=3,
+    writer_nonce=bytes(range(16)),
+    step=7,
+    parent_version=1,
+    snapshot=(ref("aa", 1000),),
+    deltas=(DeltaRef(base_version=1, parts=(ref("bb", 10), ref("cc", 20))),),
+    tensors=TENSORS,
+    model_root=model_root(TENSORS),
+    assets=(Asset(file_name="config.json", blob=ref("dd", 2)),),
+    num_changed=12,
+    num_elements=619,
+    learning_rate=1e-6,
+    created_time_s=1_767_225_600.5,
+)
+FENCE = Fence(
+    run_id="run-1",
+    policy_id="solver",
+    sequence=3,
+    epoch=3,
+    nonce=bytes(range(16)),
+    previous_epoch=1,
+    created_time_s=1_767_225_599.25,
+)
+
+
+def vector(name: str) -> bytes:
+    return bytes.fromhex((VECTORS / name).read_text())
+
+
+def codecs(part: bytes) -> dict[str, TileCodec]:
+    return {tile.spec.name: tile.codec for tile in open_part(part).tiles}
+
+
+def test_the_delta_vector_is_what_the_encoder_makes() -> None:
+    assert encode_delta(BASE, target(), base_version=1, target_version=2) == [vector("delta.hex")]
+
+
+def test_the_delta_vector_turns_the_base_into_the_target() -> None:
+    mirror = {name: array.copy() for name, array in BASE.items()}
+    apply_delta(mirror, [vector("delta.hex")])
+    assert same_model(mirror, target())
+
+
+def test_the_delta_vector_shows_three_encodings() -> None:
+    assert codecs(vector("delta.hex")) == {
+        "codes": TileCodec.RAW,
+        "layer.norm": TileCodec.RAW,
+        "layer.weight": TileCodec.RAW,
+        "sparse": TileCodec.GAP_ZSTD,
+        "still": TileCodec.ZERO,
+    }
+
+
+def test_compressed_vectors_unfold_to_their_models() -> None:
+    """Frames depend on the release of zstandard that made them, so these are only read."""
+    snapshot, delta = vector("snapshot_zstd.hex"), vector("delta_zstd.hex")
+    assert codecs(snapshot) == {"w": TileCodec.RAW_ZSTD, "z": TileCodec.ZERO}
+    assert codecs(delta) == {"w": TileCodec.RAW_ZSTD, "z": TileCodec.ZERO}
+    model = decode_snapshot([snapshot])
+    assert same_model(model, COMPRESSIBLE)
+    apply_delta(model, [delta])
+    assert same_model(model, COMPRESSIBLE_TARGET)
+
+
+@pytest.mark.parametrize(("name", "entry"), [("manifest.hex", MANIFEST), ("fence.hex", FENCE)])
+def test_entry_vectors_are_what_is_written_and_read(name: str, entry: Entry) -> None:
+    assert encode_entry(entry).hex() == vector(name).hex()
+    assert decode_entry(vector(name)) == entry
+
+
+def test_the_root_of_the_base_is_known() -> None:
+    assert model_root(TENSORS).hex() == (VECTORS / "model_root.hex").read_text().strip()
+
+
+def write_vectors() -> None:
+    """How the files were made; run by hand for a new format only."""
+    contents = {
+        "delta.hex": encode_delta(BASE, target(), base_version=1, target_version=2)[0],
+        "snapshot_zstd.hex": encode_snapshot(COMPRESSIBLE)[0],
+        "delta_zstd.hex": encode_delta(COMPRESSIBLE, COMPRESSIBLE_TARGET)[0],
+        "manifest.hex": encode_entry(MANIFEST),
+        "fence.hex": encode_entry(FENCE),
+        "model_root.hex": model_root(TENSORS),
+    }
+    for name, content in contents.items():
+        lines = [content[start : start + 32].hex() for start in range(0, len(content), 32)]
+        (VECTORS / name).write_text("\n".join(lines) + "\n")
