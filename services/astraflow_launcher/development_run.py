@@ -107,20 +107,16 @@ class DevelopmentRun:
             return
         redis_url = self._options.redis_url or await self._start_redis(supervisor)
         port = self._address.rpartition(":")[2]
-        child = await supervisor.start(
-            self._daemon(
-                "dataflow",
-                "astraflow_dataflow",
-                *(
-                    "--redis",
-                    redis_url,
-                    "--grpc-port",
-                    port,
-                    "--http-port",
-                    str(self._options.http_port or 0),
-                ),
-            )
+        arguments = (
+            "--redis",
+            redis_url,
+            "--grpc-port",
+            port,
+            "--http-port",
+            str(self._options.http_port or 0),
         )
+        folder = ("--work-dir", str(self._folder.work("dataflow")), "--allow-recipe-code")
+        child = await supervisor.start(self._daemon("dataflow", "astraflow_dataflow", *arguments, *folder))
         observer.watch_restarts(child)
         await supervisor.wait_ready(child, timeout_s=_READY_TIMEOUT_S)
 
