@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+import typer
 from fastapi import FastAPI
 
 from astraflow.errors import AstraflowError
@@ -28,6 +29,15 @@ from astraflow_kit.metrics import Metrics
 from astraflow_kit.settings import load
 
 logger = log.get_logger("astraflow_engine")
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def engine(context: typer.Context) -> None:
+    """`astraflow engine` takes the options of `python -m astraflow_engine`, `--help` included."""
+    sys.exit(main(context.args))
 
 
 def main(arguments: list[str] | None = None) -> int:

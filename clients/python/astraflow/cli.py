@@ -78,9 +78,10 @@ def _load(name: str) -> typer.Typer:
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] == command.module.split(".")[0]:
             raise
+        wanted = f"'astraflow[{command.extra}]'" if command.extra else "astraflow"
         typer.echo(
             f"`astraflow {name}` needs the package {error.name!r}, which is not installed; "
-            f"run: pip install 'astraflow[{command.extra}]'",
+            f"run: pip install {wanted}",
             err=True,
         )
         raise typer.Exit(USAGE_ERROR) from error

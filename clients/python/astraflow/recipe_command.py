@@ -11,7 +11,7 @@ import typer
 from astraflow.recipe import json_schema
 from astraflow.recipe_file import load_recipe
 
-app = typer.Typer(no_args_is_help=True, help="Check a recipe, or print the schema.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Check a recipe, or print the schema.")
 
 RecipeArgument = Annotated[Path, typer.Argument(help="Recipe folder, or a YAML file.", metavar="RECIPE")]
 SetOption = Annotated[

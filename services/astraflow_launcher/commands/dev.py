@@ -21,7 +21,7 @@ from astraflow_launcher.run_folder import open_run_folder
 from astraflow_launcher.summary import Summary, as_json, as_table
 from astraflow_launcher.view import LineView, LiveView, QuietView, View
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 GOAL_MISSED = 1
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from astraflow_launcher.checks import Finding, State, run_checks
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 _STYLES = {State.OK: "green", State.WARNING: "yellow", State.FAILED: "red"}
 

@@ -1,0 +1,142 @@
+"""The command line says what to do next: the nearest command, the missing extra, the error and its status."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import astraflow
+from astraflow import cli, errors
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs `astraflow ARGUMENTS` in this process and returns its exit status."""
+
+    def run_command_line(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["astraflow", *arguments])
+        try:
+            cli.main()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        return 0
+
+    return run_command_line
+
+
+@pytest.fixture
+def add_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Adds the subcommand `extra` whose module holds the given source."""
+
+    def add(source: str, *, extra: str = "raas") -> None:
+        (tmp_path / "module_of_extra_command.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "module_of_extra_command", raising=False)
+        command = cli.Subcommand("module_of_extra_command", "Only for a test.", extra, "Start here")
+        monkeypatch.setitem(cli.COMMANDS, "extra", command)
+
+    return add
+
+
+def test_the_version_is_printed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"astraflow {astraflow.__version__}\n"
+
+
+def test_help_lists_every_command_with_its_summary(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    shown = capsys.readouterr().out
+    assert [name for name, command in cli.COMMANDS.items() if f"{name} " not in shown] == []
+    assert [name for name, command in cli.COMMANDS.items() if command.summary not in shown] == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"), [("dve", "did you mean `dev`?"), ("zzz", "known: dev, doctor, recipe")]
+)
+def test_an_unknown_command_names_the_nearest_one(
+    run: Run, capsys: pytest.CaptureFixture[str], typed: str, words: str
+) -> None:
+    assert run(typed) == cli.USAGE_ERROR
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_command_is_where_the_table_says(name: str) -> None:
+    found = importlib.util.find_spec(cli.COMMANDS[name].module)
+    assert found is not None
+    assert found.origin is not None
+    # Read, not imported: some of them load torch.
+    tree = ast.parse(Path(found.origin).read_text())
+    assigned = [
+        ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
+    ]
+    assert "app" in assigned
+
+
+@pytest.mark.parametrize(
+    ("extra", "line"),
+    [("raas", "pip install 'astraflow[raas]'\n"), ("", "pip install astraflow\n")],
+)
+def test_a_missing_dependency_is_told_with_the_line_that_installs_it(
+    run: Run,
+    add_command: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    extra: str,
+    line: str,
+) -> None:
+    add_command("import surely_not_installed.deeply", extra=extra)
+    assert run("extra") == cli.USAGE_ERROR
+    told = capsys.readouterr().err
+    assert "`astraflow extra` needs the package 'surely_not_installed'" in told
+    assert told.endswith(line)
+    assert "Traceback" not in told
+
+
+def test_a_module_of_ours_that_is_missing_is_a_defect_and_not_told_as_a_dependency(
+    run: Run, add_command: Callable[..., None]
+) -> None:
+    add_command("import module_of_extra_command.gone")
+    with pytest.raises(ModuleNotFoundError, match="gone"):
+        run("extra")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (errors.RecipeError, 2),
+        (errors.PluginError, 2),
+        (errors.UnavailableError, 75),
+        (errors.DeadlineError, 75),
+        (errors.FencedError, 1),
+        (errors.InternalError, 1),
+    ],
+)
+def test_a_known_error_ends_with_its_message_and_status(
+    run: Run,
+    add_command: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    kind: type[errors.AstraflowError],
+    status: int,
+) -> None:
+    add_command(
+        "import typer\n"
+        "from astraflow import errors\n"
+        "app = typer.Typer(add_completion=False)\n"
+        "@app.command()\n"
+        "def extra(): raise errors." + kind.__name__ + "('3 exceeds 2; lower it')\n"
+    )
+    assert run("extra") == status
+    assert capsys.readouterr().err == f"{kind.reason}: 3 exceeds 2; lower it\n"
+
+
+def test_a_defect_keeps_its_traceback(run: Run, add_command: Callable[..., None]) -> None:
+    add_command("import typer\napp = typer.Typer()\n@app.command()\ndef extra(): raise KeyError('gone')\n")
+    with pytest.raises(KeyError, match="gone"):
+        run("extra")

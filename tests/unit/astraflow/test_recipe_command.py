@@ -1,0 +1,43 @@
+"""`astraflow recipe` prints what it checked, and refuses what does not hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+from typer.testing import CliRunner
+
+from astraflow.errors import RecipeError
+from astraflow.recipe import Recipe, json_schema
+from astraflow.recipe_command import app
+
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart"
+
+
+def test_check_prints_the_recipe_with_every_default_and_override() -> None:
+    finished = CliRunner().invoke(app, ["check", str(QUICKSTART), "--set", "run.steps=7"])
+    assert finished.exit_code == 0
+    printed = Recipe.model_validate(YAML(typ="safe").load(finished.stdout))
+    assert printed.run.steps == 7
+    assert "lease_ttl_s" in finished.stdout  # a default that the file does not mention
+
+
+def test_check_refuses_a_wrong_recipe() -> None:
+    finished = CliRunner().invoke(app, ["check", str(QUICKSTART), "--set", "run.stesp=7"])
+    assert isinstance(finished.exception, RecipeError)
+    assert "did you mean `steps`" in finished.exception.message
+
+
+def test_schema_prints_the_schema_and_nothing_else() -> None:
+    finished = CliRunner().invoke(app, ["schema"])
+    assert finished.exit_code == 0
+    assert json.loads(finished.stdout) == json_schema()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"]])
+def test_help_offers_nothing_but_the_commands_own_options(arguments: list[str]) -> None:
+    finished = CliRunner().invoke(app, arguments)
+    assert finished.exit_code == 0
+    assert "completion" not in finished.stdout
