@@ -63,10 +63,20 @@ def create_app(
 class HttpServer:
     """Serves an app on one address without touching the process's signal handlers; a lifecycle `Service`."""
 
-    def __init__(self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 0, keep_alive_s: int = 5
+    ) -> None:
+        """`keep_alive_s`: how long an idle connection stays open; pooling clients need more than their own."""
         self._host = host
         self._port = port
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=keep_alive_s,
+        )
         self._server = _Uvicorn(config)
         self._socket: socket.socket | None = None
         self.address = ""
