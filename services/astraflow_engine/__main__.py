@@ -28,6 +28,9 @@ from astraflow_kit.http import HttpServer
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.settings import load
 
+# Longer than any client's pool keeps a connection: a close from this side would race with a request.
+_KEEP_ALIVE_S = 300
+
 logger = log.get_logger("astraflow_engine")
 app = typer.Typer(add_completion=False)
 

@@ -116,7 +116,7 @@ class Qwen3:
         num_rotated = config.num_heads + config.num_kv_heads
         heads = (normed @ layer.qkv_DC).unflatten(-1, (num_rotated + config.num_kv_heads, config.head_dim))
         rotated, values = heads.split([num_rotated, config.num_kv_heads], dim=-2)
-        rotated = F.rms_norm(rotated, (config.head_dim,), eps=config.rms_norm_eps) * layer.query_key_norm
+        rotated = _rms_norm(rotated, layer.query_key_norm, eps=config.rms_norm_eps)
         cosines, signed_sines = rotation
         swapped = rotated.roll(config.head_dim // 2, dims=-1)
         rotated = torch.addcmul(rotated * cosines, swapped, signed_sines)
@@ -130,7 +130,15 @@ class Qwen3:
         return hidden + (F.silu(gate) * up) @ layer.down_FD
 
     def _norm(self, hidden: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden, (self._config.hidden_size,), weight_D, self._config.rms_norm_eps)
+        return _rms_norm(hidden, weight_D, eps=self._config.rms_norm_eps)
+
+
+def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last axis. On CPU half the cost of `F.rms_norm`, which is not fused
+    there."""
+    length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+    scale = length.square_().mul_(1.0 / hidden.shape[-1]).add_(eps).rsqrt_()
+    return (hidden * scale).mul_(weight)
 
 
 def _reach_mask(positions: torch.Tensor, *, length: int) -> torch.Tensor:
