@@ -50,7 +50,7 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 	@$(BIN)/python -m astraflow_launcher.study $(ARGS)
 
 ##@ Work on it
-.PHONY: lint format types proto proto-check setup
+.PHONY: lint format types proto proto-check schema setup
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
@@ -69,6 +69,9 @@ proto: $(TEST_STAMP) ## Regenerate the Python contracts from proto/
 
 proto-check: $(TEST_STAMP) ## Fail when the committed contracts are not what proto/ makes
 	@$(BIN)/python proto/generate.py --check && echo 'proto: fresh'
+
+schema: $(TEST_STAMP) ## Rewrite docs/recipe.schema.json from the recipe's settings
+	@$(BIN)/astraflow recipe schema > docs/recipe.schema.json
 
 setup: $(TEST_STAMP) ## Only install
 	@echo 'setup: ready'
