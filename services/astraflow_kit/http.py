@@ -66,7 +66,7 @@ class HttpServer:
     def __init__(
         self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 0, keep_alive_s: int = 5
     ) -> None:
-        """`keep_alive_s`: how long an idle connection stays open; pooling clients need more than their own."""
+        """`keep_alive_s` is how long an idle connection stays open; a pooling client needs longer."""
         self._host = host
         self._port = port
         config = uvicorn.Config(
