@@ -1,0 +1,215 @@
+"""What every contract owes its reader and its users: who may call, what repeating does, words on everything,
+and bytes that stay what they are.
+"""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from google.protobuf import descriptor_pb2
+
+from astraflow.columns import Columns, decode_columns, encode_columns
+from astraflow.options.v1 import options_pb2
+from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+from support.source_tree import REPOSITORY
+
+PROTO_ROOT = REPOSITORY / "proto"
+
+# Field numbers of descriptor.proto, from which paths into a file are made.
+FILE_MESSAGE, FILE_ENUM, FILE_SERVICE, FILE_EXTENSION = 4, 5, 6, 7
+MESSAGE_FIELD, MESSAGE_NESTED, MESSAGE_ENUM, MESSAGE_ONEOF = 2, 3, 4, 8
+MEMBER = 2  # an enum's value, a service's rpc
+
+
+@dataclass(frozen=True)
+class Named:
+    """Something a contract declares."""
+
+    name: str
+    comment: str
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[descriptor_pb2.FileDescriptorProto]:
+    """The contracts as protoc reads them, comments included."""
+    output = tmp_path_factory.mktemp("descriptors") / "all.pb"
+    include_paths = runpy.run_path(str(PROTO_ROOT / "generate.py"))["include_paths"]()
+    sources = sorted(str(path.relative_to(PROTO_ROOT)) for path in PROTO_ROOT.rglob("*.proto"))
+    command = [sys.executable, "-m", "grpc_tools.protoc", *include_paths, "--include_source_info"]
+    subprocess.run([*command, f"--descriptor_set_out={output}", *sources], cwd=PROTO_ROOT, check=True)
+    return list(descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes()).file)
+
+
+def test_every_rpc_says_who_may_call_it_and_what_repeating_does(
+    files: list[descriptor_pb2.FileDescriptorProto],
+) -> None:
+    rpcs = [
+        (f"{service.name}.{method.name}", method.options.Extensions)
+        for file in files
+        for service in file.service
+        for method in service.method
+    ]
+    assert rpcs
+    assert [name for name, options in rpcs if not options[options_pb2.roles]] == []
+    assert [
+        name for name, options in rpcs if options_pb2.ROLE_UNSPECIFIED in options[options_pb2.roles]
+    ] == []
+    assert [name for name, options in rpcs if not options[options_pb2.retry]] == []
+
+
+def test_everything_declared_has_words(files: list[descriptor_pb2.FileDescriptorProto]) -> None:
+    everything = [named for file in files for named in declared(file)]
+    assert len(everything) > 300
+    assert [named.name for named in everything if not named.comment.strip()] == []
+
+
+def test_the_zero_of_every_enum_is_unspecified(files: list[descriptor_pb2.FileDescriptorProto]) -> None:
+    enums = [enum for file in files for enum in every_enum(file)]
+    zeros = [value.name for enum in enums for value in enum.value if value.number == 0]
+    assert len(zeros) == len(enums)
+    assert [name for name in zeros if not name.endswith("_UNSPECIFIED")] == []
+
+
+def test_a_missing_comment_is_seen(files: list[descriptor_pb2.FileDescriptorProto]) -> None:
+    file = descriptor_pb2.FileDescriptorProto()
+    file.CopyFrom(next(file for file in files if file.name.endswith("rollout/v1/trajectory.proto")))
+    location = next(
+        location
+        for location in file.source_code_info.location
+        if "Weight version of the policy" in location.leading_comments
+    )
+    location.leading_comments = ""
+    assert [named.name for named in declared(file) if not named.comment] == ["VersionSpan.version"]
+
+
+def every_enum(file: descriptor_pb2.FileDescriptorProto) -> Iterator[descriptor_pb2.EnumDescriptorProto]:
+    yield from file.enum_type
+    for message in file.message_type:
+        yield from message.enum_type
+
+
+def declared(file: descriptor_pb2.FileDescriptorProto) -> Iterator[Named]:
+    """Every message, field, oneof, enum, value, service, rpc and option of a file."""
+    comments = {tuple(place.path): place.leading_comments for place in file.source_code_info.location}
+
+    def named(name: str, *path: int) -> Named:
+        return Named(name, comments.get(path, ""))
+
+    for index, message in enumerate(file.message_type):
+        yield from in_message(message, comments, path=(FILE_MESSAGE, index), prefix="")
+    for index, enum in enumerate(file.enum_type):
+        yield named(enum.name, FILE_ENUM, index)
+        for number, value in enumerate(enum.value):
+            yield named(value.name, FILE_ENUM, index, MEMBER, number)
+    for index, service in enumerate(file.service):
+        yield named(service.name, FILE_SERVICE, index)
+        for number, method in enumerate(service.method):
+            yield named(f"{service.name}.{method.name}", FILE_SERVICE, index, MEMBER, number)
+    for index, extension in enumerate(file.extension):
+        yield named(extension.name, FILE_EXTENSION, index)
+
+
+def in_message(
+    message: descriptor_pb2.DescriptorProto,
+    comments: dict[tuple[int, ...], str],
+    *,
+    path: tuple[int, ...],
+    prefix: str,
+) -> Iterator[Named]:
+    name = prefix + message.name
+    yield Named(name, comments.get(path, ""))
+    for index, field in enumerate(message.field):
+        yield Named(f"{name}.{field.name}", comments.get((*path, MESSAGE_FIELD, index), ""))
+    for index, oneof in enumerate(message.oneof_decl):
+        if not oneof.name.startswith("_"):  # made by `optional`
+            yield Named(f"{name}.{oneof.name}", comments.get((*path, MESSAGE_ONEOF, index), ""))
+    for index, nested in enumerate(message.nested_type):
+        if not nested.options.map_entry:
+            yield from in_message(nested, comments, path=(*path, MESSAGE_NESTED, index), prefix=f"{name}.")
+    for index, enum in enumerate(message.enum_type):
+        place = (*path, MESSAGE_ENUM, index)
+        yield Named(f"{name}.{enum.name}", comments.get(place, ""))
+        for number, value in enumerate(enum.value):
+            yield Named(f"{name}.{value.name}", comments.get((*place, MEMBER, number), ""))
+
+
+def trajectory_item() -> trajectory_pb2.TrajectoryItem:
+    """Four tokens, the last two sampled, across a weight update; every field set."""
+    columns = Columns(
+        token_ids=np.array([1, 300, 70_000, 2], dtype=np.int32),
+        loss_mask=np.array([False, False, True, True]),
+        logprobs=np.array([0, 0, -0.25, -1.5], dtype=np.float32),
+        version_spans=((2, 3, 7), (3, 4, 8)),
+    )
+    body = encode_columns(columns, trajectory_id="t-1")
+    body.turn_spans.add(start=0, end=2, role="user")
+    body.sampling.CopyFrom(task_pb2.SamplingParams(temperature=1.0, top_p=0.5, top_k=40, max_new_tokens=24))
+    header = trajectory_pb2.TrajectoryHeader(
+        trajectory_id="t-1",
+        policy_id="solver",
+        role="checker",
+        num_tokens=4,
+        num_trainable_tokens=2,
+        min_version=7,
+        max_version=8,
+        reward=0.5,
+        finish_reason="stop",
+    )
+    return trajectory_pb2.TrajectoryItem(header=header, body=body.SerializeToString())
+
+
+def episode() -> trajectory_pb2.Episode:
+    return trajectory_pb2.Episode(
+        run_id="tiny",
+        task_id="train-5",
+        episode_id="e-1",
+        member=3,
+        attempt=2,
+        node_id="node-1",
+        status=trajectory_pb2.EPISODE_STATUS_FAILED,
+        failure_reason="timeout",
+        trajectories=[trajectory_item()],
+        metrics={"turns": 1.0},
+        hedge=True,
+    )
+
+
+# Written by the first release of these contracts. A change here breaks every node, server and stored payload.
+ITEM_HEX = """
+0a2d0a03742d311206736f6c7665721a07636865636b6572200428023007380841000000000000e03f4a0473746f7012
+580a03742d311210010000002c0100007011010002000000180122100000000000000000000080be0000c0bf2a010c32
+0608021003180732060803100418083a0810021a0475736572420e0d0000803f150000003f18282018
+"""
+EPISODE_HEX = """
+0a0474696e791207747261696e2d351a03652d312003280232066e6f64652d313802420774696d656f75744a89010a2d
+0a03742d311206736f6c7665721a07636865636b6572200428023007380841000000000000e03f4a0473746f7012580a
+03742d311210010000002c0100007011010002000000180122100000000000000000000080be0000c0bf2a010c320608
+021003180732060803100418083a0810021a0475736572420e0d0000803f150000003f1828201852100a057475726e73
+11000000000000f03f5801
+"""
+
+
+@pytest.mark.parametrize(
+    ("message", "golden"), [(trajectory_item(), ITEM_HEX), (episode(), EPISODE_HEX)], ids=["item", "episode"]
+)
+def test_the_bytes_on_the_wire_stay_what_they_are(
+    message: trajectory_pb2.TrajectoryItem | trajectory_pb2.Episode, golden: str
+) -> None:
+    wire = bytes.fromhex(golden)
+    assert message.SerializeToString(deterministic=True).hex() == wire.hex()
+    assert type(message).FromString(wire) == message
+
+
+def test_the_golden_item_holds_the_columns_it_was_made_of() -> None:
+    item = trajectory_pb2.TrajectoryItem.FromString(bytes.fromhex(ITEM_HEX))
+    columns = decode_columns(trajectory_pb2.Trajectory.FromString(item.body))
+    assert columns.token_ids.tolist() == [1, 300, 70_000, 2]
+    assert columns.loss_mask.tolist() == [False, False, True, True]
+    assert columns.logprobs.tolist() == [0, 0, -0.25, -1.5]
+    assert columns.version_spans == ((2, 3, 7), (3, 4, 8))
