@@ -1,167 +1,119 @@
-"""Start one engine: `python -m astraflow_engine --model-path DIR [--host H --port N] [--check]`.
+"""`python -m astraflow_engine` and `astraflow engine`: options, check, start.
 
-Owns the order of start-up: settings, model, threads, HTTP; a model that cannot be served ends the process
-before it listens. Started by a rollout node (which stops it by SIGTERM) or by a person.
+Invariant: an option that is not given leaves the setting to `ASTRAFLOW_*` and then to its default in
+`settings`; wrong options and models that cannot be served end the process with one sentence and status 2.
+Started by rollout nodes, which end it by SIGTERM, and by people.
 """
 
-import argparse
-import os
-import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any
 
-import torch
 import typer
-from fastapi import FastAPI
 
 from astraflow.errors import AstraflowError
-from astraflow_engine.api import ModelLimits
-from astraflow_engine.core import CoreLimits, EngineCore
-from astraflow_engine.model_config import ModelConfig, load_model_config
-from astraflow_engine.server import ServedModel, create_app
-from astraflow_engine.service import EngineService
-from astraflow_engine.settings import DEFAULT_CONTEXT_LENGTH, EngineSettings, core_limits
-from astraflow_engine.weights import load_weights
-from astraflow_engine.worker import EngineWorker
+from astraflow_engine.settings import EngineSettings
 from astraflow_kit import lifecycle, log
-from astraflow_kit.clock import SystemClock
-from astraflow_kit.http import HttpServer
-from astraflow_kit.metrics import Metrics
 from astraflow_kit.settings import load
 
-# Longer than any client's pool keeps a connection: a close from this side would race with a request.
-_KEEP_ALIVE_S = 300
-
-logger = log.get_logger("astraflow_engine")
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
-@app.command(
-    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)
-def engine(context: typer.Context) -> None:
-    """`astraflow engine` takes the options of `python -m astraflow_engine`, `--help` included."""
-    sys.exit(main(context.args))
+def _option(panel: str, text: str, *names: str) -> Any:  # noqa: ANN401 - typer's own type is private
+    return typer.Option(*names, help=text, rich_help_panel=panel)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the engine until it is told to stop; the exit code for `sys.exit`."""
-    options = vars(_parser().parse_args(arguments))
-    check_only = bool(options.pop("check"))
+_MODEL, _SIZE, _PEOPLE = "The model", "Size and speed", "For people and supervisors"
+
+ModelPath = Annotated[
+    Path | None, _option(_MODEL, "Folder with config.json and safetensors of a dense Qwen3. Required.")
+]
+WeightVersion = Annotated[
+    str | None, _option(_MODEL, "Name that tokens carry until the first weight update. Default: `default`.")
+]
+Seed = Annotated[int | None, _option(_MODEL, "Seed of all draws. Default: 0.")]
+ContextLength = Annotated[
+    int | None,
+    _option(_SIZE, "Largest prompt plus generated tokens. Default: the model's, at most 4096."),
+]
+MaxRunning = Annotated[int | None, _option(_SIZE, "Requests that generate at the same time. Default: 128.")]
+MaxQueued = Annotated[int | None, _option(_SIZE, "Requests that may wait before 503. Default: 2048.")]
+MaxPrefill = Annotated[int | None, _option(_SIZE, "Prompt tokens taken in at once. Default: 8192.")]
+NumThreads = Annotated[int | None, _option(_SIZE, "Torch threads of one pass. Default: 1.")]
+RequestTimeout = Annotated[
+    float | None, _option(_SIZE, "Age in seconds at which a request is aborted with 504. Default: 600.")
+]
+Host = Annotated[str | None, _option(_PEOPLE, "Address of the HTTP API. Default: 127.0.0.1.")]
+Port = Annotated[int | None, _option(_PEOPLE, "Port of the HTTP API; 0 takes a free one. Default: 30000.")]
+Insecure = Annotated[
+    bool, _option(_PEOPLE, "Allow an address that others can reach; the API has no login.", "--insecure")
+]
+AddressFile = Annotated[Path | None, _option(_PEOPLE, "Where to write the bound address and pid as JSON.")]
+DrainTimeout = Annotated[
+    float | None, _option(_PEOPLE, "Seconds between SIGTERM and a hard stop. Default: 30.")
+]
+LogLevel = Annotated[str | None, _option(_PEOPLE, "debug, info, warning or error. Default: info.")]
+LogFormat = Annotated[str | None, _option(_PEOPLE, "auto, json or console. Default: auto.")]
+ParentPid = Annotated[int | None, _option(_PEOPLE, "Process to die with.")]
+Check = Annotated[
+    bool, _option(_PEOPLE, "Validate settings, read the whole checkpoint, then exit.", "--check")
+]
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def engine(
+    model_path: ModelPath = None,
+    weight_version: WeightVersion = None,
+    seed: Seed = None,
+    context_length: ContextLength = None,
+    max_running_requests: MaxRunning = None,
+    max_queued_requests: MaxQueued = None,
+    max_prefill_tokens: MaxPrefill = None,
+    num_threads: NumThreads = None,
+    request_timeout_s: RequestTimeout = None,
+    host: Host = None,
+    port: Port = None,
+    insecure: Insecure = False,
+    address_file: AddressFile = None,
+    drain_timeout_s: DrainTimeout = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
+    parent_pid: ParentPid = None,
+    check: Check = False,
+) -> None:
+    """Serve a checkpoint on CPU behind the part of SGLang's HTTP API that rollout nodes use.
+
+    Paths: /generate, /pause_generation, /continue_generation, /update_weights_from_disk, /flush_cache,
+    /abort_request, /health, /health_generate, /model_info, /server_info, /metrics.
+
+    Every option can also be given as a variable, such as ASTRAFLOW_MODEL_PATH.
+
+    Example: `python -m astraflow_engine --model-path out/warm --port 30000 --context-length 256`
+    """
+    given = {name: value for name, value in locals().items() if name != "check"}
+    raise typer.Exit(main(given, check=check))
+
+
+def main(given: Mapping[str, object], *, check: bool) -> int:
+    """Start or check an engine with the options given; None and False count as not given."""
+    options = {name: value for name, value in given.items() if value is not None and value is not False}
     try:
         settings = load(EngineSettings, options)
-        if check_only:
+        # Loaded only now: `--help` and wrong settings must not wait for torch.
+        from astraflow_engine import assembly
+
+        if check:
             log.configure("engine", level=settings.log_level, log_format=settings.log_format)
-            return _check(settings)
+            assembly.check(settings)
+            return lifecycle.ExitCode.OK
     except AstraflowError as error:
-        sys.stderr.write(f"error: {error.message}\n")
+        typer.echo(f"{error.reason}: {error.message}", err=True)
         return lifecycle.ExitCode.USAGE
     lifecycle.begin("engine", settings)
-    torch.set_num_threads(settings.num_threads)
-    return lifecycle.run(lambda life: _serve(settings, life), drain_timeout_s=settings.drain_timeout_s)
-
-
-async def _serve(settings: EngineSettings, life: lifecycle.Lifecycle) -> None:
-    config = load_model_config(settings.model_path)
-    limits = core_limits(settings, config)
-    service = _service(settings, config, limits=limits)
-    model = ServedModel(
-        limits=ModelLimits(vocab_size=config.vocab_size, context_length=limits.capacity),
-        settings=settings.model_dump(mode="json", include=set(EngineSettings.__annotations__)),
+    return lifecycle.run(
+        lambda life: assembly.serve(settings, life), drain_timeout_s=settings.drain_timeout_s
     )
-    app = create_app(service, model=model, metrics=Metrics())
-    server = _AnnouncedServer(app, settings)
-    await lifecycle.run_services([service, server], lifecycle=life)
-
-
-def _service(settings: EngineSettings, config: ModelConfig, *, limits: CoreLimits) -> EngineService:
-    clock = SystemClock()
-    weights = load_weights(settings.model_path, config=config)
-    core = EngineCore(
-        config, weights, limits=limits, seed=settings.seed, version=settings.weight_version, clock=clock
-    )
-    max_in_flight = settings.max_running_requests + settings.max_queued_requests
-    return EngineService(
-        EngineWorker(core, max_in_flight=max_in_flight, clock=clock),
-        config,
-        model_path=settings.model_path,
-        request_timeout_s=settings.request_timeout_s,
-        clock=clock,
-    )
-
-
-class _AnnouncedServer(HttpServer):
-    """Says where the engine listens once it does."""
-
-    def __init__(self, app: FastAPI, settings: EngineSettings) -> None:
-        super().__init__(app, host=settings.host, port=settings.port)
-        self._settings = settings
-
-    async def start(self) -> None:
-        await super().start()
-        settings = self._settings
-        if settings.address_file is not None:
-            addresses = lifecycle.Addresses(pid=os.getpid(), http=self.address)
-            lifecycle.write_address_file(settings.address_file, addresses)
-        logger.info(
-            "engine.serving",
-            address=self.address,
-            model_path=str(settings.model_path),
-            weight_version=settings.weight_version,
-        )
-
-
-def _check(settings: EngineSettings) -> int:
-    """Everything start-up would refuse, without listening; reads the whole checkpoint."""
-    config = load_model_config(settings.model_path)
-    limits = core_limits(settings, config)
-    weights = load_weights(settings.model_path, config=config)
-    logger.info(
-        "engine.checked",
-        model_path=str(settings.model_path),
-        weight_bytes=weights.num_bytes,
-        cache_bytes=limits.cache_bytes(config),
-        context_length=limits.capacity,
-    )
-    return lifecycle.ExitCode.OK
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m astraflow_engine",
-        allow_abbrev=False,
-        description="A small CPU inference server for dense Qwen3 checkpoints, speaking the part of SGLang's "
-        "HTTP API that rollout nodes use: /generate, /pause_generation, /continue_generation, "
-        "/update_weights_from_disk, /flush_cache, /abort_request, /health, /model_info, /server_info.",
-        epilog="Every option can also be given as ASTRAFLOW_<OPTION>. Example: python -m astraflow_engine "
-        "--model-path out/warm --port 30000 --context-length 256 --max-running-requests 64",
-    )
-    add = parser.add_argument
-    add("--model-path", type=Path, required=True, help="folder with config.json and safetensors")
-    add("--host", help="address of the HTTP API; anything but loopback needs --insecure (default 127.0.0.1)")
-    add("--port", type=int, help="port of the HTTP API; 0 takes a free one (default 30000)")
-    add("--address-file", type=Path, help="where to write the bound address and the pid as JSON")
-    add("--weight-version", help="name that tokens carry until the first weight update (default 'default')")
-    add(
-        "--context-length",
-        type=int,
-        help=f"largest prompt plus generated tokens (default: the model's, at most {DEFAULT_CONTEXT_LENGTH})",
-    )
-    add("--max-running-requests", type=int, help="requests that generate at the same time (default 128)")
-    add("--max-queued-requests", type=int, help="requests that may wait before 503 (default 2048)")
-    add("--max-prefill-tokens", type=int, help="prompt tokens taken in at once (default 8192)")
-    add("--num-threads", type=int, help="torch threads of one pass (default 1)")
-    add("--seed", type=int, help="seed of all draws (default 0)")
-    add("--request-timeout-s", type=float, help="age at which a request is aborted with 504 (default 600)")
-    add("--drain-timeout-s", type=float, help="seconds between SIGTERM and a hard stop (default 30)")
-    add("--parent-pid", type=int, help="process to die with")
-    add("--log-level", help="debug, info, warning or error (default info)")
-    add("--log-format", help="auto, json or console (default auto)")
-    add(
-        "--insecure", action="store_const", const=True, help="allow a reachable address; the API has no login"
-    )
-    add("--check", action="store_true", help="validate settings and checkpoint, then exit")
-    return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    app()

@@ -1,24 +1,16 @@
 """Settings of the engine process: what to serve, where, and how much of the machine it may take.
 
 Invariant: what passes here can be served; bounds that depend on the model (context length) are checked once
-more against its config in `__main__`. Options come from the command line, then from `ASTRAFLOW_*`
+more against its config in `assembly.py`. Options come from the command line, then from `ASTRAFLOW_*`
 variables.
 """
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from astraflow_engine.core import CoreLimits
-from astraflow_engine.errors import ModelError
-from astraflow_engine.model_config import ModelConfig
-from astraflow_engine.scheduler import AdmissionLimits
 from astraflow_kit.settings import DaemonSettings, Port
-
-DEFAULT_CONTEXT_LENGTH = 4096
-_MAX_MEMORY_SHARE = 0.8
 
 
 class EngineSettings(DaemonSettings):
@@ -32,7 +24,7 @@ class EngineSettings(DaemonSettings):
     """Name that tokens carry until the first weight update."""
     context_length: Annotated[int, Field(ge=0)] = 0
     """Largest prompt plus generated tokens; 0 takes the model's, at most 4096."""
-    max_running_requests: Annotated[int, Field(ge=1, le=1024)] = 128
+    max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 128
     """Slots: requests that generate at the same time."""
     max_queued_requests: Annotated[int, Field(ge=1, le=100_000)] = 2048
     """Requests that may wait for a slot before more are refused with 503."""
@@ -44,28 +36,3 @@ class EngineSettings(DaemonSettings):
     """Torch threads of a pass. More than one pays only for models far beyond a few million parameters."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """A request older than this is aborted and answered 504, queueing and pauses included."""
-
-
-def core_limits(settings: EngineSettings, config: ModelConfig) -> CoreLimits:
-    """The sizes of the engine for one model. Raises ModelError when the model or the machine has no room."""
-    wanted = settings.context_length or min(config.max_positions, DEFAULT_CONTEXT_LENGTH)
-    if wanted > config.max_positions:
-        raise ModelError(
-            f"context_length is {wanted}, {settings.model_path} was made for {config.max_positions} "
-            "positions (max_position_embeddings); lower --context-length"
-        )
-    limits = CoreLimits(
-        num_slots=settings.max_running_requests,
-        capacity=wanted,
-        admission=AdmissionLimits(
-            max_waiting=settings.max_queued_requests, max_prefill_tokens=settings.max_prefill_tokens
-        ),
-    )
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if limits.cache_bytes(config) > _MAX_MEMORY_SHARE * memory_bytes:
-        raise ModelError(
-            f"{limits.num_slots} slots of {wanted} tokens may need {limits.cache_bytes(config)} bytes of "
-            f"cache, this machine has {memory_bytes} bytes of memory; lower --max-running-requests or "
-            "--context-length"
-        )
-    return limits

@@ -47,7 +47,7 @@ def test_a_check_reads_the_whole_checkpoint_and_exits(model: Path) -> None:
     [
         (["--context-length", "5000"], "context_length is 5000"),
         (["--max-running-requests", "0"], "option max_running_requests = 0"),
-        (["--max-running-request", "4"], "unrecognized arguments"),
+        (["--max-running-request", "4"], "No such option"),
     ],
 )
 def test_wrong_options_end_the_process_with_a_reason(model: Path, options: list[str], complaint: str) -> None:

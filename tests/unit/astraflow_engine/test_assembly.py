@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from astraflow_engine.assembly import core_limits
 from astraflow_engine.errors import ModelError
 from astraflow_engine.model_config import load_model_config
-from astraflow_engine.settings import EngineSettings, core_limits
+from astraflow_engine.settings import EngineSettings
 from astraflow_kit.settings import SettingsError, load
 from support.tiny_qwen import TinyShape, save_tiny_qwen
 
