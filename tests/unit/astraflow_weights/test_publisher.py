@@ -122,6 +122,21 @@ def test_a_publication_cut_off_anywhere_is_completed_by_repeating_it(
     assert same_model(pulled(store, tmp_path / "mirror", 2), models[2])
 
 
+def test_going_on_after_a_publication_of_unknown_outcome_is_refused(store: FileStore) -> None:
+    """Version 1 is in the log, but the publisher never learnt it: its base is version 0."""
+    models = steps(3)
+    publisher = Publisher(open_writer(store, 1), base=None)
+    publisher.publish(models[0], step=0)
+    failpoints.arm("weights.publish.after_manifest=raise@1")
+    try:
+        with pytest.raises(FailpointRaised):
+            publisher.publish(models[1], step=1)
+    finally:
+        failpoints.arm("")
+    with pytest.raises(ConflictError, match=r"not the newest version in the log \(1\)"):
+        publisher.publish(models[2], step=2)
+
+
 def test_a_resumed_trainer_repeats_its_steps_and_goes_on(store: FileStore, tmp_path: Path) -> None:
     """Steps 1 and 2 are recomputed: the first gives the same bytes, the second differs."""
     models = steps(3)

@@ -116,6 +116,13 @@ def test_a_gap_tile_that_contradicts_itself_is_refused(change: dict[str, object]
         decode_tile(tile, base=base[: tile.num_elements])
 
 
+def test_a_change_beyond_the_tile_is_refused() -> None:
+    base, target = sparse_pair([4, 9, 20], dtype=np.uint16)
+    tile = replace(encode(base, target), num_elements=35)
+    with pytest.raises(CorruptPart, match="changes element 35 of 35"):
+        decode_tile(tile, base=base[:35])
+
+
 def test_a_step_of_zero_is_refused() -> None:
     base, target = sparse_pair([4, 9, 300], dtype=np.uint8)
     tile = encode(base, target)
