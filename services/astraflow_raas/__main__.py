@@ -47,8 +47,8 @@ EngineKind = Annotated[
     str | None,
     _option(
         _ENGINE,
-        "`astraflow_engine` (CPU, the default), `sglang`, or the address of an SGLang server that already runs "
-        "and sees this node's mirror folder.",
+        "`astraflow_engine` (CPU, the default), `sglang`, or the address of an SGLang server that already "
+        "runs and sees this node's mirror folder.",
         metavar="KIND|URL",
     ),
 ]
@@ -124,7 +124,7 @@ def raas(
     finished and pushed what it holds; a second signal stops it at once. Status 2: settings or recipe must
     change. 3: another process uses its name. 75: the server was not reachable.
 
-    Every option can also be given as ASTRAFLOW_<OPTION>.
+    Every option can also be given as a variable, such as ASTRAFLOW_JOIN.
 
     Example: astraflow raas --join 10.0.0.5:7070 --engine sglang --engine-python /opt/sglang/bin/python
     """

@@ -157,7 +157,7 @@ def _trainable_versions(columns: Columns, *, where: str) -> list[int]:
         if not last_end <= start < end <= num_tokens or version < 0:
             raise EpisodeRefused(
                 "bad_spans",
-                f"{where}: span [{start}, {end}) of version {version} in {num_tokens} tokens, after {last_end}",
+                f"{where}: span [{start}, {end}) of version {version}, {num_tokens} tokens, after {last_end}",
             )
         trainable = int(np.count_nonzero(columns.loss_mask[start:end]))
         covered, last_end = covered + trainable, end

@@ -44,8 +44,8 @@ class MirrorSource:
         record = self._log.record(announced.version)
         if announced.manifest_sha256 and record.manifest_sha256 != announced.manifest_sha256:
             raise CorruptManifest(
-                f"version {announced.version} of policy {announced.policy_id!r}: entry {record.sequence} of the store "
-                f"has sha256 {record.manifest_sha256.hex()[:16]}…, the server announced "
+                f"version {announced.version} of policy {announced.policy_id!r}: entry {record.sequence} in "
+                f"the store has sha256 {record.manifest_sha256.hex()[:16]}…, the server announced "
                 f"{announced.manifest_sha256.hex()[:16]}…; store and server belong to different histories"
             )
         result = self._mirror.advance(self._store, self._log, target=announced.version)

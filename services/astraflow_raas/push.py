@@ -6,11 +6,8 @@ spool makes `push` wait, which stops sampling. `session` calls `push`; the lifec
 """
 
 import asyncio
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import grpc
-
-from astraflow._status import from_rpc_error
 from astraflow.client import AsyncClient, RetryPolicy
 from astraflow.dataflow.v1 import trajectory_service_pb2
 from astraflow.errors import InternalError, RetryableError
@@ -21,6 +18,10 @@ from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.loops import LoopService
 from astraflow_raas.spool import Spool, Spooled, SpoolLimits
+from astraflow_raas.streams import converse
+
+if TYPE_CHECKING:
+    import grpc
 
 log = get_logger(__name__)
 
@@ -117,21 +118,9 @@ class Pusher(LoopService):
         it."""
         call: PushCall = self._client.open(self._client.trajectories.Push)
         log.debug("push.stream_opened", episodes=self.num_unacked)
-        writer = asyncio.create_task(self._write(call))
-        reader = asyncio.create_task(self._read(call))
         try:
-            done, _ = await asyncio.wait((writer, reader), return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        except grpc.aio.UsageError as error:
-            # A write met a stream that ended in between; the reader knows the reason, the next stream shows
-            # it.
-            raise InternalError(f"the push stream ended during a write: {error}") from error
+            await converse(call, write=self._write(call), read=self._read(call))
         finally:
-            call.cancel()
-            await _ended(writer, reader)
             self._spool.stream_broke()
             self._to_send.set()
 
@@ -176,9 +165,3 @@ class Pusher(LoopService):
         self._has_room.set()
         if not self._spool.num_waiting:
             self._idle.set()
-
-
-async def _ended(*tasks: "asyncio.Task[None]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

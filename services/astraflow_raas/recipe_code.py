@@ -52,8 +52,9 @@ def require_installed(recipe: Recipe, *, folder: Path | None) -> None:
     own = [plugin for plugin in plugins if plugin.partition(":")[0] == RECIPE_MODULE]
     if own and folder is None:
         raise PluginError(
-            f"the run's plug-ins {', '.join(own)} are code of its recipe, which this node may not run; start it "
-            "with --allow-recipe-code if you trust whoever created the run, or install the code as a package"
+            f"the run's plug-ins {', '.join(own)} are code of its recipe, which this node may not run; "
+            "start it with --allow-recipe-code if you trust whoever created the run, or install the code as a "
+            "package"
         )
 
 

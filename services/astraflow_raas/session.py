@@ -28,6 +28,8 @@ from astraflow_raas.served_policy import ServedPolicy, VersionUnavailable
 log = get_logger(__name__)
 
 _MAX_DETAIL_BYTES = 2048
+_MAX_TEXT_CHARS = 500
+_SHOW_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,7 @@ class Session:
         self._metrics = metrics
         self._ids = ids or IdSource()
         self._clock = clock or SystemClock()
+        self._show_next_s = 0.0
         self.num_running = 0
         """Episodes running now."""
 
@@ -131,7 +134,9 @@ class Session:
             async with asyncio.timeout(self._settings.episode_timeout_s):
                 episode = await self._workflow.run(lease.task, handles)
             ids = EpisodeIds(episode_id=episode_id, node_id=self._settings.node_id, member=member)
-            return build_episode(episode, lease=lease, ids=ids), None
+            message = build_episode(episode, lease=lease, ids=ids)
+            self._show(episode, handles=handles, member=member)
+            return message, None
         except TimeoutError as error:
             return None, self._timed_out(error, handles=handles, member=member)
         except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; it must not reach its neighbours
@@ -150,6 +155,28 @@ class Session:
             for name, policy in self._policies.items()
         }
 
+    def _show(self, episode: plugins.Episode, *, handles: Mapping[str, PolicyHandle], member: int) -> None:
+        """Log what a policy said, a few times a second at most: people look at samples."""
+        now_s = self._clock.monotonic_s()
+        if now_s < self._show_next_s:
+            return
+        self._show_next_s = now_s + _SHOW_EVERY_S
+        for trajectory in episode.trajectories:
+            trained = [
+                token
+                for token, chosen in zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+                if chosen
+            ]
+            log.info(
+                "episode.finished",
+                policy_id=trajectory.policy,
+                member=member,
+                reward=trajectory.reward,
+                finish_reason=trajectory.finish_reason,
+                tokens=len(trained),
+                text=handles[trajectory.policy].decode(trained)[:_MAX_TEXT_CHARS],
+            )
+
     def _batch_key(self, lease: LeasedTask, member: int) -> Callable[[int], Hashable]:
         """Which calls share an engine request: short ones of one task, and all short ones of evaluations.
 
@@ -166,9 +193,7 @@ class Session:
         if any(handle.waiting_for_engine for handle in handles.values()):
             detail = f"member {member}: no engine answered within {limit}"
             return Failure(reason="engine_error", detail=detail, retryable=True)
-        detail = (
-            f"member {member}: the workflow did not return within {limit}; shorten it or raise it ({error})"
-        )
+        detail = f"member {member}: the workflow did not return within {limit}; shorten it ({error})"
         return Failure(reason="timeout", detail=detail, retryable=True)
 
 

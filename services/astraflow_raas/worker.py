@@ -9,11 +9,8 @@ the lifecycle.
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import grpc
-
-from astraflow._status import from_rpc_error
 from astraflow.client import AsyncClient, RetryPolicy
 from astraflow.dataflow.v1 import run_service_pb2, task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, InternalError, InvalidArgumentError, RetryableError
@@ -24,6 +21,10 @@ from astraflow_kit.metrics import Metrics
 from astraflow_raas.lease import LeasedTask, Sampling, read_lease
 from astraflow_raas.loops import LoopService
 from astraflow_raas.session import Failure
+from astraflow_raas.streams import converse
+
+if TYPE_CHECKING:
+    import grpc
 
 log = get_logger(__name__)
 
@@ -189,22 +190,11 @@ class Worker(LoopService):
 
     async def _session(self) -> None:
         call: WorkCall = self._client.open(self._client.tasks.Work)
-        tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
         self.connected = True
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        except grpc.aio.UsageError as error:
-            raise InternalError(f"the working session ended during a write: {error}") from error
+            await converse(call, write=self._write(call), read=self._read(call))
         finally:
             self.connected = False
-            call.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(self, call: WorkCall) -> None:
         """Hello, renewals of what an earlier session left, then credits and renewals until the stream

@@ -1,8 +1,8 @@
 r"""A ready-made reward: the last `\boxed{…}` of the completion must equal the task's answer.
 
 Invariant: 1.0 or 0.0, decided by the text alone; numbers are compared as numbers (`7.0` is `7`, `1,000` is
-`1000`), anything else as trimmed text. Named by a recipe as `astraflow_raas.rewards.boxed_match:BoxedMatch`; the
-task carries the answer as `data["answer"]`.
+`1000`), anything else as trimmed text. Named by a recipe as `astraflow_raas.rewards.boxed_match:BoxedMatch`;
+the task carries the answer as `data["answer"]`.
 """
 
 import re

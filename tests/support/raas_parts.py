@@ -1,0 +1,98 @@
+"""Parts of a node for tests: a tokenizer on disk, a policy served by the fake engine, leases as values, a workflow
+that misbehaves on request."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from astraflow.plugins import Episode, Policy, TaskSpec
+from astraflow.plugins import Message as ChatMessage
+from astraflow_raas.engine.fake import FakeEngine
+from astraflow_raas.lease import LeasedTask, Sampling
+from astraflow_raas.served_policy import ServedPolicy
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8)
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Write a byte-level BPE tokenizer with a ChatML template, as a policy's weights carry it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["What is 3 + 4? The sum is 7.", "user assistant"], trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": SPECIAL[2], "pad_token": SPECIAL[0], "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 2}))
+    return folder
+
+
+async def served_policy(folder: Path, engine: FakeEngine, *, version: int = 0) -> ServedPolicy:
+    """A policy whose engine is ready at `version`."""
+    policy = ServedPolicy("solver")
+    await policy.read_tokenizer(write_tokenizer(folder))
+    engine.version = version
+    policy.engine_ready(engine, version=version)
+    return policy
+
+
+def leased(
+    *,
+    members: tuple[int, ...] = (0, 1),
+    required_versions: Mapping[str, int] | None = None,
+    attempt: int = 1,
+    sampling: Sampling = SAMPLING,
+) -> LeasedTask:
+    """A lease as values; an evaluation when it requires versions."""
+    return LeasedTask(
+        lease_id=f"task-1#{attempt}",
+        run_id="run-1",
+        task=TaskSpec("task-1", (ChatMessage("user", "3 + 4?"),), {"answer": "7"}),
+        attempt=attempt,
+        members=members,
+        ttl_s=20.0,
+        sampling={"solver": sampling},
+        required_versions=required_versions or {},
+        seed=11,
+        evaluation=bool(required_versions),
+    )
+
+
+@dataclass
+class ScriptedWorkflow:
+    """Wraps a workflow; the n-th run raises, hangs or returns what the script says, others run as they are."""
+
+    inner: object
+    script: dict[int, object] = field(default_factory=dict)
+    runs: int = 0
+
+    async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
+        """Run number `runs` from 0."""
+        number, self.runs = self.runs, self.runs + 1
+        act = self.script.get(number)
+        if isinstance(act, BaseException):
+            raise act
+        if act == "hang":
+            await asyncio.Event().wait()
+        if isinstance(act, Episode):
+            return act
+        return await self.inner.run(task, policies)  # type: ignore[attr-defined,no-any-return]

@@ -1,0 +1,287 @@
+"""A dataflow server that follows a test's script, over real gRPC on loopback: what nodes are tested against.
+
+It keeps every message a node sent, answers as told, sends what the test hands it, and can lose its streams or restart
+on the same port. Waiting helpers end with an assertion instead of hanging.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from astraflow.dataflow.v1 import (
+    run_pb2,
+    run_service_pb2,
+    run_service_pb2_grpc,
+    task_service_pb2,
+    task_service_pb2_grpc,
+    trajectory_service_pb2,
+    trajectory_service_pb2_grpc,
+    version_pb2,
+)
+from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+
+PATIENCE_S = 15.0
+RUN_ID = "run-1"
+POLICY = "solver"
+RECIPE = """
+run: {name: run-1, dataset: "recipe:Problems", steps: 3}
+policies:
+  solver:
+    model: {path: somewhere}
+    sampling: {max_new_tokens: 8}
+dataflow: {group_size: 4, groups_per_step: 2}
+raas: {reward: "astraflow_raas.rewards.boxed_match:BoxedMatch", max_concurrent_tasks: 2, episode_timeout_s: 20}
+"""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Respond = task_service_pb2.WorkResponse
+Judge = Callable[[trajectory_pb2.Episode], trajectory_service_pb2.PushResult]
+
+
+def accepted(_episode: trajectory_pb2.Episode) -> trajectory_service_pb2.PushResult:
+    """The answer to good work."""
+    return result(trajectory_service_pb2.OUTCOME_ACCEPTED)
+
+
+def result(
+    outcome: trajectory_service_pb2.Outcome, *, reason: str = ""
+) -> trajectory_service_pb2.PushResult:
+    """An answer kept in memory."""
+    return trajectory_service_pb2.PushResult(
+        outcome=outcome, reason=reason, durability=trajectory_service_pb2.DURABILITY_MEMORY
+    )
+
+
+def lease(
+    task_id: str = "task-1",
+    *,
+    members: Sequence[int] = (0, 1, 2, 3),
+    attempt: int = 1,
+    required_versions: dict[str, int] | None = None,
+    data_json: bytes = b'{"answer": "7"}',
+    ttl_s: float = 20.0,
+) -> task_pb2.Lease:
+    """A lease of one task; an evaluation when it requires versions."""
+    ttl = Duration()
+    ttl.FromMilliseconds(int(ttl_s * 1000))
+    purpose = task_pb2.PURPOSE_EVALUATION if required_versions else task_pb2.PURPOSE_TRAINING
+    task = task_pb2.Task(
+        task_id=task_id,
+        messages=[task_pb2.Message(role="user", content="3 + 4?")],
+        data_json=data_json,
+        purpose=purpose,
+        group_size=len(members),
+    )
+    return task_pb2.Lease(
+        lease_id=f"{task_id}#{attempt}",
+        run_id=RUN_ID,
+        task=task,
+        attempt=attempt,
+        members=members,
+        ttl_duration=ttl,
+        required_versions=required_versions or {},
+        seed=11,
+    )
+
+
+async def eventually(holds: Callable[[], object], *, what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait until `holds` is true; fails naming `what` was waited for."""
+    try:
+        async with asyncio.timeout(patience_s):
+            while not holds():  # noqa: ASYNC110 - the condition lives in another task's plain data
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"not within {patience_s} s: {what}") from None
+
+
+@dataclass
+class ScriptedDataflow(
+    run_service_pb2_grpc.RunServiceServicer,
+    task_service_pb2_grpc.TaskServiceServicer,
+    trajectory_service_pb2_grpc.TrajectoryServiceServicer,
+):
+    """The script and the record. Fields may be changed at any time."""
+
+    recipe_yaml: str = RECIPE
+    code: run_pb2.CodeBundle = field(default_factory=run_pb2.CodeBundle)
+    store_uri: str = "file:///nowhere"
+    versions: list[version_pb2.Version] = field(default_factory=list)
+    data_incarnation: str = "data-1"
+    lease_ttl_s: float = 20.0
+    judge: Judge = accepted
+    ack: asyncio.Event | None = None
+    """While set to an unset event, pushes are received and not acknowledged."""
+    join_fault: grpc.StatusCode | None = None
+    push_fault: grpc.StatusCode | None = None
+
+    joins: list[run_service_pb2.JoinRunRequest] = field(default_factory=list)
+    hellos: list[task_service_pb2.Hello] = field(default_factory=list)
+    credits: list[task_service_pb2.Credits] = field(default_factory=list)
+    renewals: list[list[str]] = field(default_factory=list)
+    failures: list[task_service_pb2.LeaseFailure] = field(default_factory=list)
+    pushes: list[trajectory_pb2.Episode] = field(default_factory=list)
+    push_streams: int = 0
+    max_unacked: int = 0
+
+    _sessions: list["asyncio.Queue[Respond | None]"] = field(default_factory=list)
+    _broken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    # ------------------------------------------------------------------ what the test says
+
+    def send(self, **kind: Any) -> None:
+        """Send a message (`lease=`, `cancel=`, `version=`, `drain=`) on the newest working session."""
+        self._sessions[-1].put_nowait(Respond(**kind))
+
+    def break_streams(self) -> None:
+        """End every open stream with UNAVAILABLE."""
+        self._broken.set()
+        self._broken = asyncio.Event()
+
+    def failure_of(self, lease_id: str) -> task_service_pb2.LeaseFailure | None:
+        """The failure reported for a lease."""
+        return next((failure for failure in self.failures if failure.lease_id == lease_id), None)
+
+    # ------------------------------------------------------------------ the contract
+
+    async def GetRun(  # noqa: N802 - named by the contract
+        self, request: run_service_pb2.GetRunRequest, context: Context
+    ) -> run_service_pb2.GetRunResponse:
+        return run_service_pb2.GetRunResponse(run=self._run())
+
+    async def JoinRun(  # noqa: N802
+        self, request: run_service_pb2.JoinRunRequest, context: Context
+    ) -> run_service_pb2.JoinRunResponse:
+        if self.join_fault is not None:
+            await context.abort(self.join_fault, "as the test asked")
+        self.joins.append(request)
+        ttl = Duration()
+        ttl.FromMilliseconds(int(self.lease_ttl_s * 1000))
+        return run_service_pb2.JoinRunResponse(
+            run=self._run(), versions=self.versions, lease_ttl_duration=ttl, data_incarnation=self.data_incarnation
+        )
+
+    async def Work(  # noqa: N802
+        self, request_iterator: AsyncIterator[task_service_pb2.WorkRequest], context: Context
+    ) -> AsyncIterator[Respond]:
+        outbox: asyncio.Queue[Respond | None] = asyncio.Queue()
+        self._sessions.append(outbox)
+        reading = asyncio.create_task(self._record(request_iterator))
+        broken = asyncio.create_task(self._broken.wait())
+        try:
+            while True:
+                sending = asyncio.create_task(outbox.get())
+                await asyncio.wait((sending, broken, reading), return_when=asyncio.FIRST_COMPLETED)
+                if broken.done():
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "stream lost, as the test asked")
+                if not sending.done():
+                    return
+                response = sending.result()
+                if response is not None:
+                    yield response
+        finally:
+            reading.cancel()
+            broken.cancel()
+
+    async def FailTask(  # noqa: N802
+        self, request: task_service_pb2.FailTaskRequest, context: Context
+    ) -> task_service_pb2.FailTaskResponse:
+        self.failures.append(request.failure)
+        return task_service_pb2.FailTaskResponse(requeued=request.failure.retryable)
+
+    async def Push(  # noqa: N802
+        self, request_iterator: AsyncIterator[trajectory_service_pb2.PushRequest], context: Context
+    ) -> AsyncIterator[trajectory_service_pb2.PushResponse]:
+        self.push_streams += 1
+        if self.push_fault is not None:
+            await context.abort(self.push_fault, "as the test asked")
+        received: asyncio.Queue[trajectory_service_pb2.PushRequest] = asyncio.Queue()
+        reading = asyncio.create_task(self._receive(request_iterator, received))
+        broken = asyncio.create_task(self._broken.wait())
+        try:
+            while True:
+                taking = asyncio.create_task(received.get())
+                await asyncio.wait((taking, broken), return_when=asyncio.FIRST_COMPLETED)
+                if not taking.done():
+                    taking.cancel()
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "stream lost, as the test asked")
+                self.max_unacked = max(self.max_unacked, received.qsize() + 1)
+                if self.ack is not None:
+                    await asyncio.wait((asyncio.ensure_future(self.ack.wait()), broken), return_when=asyncio.FIRST_COMPLETED)
+                    if broken.done():
+                        await context.abort(grpc.StatusCode.UNAVAILABLE, "stream lost, as the test asked")
+                request = taking.result()
+                yield trajectory_service_pb2.PushResponse(
+                    sequence=request.sequence, result=self.judge(request.episode)
+                )
+        finally:
+            reading.cancel()
+            broken.cancel()
+
+    async def _receive(
+        self,
+        requests: AsyncIterator[trajectory_service_pb2.PushRequest],
+        received: "asyncio.Queue[trajectory_service_pb2.PushRequest]",
+    ) -> None:
+        async for request in requests:
+            self.pushes.append(request.episode)
+            received.put_nowait(request)
+
+    async def _record(self, requests: AsyncIterator[task_service_pb2.WorkRequest]) -> None:
+        async for request in requests:
+            kind = request.WhichOneof("kind")
+            if kind == "hello":
+                self.hellos.append(request.hello)
+            elif kind == "credits":
+                self.credits.append(request.credits)
+            elif kind == "renewal":
+                self.renewals.append(list(request.renewal.lease_ids))
+            else:
+                self.failures.append(request.failure)
+
+    def _run(self) -> run_pb2.Run:
+        return run_pb2.Run(
+            run_id=RUN_ID, recipe_yaml=self.recipe_yaml, code=self.code, store_uri=self.store_uri
+        )
+
+
+@dataclass
+class RunningServer:
+    """A scripted server that listens. `address` stays the same over `restart`."""
+
+    script: ScriptedDataflow
+    address: str
+    server: grpc.aio.Server
+
+    async def stop(self) -> None:
+        """Stop listening; open streams end."""
+        await self.server.stop(None)
+
+    async def restart(self) -> None:
+        """Listen again on the same port."""
+        self.server, self.address = await _listen(self.script, self.address)
+
+
+@asynccontextmanager
+async def running(script: ScriptedDataflow) -> AsyncIterator[RunningServer]:
+    """Serve `script` on a free loopback port."""
+    server, address = await _listen(script, "127.0.0.1:0")
+    running_server = RunningServer(script, address, server)
+    try:
+        yield running_server
+    finally:
+        await running_server.stop()
+
+
+async def _listen(script: ScriptedDataflow, address: str) -> tuple[grpc.aio.Server, str]:
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    run_service_pb2_grpc.add_RunServiceServicer_to_server(script, server)
+    task_service_pb2_grpc.add_TaskServiceServicer_to_server(script, server)
+    trajectory_service_pb2_grpc.add_TrajectoryServiceServicer_to_server(script, server)
+    port = server.add_insecure_port(address)
+    await server.start()
+    return server, f"127.0.0.1:{port}"

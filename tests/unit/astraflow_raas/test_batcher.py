@@ -1,0 +1,117 @@
+"""Calls of one turn and one key share a request; faults and cancellations stay with whom they belong."""
+
+import asyncio
+
+import pytest
+
+from astraflow_raas.engine.base import Engine, EngineRefused, EngineUnavailable, GenerateCall, Generation
+from astraflow_raas.engine.batcher import CallBatcher
+from astraflow_raas.engine.fake import FakeEngine
+
+
+def call(rid: str, *, prompt: tuple[int, ...] = (1, 2)) -> GenerateCall:
+    return GenerateCall(
+        rid=rid, prompt_ids=prompt, max_new_tokens=8, temperature=1.0, top_p=1.0, top_k=0, seed=hash(rid) % 1000
+    )
+
+
+def batcher_of(engine: Engine) -> CallBatcher:
+    async def ready() -> Engine:
+        return engine
+
+    return CallBatcher(ready)
+
+
+async def test_calls_made_together_share_one_request_and_each_gets_its_own_answer() -> None:
+    engine = FakeEngine(version=1)
+    batcher = batcher_of(engine)
+    answers = await asyncio.gather(*(batcher.generate(call(f"r{n}"), key="task") for n in range(5)))
+    assert [len(request) for request in engine.requests] == [5]
+    alone = await engine.generate([call("r3")])
+    assert answers[3] == alone[0]
+
+
+async def test_calls_of_different_keys_are_sent_apart() -> None:
+    engine = FakeEngine(version=1)
+    batcher = batcher_of(engine)
+    await asyncio.gather(*(batcher.generate(call(f"r{n}"), key=n % 2) for n in range(4)))
+    assert sorted(len(request) for request in engine.requests) == [2, 2]
+
+
+async def test_a_later_call_does_not_wait_for_a_request_in_flight() -> None:
+    engine = FakeEngine(version=1, hold=asyncio.Event())
+    batcher = batcher_of(engine)
+    first = asyncio.create_task(batcher.generate(call("a"), key="task"))
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(batcher.generate(call("b"), key="task"))
+    await asyncio.sleep(0.01)
+    assert len(engine.requests) == 2
+    assert engine.hold is not None
+    engine.hold.set()
+    await asyncio.gather(first, second)
+
+
+async def test_a_cancelled_call_is_aborted_and_its_neighbours_go_on() -> None:
+    engine = FakeEngine(version=1, hold=asyncio.Event())
+    batcher = batcher_of(engine)
+    doomed = asyncio.create_task(batcher.generate(call("doomed"), key="task"))
+    lucky = asyncio.create_task(batcher.generate(call("lucky"), key="task"))
+    await asyncio.sleep(0.01)
+    doomed.cancel()
+    await asyncio.sleep(0.01)
+    assert engine.aborted == ["doomed"]
+    assert engine.hold is not None
+    engine.hold.set()
+    assert (await lucky).token_ids
+
+
+async def test_a_call_cancelled_before_its_turn_is_never_sent() -> None:
+    engine = FakeEngine(version=1)
+    batcher = batcher_of(engine)
+    doomed = asyncio.create_task(batcher.generate(call("doomed"), key="task"))
+    await asyncio.sleep(0)
+    doomed.cancel()
+    await asyncio.sleep(0.01)
+    assert engine.requests == []
+
+
+async def test_an_engine_that_is_down_fails_every_call_of_the_request() -> None:
+    engine = FakeEngine(version=1, up=False)
+    batcher = batcher_of(engine)
+    answers = await asyncio.gather(
+        *(batcher.generate(call(f"r{n}"), key="task") for n in range(2)), return_exceptions=True
+    )
+    assert all(isinstance(answer, EngineUnavailable) for answer in answers)
+    assert answers[0] is not answers[1]
+
+
+class _Picky(FakeEngine):
+    """Refuses a whole request when one prompt is too long, as the HTTP API does."""
+
+    async def generate(self, calls: object) -> list[Generation]:
+        if any(len(one.prompt_ids) > 3 for one in calls):  # type: ignore[attr-defined]
+            self.requests.append(tuple(calls))  # type: ignore[arg-type]
+            raise EngineRefused("a prompt is too long")
+        return await super().generate(calls)  # type: ignore[arg-type]
+
+
+async def test_a_refused_request_is_split_so_that_only_the_culprit_fails() -> None:
+    engine = _Picky(version=1)
+    batcher = batcher_of(engine)
+    good, bad = await asyncio.gather(
+        batcher.generate(call("good"), key="task"),
+        batcher.generate(call("bad", prompt=(1, 2, 3, 4)), key="task"),
+        return_exceptions=True,
+    )
+    assert isinstance(good, Generation)
+    assert isinstance(bad, EngineRefused)
+
+
+async def test_closing_cancels_callers_that_still_wait() -> None:
+    engine = FakeEngine(version=1, hold=asyncio.Event())
+    batcher = batcher_of(engine)
+    waiting = asyncio.create_task(batcher.generate(call("a"), key="task"))
+    await asyncio.sleep(0.01)
+    await batcher.close()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
