@@ -96,7 +96,9 @@ class TrajectoryAccount(_message.Message):
     """ingested − everything else, where the right side is recomputed from the stored groups and batches; 0 unless there is a defect."""
     @_builtins.property
     def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Dropped, by reason: stale, filtered, no_credit, poison, superseded, late_closed, skipped, run_deleted."""
+        """Dropped, by reason: poison, superseded, fenced, late_closed, incomplete, expired, filtered, filter_failed, no_credit, run_finished, stale, skipped.
+        docs/data-path.md says what each means.
+        """
 
     def __init__(
         self,
