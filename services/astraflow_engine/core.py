@@ -37,7 +37,9 @@ class CoreLimits:
     num_slots: int
     capacity: int
     admission: AdmissionLimits
-    prefill_chunk_tokens: int = 512
+    pass_tokens: int = 1024
+    """Tokens of one prefill pass, padding included: bounds its temporaries and the time until the next
+    swap."""
 
     def cache_bytes(self, config: ModelConfig) -> int:
         """Bytes of the cache when every slot is full."""
@@ -83,7 +85,7 @@ class EngineCore:
             weights,
             num_slots=limits.num_slots,
             capacity=limits.capacity,
-            prefill_chunk_tokens=limits.prefill_chunk_tokens,
+            pass_tokens=limits.pass_tokens,
         )
         self._num_slots = limits.num_slots
         self._seed = seed

@@ -40,7 +40,12 @@ class _Prompt:
     tokens: list[int]
     space: str
     start: int
+    """Everything below is in the first slot's cache."""
     slots: list[int] = field(default_factory=list)
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.tokens) - self.start
 
 
 class ModelRunner:
@@ -53,14 +58,14 @@ class ModelRunner:
         *,
         num_slots: int,
         capacity: int,
-        prefill_chunk_tokens: int,
+        pass_tokens: int,
     ) -> None:
         self._weights = weights
         self._model = Qwen3(config, num_positions=capacity)
         self._cache = KvCache(config, num_slots=num_slots, capacity=capacity)
         self._prefixes = PrefixIndex(num_rows=num_slots, capacity=capacity)
         self._sampling = SamplingSlots(num_slots)
-        self._chunk_tokens = prefill_chunk_tokens
+        self._pass_tokens = pass_tokens
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64)
         self._positions = torch.zeros(num_slots, dtype=torch.int64)
         self._write_at = torch.full((num_slots,), capacity, dtype=torch.int64)
@@ -174,26 +179,40 @@ class ModelRunner:
         return self._draw(hidden_BD[torch.tensor(sources)], slots=slots)
 
     def _compute(self, prompts: list[_Prompt]) -> torch.Tensor:
-        """Run every prompt's missing tokens, a bounded chunk at a time; the hidden state of each last
+        """Run every prompt's missing tokens, a bounded number per pass; the hidden state of each last
         token."""
-        starts = [prompt.start for prompt in prompts]
         last: list[torch.Tensor | None] = [None] * len(prompts)
-        while True:
-            pending = [i for i, prompt in enumerate(prompts) if starts[i] < len(prompt.tokens)]
-            if not pending:
-                return torch.stack([hidden for hidden in last if hidden is not None])
-            ends = [min(len(prompts[i].tokens), starts[i] + self._chunk_tokens) for i in pending]
-            hidden_BND = self._extend([prompts[i] for i in pending], [starts[i] for i in pending], ends)
-            for row, (index, end) in enumerate(zip(pending, ends, strict=True)):
-                last[index] = hidden_BND[row, end - starts[index] - 1]
-                starts[index] = end
+        # Neighbours of similar length pad each other least.
+        pending = sorted(range(len(prompts)), key=lambda index: prompts[index].num_missing)
+        while pending:
+            chosen, width = self._next_pass([prompts[index].num_missing for index in pending])
+            rows = [prompts[index] for index in pending[:chosen]]
+            hidden_BND = self._extend(rows, width=width)
+            for row, index in enumerate(pending[:chosen]):
+                num_done = min(prompts[index].num_missing, width)
+                prompts[index].start += num_done
+                last[index] = hidden_BND[row, num_done - 1]
+            pending = [index for index in pending if prompts[index].num_missing]
+        return torch.stack([hidden for hidden in last if hidden is not None])
 
-    def _extend(self, prompts: list[_Prompt], starts: list[int], ends: list[int]) -> torch.Tensor:
-        num_new = max(end - start for start, end in zip(starts, ends, strict=True))
-        tokens = np.zeros((len(prompts), num_new), dtype=np.int64)
-        for row, (prompt, start, end) in enumerate(zip(prompts, starts, ends, strict=True)):
-            tokens[row, : end - start] = prompt.tokens[start:end]
-        positions = torch.tensor(starts).unsqueeze(-1) + torch.arange(num_new)
+    def _next_pass(self, missing: list[int]) -> tuple[int, int]:
+        """How many of the pending prompts share the next pass, and how many tokens each gets at most."""
+        width = 0
+        for count, num_missing in enumerate(missing):
+            wider = max(width, min(num_missing, self._pass_tokens))
+            if count and wider * (count + 1) > self._pass_tokens:
+                return count, width
+            width = wider
+        return len(missing), width
+
+    def _extend(self, prompts: list[_Prompt], *, width: int) -> torch.Tensor:
+        """Hidden states [B, width, D] of the next tokens of each prompt; shorter rows are padded."""
+        starts = torch.tensor([prompt.start for prompt in prompts])
+        ends = [min(prompt.start + width, len(prompt.tokens)) for prompt in prompts]
+        tokens = np.zeros((len(prompts), width), dtype=np.int64)
+        for row, (prompt, end) in enumerate(zip(prompts, ends, strict=True)):
+            tokens[row, : end - prompt.start] = prompt.tokens[prompt.start : end]
+        positions = starts.unsqueeze(-1) + torch.arange(width)
         padding = positions >= torch.tensor(ends).unsqueeze(-1)
         return self._model.extend(
             self._weights,

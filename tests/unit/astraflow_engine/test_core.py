@@ -83,7 +83,7 @@ def make_core(config: ModelConfig, model: Model, *, num_slots: int = 4, seed: in
         num_slots=num_slots,
         capacity=96,
         admission=AdmissionLimits(max_waiting=64, max_prefill_tokens=200),
-        prefill_chunk_tokens=16,
+        pass_tokens=16,
     )
     return EngineCore(config, model.weights, limits=limits, seed=seed, version="0", clock=ManualClock())
 
