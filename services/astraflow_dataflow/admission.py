@@ -1,8 +1,8 @@
 """How many groups may be leased: the one equation that bounds staleness before any token is sampled.
 
-Per policy: outstanding · max(acceptance, floor) + ready + unpublished ≤ (max_staleness + 1) · groups_per_step. Pure; the
-same equation is enforced atomically by the `lease` function, and a test holds both to the same numbers. Read by reporting
-and by tests.
+Per policy: outstanding · max(acceptance, floor) + ready + unpublished ≤ (max_staleness + 1) ·
+groups_per_step. Pure; the same equation is enforced atomically by the `lease` function, and a test holds both
+to the same numbers. Read by reporting and by tests.
 """
 
 from __future__ import annotations
@@ -33,10 +33,16 @@ class Window:
         return 1.0 / max(8, 2 * self.groups_per_step)
 
 
-def free_groups(window: Window, *, outstanding: int, ready: int, unpublished: int, acceptance: float) -> int:
-    """Return how many more groups may be leased now; 0 when the window is full."""
+def free_groups(
+    window: Window, *, outstanding: int, ready: int, unpublished: int, acceptance: float, lag: int = 0
+) -> int:
+    """Return how many more groups may be leased now; 0 when the window is full.
+
+    `lag` is how many versions the asking node serves behind the newest one: what it samples is that much
+    older already, so the window is that many steps shorter for it.
+    """
     survives = max(acceptance, window.min_acceptance)
-    room = window.groups - ready - unpublished
+    room = window.groups - lag * window.groups_per_step - ready - unpublished
     return max(0, math.floor(room / survives - outstanding + _SLACK))
 
 

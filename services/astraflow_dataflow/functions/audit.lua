@@ -36,7 +36,7 @@ local function policy_state(P, policy)
   local unpublished = 0
   for _, n in ipairs(call('HVALS', K.unpublished(P, policy))) do unpublished = unpublished + tonumber(n) end
   return { policy, call('SCARD', K.outstanding(P, policy)), call('ZCARD', K.ready(P, policy)), unpublished,
-    free_credit(P, policy), call('HGETALL', K.policy(P, policy)), call('HGETALL', K.staleness(P, policy)),
+    free_credit(P, policy, 0), call('HGETALL', K.policy(P, policy)), call('HGETALL', K.staleness(P, policy)),
     call('LRANGE', K.recent(P, policy), 0, -1), call('HGETALL', K.unpublished(P, policy)), call('HLEN', K.steps(P, policy)), last_entry(K.consumed(P, policy)) }
 end
 
@@ -62,7 +62,7 @@ local function supply(keys)
   local f = call('HMGET', K.run(P), 'cursor', 'exhausted', 'state')
   local lane = K.lane(P, TRAIN)
   for _, policy in ipairs(policies(P)) do
-    most = math.max(most, free_credit(P, policy))
+    most = math.max(most, free_credit(P, policy, 0))
     if not call('HGET', K.policy(P, policy), 'version') then most = 0; break end
   end
   return { tonumber(f[1]), f[2], f[3], call('XLEN', lane) - call('XPENDING', lane, GROUP)[1], most }

@@ -118,13 +118,15 @@ local function feed(keys, a)
   return fresh
 end
 
--- Groups that may still be leased for a policy: equation 5.1 of the protocol solved for new groups.
-local function free_credit(P, policy)
-  local f = call('HMGET', K.policy(P, policy), 'window', 'floor', 'acceptance')
+-- Groups that may still be leased for a policy: equation 5.1 of the protocol solved for new groups. A node that serves `lag` versions
+-- less than the newest samples with weights that are that much older already: its window is that many steps shorter.
+local function free_credit(P, policy, lag)
+  local f = call('HMGET', K.policy(P, policy), 'window', 'floor', 'acceptance', 'max_staleness')
   local survives = math.max(tonumber(f[3]), tonumber(f[2]))
   local unpublished = 0
   for _, n in ipairs(call('HVALS', K.unpublished(P, policy))) do unpublished = unpublished + tonumber(n) end
-  local room = tonumber(f[1]) - call('ZCARD', K.ready(P, policy)) - unpublished
+  local window = tonumber(f[1]) * (1 - lag / (tonumber(f[4]) + 1))
+  local room = window - call('ZCARD', K.ready(P, policy)) - unpublished
   return math.max(0, math.floor(room / survives - call('SCARD', K.outstanding(P, policy)) + 1e-9))
 end
 
@@ -198,13 +200,19 @@ local function largest(credit)
   return most
 end
 
+-- Versions between the newest announced one and what a node says it serves; 0 when it says nothing.
+local function lag_of(P, policy, serving)
+  local newest = tonumber(call('HGET', K.policy(P, policy), 'version'))
+  return math.max(0, newest - (serving[policy] or newest))
+end
+
 -- Why a node may not train now, or nil. `serving` maps policy to the version the node says it serves.
 local function barred(P, serving)
   if call('HGET', K.run(P), 'state') ~= 'active' then return 'run_finished' end
   for _, policy in ipairs(policies(P)) do
     local f = call('HMGET', K.policy(P, policy), 'version', 'max_staleness')
     if not f[1] then return 'no_version' end
-    if serving[policy] and tonumber(f[1]) - serving[policy] > tonumber(f[2]) then return 'node_behind' end
+    if lag_of(P, policy, serving) > tonumber(f[2]) then return 'node_behind' end
   end
   return nil
 end
@@ -230,7 +238,7 @@ local function lease_training(P, node, serving, want, ttl, horizon, now, out)
   if reason then return reason end
   lease_retries(P, node, TRAIN, want, ttl, horizon, now, out)
   local credit = {}
-  for _, policy in ipairs(policies(P)) do credit[policy] = free_credit(P, policy) end
+  for _, policy in ipairs(policies(P)) do credit[policy] = free_credit(P, policy, lag_of(P, policy, serving)) end
   while #out < want do
     if largest(credit) <= 0 then return 'staleness_window' end
     local found = read_lane(P, node, TRAIN, 1)
