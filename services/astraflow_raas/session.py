@@ -178,13 +178,12 @@ class Session:
             )
 
     def _batch_key(self, lease: LeasedTask, member: int) -> Callable[[int], Hashable]:
-        """Which calls share an engine request: short ones of one task, and all short ones of evaluations.
+        """Which calls share an engine request: the short ones of all training tasks, or of all evaluations.
 
-        A shared request is answered when its longest call is. The episodes of a task are only useful
-        together, so that costs nothing while calls are short; long calls go alone, else one would delay its
-        neighbours' next turn.
+        A shared request is answered when its longest call is. While calls are short that costs less than a
+        request of their own would; long calls go alone, else one would delay its neighbours' next turn.
         """
-        shared: Hashable = "evaluation" if lease.evaluation else lease.lease_id
+        shared: Hashable = "evaluation" if lease.evaluation else "training"
         limit = self._settings.coalesce_max_new_tokens
         return lambda max_new_tokens: shared if max_new_tokens <= limit else (lease.lease_id, member)
 

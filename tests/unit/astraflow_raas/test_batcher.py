@@ -11,15 +11,21 @@ from astraflow_raas.engine.fake import FakeEngine
 
 def call(rid: str, *, prompt: tuple[int, ...] = (1, 2)) -> GenerateCall:
     return GenerateCall(
-        rid=rid, prompt_ids=prompt, max_new_tokens=8, temperature=1.0, top_p=1.0, top_k=0, seed=hash(rid) % 1000
+        rid=rid,
+        prompt_ids=prompt,
+        max_new_tokens=8,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        seed=hash(rid) % 1000,
     )
 
 
-def batcher_of(engine: Engine) -> CallBatcher:
+def batcher_of(engine: Engine, *, max_requests: int = 4) -> CallBatcher:
     async def ready() -> Engine:
         return engine
 
-    return CallBatcher(ready)
+    return CallBatcher(ready, max_requests=max_requests)
 
 
 async def test_calls_made_together_share_one_request_and_each_gets_its_own_answer() -> None:
@@ -49,6 +55,20 @@ async def test_a_later_call_does_not_wait_for_a_request_in_flight() -> None:
     assert engine.hold is not None
     engine.hold.set()
     await asyncio.gather(first, second)
+
+
+async def test_calls_beyond_the_requests_in_flight_wait_and_share_the_next_one() -> None:
+    engine = FakeEngine(version=1, hold=asyncio.Event())
+    batcher = batcher_of(engine, max_requests=2)
+    calls = []
+    for name in "abcde":
+        calls.append(asyncio.create_task(batcher.generate(call(name), key="short")))
+        await asyncio.sleep(0.01)
+    assert [len(request) for request in engine.requests] == [1, 1]
+    assert engine.hold is not None
+    engine.hold.set()
+    await asyncio.gather(*calls)
+    assert [len(request) for request in engine.requests] == [1, 1, 3]
 
 
 async def test_a_cancelled_call_is_aborted_and_its_neighbours_go_on() -> None:
