@@ -1,0 +1,22 @@
+"""The public client against the real dataflow server: what travels beside requests and errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from astraflow.client import correlated
+from astraflow.dataflow.v1 import run_service_pb2
+from astraflow.errors import NotFoundError
+from support.dataflow_world import World
+
+pytestmark = pytest.mark.integration
+
+
+async def test_an_error_names_the_correlation_id_of_its_call(world: World) -> None:
+    request = run_service_pb2.GetRunRequest(run_id="gone")
+    with correlated("step-7"), pytest.raises(NotFoundError) as named:
+        await world.client.call(world.client.runs.GetRun, request)
+    with pytest.raises(NotFoundError) as unnamed:
+        await world.client.call(world.client.runs.GetRun, request)
+    assert named.value.metadata["correlation_id"] == "step-7"
+    assert unnamed.value.metadata["correlation_id"] not in ("", "step-7")
