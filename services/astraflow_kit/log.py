@@ -23,6 +23,8 @@ from astraflow_kit.nearest import did_you_mean
 _RUN_KEYS = "correlation_id run_id policy_id node_id step version batch_id"
 CORRELATION_KEYS = frozenset(f"{_RUN_KEYS} task_id group_id episode_id trajectory_id".split())
 REDACTED = "***"
+# These write a line per request, connection or font at info.
+_CHATTY_LIBRARIES = ("httpx", "httpcore", "matplotlib", "uvicorn")
 _SECRET_NAMES = "token|secret|passw(or)?d|authorization|(api|secret|access)[_-]?key|cookie"
 _SECRET_KEY = re.compile(rf"(^|[_-])({_SECRET_NAMES})$", re.I)
 _BEARER = re.compile(r"(bearer\s+)[^\s\"']+", re.I)
@@ -46,6 +48,8 @@ def configure(
     handler = logging.StreamHandler(output)
     handler.setFormatter(ProcessorFormatter(foreign_pre_chain=shared, processors=last))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    for chatty in _CHATTY_LIBRARIES:
+        logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 def get_logger(name: str) -> BoundLogger:

@@ -51,11 +51,13 @@ class Observer:
         self._period_s = period_s
         self._started = time.monotonic()
         self._watched: list[_Watched] = []
+        self._trainers: dict[str, Child] = {}
         self._children: list[Child] = []
 
     def watch_trainer(self, policy: str, child: Child) -> None:
         """Add a policy's trainer."""
         self._watched.append(_Watched(policy, child, lambda address: self._ask_trainer(policy, address)))
+        self._trainers[policy] = child
 
     def watch_node(self, name: str, child: Child) -> None:
         """Add a node."""
@@ -71,10 +73,13 @@ class Observer:
         return time.monotonic() - self._started
 
     async def run(self) -> None:
-        """Poll until cancelled."""
-        while True:
-            await self.round()
-            await asyncio.sleep(self._period_s)
+        """Ask and follow until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for policy, child in self._trainers.items():
+                group.create_task(self._follow_steps(policy, child), name=f"steps-{policy}")
+            while True:
+                await self.round()
+                await asyncio.sleep(self._period_s)
 
     async def round(self) -> None:
         """Ask everyone once, all at the same time."""
@@ -130,20 +135,26 @@ class Observer:
             self.observation.trainers[policy] = await stub.Status(
                 trainer_service_pb2.StatusRequest(), timeout=_TIMEOUT_S
             )
-            await self._collect_steps(stub, policy, self.observation.trainers[policy].step)
 
-    async def _collect_steps(
-        self, stub: trainer_service_pb2_grpc.TrainerServiceAsyncStub, policy: str, newest: int
-    ) -> None:
+    async def _follow_steps(self, policy: str, child: Child) -> None:
+        """Take in every finished step. A stream, not a question: the last steps come just before the trainer
+        ends.
+        """
+        while not child.finished.is_set():
+            addresses = child.addresses
+            if addresses is not None:
+                try:
+                    await self._read_steps(policy, addresses.grpc)
+                except grpc.aio.AioRpcError as error:
+                    self.observation.unreachable[policy] = from_rpc_error(error).message
+            await asyncio.sleep(self._period_s)
+
+    async def _read_steps(self, policy: str, address: str) -> None:
         seen = self.observation.last_step(policy)
-        after = seen.step if seen else 0
-        if newest <= after:
-            return
-        request = trainer_service_pb2.WatchMetricsRequest(after_step=after)
-        async for item in stub.WatchMetrics(request, timeout=_TIMEOUT_S):
-            self._add_step(policy, item)
-            if item.step >= newest:
-                return
+        request = trainer_service_pb2.WatchMetricsRequest(after_step=seen.step if seen else 0)
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            async for item in trainer_service_pb2_grpc.TrainerServiceStub(channel).WatchMetrics(request):
+                self._add_step(policy, item)
 
     def _add_step(self, policy: str, item: trainer_service_pb2.WatchMetricsResponse) -> None:
         metrics = {

@@ -155,8 +155,14 @@ class Pusher(LoopService):
             raise InternalError("the server acknowledged a push that was never sent")
         outcome = trajectory_service_pb2.Outcome.Name(result.outcome).removeprefix("OUTCOME_").lower()
         self._metrics.increment("astraflow_raas_pushes_total", outcome=outcome)
-        log.debug(
-            "episode.pushed", episode_id=spooled.episode.episode_id, outcome=outcome, reason=result.reason
+        episode = spooled.episode
+        log.info(
+            "episode.pushed",
+            task_id=episode.task_id,
+            episode_id=episode.episode_id,
+            trajectory_ids=[item.header.trajectory_id for item in episode.trajectories],
+            outcome=outcome,
+            reason=result.reason,
         )
         self._space_freed()
 

@@ -168,7 +168,7 @@ class Session:
                 if chosen
             ]
             log.info(
-                "episode.finished",
+                "episode.sample",
                 policy_id=trajectory.policy,
                 member=member,
                 reward=trajectory.reward,

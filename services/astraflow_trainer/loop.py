@@ -129,9 +129,17 @@ class TrainingLoop:
             metrics = self._learner.train(rows)
             skipped = metrics.outcome is Outcome.SKIPPED
             self._source.finish(batch, skipped=skipped)
+        version = None if skipped else base_version + 1
+        log.info(
+            "step.finished",
+            batch_id=batch.batch_id,
+            version=version,
+            reward_mean=round(metrics.reward_mean, 4),
+            num_trajectories=len(rows),
+        )
         return StepRecord(
             step=step,
-            version=None if skipped else base_version + 1,
+            version=version,
             finished_at_s=time.time(),
             wait_s=trained_from - started,
             train_s=time.monotonic() - trained_from,
