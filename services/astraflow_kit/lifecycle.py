@@ -65,6 +65,7 @@ class Lifecycle:
         self._main = main
         self._drain_timeout_s = drain_timeout_s
         self._deadline_s: float | None = None
+        self._signalled = False
 
     def remaining_s(self) -> float:
         """Seconds left for stopping."""
@@ -82,10 +83,11 @@ class Lifecycle:
         loop.call_later(self._drain_timeout_s, self._stop_hard, ExitCode.DRAIN_TIMEOUT)
 
     def on_signal(self, number: signal.Signals) -> None:
-        """Drain on the first signal, stop hard on the second."""
-        if self._deadline_s is not None:
+        """Drain on the first signal, stop hard on the second. A drain begun otherwise is not a first signal."""
+        if self._signalled:
             self._stop_hard(ExitCode.HARD_STOP)
             return
+        self._signalled = True
         log.info("daemon.draining", signal=number.name, deadline_s=self._drain_timeout_s)
         self.begin_drain()
 
