@@ -161,7 +161,8 @@ class RunKeeper:
         """Pick up runs that other processes create, until `stop`."""
         while not self._stopped.is_set():
             try:
-                await asyncio.wait_for(self._stopped.wait(), _LOOK_FOR_RUNS_S)
+                async with asyncio.timeout(_LOOK_FOR_RUNS_S):
+                    await self._stopped.wait()
             except TimeoutError:
                 await self._load()
 

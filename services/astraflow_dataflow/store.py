@@ -7,8 +7,10 @@ refused at start with the remedy. Built by `server`, used by all domain modules 
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self, TypeAlias, cast
 
@@ -23,7 +25,7 @@ from astraflow_kit.log import get_logger
 log = get_logger(__name__)
 
 MIN_REDIS_VERSION = (7, 0)
-_SOCKET_TIMEOUT_S = 10.0
+_DEADLINE_S = 10.0
 
 Reply: TypeAlias = "int | bytes | list[Reply] | None"
 Argument: TypeAlias = str | bytes | int | float
@@ -45,12 +47,10 @@ class Connection:
     def __init__(self, url: str, *, allow_volatile: bool = False) -> None:
         self._url = url
         self._allow_volatile = allow_volatile
+        # No socket_timeout: redis-py then sends through asyncio.wait_for, which in Python 3.11 loses cancellations.
+        # `_within_deadline` bounds every command instead.
         self._redis = redis_asyncio.Redis.from_url(
-            url,
-            socket_timeout=_SOCKET_TIMEOUT_S,
-            socket_connect_timeout=5.0,
-            health_check_interval=15,
-            protocol=2,
+            url, socket_timeout=None, socket_connect_timeout=5.0, health_check_interval=15, protocol=2
         )
         # The same pool without redis-py's own parsers: replies arrive as RESP arrays and bytes.
         self._plain = redis_asyncio.Redis(connection_pool=self._redis.connection_pool)
@@ -59,15 +59,16 @@ class Connection:
     async def open(self) -> None:
         """Check the server, claim or compare the schema, load the functions.
 
-        Raises UnavailableError when Redis does not answer, IncompatibleError with the remedy when it must not be used.
+        Raises UnavailableError when Redis does not answer, IncompatibleError with the remedy when it must not be
+        used.
         """
         try:
             await self._check_server()
             await self._check_schema()
             await self.load_functions()
-        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+        except errors.UnavailableError as error:
             raise errors.UnavailableError(
-                f"no Redis at {_shown(self._url)}: {error}; start one, or give another --redis"
+                f"no usable Redis at {_shown(self._url)}: {error.message}; start one, or give another --redis"
             ) from error
 
     async def close(self) -> None:
@@ -76,22 +77,21 @@ class Connection:
 
     async def load_functions(self) -> None:
         """Load the library, replacing what has its name."""
-        await self._redis.execute_command("FUNCTION", "LOAD", "REPLACE", library.source())
+        await self.raw("FUNCTION", "LOAD", "REPLACE", library.source())
 
     async def data_incarnation(self) -> str:
         """Return the data set's identity; a restarted Redis may have lost its last second, so it counts as another."""
         await self.raw("SET", INCARNATION_KEY, secrets.token_hex(8), "NX")
         data_id = as_text(await self.raw("GET", INCARNATION_KEY))
-        server = as_text(await self.raw("INFO", "server"))
-        process = server.partition("run_id:")[2].partition("\r")[0]
+        process = (await self._info("server")).get("run_id", "")
         return f"{data_id}.{process[:12]}"
 
     async def ready(self) -> str | None:
         """None when Redis answers and holds the functions; else the reason as one sentence."""
         try:
-            found = await self._redis.execute_command("FUNCTION", "LIST", "LIBRARYNAME", library.LIBRARY)
-        except redis_errors.RedisError as error:
-            return f"Redis at {_shown(self._url)} does not answer: {error}"
+            found = await self.raw("FUNCTION", "LIST", "LIBRARYNAME", library.LIBRARY)
+        except errors.AstraflowError as error:
+            return f"Redis at {_shown(self._url)} does not answer: {error.message}"
         return None if found else f"Redis lost the function library {library.LIBRARY}; restart this server"
 
     async def call(self, keys: Keys, name: str, *arguments: Argument) -> Reply:
@@ -116,10 +116,9 @@ class Connection:
 
     async def raw(self, *command: Argument) -> Reply:
         """Send one plain command. Raises the typed error."""
-        try:
+        async with _answered():
             return cast("Reply", await self._plain.execute_command(*command))
-        except redis_errors.RedisError as error:
-            raise translate(error) from error
+        raise AssertionError("an answered command returned or raised")
 
     async def read_stream(
         self, key: str, *, after: str, block_ms: int, limit: int
@@ -135,42 +134,44 @@ class Connection:
     async def _pipeline(
         self, keys: Keys, calls: Sequence[Call], *, payloads: Sequence[tuple[str, bytes, int]]
     ) -> list[object]:
-        try:
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for key, body, ttl_s in payloads:
-                    pipeline.set(key, body, ex=ttl_s, nx=True)
-                for name, arguments in calls:
-                    pipeline.execute_command("FCALL", library.function_name(name), 1, keys.prefix, *arguments)
-                return list((await pipeline.execute(raise_on_error=False))[len(payloads) :])
-        except redis_errors.RedisError as error:
-            raise translate(error) from error
+        async with _answered(), self._redis.pipeline(transaction=False) as pipeline:
+            for key, body, ttl_s in payloads:
+                pipeline.set(key, body, ex=ttl_s, nx=True)
+            for name, arguments in calls:
+                pipeline.execute_command("FCALL", library.function_name(name), 1, keys.prefix, *arguments)
+            return list((await pipeline.execute(raise_on_error=False))[len(payloads) :])
+        raise AssertionError("an answered pipeline returned or raised")
 
     async def _check_server(self) -> None:
-        server = await self._redis.info("server")
-        version = str(server["redis_version"])
+        server, memory = await self._info("server"), await self._info("memory")
+        version = server["redis_version"]
         if tuple(int(part) for part in version.split(".")[:2]) < MIN_REDIS_VERSION:
             raise errors.IncompatibleError(
                 f"Redis {version} at {_shown(self._url)} is too old; 7.0 or newer is needed (functions)"
             )
-        policy = str((await self._redis.info("memory")).get("maxmemory_policy", "noeviction"))
+        policy = memory.get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
             raise errors.IncompatibleError(
-                f"Redis evicts keys (maxmemory-policy {policy}), which would lose acknowledged data; set maxmemory-policy noeviction"
+                f"Redis evicts keys (maxmemory-policy {policy}), which would lose acknowledged data; "
+                "set maxmemory-policy noeviction"
             )
-        append_only = bool((await self._redis.info("persistence")).get("aof_enabled"))
-        if not append_only and not self._allow_volatile:
+        if (await self._info("persistence")).get("aof_enabled") != "1" and not self._allow_volatile:
             raise errors.IncompatibleError(
                 f"Redis at {_shown(self._url)} keeps no append-only file, so a restart would lose acknowledged data; "
                 "set appendonly yes, or accept the loss with --allow-volatile"
             )
 
+    async def _info(self, section: str) -> dict[str, str]:
+        lines = as_text(await self.raw("INFO", section)).splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line)
+
     async def _check_schema(self) -> None:
-        await self._redis.set(SCHEMA_KEY, SCHEMA_VERSION, nx=True)
-        stored = int(cast("bytes", await self._redis.get(SCHEMA_KEY)))
+        await self.raw("SET", SCHEMA_KEY, SCHEMA_VERSION, "NX")
+        stored = as_int(await self.raw("GET", SCHEMA_KEY))
         if stored != SCHEMA_VERSION:
             raise errors.IncompatibleError(
-                f"the data in Redis has schema version {stored}, this release reads {SCHEMA_VERSION}; use the release that wrote it, "
-                "or another Redis database"
+                f"the data in Redis has schema version {stored}, this release reads {SCHEMA_VERSION}; "
+                "use the release that wrote it, or another Redis database"
             )
 
     async def __aenter__(self) -> Self:
@@ -181,6 +182,18 @@ class Connection:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+@asynccontextmanager
+async def _answered() -> AsyncIterator[None]:
+    """Bound what is inside by a deadline and raise its failures as typed errors."""
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            yield
+    except TimeoutError as error:
+        raise errors.UnavailableError(f"Redis gave no answer within {_DEADLINE_S:g} s", retry_after_s=0.2) from error
+    except redis_errors.RedisError as error:
+        raise translate(error) from error
 
 
 def translate(error: Exception) -> errors.AstraflowError:

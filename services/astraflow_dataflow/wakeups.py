@@ -46,7 +46,9 @@ class Subscription:
     async def wait(self, timeout_s: float) -> list[Event]:
         """Return the events since the last call, waiting up to `timeout_s` for the first; may be empty."""
         try:
-            await asyncio.wait_for(self._wake.wait(), max(0.0, timeout_s))
+            # Not wait_for: in Python 3.11 it loses a cancellation that meets the wake-up.
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                await self._wake.wait()
         except TimeoutError:
             return []
         self._wake.clear()
