@@ -67,7 +67,10 @@ def train(rank: int, size: int, folder: Path) -> None:
     policy = PolicyModel(build_causal_lm(SHAPE, seed=0))
     shard(policy, mesh=mesh)
     optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1e-2, eps=1e-3))
-    settings = StepSettings(loss=LossSettings(trust_region=M2po(budget=0.02)), tokens_per_microbatch=20)
+    settings = StepSettings(
+        loss=LossSettings(trust_region=M2po(budget=0.02, floor_low=0.0, floor_high=0.0)),
+        tokens_per_microbatch=20,
+    )
     lines = []
     for seed in range(3):
         # Shares of different sizes, and groups that are spread over ranks.
