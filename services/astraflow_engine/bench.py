@@ -122,7 +122,8 @@ def _generate(model: Qwen3ForCausalLM, workload: Workload) -> object:
     rows = [prompt for prompt in workload.prompts for _ in range(workload.group_size)]
     longest = max(map(len, rows))
     padding = [longest - len(row) for row in rows]
-    answer: object = model.generate(  # type: ignore[misc] - transformers' annotation of self is wrong
+    # transformers annotates its own `self` as another class.
+    answer: object = model.generate(  # type: ignore[misc]
         input_ids=torch.tensor([[0] * pad + list(row) for pad, row in zip(padding, rows, strict=True)]),
         attention_mask=torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding]),
         do_sample=True,

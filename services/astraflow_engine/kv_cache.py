@@ -22,47 +22,41 @@ class KvCache:
     def __init__(self, config: ModelConfig, *, num_slots: int, capacity: int) -> None:
         self.num_slots = num_slots
         self.capacity = capacity
-        shape = (2, config.num_layers, num_slots, config.num_kv_heads, capacity + 1, config.head_dim)
+        shape = (config.num_layers, 2, num_slots, config.num_kv_heads, capacity + 1, config.head_dim)
         # numpy asks the system for zero pages; torch.zeros would write, and so occupy, all of them.
         self._kv_LSKTH = torch.from_numpy(np.zeros(shape, dtype=np.float32))
-        self._rows = torch.arange(num_slots)
+        # Where column 0 of each (keys or values, slot, head) begins in a layer seen as rows of H numbers.
+        starts = torch.arange(2 * num_slots * config.num_kv_heads) * (capacity + 1)
+        self._starts_SK = starts.view(2, num_slots, config.num_kv_heads)
 
     @property
     def num_bytes(self) -> int:
         """Address space of the cache; resident memory grows up to it as slots fill."""
         return self._kv_LSKTH.untyped_storage().nbytes()
 
-    def write_one(
-        self, layer: int, *, keys_BKH: torch.Tensor, values_BKH: torch.Tensor, positions_B: torch.Tensor
-    ) -> None:
-        """Store one token for each of the first B rows."""
-        rows = self._rows[: positions_B.shape[0]]
-        self._kv_LSKTH[0, layer][rows, :, positions_B] = keys_BKH
-        self._kv_LSKTH[1, layer][rows, :, positions_B] = values_BKH
+    def places(self, rows_B: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where tokens at `positions` [B] or [B, N] of the rows named go; the same for every layer."""
+        starts = self._starts_SK[:, rows_B]
+        return (
+            (starts if positions.dim() == 1 else starts.unsqueeze(2)).add(positions.unsqueeze(-1)).flatten()
+        )
 
-    def write_many(
-        self,
-        layer: int,
-        *,
-        keys_BNKH: torch.Tensor,
-        values_BNKH: torch.Tensor,
-        rows_B: torch.Tensor,
-        positions_BN: torch.Tensor,
-    ) -> None:
-        """Store N tokens for each of the rows named."""
-        self._kv_LSKTH[0, layer][rows_B[:, None], :, positions_BN] = keys_BNKH
-        self._kv_LSKTH[1, layer][rows_B[:, None], :, positions_BN] = values_BNKH
+    def write(self, layer: int, places: torch.Tensor, *, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the keys and values [B, K, H] or [B, N, K, H] of the tokens that `places` was made for."""
+        head_dim = keys.shape[-1]
+        rows = self._kv_LSKTH[layer].view(-1, head_dim)
+        rows.index_copy_(0, places, torch.stack((keys, values)).view(-1, head_dim))
 
     def leading_rows(self, layer: int, *, num_rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [num_rows, K, length, H] of the first rows: no copy."""
-        rows = self._kv_LSKTH[:, layer, :num_rows, :, :length]
+        rows = self._kv_LSKTH[layer, :, :num_rows, :, :length]
         return rows[0], rows[1]
 
     def gathered_rows(
         self, layer: int, *, rows_B: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies [B, K, length, H] of the rows named."""
-        rows = self._kv_LSKTH[:, layer, rows_B, :, :length]
+        rows = self._kv_LSKTH[layer, :, rows_B, :, :length]
         return rows[0], rows[1]
 
     def copy_row(self, source: int, *, targets: Sequence[int], length: int) -> None:

@@ -63,10 +63,11 @@ class Qwen3:
         hidden = F.embedding(tokens_B, weights.embedding_VD)
         rotation = self._rotary.at(positions_B)
         mask = _reach_mask(positions_B, length=length)[:, None, None]
+        places = cache.places(torch.arange(num_rows), write_at_B)
         groups = config.num_heads // config.num_kv_heads
         for index, layer in enumerate(weights.layers):
             queries, keys, values = self._project(hidden, layer, rotation=rotation)
-            cache.write_one(index, keys_BKH=keys, values_BKH=values, positions_B=write_at_B)
+            cache.write(index, places, keys=keys, values=values)
             cached_keys, cached_values = cache.leading_rows(index, num_rows=num_rows, length=length)
             # Heads of one group share keys: as query length they become one plain batched product.
             grouped = queries.reshape(num_rows, config.num_kv_heads, groups, config.head_dim)
@@ -94,11 +95,10 @@ class Qwen3:
         hidden = F.embedding(tokens_BN, weights.embedding_VD)
         rotation = self._rotary.at(positions_BN)
         mask = _reach_mask(positions_BN, length=length)[:, None]
+        places = cache.places(rows_B, write_at_BN)
         for index, layer in enumerate(weights.layers):
             queries, keys, values = self._project(hidden, layer, rotation=rotation)
-            cache.write_many(
-                index, keys_BNKH=keys, values_BNKH=values, rows_B=rows_B, positions_BN=write_at_BN
-            )
+            cache.write(index, places, keys=keys, values=values)
             cached_keys, cached_values = cache.gathered_rows(index, rows_B=rows_B, length=length)
             mixed = F.scaled_dot_product_attention(
                 queries.transpose(1, 2), cached_keys, cached_values, attn_mask=mask,

@@ -22,14 +22,29 @@ def row(cache: KvCache, index: int, *, length: int) -> torch.Tensor:
 
 
 def fill(cache: KvCache, index: int, *, length: int, value: float) -> None:
+    places = cache.places(torch.tensor([index]), torch.arange(length)[None])
     for layer in range(2):
-        cache.write_many(
-            layer,
-            keys_BNKH=torch.full((1, length, 2, 8), value),
-            values_BNKH=torch.full((1, length, 2, 8), -value),
-            rows_B=torch.tensor([index]),
-            positions_BN=torch.arange(length)[None],
-        )
+        keys = torch.full((1, length, 2, 8), value)
+        cache.write(layer, places, keys=keys, values=-keys)
+
+
+def test_tokens_are_stored_where_their_rows_and_positions_say(config: ModelConfig) -> None:
+    cache = KvCache(config, num_slots=4, capacity=10)
+    places = cache.places(torch.tensor([2, 0]), torch.tensor([[3, 4], [0, 10]]))
+    keys = torch.arange(2 * 2 * 2 * 8, dtype=torch.float32).view(2, 2, 2, 8) + 1
+    cache.write(1, places, keys=keys, values=-keys)
+    assert torch.equal(row(cache, 2, length=10)[0, 0, :, 3:5], keys[0].transpose(0, 1))
+    assert torch.equal(row(cache, 0, length=10)[1, 0, :, 0], -keys[1, 0])
+    assert row(cache, 0, length=10)[0].count_nonzero() == 2 * 8
+    assert not row(cache, 1, length=10).any()
+
+
+def test_one_token_per_leading_row_is_stored_without_naming_rows_twice(config: ModelConfig) -> None:
+    cache = KvCache(config, num_slots=4, capacity=10)
+    keys = torch.rand(3, 2, 8)
+    cache.write(1, cache.places(torch.arange(3), torch.tensor([5, 0, 9])), keys=keys, values=keys)
+    stored, _ = cache.leading_rows(1, num_rows=3, length=10)
+    assert torch.equal(torch.stack([stored[0, :, 5], stored[1, :, 0], stored[2, :, 9]]), keys)
 
 
 def test_a_copied_row_is_equal_up_to_the_length_and_untouched_beyond(config: ModelConfig) -> None:
