@@ -24,7 +24,7 @@ class KvCache:
         self.capacity = capacity
         shape = (config.num_layers, 2, num_slots, config.num_kv_heads, capacity + 1, config.head_dim)
         # numpy asks the system for zero pages; torch.zeros would write, and so occupy, all of them.
-        self._kv_LSKTH = torch.from_numpy(np.zeros(shape, dtype=np.float32))
+        self._kv_L2SKTH = torch.from_numpy(np.zeros(shape, dtype=np.float32))
         # Where column 0 of each (keys or values, slot, head) begins in a layer seen as rows of H numbers.
         starts = torch.arange(2 * num_slots * config.num_kv_heads) * (capacity + 1)
         self._starts_SK = starts.view(2, num_slots, config.num_kv_heads)
@@ -32,7 +32,7 @@ class KvCache:
     @property
     def num_bytes(self) -> int:
         """Address space of the cache; resident memory grows up to it as slots fill."""
-        return self._kv_LSKTH.untyped_storage().nbytes()
+        return self._kv_L2SKTH.untyped_storage().nbytes()
 
     def places(self, rows_B: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where tokens at `positions` [B] or [B, N] of the rows named go; the same for every layer."""
@@ -44,30 +44,30 @@ class KvCache:
     def write(self, layer: int, places: torch.Tensor, *, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the keys and values [B, K, H] or [B, N, K, H] of the tokens that `places` was made for."""
         head_dim = keys.shape[-1]
-        rows = self._kv_LSKTH[layer].view(-1, head_dim)
+        rows = self._kv_L2SKTH[layer].view(-1, head_dim)
         rows.index_copy_(0, places, torch.stack((keys, values)).view(-1, head_dim))
 
     def leading_rows(self, layer: int, *, num_rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [num_rows, K, length, H] of the first rows: no copy."""
-        rows = self._kv_LSKTH[layer, :, :num_rows, :, :length]
+        rows = self._kv_L2SKTH[layer, :, :num_rows, :, :length]
         return rows[0], rows[1]
 
     def gathered_rows(
         self, layer: int, *, rows_B: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies [B, K, length, H] of the rows named."""
-        rows = self._kv_LSKTH[layer, :, rows_B, :, :length]
+        rows = self._kv_L2SKTH[layer, :, rows_B, :, :length]
         return rows[0], rows[1]
 
     def copy_row(self, source: int, *, targets: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of one row into other rows."""
         if not targets or length == 0:
             return
-        prefix = self._kv_LSKTH[:, :, source, None, :, :length]
-        self._kv_LSKTH[:, :, torch.tensor(targets), :, :length] = prefix
+        prefix = self._kv_L2SKTH[:, :, source, None, :, :length]
+        self._kv_L2SKTH[:, :, torch.tensor(targets), :, :length] = prefix
 
     def exchange_rows(self, first: int, second: int, *, length: int) -> None:
         """Swap the first `length` positions of two rows."""
-        kept = self._kv_LSKTH[:, :, first, :, :length].clone()
-        self._kv_LSKTH[:, :, first, :, :length] = self._kv_LSKTH[:, :, second, :, :length]
-        self._kv_LSKTH[:, :, second, :, :length] = kept
+        kept = self._kv_L2SKTH[:, :, first, :, :length].clone()
+        self._kv_L2SKTH[:, :, first, :, :length] = self._kv_L2SKTH[:, :, second, :, :length]
+        self._kv_L2SKTH[:, :, second, :, :length] = kept
