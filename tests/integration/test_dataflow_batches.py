@@ -1,0 +1,314 @@
+"""Batches: bound to one step, fenced by epochs, given again as they were, released when durable."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import pytest
+
+from astraflow.dataflow.v1 import batch_service_pb2
+from astraflow.errors import (
+    ConflictError,
+    FencedError,
+    InvalidArgumentError,
+    NotFoundError,
+    PreconditionError,
+)
+from support.dataflow_world import Node, Trainer, World
+
+INTENT = batch_service_pb2.BATCH_STAGE_INTENT
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
+UNSPECIFIED = batch_service_pb2.BATCH_STAGE_UNSPECIFIED
+
+
+async def started(world: World, **recipe: object) -> tuple[Trainer, Node]:
+    """A run with version 0, a trainer and a node."""
+    await world.create_run(**({"dataset": "Counting"} | recipe))
+    return await world.trainer(), await world.node()
+
+
+async def make_ready(node: Node, groups: int, *, version: int = 0) -> list[str]:
+    """Complete `groups` tasks; return their ids."""
+    leases = []
+    while len(leases) < groups:
+        leases += await node.lease(groups - len(leases))
+    for lease in leases:
+        await node.complete(lease, version=version)
+    return [lease.task.task_id for lease in leases]
+
+
+def task_ids(batch: object) -> list[str]:
+    """Tasks of a batch in order, each once."""
+    return list(dict.fromkeys(item.task_id for item in batch.items))  # type: ignore[attr-defined]
+
+
+async def test_the_same_step_always_returns_the_same_batch(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 4)
+    first = (await trainer.acquire(1)).batch
+    assert (await trainer.acquire(1)).batch == first
+    assert len(task_ids(first)) == 2
+
+
+async def test_a_batch_carries_the_digest_of_its_trajectory_ids(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 2)
+    batch = (await trainer.acquire(1)).batch
+    lines = "".join(f"{item.trajectory_id}\n" for item in batch.items)
+    assert batch.digest == hashlib.sha256(lines.encode()).digest()
+
+
+async def test_a_newer_epoch_fences_every_call_and_gets_the_same_batch(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 2)
+    batch = (await trainer.acquire(1)).batch
+    await trainer.ack(batch, INTENT)
+    successor = await world.trainer()
+    for call in (
+        trainer.acquire(1),
+        trainer.fetch(1),
+        trainer.ack(batch, TRAINED),
+        trainer.nack(1),
+        trainer.publish(version=1, step=1),
+        trainer.mark_durable(0),
+    ):
+        with pytest.raises(FencedError):
+            await call
+    again = await successor.acquire(1)
+    assert (again.batch, again.stage) == (batch, INTENT)
+
+
+async def test_payloads_come_back_byte_for_byte_in_the_order_asked(world: World) -> None:
+    trainer, node = await started(world)
+    (lease, other) = await node.lease(2)
+    episodes = [node.episode(lease, 0), node.episode(lease, 1, num_response=40)]
+    for episode in episodes:
+        await node.push(episode)
+    await node.complete(other)
+    batch = (await trainer.acquire(1)).batch
+    wanted = [episode.trajectories[0].header.trajectory_id for episode in reversed(episodes)]
+    found = await trainer.fetch(1, *wanted)
+    assert [item.trajectory_id for item in found] == wanted
+    assert [item.body for item in found] == [episode.trajectories[0].body for episode in reversed(episodes)]
+    assert len(await trainer.fetch(1)) == len(batch.items)
+
+
+async def test_a_stranger_in_a_fetch_is_refused(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 2)
+    await trainer.acquire(1)
+    with pytest.raises(InvalidArgumentError, match="are not in batch"):
+        await trainer.fetch(1, "stranger")
+
+
+async def test_groups_are_taken_in_the_order_of_their_staleness_deadline(world: World) -> None:
+    trainer, node = await started(world, max_staleness=8, groups_per_step=2)
+    leases = await node.lease(4)
+    await trainer_publishes(trainer, node, leases)
+    batch = (await trainer.acquire(2, base_version=1)).batch
+    # Two groups of version 1 arrived before two groups of version 0: the older version goes first.
+    assert {item.min_version for item in batch.items} == {0}
+
+
+async def trainer_publishes(trainer: Trainer, node: Node, leases: list[object]) -> None:
+    """Train step 1 on two fresh groups, then fill the ready set with newer groups first."""
+    more = await node.lease(2)
+    for lease in more:
+        await node.complete(lease, version=0)
+    await trainer.train(1, base_version=0)
+    newer = await node.lease(2)
+    for lease in newer:
+        await node.complete(lease, version=1)
+    for lease in leases[:2]:
+        await node.complete(lease, version=0)  # type: ignore[arg-type]
+
+
+async def test_groups_too_old_for_the_step_are_dropped_as_stale_and_free_their_payloads(world: World) -> None:
+    trainer, node = await started(world, max_staleness=1)
+    old = await node.lease(4)
+    for lease in old[:2]:
+        await node.complete(lease, version=0)
+    await trainer.train(1, base_version=0)
+    fresh = await node.lease(2)
+    for lease in fresh:
+        await node.complete(lease, version=1)
+    await trainer.train(2, base_version=1)
+    for lease in old[2:]:
+        await node.complete(lease, version=0)
+    reply = await trainer.acquire(3, base_version=2, wait_s=0)
+    assert (reply.HasField("batch"), reply.waiting_for) == (False, "ready_groups")
+    account = (await world.status()).trajectories
+    assert (dict(account.dropped), account.ready, account.conservation_error) == ({"stale": 4}, 0, 0)
+    assert await count_keys(world, "payload:") == 8  # steps 1 and 2 are retained, the stale ones are gone
+
+
+async def count_keys(world: World, kind: str) -> int:
+    """Keys of one kind in Redis."""
+    keys = await world.dataflow.connection.raw("KEYS", f"af:{{run}}:{kind}*".replace("{", "[{]"))
+    return len(keys)  # type: ignore[arg-type]
+
+
+async def test_staleness_is_judged_against_the_version_the_step_starts_from(world: World) -> None:
+    trainer, node = await started(world, max_staleness=1)
+    await make_ready(node, 4)
+    await trainer.train(1, base_version=0)
+    batch = (await trainer.acquire(2, base_version=1)).batch
+    assert len(batch.items) == 4
+    staleness = (await world.status()).policies[0].staleness
+    assert (staleness.p50, staleness.p99, staleness.max) == (0, 1, 1)
+
+
+async def test_a_returned_batch_keeps_the_place_of_its_groups(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 4)
+    first = (await trainer.acquire(1)).batch
+    assert await trainer.nack(1) == 2
+    assert await trainer.nack(1) == 0
+    again = (await trainer.acquire(1)).batch
+    assert again.items == first.items
+    assert again.batch_id != first.batch_id
+    with pytest.raises(NotFoundError, match="not bound"):
+        await trainer.ack(first, TRAINED)
+
+
+async def test_a_trained_batch_cannot_be_given_back(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 2)
+    batch = (await trainer.acquire(1)).batch
+    await trainer.ack(batch, TRAINED)
+    with pytest.raises(PreconditionError):
+        await trainer.nack(1)
+
+
+async def test_stages_only_move_forward(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 2)
+    batch = (await trainer.acquire(1)).batch
+    assert await trainer.ack(batch, INTENT) == INTENT
+    assert await trainer.ack(batch, TRAINED) == TRAINED
+    assert await trainer.ack(batch, TRAINED) == TRAINED
+    assert await trainer.ack(batch, INTENT) == TRAINED
+    with pytest.raises(ConflictError):
+        await trainer.ack(batch, SKIPPED)
+    account = (await world.status()).trajectories
+    assert (account.trained, account.in_batch, account.conservation_error) == (4, 0, 0)
+
+
+async def test_another_digest_is_a_conflict(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 2)
+    batch = (await trainer.acquire(1)).batch
+    with pytest.raises(ConflictError, match="digest"):
+        await trainer.ack(batch, TRAINED, digest=b"x" * 32)
+
+
+async def test_a_skipped_step_publishes_no_version_and_frees_the_window(world: World) -> None:
+    trainer, node = await started(world, max_staleness=0)
+    await make_ready(node, 2)
+    batch = (await trainer.acquire(1)).batch
+    assert (await node.lease_reply()).waiting_for == "staleness_window"
+    await trainer.ack(batch, SKIPPED)
+    with pytest.raises(InvalidArgumentError, match="skipped"):
+        await trainer.publish(version=1, step=1)
+    assert len(await node.lease(2)) == 2
+    account = (await world.status()).trajectories
+    assert (dict(account.dropped), account.conservation_error) == ({"skipped": 4}, 0)
+
+
+async def test_only_the_next_step_can_be_bound(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 4)
+    with pytest.raises(InvalidArgumentError, match="ask for 1"):
+        await trainer.acquire(2)
+    with pytest.raises(InvalidArgumentError, match="counted from 1"):
+        await trainer.acquire(0)
+
+
+async def test_a_waiting_acquire_wakes_when_the_last_group_is_complete(world: World) -> None:
+    trainer, node = await started(world)
+    waiting = asyncio.create_task(trainer.acquire(1, wait_s=20))
+    await asyncio.sleep(0.1)
+    await make_ready(node, 2)
+    assert (await waiting).HasField("batch")
+
+
+async def test_a_trainer_too_far_ahead_of_its_versions_waits_for_publish(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 4)
+    reply = await trainer.acquire(1, base_version=2, wait_s=0)
+    assert (reply.HasField("batch"), reply.waiting_for) == (False, "publish")
+    assert ("publish", "publish") in {(wait.stage, wait.reason) for wait in (await world.status()).waits}
+    assert (await trainer.acquire(1, base_version=1, wait_s=0)).HasField("batch")
+
+
+async def test_a_step_is_replayed_verbatim_until_it_is_durable(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 2)
+    first = await trainer.train(1, base_version=0)
+    await make_ready(node, 2, version=1)
+    second = await trainer.train(2, base_version=1)
+    assert await trainer.mark_durable(1) == 4
+    assert await trainer.mark_durable(1) == 0
+    successor = await world.trainer()
+    claim = await successor.claim()
+    assert (claim.last_finished_step, claim.last_durable_step, claim.version) == (2, 1, 2)
+    replay = await successor.acquire(2, base_version=1)
+    assert (replay.batch, replay.stage) == (second, TRAINED)
+    assert len(await successor.fetch(2)) == 4
+    with pytest.raises(NotFoundError, match="not retained"):
+        await successor.acquire(1)
+    assert first.digest != second.digest
+    account = (await world.status()).trajectories
+    assert (account.ingested, account.trained, account.conservation_error) == (8, 8, 0)
+
+
+async def test_durability_never_moves_back_nor_ahead_of_training(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 2)
+    await trainer.train(1, base_version=0)
+    with pytest.raises(InvalidArgumentError, match="last finished step is 1"):
+        await trainer.mark_durable(2)
+    await trainer.mark_durable(1)
+    await trainer.mark_durable(0)
+    assert (await trainer.claim()).last_durable_step == 1
+
+
+async def test_released_steps_leave_nothing_behind(world: World) -> None:
+    trainer, node = await started(world)
+    await make_ready(node, 2)
+    await trainer.train(1, base_version=0)
+    await trainer.mark_durable(1)
+    for kind in ("payload:", "group:", "batch:"):
+        assert await count_keys(world, kind) == 0, kind
+    owners = await world.dataflow.connection.raw("HLEN", "af:{run}:owners")
+    assert owners == 0
+
+
+async def test_an_expired_batch_lease_raises_an_alarm_and_unbinds_nothing(redis_url: str, tmp_path: object) -> None:
+    from support.dataflow_world import served
+
+    async with served(redis_url, tmp_path, batch_lease_s=1) as world:  # type: ignore[arg-type]
+        trainer, node = await started(world)
+        await make_ready(node, 2)
+        batch = (await trainer.acquire(1)).batch
+        while await world.dataflow.store.batches.late("run") != [batch.batch_id]:
+            await asyncio.sleep(0.1)
+        assert (await trainer.acquire(1)).batch == batch
+        assert await world.dataflow.store.batches.late("run") == []
+
+
+async def test_the_window_closes_at_equation_5_1_and_opens_on_publish(world: World) -> None:
+    trainer, node = await started(world, max_staleness=1, groups_per_step=2)
+    leases = await node.lease(16)
+    assert len(leases) == 4  # (1 + 1) · 2
+    for lease in leases[:2]:
+        await node.complete(lease)
+    assert (await node.lease_reply()).waiting_for == "staleness_window"  # 2 outstanding + 2 ready
+    batch = (await trainer.acquire(1)).batch
+    assert (await node.lease_reply()).waiting_for == "staleness_window"  # 2 outstanding + 2 unpublished
+    await trainer.ack(batch, TRAINED)
+    assert (await node.lease_reply()).waiting_for == "staleness_window"
+    await trainer.publish(version=1, step=1)
+    assert len(await node.lease(16)) == 2

@@ -1,0 +1,224 @@
+"""Evaluation: exactly the version it names, before training, aggregated and never trained on; and how a run finishes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from astraflow.dataflow.v1 import admin_service_pb2, batch_service_pb2, run_pb2, trajectory_service_pb2
+from astraflow.rollout.v1 import task_pb2
+from support.dataflow_world import Node, Trainer, World, served
+
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+FINISHED = run_pb2.RUN_STATE_FINISHED
+EVERY_VERSION = "{every_versions: 1, num_samples: 2, final_samples: 3}"
+FIRST_ONLY = "{every_versions: 0, num_samples: 2, final_samples: 3}"
+
+
+async def started(world: World, *, evaluation: str = FIRST_ONLY, **recipe: object) -> tuple[Trainer, Node]:
+    """A run with held-out tasks, version 0 and a node that serves it."""
+    await world.create_run(**({"dataset": "Counting", "evaluation": evaluation} | recipe))
+    trainer, node = await world.trainer(), await world.node()
+    node.serving = {"solver": 0}
+    await planned(world, 1)
+    return trainer, node
+
+
+async def planned(world: World, count: int) -> None:
+    """Wait until that many evaluations exist with tasks to lease."""
+    while True:
+        stored = await world.dataflow.store.evaluations.all(world.run_id)
+        if len(stored) >= count and all(item.fed for item in stored):
+            return
+        await asyncio.sleep(0.02)
+
+
+async def evaluate(node: Node, *, reward: float = 1.0, version: int = 0) -> int:
+    """Run every evaluation lease the node gets; return how many. Training leases wait in `training`."""
+    total = 0
+    while True:
+        leases = await node.lease(16, wait_s=0)
+        evaluating = [lease for lease in leases if lease.required_versions]
+        training.setdefault(id(node), []).extend(lease for lease in leases if not lease.required_versions)
+        for lease in evaluating:
+            await node.complete(lease, reward=reward, version=version)
+        if not evaluating:
+            return total
+        total += len(evaluating)
+
+
+training: dict[int, list[task_pb2.Lease]] = {}
+
+
+async def training_leases(node: Node, count: int) -> list[task_pb2.Lease]:
+    """Training leases: those met while evaluating first."""
+    held = training.setdefault(id(node), [])
+    while len(held) < count:
+        held += await node.lease(count - len(held))
+    taken, training[id(node)] = held[:count], held[count:]
+    return taken
+
+
+async def evaluations(world: World) -> list[admin_service_pb2.Evaluation]:
+    """The status' evaluations."""
+    return list((await world.status()).evaluations)
+
+
+async def test_version_zero_is_evaluated_before_anything_is_trained(world: World) -> None:
+    _, node = await started(world)
+    leases = await node.lease(4)
+    assert [dict(lease.required_versions) for lease in leases] == [{"solver": 0}] * 3 + [{}]
+    assert [lease.task.messages[0].content for lease in leases[:3]] == ["heldout-0", "heldout-1", "heldout-2"]
+    assert {lease.task.group_size for lease in leases[:3]} == {1}
+    for number, lease in enumerate(leases[:3]):
+        assert await node.complete(lease, reward=float(number)) == ["ACCEPTED"]
+    (found,) = await evaluations(world)
+    assert (found.version, found.num_samples, found.num_planned, found.complete) == (0, 3, 3, True)
+    assert (found.mean_reward, found.final) == (1.0, False)
+    account = (await world.status()).trajectories
+    assert (account.ingested, account.evaluated, account.conservation_error) == (3, 3, 0)
+
+
+async def test_an_evaluation_that_has_no_sample_yet_has_no_mean(world: World) -> None:
+    await started(world)
+    (found,) = await evaluations(world)
+    assert math.isnan(found.mean_reward)
+    assert not found.complete
+
+
+async def test_only_a_node_that_serves_exactly_the_version_evaluates(world: World) -> None:
+    _, node = await started(world)
+    node.serving = {"solver": 1}
+    other = await world.node("n2")
+    assert not any(lease.required_versions for lease in [*await node.lease(2), *await other.lease(1)])
+    assert "no_node_at_version" in {wait.reason for wait in (await world.status()).waits}
+
+
+async def test_an_evaluation_trajectory_of_another_version_is_poison(world: World) -> None:
+    trainer, node = await started(world)
+    (lease,) = await node.lease(1)
+    rest = [item for item in await node.lease(16) if not item.required_versions]
+    for item in rest:
+        await node.complete(item)
+    await trainer.train(1, base_version=0)
+    result = await node.push(node.episode(lease, 0, version=1))
+    assert (result.outcome, result.reason) == (trajectory_service_pb2.OUTCOME_POISON, "wrong_version")
+    assert await node.complete(lease, version=0, episode_id="another-try") == ["ACCEPTED"]
+
+
+async def test_a_repeated_evaluation_push_counts_once(world: World) -> None:
+    _, node = await started(world)
+    (lease,) = await node.lease(1)
+    assert await node.complete(lease) == ["ACCEPTED"]
+    assert await node.complete(lease) == ["DUPLICATE"]
+    (found,) = await evaluations(world)
+    assert found.num_samples == 1
+
+
+async def test_a_lease_given_back_for_its_version_is_offered_again(world: World) -> None:
+    _, node = await started(world)
+    (lease,) = await node.lease(1)
+    assert await node.fail(lease, "version_unavailable", retryable=False) is True
+    again = [item for item in await node.lease(16, wait_s=5) if item.required_versions]
+    assert lease.task.task_id in {item.task.task_id for item in again + await node.lease(16, wait_s=1)}
+
+
+async def test_every_nth_version_is_evaluated_at_its_own_version(world: World) -> None:
+    trainer, node = await started(world, evaluation=EVERY_VERSION)
+    assert await evaluate(node) == 3
+    for lease in await training_leases(node, 2):
+        await node.complete(lease)
+    await trainer.train(1, base_version=0)
+    await planned(world, 2)
+    assert await evaluate(node) == 0
+    node.serving = {"solver": 1}
+    assert await evaluate(node, version=1, reward=0.5) == 2
+    found = await evaluations(world)
+    assert [(item.version, item.num_samples, item.complete) for item in found] == [(0, 3, True), (1, 2, True)]
+
+
+async def test_a_superseded_evaluation_nobody_can_serve_is_given_up_after_its_patience(
+    redis_url: str, tmp_path: object
+) -> None:
+    async with served(redis_url, tmp_path, evaluation_patience_s=0.2) as world:  # type: ignore[arg-type]
+        trainer, node = await started(world)
+        (held,) = await node.lease(1)
+        node.serving = {}
+        for lease in await node.lease(2):
+            await node.complete(lease)
+        await trainer.train(1, base_version=0)
+        while not (await evaluations(world))[0].complete:
+            await asyncio.sleep(0.05)
+        assert (await evaluations(world))[0].num_samples == 0
+        assert await node.complete(held) == ["LATE_CLOSED"]
+        assert (await world.status()).trajectories.conservation_error == 0
+
+
+async def test_a_data_set_with_fewer_held_out_tasks_shrinks_the_plan(world: World) -> None:
+    _, node = await started(world, dataset="Short")
+    assert await evaluate(node) == 2
+    (found,) = await evaluations(world)
+    assert (found.num_planned, found.num_samples, found.complete) == (2, 2, True)
+
+
+async def until_finished(world: World, node: Node, *, version: int = 0) -> None:
+    """Run final evaluations until the run is finished."""
+    while (await world.status()).state != FINISHED:
+        await evaluate(node, version=version)
+        await asyncio.sleep(0.02)
+
+
+async def test_a_finishing_run_evaluates_its_newest_version_and_ends(world: World) -> None:
+    _, node = await started(world)
+    await evaluate(node)
+    (lease,) = await training_leases(node, 1)
+    await node.push(node.episode(lease, 0))
+    await world.finish()
+    await until_finished(world, node)
+    found = await evaluations(world)
+    assert [(item.version, item.final, item.num_samples) for item in found] == [(0, False, 3), (0, True, 3)]
+    assert await node.push(node.episode(lease, 1)) == await node.push(node.episode(lease, 1))
+    status = await world.status()
+    assert dict(status.trajectories.dropped) == {"run_finished": 1, "late_closed": 1}
+    assert status.trajectories.conservation_error == 0
+    assert (await node.lease_reply()).waiting_for == "run_finished"
+
+
+async def test_no_training_lease_is_given_while_a_run_finishes(world: World) -> None:
+    _, node = await started(world)
+    await world.finish()
+    await planned(world, 2)
+    assert all(lease.required_versions for lease in await node.lease(16))
+
+
+async def test_a_run_without_any_version_finishes_at_once(world: World) -> None:
+    await world.create_run()
+    await world.finish()
+    while (await world.status()).state != FINISHED:
+        await asyncio.sleep(0.02)
+
+
+async def test_the_final_evaluation_follows_a_version_announced_while_finishing(world: World) -> None:
+    trainer, node = await started(world)
+    await evaluate(node)
+    for lease in await training_leases(node, 2):
+        await node.complete(lease)
+    batch = (await trainer.acquire(1)).batch
+    await trainer.ack(batch, TRAINED)
+    await world.finish()
+    await planned(world, 2)
+    await trainer.publish(version=1, step=1)
+    node.serving = {"solver": 1}
+    await until_finished(world, node, version=1)
+    finals = [item for item in await evaluations(world) if item.final]
+    assert [(item.version, item.num_samples, item.complete) for item in finals] == [(0, 0, True), (1, 3, True)]
+
+
+async def test_finishing_is_idempotent_even_after_the_end(world: World) -> None:
+    await world.create_run()
+    await world.finish()
+    await world.finish()
+    while (await world.status()).state != FINISHED:
+        await asyncio.sleep(0.02)
+    await world.finish()
+    assert (await world.status()).state == FINISHED

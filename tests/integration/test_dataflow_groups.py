@@ -1,0 +1,154 @@
+"""Groups: whole or not at all, through filters, closed k of n, and settled after any crash."""
+
+from __future__ import annotations
+
+import asyncio
+
+from astraflow.dataflow.v1 import batch_service_pb2
+from support.dataflow_world import Node, Trainer, World
+
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+DROP_EQUAL = '["astraflow_dataflow.filters.drop_zero_advantage:DropZeroAdvantage"]'
+
+
+async def started(world: World, **recipe: object) -> tuple[Trainer, Node]:
+    """A run with version 0, a trainer and a node."""
+    await world.create_run(**({"dataset": "Counting"} | recipe))
+    return await world.trainer(), await world.node()
+
+
+async def settled(world: World, count: int) -> None:
+    """Wait until `count` trajectories left assembling."""
+    while True:
+        account = (await world.status()).trajectories
+        if account.ready + sum(account.dropped.values()) + account.in_batch + account.trained >= count:
+            return
+        await asyncio.sleep(0.02)
+
+
+async def test_a_group_is_not_visible_before_its_last_member(world: World) -> None:
+    trainer, node = await started(world, groups_per_step=1, group_size=3)
+    (lease,) = await node.lease()
+    for member in (0, 1):
+        await node.push(node.episode(lease, member))
+        assert not (await trainer.acquire(1, wait_s=0)).HasField("batch")
+    await node.push(node.episode(lease, 2))
+    assert len((await trainer.acquire(1)).batch.items) == 3
+
+
+async def test_a_filter_drops_a_group_whole_and_lowers_acceptance(world: World) -> None:
+    _, node = await started(world, filters=DROP_EQUAL)
+    for lease in await node.lease(2):
+        await node.complete(lease, reward=1.0)
+    await settled(world, 4)
+    status = await world.status()
+    assert dict(status.trajectories.dropped) == {"filtered": 4}
+    assert status.policies[0].acceptance < 1
+    assert status.trajectories.conservation_error == 0
+
+
+async def test_a_lower_acceptance_leases_more_groups_than_a_step_needs(world: World) -> None:
+    _, node = await started(world, filters=DROP_EQUAL, max_staleness=0, groups_per_step=2, min_acceptance=0.25)
+    for _ in range(12):
+        for lease in await node.lease(16):
+            await node.complete(lease, reward=1.0)
+        await asyncio.sleep(0.02)
+    await settled(world, 8)
+    assert len(await node.lease(16)) > 2
+
+
+async def test_a_failed_member_drops_the_group_unless_the_recipe_allows_fewer(world: World) -> None:
+    _, node = await started(world)
+    (lease,) = await node.lease()
+    await node.push(node.episode(lease, 0))
+    await node.push(node.episode(lease, 1, failed=True))
+    await settled(world, 1)
+    assert dict((await world.status()).trajectories.dropped) == {"incomplete": 1}
+
+
+async def test_a_group_is_closed_with_k_of_n_where_the_recipe_allows_it(world: World) -> None:
+    trainer, node = await started(world, min_members=1, groups_per_step=1, max_attempts=1)
+    (lease,) = await node.lease()
+    await node.push(node.episode(lease, 0))
+    await node.fail(lease, "workflow_error")  # dead letter: the missing member will never come
+    batch = (await trainer.acquire(1)).batch
+    assert [item.task_id for item in batch.items] == [lease.task.task_id]
+
+
+async def test_trajectories_of_a_policy_without_credit_end_as_no_credit(world: World) -> None:
+    await world.create_run(dataset="Counting", policies=("solver", "verifier"), max_staleness=0, groups_per_step=1)
+    solver, verifier, node = await world.trainer("solver"), await world.trainer("verifier"), await world.node()
+    both = ("solver", "verifier")
+    version = {"solver": 0, "verifier": 0}
+    (lease,) = await node.lease()
+    await node.complete(lease, policies=both, version=version)
+    assert (await node.lease_reply()).waiting_for == "staleness_window"
+    await solver.train(1, base_version=0)  # the verifier's trainer is dead: its window stays full
+    version["solver"] = 1
+    (lease,) = await node.lease()
+    await node.complete(lease, policies=both, version=version)
+    await solver.train(2, base_version=1)
+    status = await world.status()
+    assert dict(status.trajectories.dropped) == {"no_credit": 2}
+    assert status.trajectories.conservation_error == 0
+    assert len((await verifier.acquire(1)).batch.items) == 2
+
+
+async def test_groups_are_per_policy_and_role(world: World) -> None:
+    trainer, node = await started(world, groups_per_step=2, group_size=2)
+    (lease,) = await node.lease()
+    for member in lease.members:
+        episode = node.episode(lease, member, policies=("solver", "solver"))
+        for number, role in enumerate(("planner", "coder")):
+            episode.trajectories[number].CopyFrom(_in_role(episode.episode_id, role))
+        await node.push(episode)
+    batch = (await trainer.acquire(1)).batch
+    groups = {item.group_id: item.role for item in batch.items}
+    assert sorted(groups.values()) == ["coder", "planner"]
+
+
+def _in_role(episode_id: str, role: str) -> object:
+    from support.dataflow_world import make_trajectory
+
+    return make_trajectory(f"{episode_id}.{role}", role=role)
+
+
+async def test_a_task_left_complete_by_a_crash_is_settled_by_any_server(world: World) -> None:
+    trainer, node = await started(world, groups_per_step=1)
+    (lease,) = await node.lease()
+    # What a server leaves that dies between the commit and the settling.
+    from astraflow_dataflow.ingest import pushed_episode
+
+    episodes = [pushed_episode(node.episode(lease, member)) for member in lease.members]
+    replies = await world.dataflow.store.episodes.commit(
+        "run", episodes, evaluations=[False, False], horizon_s=60.0
+    )
+    assert [reply.settle for reply in replies] == [False, True]  # type: ignore[union-attr]
+    assert len((await trainer.acquire(1, wait_s=15)).batch.items) == 2
+
+
+async def test_settling_twice_acts_once(world: World) -> None:
+    _, node = await started(world, groups_per_step=1)
+    (lease,) = await node.lease()
+    await node.complete(lease)
+    await settled(world, 2)
+    context = await world.dataflow.registry.get("run")
+    assert await world.dataflow.settling.settle(context, lease.task.task_id) is False
+    assert (await world.status()).trajectories.ready == 2
+
+
+async def test_an_episode_without_trajectories_is_fine(world: World) -> None:
+    trainer, node = await started(world, groups_per_step=1)
+    (lease,) = await node.lease()
+    await node.push(node.episode(lease, 0, policies=()))
+    await node.push(node.episode(lease, 1))
+    assert len((await trainer.acquire(1)).batch.items) == 1
+
+
+async def test_the_recent_reward_is_the_mean_of_the_last_groups(world: World) -> None:
+    _, node = await started(world, groups_per_step=1, max_staleness=3)
+    for reward in (0.0, 1.0, 0.5):
+        (lease,) = await node.lease()
+        await node.complete(lease, reward=reward)
+    await settled(world, 6)
+    assert (await world.status()).policies[0].recent_training_reward == 0.5

@@ -1,0 +1,241 @@
+"""Working sessions: one bidirectional stream per node, leases within credits, cancels, versions, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from astraflow._status import from_rpc_error
+from astraflow.dataflow.v1 import batch_service_pb2, run_pb2, task_service_pb2 as pb
+from astraflow.errors import AstraflowError, FencedError, InvalidArgumentError, NotFoundError
+from support.dataflow_world import World
+
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+
+
+class Session:
+    """The node's side of a `Work` stream; responses are sorted by kind as they arrive."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[pb.WorkRequest, pb.WorkResponse]) -> None:
+        self.call = call
+        self.leases: asyncio.Queue[object] = asyncio.Queue()
+        self.cancels: asyncio.Queue[pb.Cancel] = asyncio.Queue()
+        self.versions: asyncio.Queue[object] = asyncio.Queue()
+        self.drains: asyncio.Queue[pb.Drain] = asyncio.Queue()
+
+    async def read(self) -> None:
+        """Sort responses until the stream ends."""
+        async for response in self.call:
+            kind = response.WhichOneof("kind")
+            queue = {"lease": self.leases, "cancel": self.cancels, "version": self.versions, "drain": self.drains}
+            queue[kind].put_nowait(getattr(response, kind))  # type: ignore[index]
+
+    async def credits(self, tasks: int, **serving: int) -> None:
+        """Give credits."""
+        await self.call.write(pb.WorkRequest(credits=pb.Credits(tasks=tasks, serving_versions=serving)))
+
+
+@asynccontextmanager
+async def working(world: World, node_id: str = "n1", *, incarnation: int = 1) -> AsyncIterator[Session]:
+    """An open session of a joined node."""
+    call = world.client.open(world.client.tasks.Work)
+    await call.write(
+        pb.WorkRequest(hello=pb.Hello(run_id=world.run_id, node_id=node_id, incarnation=incarnation))
+    )
+    session = Session(call)
+    reader = asyncio.create_task(session.read())
+    try:
+        yield session
+    finally:
+        call.cancel()
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+
+
+async def soon(queue: asyncio.Queue[object]) -> object:
+    """The next item, within ten seconds."""
+    return await asyncio.wait_for(queue.get(), 10)
+
+
+async def test_leases_follow_credits_and_never_exceed_them(world: World) -> None:
+    await world.create_run(dataset="Counting", groups_per_step=8)
+    await world.trainer()
+    await world.node()
+    async with working(world) as session:
+        await session.credits(2, solver=0)
+        first = [await soon(session.leases), await soon(session.leases)]
+        await asyncio.sleep(0.3)
+        assert session.leases.empty()
+        await session.credits(1, solver=0)
+        third = await soon(session.leases)
+        names = {lease.task.task_id for lease in [*first, third]}  # type: ignore[attr-defined]
+        assert len(names) == 3
+
+
+async def test_a_node_never_holds_more_than_it_joined_for(world: World) -> None:
+    await world.create_run(dataset="Counting", groups_per_step=8)
+    await world.trainer()
+    await world.node(max_tasks=2)
+    async with working(world) as session:
+        await session.credits(64, solver=0)
+        await soon(session.leases)
+        await soon(session.leases)
+        await asyncio.sleep(0.3)
+        assert session.leases.empty()
+
+
+async def test_work_that_appears_later_reaches_a_waiting_session(world: World) -> None:
+    await world.create_run()
+    await world.node()
+    async with working(world) as session:
+        await session.credits(1, solver=0)
+        await world.trainer()
+        await world.submit("t1")
+        assert (await soon(session.leases)).task.task_id == "t1"  # type: ignore[attr-defined]
+
+
+async def test_versions_are_announced_at_the_start_and_as_they_come(world: World) -> None:
+    await world.create_run(dataset="Counting")
+    trainer = await world.trainer()
+    node = await world.node()
+    async with working(world) as session:
+        assert (await soon(session.versions)).version == 0  # type: ignore[attr-defined]
+        for lease in await node.lease(2):
+            await node.complete(lease)
+        await trainer.train(1, base_version=0)
+        assert (await soon(session.versions)).version == 1  # type: ignore[attr-defined]
+
+
+async def test_an_expired_lease_is_cancelled_on_its_node(world: World) -> None:
+    await world.create_run(lease_ttl_s=0.5)
+    await world.trainer()
+    await world.node()
+    await world.submit("t1")
+    async with working(world) as session:
+        await session.credits(1, solver=0)
+        lease = await soon(session.leases)
+        cancel = await soon(session.cancels)  # type: ignore[arg-type]
+        assert (cancel.lease_id, cancel.reason) == (lease.lease_id, "lease_lost")  # type: ignore[attr-defined]
+
+
+async def test_renewals_over_the_stream_keep_a_lease_and_name_a_lost_one(world: World) -> None:
+    await world.create_run(lease_ttl_s=0.6)
+    await world.trainer()
+    await world.node()
+    await world.submit("t1")
+    async with working(world) as session:
+        await session.credits(1, solver=0)
+        lease = await soon(session.leases)
+        for _ in range(6):
+            await asyncio.sleep(0.2)
+            renewal = pb.Renewal(lease_ids=[lease.lease_id])  # type: ignore[attr-defined]
+            await session.call.write(pb.WorkRequest(renewal=renewal))
+        assert session.cancels.empty()
+        await session.call.write(pb.WorkRequest(renewal=pb.Renewal(lease_ids=["gone#1"])))
+        assert (await soon(session.cancels)).lease_id == "gone#1"  # type: ignore[arg-type, attr-defined]
+
+
+async def test_a_failure_over_the_stream_gives_the_task_to_another_node(world: World) -> None:
+    await world.create_run()
+    await world.trainer()
+    await world.node()
+    other = await world.node("n2")
+    await world.submit("t1")
+    async with working(world) as session:
+        await session.credits(1, solver=0)
+        lease = await soon(session.leases)
+        failure = pb.LeaseFailure(lease_id=lease.lease_id, reason="drain", retryable=True)  # type: ignore[attr-defined]
+        await session.call.write(pb.WorkRequest(failure=failure))
+        assert [item.attempt for item in await other.lease(wait_s=10)] == [2]
+
+
+async def test_a_new_stream_of_the_same_incarnation_goes_on_with_its_leases(world: World) -> None:
+    await world.create_run()
+    await world.trainer()
+    node = await world.node()
+    await world.submit("t1")
+    async with working(world) as session:
+        await session.credits(1, solver=0)
+        lease = await soon(session.leases)
+    async with working(world) as session:
+        renewal = pb.Renewal(lease_ids=[lease.lease_id])  # type: ignore[attr-defined]
+        await session.call.write(pb.WorkRequest(renewal=renewal))
+        assert await node.complete(lease) == ["ACCEPTED", "ACCEPTED"]  # type: ignore[arg-type]
+        assert session.cancels.empty()
+
+
+async def test_a_finished_run_drains_its_nodes_and_cancels_training(world: World) -> None:
+    await world.create_run(dataset="Counting", evaluation="{every_versions: 0, num_samples: 1, final_samples: 1}")
+    await world.trainer()
+    node = await world.node()
+    async with working(world) as session:
+        await session.credits(2, solver=0)
+        held = [await soon(session.leases), await soon(session.leases)]
+        evaluating = [lease for lease in held if lease.required_versions]  # type: ignore[attr-defined]
+        assert len(evaluating) == 1
+        await node.complete(evaluating[0])  # type: ignore[arg-type]
+        await world.finish()
+        cancel = await soon(session.cancels)  # type: ignore[arg-type]
+        assert cancel.reason == "run_finished"  # type: ignore[attr-defined]
+        await session.credits(2, solver=0)
+        final = await soon(session.leases)
+        await node.complete(final)  # type: ignore[arg-type]
+        assert (await soon(session.drains)).reason == "run_finished"  # type: ignore[arg-type, attr-defined]
+    assert (await world.status()).state == run_pb2.RUN_STATE_FINISHED
+
+
+async def test_status_shows_what_a_connected_node_reports(world: World) -> None:
+    await world.create_run()
+    await world.node()
+    async with working(world) as session:
+        report = pb.Credits(tasks=0, serving_versions={"solver": 3}, tokens_sampled=77, waiting_for="weights")
+        await session.call.write(pb.WorkRequest(credits=report))
+        while (node := (await world.status()).nodes[0]).tokens != 77:
+            await asyncio.sleep(0.02)
+        assert (node.connected, node.waiting_for, dict(node.serving_versions)) == (True, "weights", {"solver": 3})
+    while (await world.status()).nodes[0].connected:
+        await asyncio.sleep(0.02)
+
+
+async def refusal(world: World, *requests: pb.WorkRequest) -> AstraflowError:
+    """The typed error with which a stream of these requests ends."""
+    call = world.client.open(world.client.tasks.Work)
+    try:
+        for request in requests:
+            await call.write(request)
+        await asyncio.wait_for(call.read(), 10)
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    raise AssertionError("the stream was not refused")
+
+
+async def test_a_session_opens_with_hello(world: World) -> None:
+    await world.create_run()
+    assert isinstance(await refusal(world, pb.WorkRequest(credits=pb.Credits(tasks=1))), InvalidArgumentError)
+
+
+@pytest.mark.parametrize(
+    ("hello", "expected"),
+    [
+        (pb.Hello(run_id="run", node_id="stranger", incarnation=1), NotFoundError),
+        (pb.Hello(run_id="run", node_id="n1", incarnation=9), FencedError),
+        (pb.Hello(run_id="nowhere", node_id="n1", incarnation=1), NotFoundError),
+    ],
+)
+async def test_a_session_of_somebody_else_is_refused(
+    world: World, hello: pb.Hello, expected: type[AstraflowError]
+) -> None:
+    await world.create_run()
+    await world.node()
+    assert isinstance(await refusal(world, pb.WorkRequest(hello=hello)), expected)
+
+
+async def test_a_second_hello_ends_the_session(world: World) -> None:
+    await world.create_run()
+    await world.node()
+    hello = pb.WorkRequest(hello=pb.Hello(run_id="run", node_id="n1", incarnation=1))
+    assert isinstance(await refusal(world, hello, hello), InvalidArgumentError)

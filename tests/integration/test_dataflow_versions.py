@@ -1,0 +1,132 @@
+"""Versions: announced once, in order, by the current epoch; heard by everyone who listens."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from astraflow.dataflow.v1 import batch_service_pb2, version_service_pb2
+from astraflow.errors import ConflictError, FencedError, InvalidArgumentError, UnknownVersionError
+from support.dataflow_world import World
+
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+
+
+async def train_one(world: World) -> object:
+    """A trainer whose step 1 is trained and not published."""
+    await world.create_run(dataset="Counting")
+    trainer, node = await world.trainer(), await world.node()
+    for lease in await node.lease(2):
+        await node.complete(lease)
+    batch = (await trainer.acquire(1)).batch
+    await trainer.ack(batch, TRAINED)
+    return trainer
+
+
+async def test_the_same_version_again_is_success_and_keeps_its_time(world: World) -> None:
+    await world.create_run()
+    trainer = await world.trainer(publish_first=False)
+    first = await trainer.publish(version=0, step=0)
+    again = await trainer.publish(version=0, step=0)
+    assert first.publish_time.ToMilliseconds() > 0
+    assert again == first
+
+
+async def test_other_content_under_a_known_number_is_a_conflict(world: World) -> None:
+    await world.create_run()
+    trainer = await world.trainer()
+    with pytest.raises(ConflictError, match="next free number"):
+        await trainer.publish(version=0, step=0, content=b"other")
+
+
+async def test_a_gap_in_the_numbers_is_refused(world: World) -> None:
+    trainer = await train_one(world)
+    with pytest.raises(InvalidArgumentError, match="next number is 1"):
+        await trainer.publish(version=2, step=1)  # type: ignore[attr-defined]
+
+
+async def test_an_older_epoch_publishes_nothing(world: World) -> None:
+    trainer = await train_one(world)
+    await world.trainer()
+    with pytest.raises(FencedError):
+        await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+
+
+async def test_a_step_that_is_not_trained_publishes_nothing(world: World) -> None:
+    await world.create_run()
+    trainer = await world.trainer()
+    with pytest.raises(InvalidArgumentError, match="not finished"):
+        await trainer.publish(version=1, step=1)
+
+
+async def test_one_epoch_publishes_one_version_per_step_and_a_newer_one_may_repeat_it(world: World) -> None:
+    trainer = await train_one(world)
+    await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+    with pytest.raises(ConflictError, match="already published version 1"):
+        await trainer.publish(version=2, step=1)  # type: ignore[attr-defined]
+    successor = await world.trainer()
+    assert (await successor.publish(version=2, step=1)).version == 2
+
+
+@pytest.mark.parametrize(("version", "step"), [(0, 1), (1, 0)])
+async def test_only_version_zero_belongs_to_step_zero(world: World, version: int, step: int) -> None:
+    await world.create_run()
+    trainer = await world.trainer(publish_first=False)
+    with pytest.raises(InvalidArgumentError, match="step"):
+        await trainer.publish(version=version, step=step)
+
+
+async def test_a_watcher_hears_the_newest_version_and_every_later_one(world: World) -> None:
+    trainer = await train_one(world)
+    heard: asyncio.Queue[int] = asyncio.Queue()
+
+    async def watch() -> None:
+        request = version_service_pb2.WatchRequest(run_id="run")
+        async for response in world.client.stream(world.client.versions.Watch, request):
+            heard.put_nowait(response.version.version)
+
+    watching = asyncio.create_task(watch())
+    assert await asyncio.wait_for(heard.get(), 10) == 0
+    await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+    assert await asyncio.wait_for(heard.get(), 10) == 1
+    watching.cancel()
+
+
+async def test_versions_are_listed_newest_first_in_pages(world: World) -> None:
+    trainer = await train_one(world)
+    await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+    request = version_service_pb2.ListVersionsRequest(run_id="run", policy_id="solver", page_size=1)
+    first = await world.client.call(world.client.versions.ListVersions, request)
+    request.page_token = first.next_page_token
+    second = await world.client.call(world.client.versions.ListVersions, request)
+    assert [item.version for item in [*first.versions, *second.versions]] == [1, 0]
+    assert second.next_page_token == ""
+
+
+async def test_a_push_under_a_version_not_announced_yet_is_retryable_and_never_poison(world: World) -> None:
+    await world.create_run(dataset="Counting")
+    await world.trainer()
+    node = await world.node()
+    (lease,) = await node.lease()
+    with pytest.raises(UnknownVersionError, match="newest announced here is 0"):
+        await node.push(node.episode(lease, 0, version=1))
+    assert (await world.status()).trajectories.ingested == 0
+
+
+async def test_a_push_waits_a_moment_for_an_announcement_on_its_way(world: World) -> None:
+    trainer = await train_one(world)
+    node = await world.node()
+    (lease,) = await node.lease()
+    pushing = asyncio.create_task(node.push(node.episode(lease, 0, version=1)))
+    await asyncio.sleep(0.1)
+    await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+    assert (await pushing).reason == ""
+
+
+async def test_a_version_that_cannot_exist_is_poison(world: World) -> None:
+    await world.create_run(dataset="Counting")
+    await world.trainer()
+    node = await world.node()
+    (lease,) = await node.lease()
+    assert (await node.push(node.episode(lease, 0, version=1000))).reason == "future_version"
