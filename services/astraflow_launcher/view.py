@@ -23,6 +23,7 @@ from astraflow_launcher.observation import Observation, StepPoint
 
 __all__ = ["LineView", "LiveView", "QuietView", "View", "sparkline"]
 
+_LONG_WAIT_S = 5
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASES = {
     trainer_service_pb2.PHASE_STARTING: "starting",
@@ -60,13 +61,14 @@ class QuietView:
 
 
 class LineView(QuietView):
-    """One line per step, evaluation and change of what the launcher does."""
+    """One line per step, evaluation, long wait and change of what the launcher does."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._doing = ""
         self._steps = 0
         self._evaluations: set[tuple[str, int, bool]] = set()
+        self._waits: set[tuple[str, str, str]] = set()
 
     def show(self, observation: Observation, *, doing: str) -> None:
         """Write what is new since the last call."""
@@ -81,6 +83,16 @@ class LineView(QuietView):
             if item.complete and key not in self._evaluations:
                 self._evaluations.add(key)
                 self._write(observation, _evaluation_line(item))
+        self._show_waits(observation)
+
+    def _show_waits(self, observation: Observation) -> None:
+        """Say once what has been waited for longer than a moment; again when it comes back."""
+        waits = observation.status.waits if observation.status else ()
+        long = {_wait_key(wait): wait for wait in waits if wait.waited_duration.seconds >= _LONG_WAIT_S}
+        for key, wait in long.items():
+            if key not in self._waits:
+                self._write(observation, f"{wait.stage} waits: {wait.reason} — {wait.detail}")
+        self._waits = set(long)
 
     def _write(self, observation: Observation, text: str) -> None:
         self._console.print(
@@ -218,6 +230,10 @@ def _wait_lines(observation: Observation) -> Text:
     lines = [f"{wait.stage} waits: {wait.reason} — {wait.detail}" for wait in waits]
     lines += [f"{name} does not answer: {why}" for name, why in sorted(observation.unreachable.items())]
     return Text("\n".join(lines) or "nothing waits", style="dim")
+
+
+def _wait_key(wait: admin_service_pb2.Wait) -> tuple[str, str, str]:
+    return wait.stage, wait.policy_id, wait.reason
 
 
 def _evaluations(observation: Observation) -> list[admin_service_pb2.Evaluation]:

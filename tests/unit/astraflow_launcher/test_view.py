@@ -76,6 +76,18 @@ def test_lines_tell_each_step_and_evaluation_once() -> None:
     assert [line.split("s  ", 1)[1][:12] for line in lines] == ["running", "solver step ", "solver evalu"]
 
 
+def test_lines_tell_a_long_wait_once_and_again_when_it_comes_back() -> None:
+    output = io.StringIO()
+    view, observation = LineView(Console(file=output, width=200)), _observation()
+    observation.steps.clear()
+    assert observation.status is not None
+    observation.status.waits[0].waited_duration.seconds = 6
+    for waited_s in (6, 7, 0, 8):
+        observation.status.waits[0].waited_duration.seconds = waited_s
+        view.show(observation, doing="running")
+    assert output.getvalue().count("batch waits: ready_groups — 12 of 16 groups are ready") == 2
+
+
 def test_a_sparkline_spans_its_range_and_leaves_gaps() -> None:
     assert sparkline([0.0, 0.5, 1.0, math.nan, 2.0]) == "▁▅█ █"
     assert sparkline([1.0] * 100, width=3) == "███"
