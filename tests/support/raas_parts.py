@@ -1,5 +1,6 @@
-"""Parts of a node for tests: a tokenizer on disk, a policy served by the fake engine, leases as values, a workflow
-that misbehaves on request."""
+"""Parts of a node for tests: a tokenizer on disk, a policy served by the fake engine, leases as values, and a
+workflow that misbehaves on request.
+"""
 
 import asyncio
 import json
@@ -17,7 +18,9 @@ from astraflow_raas.served_policy import ServedPolicy
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8)
@@ -79,7 +82,7 @@ def leased(
 
 @dataclass
 class ScriptedWorkflow:
-    """Wraps a workflow; the n-th run raises, hangs or returns what the script says, others run as they are."""
+    """Wraps a workflow; the n-th run raises, hangs or returns what the script says, others just run."""
 
     inner: object
     script: dict[int, object] = field(default_factory=dict)

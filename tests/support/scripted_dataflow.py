@@ -1,7 +1,7 @@
 """A dataflow server that follows a test's script, over real gRPC on loopback: what nodes are tested against.
 
-It keeps every message a node sent, answers as told, sends what the test hands it, and can lose its streams or restart
-on the same port. Waiting helpers end with an assertion instead of hanging.
+It keeps every message a node sent, answers as told, sends what the test hands it, and can lose its streams or
+restart on the same port. Waiting helpers end with an assertion instead of hanging.
 """
 
 import asyncio
@@ -35,7 +35,10 @@ policies:
     model: {path: somewhere}
     sampling: {max_new_tokens: 8}
 dataflow: {group_size: 4, groups_per_step: 2}
-raas: {reward: "astraflow_raas.rewards.boxed_match:BoxedMatch", max_concurrent_tasks: 2, episode_timeout_s: 20}
+raas:
+  reward: "astraflow_raas.rewards.boxed_match:BoxedMatch"
+  max_concurrent_tasks: 2
+  episode_timeout_s: 20
 """
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -49,7 +52,7 @@ def accepted(_episode: trajectory_pb2.Episode) -> trajectory_service_pb2.PushRes
 
 
 def result(
-    outcome: trajectory_service_pb2.Outcome, *, reason: str = ""
+    outcome: trajectory_service_pb2.Outcome.ValueType, *, reason: str = ""
 ) -> trajectory_service_pb2.PushResult:
     """An answer kept in memory."""
     return trajectory_service_pb2.PushResult(
@@ -148,12 +151,12 @@ class ScriptedDataflow(
 
     # ------------------------------------------------------------------ the contract
 
-    async def GetRun(  # noqa: N802 - named by the contract
+    async def GetRun(
         self, request: run_service_pb2.GetRunRequest, context: Context
     ) -> run_service_pb2.GetRunResponse:
         return run_service_pb2.GetRunResponse(run=self._run())
 
-    async def JoinRun(  # noqa: N802
+    async def JoinRun(
         self, request: run_service_pb2.JoinRunRequest, context: Context
     ) -> run_service_pb2.JoinRunResponse:
         if self.join_fault is not None:
@@ -162,10 +165,13 @@ class ScriptedDataflow(
         ttl = Duration()
         ttl.FromMilliseconds(int(self.lease_ttl_s * 1000))
         return run_service_pb2.JoinRunResponse(
-            run=self._run(), versions=self.versions, lease_ttl_duration=ttl, data_incarnation=self.data_incarnation
+            run=self._run(),
+            versions=self.versions,
+            lease_ttl_duration=ttl,
+            data_incarnation=self.data_incarnation,
         )
 
-    async def Work(  # noqa: N802
+    async def Work(
         self, request_iterator: AsyncIterator[task_service_pb2.WorkRequest], context: Context
     ) -> AsyncIterator[Respond]:
         outbox: asyncio.Queue[Respond | None] = asyncio.Queue()
@@ -187,13 +193,13 @@ class ScriptedDataflow(
             reading.cancel()
             broken.cancel()
 
-    async def FailTask(  # noqa: N802
+    async def FailTask(
         self, request: task_service_pb2.FailTaskRequest, context: Context
     ) -> task_service_pb2.FailTaskResponse:
         self.failures.append(request.failure)
         return task_service_pb2.FailTaskResponse(requeued=request.failure.retryable)
 
-    async def Push(  # noqa: N802
+    async def Push(
         self, request_iterator: AsyncIterator[trajectory_service_pb2.PushRequest], context: Context
     ) -> AsyncIterator[trajectory_service_pb2.PushResponse]:
         self.push_streams += 1
@@ -211,7 +217,9 @@ class ScriptedDataflow(
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "stream lost, as the test asked")
                 self.max_unacked = max(self.max_unacked, received.qsize() + 1)
                 if self.ack is not None:
-                    await asyncio.wait((asyncio.ensure_future(self.ack.wait()), broken), return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(
+                        (asyncio.ensure_future(self.ack.wait()), broken), return_when=asyncio.FIRST_COMPLETED
+                    )
                     if broken.done():
                         await context.abort(grpc.StatusCode.UNAVAILABLE, "stream lost, as the test asked")
                 request = taking.result()

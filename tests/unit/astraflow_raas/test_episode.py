@@ -1,4 +1,4 @@
-"""What leaves the node as an episode passes the server's validators; what would not is refused by a named rule."""
+"""What leaves the node as an episode passes the server's validators; what would not is refused by name."""
 
 import math
 from dataclasses import replace
@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.raas_parts import leased
 
 from astraflow import plugins
 from astraflow.columns import decode_columns
 from astraflow.plugins import VersionSpan
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_raas.episode import EpisodeIds, EpisodeRefused, VersionMoved, build_episode
+from support.raas_parts import leased
 
 IDS = EpisodeIds(episode_id="episode-1", node_id="node-1", member=3)
 GOOD = plugins.Trajectory(
@@ -109,7 +109,9 @@ def test_an_evaluation_must_hold_exactly_the_required_version() -> None:
         build(GOOD, required_versions={"solver": 8})
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans(), st.floats(-50, 0)), min_size=1, max_size=200))
+@given(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans(), st.floats(-50, 0)), min_size=1, max_size=200)
+)
 def test_any_well_formed_trajectory_survives_the_wire(rows: list[tuple[int, bool, float]]) -> None:
     rows[0] = (rows[0][0], True, rows[0][2])
     trajectory = plugins.Trajectory(

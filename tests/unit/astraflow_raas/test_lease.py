@@ -1,13 +1,13 @@
 """A lease as values: complete, checked, and the only source of sampling seeds."""
 
 import pytest
-from support.raas_parts import SAMPLING, leased
-from support.scripted_dataflow import lease
 
 from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import Message
 from astraflow.rollout.v1 import task_pb2
 from astraflow_raas.lease import Sampling, read_lease
+from support.raas_parts import SAMPLING, leased
+from support.scripted_dataflow import lease
 
 DEFAULTS = {"solver": SAMPLING}
 

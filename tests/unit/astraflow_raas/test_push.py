@@ -1,4 +1,4 @@
-"""Every finished episode reaches the server, once acknowledged never again, across lost streams and restarts."""
+"""Every finished episode reaches the server, and once acknowledged never again, whatever streams do."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from support.scripted_dataflow import RunningServer, ScriptedDataflow, eventually, result, running
 
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import trajectory_service_pb2
@@ -15,6 +14,7 @@ from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.push import Pusher
 from astraflow_raas.spool import SpoolLimits
+from support.scripted_dataflow import RunningServer, ScriptedDataflow, eventually, result, running
 
 LIMITS = SpoolLimits(window_episodes=4)
 
@@ -44,7 +44,8 @@ async def server() -> AsyncIterator[RunningServer]:
 async def test_each_push_gets_its_own_answer(server: RunningServer) -> None:
     outcomes = trajectory_service_pb2
     server.script.judge = lambda pushed: result(
-        outcomes.OUTCOME_POISON if pushed.episode_id == "bad" else outcomes.OUTCOME_ACCEPTED, reason="nan_logprob"
+        outcomes.OUTCOME_POISON if pushed.episode_id == "bad" else outcomes.OUTCOME_ACCEPTED,
+        reason="nan_logprob",
     )
     async with pushing(server) as pusher:
         good, bad = await asyncio.gather(pusher.push(episode("good")), pusher.push(episode("bad")))
@@ -100,7 +101,9 @@ async def test_a_caller_that_leaves_does_not_take_its_episode_along(server: Runn
         assert await pusher.flush(deadline_s=5.0)
 
 
-async def test_after_the_servers_data_was_replaced_recent_episodes_are_pushed_again(server: RunningServer) -> None:
+async def test_after_the_servers_data_was_replaced_recent_episodes_are_pushed_again(
+    server: RunningServer,
+) -> None:
     async with pushing(server) as pusher:
         await pusher.push(episode("recent"))
         pusher.push_recent_again()
@@ -130,7 +133,9 @@ async def test_flushing_gives_up_at_its_deadline(server: RunningServer) -> None:
         waiting.cancel()
 
 
-@pytest.mark.parametrize("fault", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.ABORTED])
+@pytest.mark.parametrize(
+    "fault", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.ABORTED]
+)
 async def test_a_server_in_trouble_is_tried_again(server: RunningServer, fault: grpc.StatusCode) -> None:
     server.script.push_fault = fault
     async with pushing(server) as pusher:

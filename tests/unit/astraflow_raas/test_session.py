@@ -1,4 +1,4 @@
-"""A lease is run member by member, each isolated, and ends with every member answered or one failure that says why."""
+"""A lease is run member by member, each isolated, and ends answered or with one failure that says why."""
 
 import asyncio
 import math
@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.raas_parts import SAMPLING, ScriptedWorkflow, leased, served_policy
-from support.scripted_dataflow import accepted, eventually, result
 
 from astraflow import plugins
 from astraflow.columns import decode_columns
@@ -22,6 +20,8 @@ from astraflow_raas.lease import LeasedTask
 from astraflow_raas.served_policy import ServedPolicy
 from astraflow_raas.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
+from support.raas_parts import SAMPLING, ScriptedWorkflow, leased, served_policy
+from support.scripted_dataflow import accepted, eventually, result
 
 
 @dataclass
@@ -29,7 +29,9 @@ class Pushed:
     """Stands where the pusher is: keeps episodes and answers as told."""
 
     episodes: list[trajectory_pb2.Episode] = field(default_factory=list)
-    answer: trajectory_service_pb2.PushResult = field(default_factory=lambda: accepted(trajectory_pb2.Episode()))
+    answer: trajectory_service_pb2.PushResult = field(
+        default_factory=lambda: accepted(trajectory_pb2.Episode())
+    )
 
     async def push(self, episode: trajectory_pb2.Episode) -> trajectory_service_pb2.PushResult:
         self.episodes.append(episode)
@@ -44,7 +46,9 @@ class Setup:
     pushed: Pushed
 
     async def run(self, lease: LeasedTask, *, timeout_s: float = 20.0, coalesce: int = 128) -> Failure | None:
-        settings = SessionSettings(node_id="node-1", episode_timeout_s=timeout_s, coalesce_max_new_tokens=coalesce)
+        settings = SessionSettings(
+            node_id="node-1", episode_timeout_s=timeout_s, coalesce_max_new_tokens=coalesce
+        )
         session = Session(
             self.workflow,
             policies={"solver": self.policy},
@@ -123,7 +127,9 @@ async def test_a_workflow_that_hangs_times_out_alone(setup: Setup) -> None:
     assert failure.reason == "timeout"
 
 
-async def test_an_engine_that_never_comes_back_is_an_engine_error_not_the_workflows_fault(setup: Setup) -> None:
+async def test_an_engine_that_never_comes_back_is_an_engine_error_not_the_workflows_fault(
+    setup: Setup,
+) -> None:
     setup.engine.up = False
     failure = await setup.run(leased(), timeout_s=0.3)
     assert failure is not None

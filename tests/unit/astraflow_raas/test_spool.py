@@ -1,4 +1,4 @@
-"""The spool keeps every unacknowledged episode, in order, within the window; and the last acknowledged ones a while."""
+"""The spool keeps unacknowledged episodes, in order, within the window; acknowledged ones a little longer."""
 
 import asyncio
 from collections import deque

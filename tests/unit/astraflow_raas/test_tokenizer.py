@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.raas_parts import write_tokenizer
 
 from astraflow.errors import RecipeError
 from astraflow.plugins import Message
 from astraflow_raas.tokenizer import load_tokenizer
+from support.raas_parts import write_tokenizer
 
 CHATS = [
     (Message("user", "What is 3 + 47?"),),
@@ -56,7 +56,9 @@ def test_the_template_may_live_in_the_tokenizers_configuration(tmp_path: Path) -
         ("{{ messages.__class__.__mro__ }}", "refuses these messages"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_named(tmp_path: Path, template: str | None, complaint: str) -> None:
+def test_a_template_that_cannot_be_used_is_named(
+    tmp_path: Path, template: str | None, complaint: str
+) -> None:
     folder = write_tokenizer(tmp_path)
     (folder / "chat_template.jinja").unlink()
     if template is not None:
@@ -77,5 +79,7 @@ def test_reading_a_tokenizer_loads_no_model_library(tmp_path: Path) -> None:
         "load_tokenizer(Path(sys.argv[1]))\n"
         "sys.exit(','.join({'torch', 'transformers'} & set(sys.modules)) or 0)"
     )
-    finished = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False
+    )
     assert finished.returncode == 0, finished.stderr

@@ -1,4 +1,4 @@
-"""Versions reach the engine from a real store through a real mirror; whatever fails leaves the old version serving."""
+"""Versions reach the engine from a real store and mirror; whatever fails leaves the old version serving."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,9 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from support.raas_parts import write_tokenizer
-from support.scripted_dataflow import eventually
-from support.weight_models import POLICY, RUN, make_model, same_model, trained
 
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineFaulty, EngineUnavailable
@@ -23,6 +20,9 @@ from astraflow_weights.store_file import FileStore
 from astraflow_weights.tensors import Model
 from astraflow_weights.version_log import VersionLog
 from astraflow_weights.version_writer import CommittedVersion, VersionWriter
+from support.raas_parts import write_tokenizer
+from support.scripted_dataflow import eventually
+from support.weight_models import POLICY, RUN, make_model, same_model, trained
 
 
 @dataclass
@@ -58,7 +58,9 @@ class Setup:
     async def serve(self, announced: AnnouncedVersion) -> None:
         """Announce a version and wait until the engine serves it."""
         self.sync.announce(announced)
-        await eventually(lambda: self.policy.version == announced.version, what=f"version {announced.version} serves")
+        await eventually(
+            lambda: self.policy.version == announced.version, what=f"version {announced.version} serves"
+        )
 
     async def start_engine(self) -> None:
         """What a host does: start an engine with the version it is told."""
@@ -99,7 +101,9 @@ async def test_the_first_version_starts_an_engine_and_brings_the_tokenizer(setup
     assert same_model(map_model(loadable.model_dir), setup.trainer.models[0])
 
 
-async def test_later_versions_are_fetched_as_deltas_and_swapped_in_while_the_engine_runs(setup: Setup) -> None:
+async def test_later_versions_are_fetched_as_deltas_and_swapped_in_while_the_engine_runs(
+    setup: Setup,
+) -> None:
     setup.sync.announce(setup.trainer.publish())
     await setup.start_engine()
     for _ in range(3):
@@ -144,7 +148,7 @@ async def test_damaged_bytes_leave_the_old_version_serving_and_are_counted(setup
     setup.sync.announce(setup.trainer.publish())
     await setup.start_engine()
     announced = setup.trainer.publish()
-    part = max(Path(setup.store.uri.removeprefix("file://")).rglob("*.afwd"), key=lambda path: path.stat().st_mtime_ns)
+    part = newest_part(setup.store)
     whole = part.read_bytes()
     part.chmod(0o644)
     part.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -154,6 +158,12 @@ async def test_damaged_bytes_leave_the_old_version_serving_and_are_counted(setup
     assert setup.engine.swaps == []
     part.write_bytes(whole)
     await eventually(lambda: setup.policy.version == 1, what="the repaired store is used")
+
+
+def newest_part(store: FileStore) -> Path:
+    """The part that was published last."""
+    folder = Path(store.uri.removeprefix("file://"))
+    return max(folder.rglob("*.afwd"), key=lambda path: path.stat().st_mtime_ns)
 
 
 async def test_a_version_the_store_does_not_list_yet_is_waited_for(setup: Setup) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
-from support.raas_parts import SAMPLING
-from support.scripted_dataflow import RunningServer, ScriptedDataflow, eventually, lease, running
 
 from astraflow.client import AsyncClient, RetryPolicy
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
@@ -17,6 +15,8 @@ from astraflow_kit.metrics import Metrics
 from astraflow_raas.lease import LeasedTask
 from astraflow_raas.session import Failure
 from astraflow_raas.worker import Membership, Worker, WorkerHooks, join_request
+from support.raas_parts import SAMPLING
+from support.scripted_dataflow import RunningServer, ScriptedDataflow, eventually, lease, running
 
 MEMBERSHIP = Membership(
     run_id="run-1",
@@ -97,7 +97,10 @@ class Setup:
 @asynccontextmanager
 async def working(script: ScriptedDataflow) -> AsyncIterator[Setup]:
     runner, state, heard = ScriptedRunner(), State(), Heard()
-    async with running(script) as server, AsyncClient(server.address, retry=RetryPolicy(total_s=5.0)) as client:
+    async with (
+        running(script) as server,
+        AsyncClient(server.address, retry=RetryPolicy(total_s=5.0)) as client,
+    ):
         joined = await client.call(client.runs.JoinRun, join_request(MEMBERSHIP))
         worker = Worker(
             client,

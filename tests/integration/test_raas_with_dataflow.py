@@ -1,0 +1,102 @@
+"""A node and the real dataflow server over a real Valkey: the contract as both sides understand it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from astraflow.columns import decode_columns
+from astraflow.dataflow.v1 import admin_service_pb2, batch_service_pb2, run_pb2
+from astraflow.rollout.v1 import trajectory_pb2
+from support.dataflow_world import World
+from support.raas_node import local_node
+from support.scripted_dataflow import PATIENCE_S, eventually
+
+pytestmark = pytest.mark.integration
+
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+
+
+async def status_where(world: World, holds: object, *, what: str) -> admin_service_pb2.StatusResponse:
+    """Ask for the status until `holds(status)`."""
+    seen: list[admin_service_pb2.StatusResponse] = []
+    give_up_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < give_up_s:
+        seen.append(await world.status())
+        if holds(seen[-1]):  # type: ignore[operator]
+            return seen[-1]
+    raise AssertionError(f"never: {what}; last status:\n{seen[-1]}")
+
+
+async def test_a_node_feeds_a_trainer_step_after_step(world: World, tmp_path: Path) -> None:
+    await world.create_run(dataset="Counting", max_staleness=1)
+    trainer = await world.trainer()
+    async with local_node(world.address, tmp_path) as local:
+        for step in range(1, 4):
+            batch = await trainer.train(step, base_version=step - 1)
+            assert all(step - 1 - item.min_version <= 1 for item in batch.items)
+        bodies = await trainer.fetch(3)
+        columns = decode_columns(trajectory_pb2.Trajectory.FromString(bodies[0].body))
+        assert columns.loss_mask.any()
+        await eventually(
+            lambda: local.node.policies.serving_versions == {"solver": 3}, what="version 3 serves"
+        )
+        assert [version for _, version in local.engines["solver"].swaps] == [0, 1, 2, 3]
+    status = await world.status()
+    assert status.trajectories.trained == 12
+    assert status.trajectories.conservation_error == 0
+    assert status.trajectories.ingested == status.nodes[0].trajectories
+    assert (status.nodes[0].node_id, status.nodes[0].restarts) == ("node-1", 0)
+
+
+async def test_a_drained_node_leaves_no_lease_behind_and_costs_no_attempt(
+    world: World, tmp_path: Path
+) -> None:
+    await world.create_run(dataset="Counting")
+    await world.trainer()
+    async with local_node(world.address, tmp_path) as local:
+        await eventually(
+            lambda: local.node.pusher.num_unacked or local.engines["solver"].requests, what="work"
+        )
+    status = await status_where(world, lambda now: not now.nodes[0].leases, what="no lease is held")
+    assert status.dead_letters == 0
+    async with local_node(world.address, tmp_path, incarnation=2):
+        status = await status_where(
+            world, lambda now: now.policies[0].ready_groups == 4, what="the window is full"
+        )
+    assert status.trajectories.conservation_error == 0
+
+
+async def test_every_version_due_is_evaluated_at_exactly_that_version(world: World, tmp_path: Path) -> None:
+    await world.create_run(
+        dataset="Counting", evaluation="{every_versions: 1, num_samples: 6, final_samples: 8}"
+    )
+    trainer = await world.trainer()
+    async with local_node(world.address, tmp_path):
+        await trainer.train(1, base_version=0)
+        status = await status_where(
+            world,
+            lambda now: len(now.evaluations) == 2 and all(e.complete for e in now.evaluations),
+            what="two evaluations",
+        )
+    # Read again: the accounts of one status may be older than its evaluations.
+    status = await world.status()
+    assert [(e.version, e.num_samples) for e in status.evaluations] == [(0, 8), (1, 6)]
+    assert status.trajectories.evaluated == 14
+    assert status.trajectories.conservation_error == 0
+
+
+async def test_a_finished_run_sends_its_node_away(world: World, tmp_path: Path) -> None:
+    await world.create_run(dataset="Counting")
+    trainer = await world.trainer()
+    async with local_node(world.address, tmp_path) as local:
+        await trainer.train(1, base_version=0)
+        await world.finish()
+        await eventually(local.told_to_drain.is_set, what="the order to drain")
+    status = await world.status()
+    assert status.state == run_pb2.RUN_STATE_FINISHED
+    assert status.evaluations[-1].final
+    assert status.evaluations[-1].complete
+    assert status.trajectories.conservation_error == 0

@@ -1,0 +1,126 @@
+"""A whole node inside the test's own loop: real worker, session, pusher and weight sync; fake engine, weights without
+bytes.
+
+What differs from a started node is only what stands behind the engine and the mirror. Used by tests against a real
+dataflow server, and to measure what a node costs per episode.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from astraflow.client import AsyncClient
+from astraflow_kit.metrics import Metrics
+from astraflow_raas.engine.fake import FakeEngine
+from astraflow_raas.engine.host import HostSettings, RemoteHost
+from astraflow_raas.joining import find_run, join_run, membership_of
+from astraflow_raas.node import Node, PolicyParts, PolicyTable
+from astraflow_raas.push import Pusher
+from astraflow_raas.recipe_code import load_workflow
+from astraflow_raas.served_policy import ServedPolicy
+from astraflow_raas.session import Session, SessionSettings
+from astraflow_raas.settings import NodeSettings
+from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
+from astraflow_raas.worker import Worker, WorkerHooks
+from astraflow_weights.pull import PullCounts
+from support.raas_parts import write_tokenizer
+
+
+@dataclass
+class BytelessWeights:
+    """A weight source whose every version is the same folder with a tokenizer."""
+
+    folder: Path
+    version: int | None = None
+    counts: PullCounts = field(default_factory=PullCounts)
+
+    def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
+        """Nothing to fetch."""
+        self.version = announced.version
+        return FetchedVersion(version=announced.version, model_dir=self.folder)
+
+
+@dataclass
+class LocalNode:
+    """A running node with what its test may look at."""
+
+    node: Node
+    engines: dict[str, FakeEngine]
+    told_to_drain: asyncio.Event
+
+    async def drain(self) -> None:
+        """Leave as on SIGTERM."""
+        for service in reversed(self.node.services):
+            await service.stop(deadline_s=10.0)
+
+
+@asynccontextmanager
+async def local_node(
+    address: str, folder: Path, *, node_id: str = "node-1", incarnation: int = 1, **options: object
+) -> AsyncIterator[LocalNode]:
+    """A node of the only run at `address`; `options` are node settings."""
+    settings = NodeSettings(join=address, **options)  # type: ignore[arg-type]
+    metrics, told = Metrics(), asyncio.Event()
+    async with AsyncClient(address) as client:
+        found = await find_run(client, "", patience_s=5.0)
+        membership = membership_of(found, settings, node_id=node_id, incarnation=incarnation)
+        joined = await join_run(client, membership, patience_s=5.0)
+        engines = {name: FakeEngine() for name in found.recipe.policies}
+        parts = {name: _parts(name, engines[name], folder / name, metrics) for name in engines}
+        table = PolicyTable(parts)
+        pusher = Pusher(client, metrics=metrics)
+        session = Session(
+            load_workflow(found.recipe, folder=None),
+            policies={name: part.policy for name, part in parts.items()},
+            pusher=pusher,
+            settings=SessionSettings(
+                node_id=node_id,
+                episode_timeout_s=found.recipe.raas.episode_timeout_s,
+                coalesce_max_new_tokens=settings.coalesce_max_new_tokens,
+            ),
+            metrics=metrics,
+        )
+        worker = Worker(
+            client,
+            membership,
+            joined=joined,
+            runner=session,
+            state=table,
+            hooks=WorkerHooks(
+                announce=table.announce,
+                data_lost=pusher.push_recent_again,
+                drained_by_server=lambda _reason: told.set(),
+            ),
+            default_sampling=found.sampling,
+            metrics=metrics,
+        )
+        table.tell_changes_to(worker.state_changed)
+        for version in joined.versions:
+            table.announce(version)
+        node = Node(
+            run_id=membership.run_id,
+            node_id=node_id,
+            policies=table,
+            session=session,
+            pusher=pusher,
+            worker=worker,
+        )
+        running = [asyncio.create_task(service.run()) for service in node.services]
+        local = LocalNode(node, engines, told)
+        try:
+            yield local
+        finally:
+            await local.drain()
+            await asyncio.gather(*running)
+
+
+def _parts(name: str, engine: FakeEngine, folder: Path, metrics: Metrics) -> PolicyParts:
+    policy = ServedPolicy(name)
+    weights = WeightSync(
+        policy, source=BytelessWeights(write_tokenizer(folder)), metrics=metrics, evaluation_hold_s=5.0
+    )
+    settings = HostSettings(start_timeout_s=5.0, stall_s=5.0, first_backoff_s=0.05)
+    host = RemoteHost(policy, weights, connect=lambda: engine, settings=settings, metrics=metrics)
+    return PolicyParts(policy=policy, weights=weights, host=host)

@@ -1,0 +1,274 @@
+"""The HTTP client against a scripted server that speaks SGLang: what it sends, believes, and how it fails."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from astraflow.plugins import VersionSpan
+from astraflow_kit.http import HttpServer
+from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable, GenerateCall
+from astraflow_raas.engine.http import HttpEngine
+from support.scripted_dataflow import eventually
+
+CALL = GenerateCall(
+    rid="r0",
+    prompt_ids=(5, 6),
+    max_new_tokens=3,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=0,
+    seed=42,
+    stop_token_ids=(2,),
+)
+
+
+def answer(**meta: object) -> dict[str, object]:
+    """One answer of /generate: three tokens under version 4."""
+    given: dict[str, object] = {
+        "id": "r0",
+        "finish_reason": {"type": "stop", "matched": 2},
+        "weight_version": "4",
+        "weight_versions": [{"version": "4", "start": 0, "end": 3}],
+        "output_token_logprobs": [(-0.5, 7, None), (-0.25, 8, None), (-1.0, 2, None)],
+    }
+    return {"output_ids": [7, 8, 2], "meta_info": given | meta}
+
+
+@dataclass
+class Script:
+    """Answers and what was asked, in order."""
+
+    generate: Callable[[dict[str, Any]], Response] = lambda body: JSONResponse(
+        [answer() for _ in body["rid"]]
+    )
+    update: Response = field(default_factory=lambda: JSONResponse({"success": True, "message": "ok"}))
+    model_info: dict[str, object] = field(default_factory=lambda: {"weight_version": "4"})
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+    during_update: asyncio.Event | None = None
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+
+def app_of(script: Script) -> FastAPI:
+    app = FastAPI()
+
+    async def note(request: Request) -> Any:
+        body = await request.json() if await request.body() else None
+        script.asked.append((request.url.path, body))
+        return body
+
+    @app.post("/generate")
+    async def generate(request: Request) -> Response:
+        return script.generate(await note(request))
+
+    @app.post("/update_weights_from_disk")
+    async def update(request: Request) -> Response:
+        await note(request)
+        if script.during_update is not None:
+            await script.during_update.wait()
+        return script.update
+
+    @app.post("/abort_request")
+    @app.post("/pause_generation")
+    @app.post("/continue_generation")
+    async def control(request: Request) -> Response:
+        await note(request)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/model_info")
+    async def model_info(request: Request) -> Response:
+        await note(request)
+        return JSONResponse(script.model_info)
+
+    @app.get("/health_generate")
+    async def health(request: Request) -> Response:
+        await note(request)
+        return Response()
+
+    return app
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+async def engine(script: Script) -> AsyncIterator[HttpEngine]:
+    server = HttpServer(app_of(script))
+    await server.start()
+    serving = asyncio.create_task(server.run())
+    client = HttpEngine(f"http://{server.address}", request_timeout_s=10.0)
+    yield client
+    await client.close()
+    await server.stop(deadline_s=1.0)
+    await serving
+
+
+async def test_a_call_is_sent_in_sglangs_words(engine: HttpEngine, script: Script) -> None:
+    await engine.served_version()
+    await engine.generate([CALL, replace(CALL, rid="r1", seed=43)])
+    _, body = script.asked[-1]
+    assert body["rid"] == ["r0", "r1"]
+    assert body["input_ids"] == [[5, 6], [5, 6]]
+    assert body["return_logprob"] is True
+    assert body["extra_key"] == "4"
+    assert [params["sampling_seed"] for params in body["sampling_params"]] == [42, 43]
+    # Zero candidates mean all of them; SGLang says -1.
+    assert body["sampling_params"][0] | {"sampling_seed": 0} == {
+        "max_new_tokens": 3,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": -1,
+        "sampling_seed": 0,
+        "stop_token_ids": [2],
+    }
+
+
+async def test_an_answer_becomes_tokens_logprobs_and_spans(engine: HttpEngine, script: Script) -> None:
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
+    script.generate = lambda _body: JSONResponse([answer(weight_versions=spans)])
+    (generation,) = await engine.generate([CALL])
+    assert generation.token_ids == (7, 8, 2)
+    assert generation.logprobs == (-0.5, -0.25, -1.0)
+    assert generation.spans == (VersionSpan(0, 1, 3), VersionSpan(1, 3, 4))
+    assert generation.finish_reason == "stop"
+
+
+async def test_without_a_list_of_versions_the_one_version_made_all_tokens(
+    engine: HttpEngine, script: Script
+) -> None:
+    script.generate = lambda _body: JSONResponse([answer(weight_versions=None)])
+    (generation,) = await engine.generate([CALL])
+    assert generation.spans == (VersionSpan(0, 3, 4),)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"output_token_logprobs": [(-0.5, 7, None)]},
+        {"output_token_logprobs": [(-0.5, 7, None), (-0.2, 9, None), (-1.0, 2, None)]},
+        {"output_token_logprobs": [(-0.5, 7, None), (0.3, 8, None), (-1.0, 2, None)]},
+        {"output_token_logprobs": [(-0.5, 7, None), (None, 8, None), (-1.0, 2, None)]},
+        {"output_token_logprobs": None},
+        {"weight_versions": [{"version": "4", "start": 0, "end": 2}]},
+        {"weight_versions": [{"version": "4", "start": 1, "end": 3}]},
+        {"weight_versions": [{"version": "default", "start": 0, "end": 3}]},
+        {"finish_reason": None},
+    ],
+)
+async def test_an_answer_that_contradicts_itself_is_not_believed(
+    engine: HttpEngine, script: Script, meta: dict[str, object]
+) -> None:
+    script.generate = lambda _body: JSONResponse([answer(**meta)])
+    with pytest.raises(EngineFaulty, match="call r0 is unusable"):
+        await engine.generate([CALL])
+
+
+async def test_the_wrong_number_of_answers_is_not_believed(engine: HttpEngine, script: Script) -> None:
+    script.generate = lambda _body: JSONResponse([answer(), answer()])
+    with pytest.raises(EngineFaulty, match="1 calls"):
+        await engine.generate([CALL])
+
+
+async def test_a_logprob_an_ulp_above_zero_is_rounding(engine: HttpEngine, script: Script) -> None:
+    pairs = [(1e-7, 7, None), (-0.25, 8, None), (-1.0, 2, None)]
+    script.generate = lambda _body: JSONResponse([answer(output_token_logprobs=pairs)])
+    (generation,) = await engine.generate([CALL])
+    assert generation.logprobs[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (400, EngineRefused),
+        (422, EngineRefused),
+        (429, EngineUnavailable),
+        (503, EngineUnavailable),
+        (500, EngineFaulty),
+    ],
+)
+async def test_status_codes_say_what_to_do_next(
+    engine: HttpEngine, script: Script, status: int, error: type[Exception]
+) -> None:
+    script.generate = lambda _body: JSONResponse({"error": {"message": "as scripted"}}, status_code=status)
+    with pytest.raises(error, match="as scripted"):
+        await engine.generate([CALL])
+
+
+async def test_nobody_at_the_address_is_unavailable() -> None:
+    engine = HttpEngine("http://127.0.0.1:9")
+    for attempt in (engine.generate([CALL]), engine.check_health(), engine.served_version()):
+        with pytest.raises(EngineUnavailable):
+            await attempt
+    await engine.close()
+
+
+async def test_a_swap_pauses_in_place_loads_and_continues(
+    engine: HttpEngine, script: Script, tmp_path: Path
+) -> None:
+    await engine.swap(model_dir=tmp_path, version=5)
+    assert script.paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    assert script.asked[0][1] == {"mode": "in_place"}
+    update = script.asked[1][1]
+    assert update == {"model_path": str(tmp_path), "weight_version": "5", "flush_cache": False}
+
+
+async def test_calls_made_during_a_swap_wait_and_never_share_prefixes_with_older_weights(
+    engine: HttpEngine, script: Script, tmp_path: Path
+) -> None:
+    await engine.served_version()
+    script.during_update = asyncio.Event()
+    swapping = asyncio.create_task(engine.swap(model_dir=tmp_path, version=5))
+    await eventually(lambda: "/update_weights_from_disk" in script.paths, what="the update")
+    calling = asyncio.create_task(engine.generate([CALL]))
+    await asyncio.sleep(0.05)
+    assert "/generate" not in script.paths
+    script.during_update.set()
+    await asyncio.gather(swapping, calling)
+    assert script.asked[-1][0] == "/generate"
+    assert script.asked[-1][1]["extra_key"] == "5"
+
+
+async def test_a_refused_update_leaves_the_engine_running(
+    engine: HttpEngine, script: Script, tmp_path: Path
+) -> None:
+    script.update = JSONResponse({"success": False, "message": "shape mismatch"}, status_code=400)
+    with pytest.raises(EngineRefused, match="shape mismatch"):
+        await engine.swap(model_dir=tmp_path, version=5)
+    assert script.paths[-1] == "/continue_generation"
+    await engine.generate([CALL])
+
+
+async def test_a_cancelled_swap_never_leaves_the_engine_paused(
+    engine: HttpEngine, script: Script, tmp_path: Path
+) -> None:
+    script.during_update = asyncio.Event()
+    swapping = asyncio.create_task(engine.swap(model_dir=tmp_path, version=5))
+    await eventually(lambda: "/update_weights_from_disk" in script.paths, what="the update")
+    swapping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await swapping
+    script.during_update.set()
+    assert script.paths[-1] == "/continue_generation"
+
+
+@pytest.mark.parametrize(("named", "served"), [("4", 4), ("default", None), ("v4", None), (None, None)])
+async def test_only_a_numbered_version_counts_as_ours(
+    engine: HttpEngine, script: Script, named: str | None, served: int | None
+) -> None:
+    script.model_info = {"weight_version": named}
+    assert await engine.served_version() == served
+
+
+async def test_calls_are_aborted_by_their_id(engine: HttpEngine, script: Script) -> None:
+    await engine.abort(["r1", "r2"])
+    assert script.asked == [("/abort_request", {"rid": "r1"}), ("/abort_request", {"rid": "r2"})]

@@ -1,0 +1,47 @@
+"""Settings of a node: only `join` is required, wrong ones are named, and an engine inherits none of them."""
+
+from pathlib import Path
+
+import pytest
+
+from astraflow_kit.settings import SettingsError, load
+from astraflow_raas.settings import NodeSettings, child_environment
+
+
+def test_an_address_is_all_it_takes() -> None:
+    settings = load(NodeSettings, {"join": "127.0.0.1:7070"})
+    assert settings.engine == "astraflow_engine"
+    assert settings.work_dir == Path.home() / ".cache/astraflow/raas"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({}, "JOIN"),
+        ({"join": "nowhere"}, "join"),
+        ({"join": "h:1", "engine": "vllm"}, "astraflow_engine"),
+        ({"join": "h:1", "node_id": "a b"}, "node_id"),
+        ({"join": "h:1", "max_concurrent_taks": 3}, "max_concurrent_tasks"),
+        ({"join": "h:1", "host": "0.0.0.0"}, "TLS"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(options: dict[str, object], complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        load(NodeSettings, options)
+
+
+def test_an_engine_may_be_an_address() -> None:
+    assert (
+        load(NodeSettings, {"join": "h:1", "engine": "http://10.0.0.1:30000/"}).engine
+        == "http://10.0.0.1:30000"
+    )
+
+
+def test_an_engine_inherits_failpoints_and_log_settings_but_not_the_nodes_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("ADDRESS_FILE", "GRPC_PORT", "JOIN", "FAILPOINTS", "FAILPOINTS_LOG", "LOG_LEVEL"):
+        monkeypatch.setenv(f"ASTRAFLOW_{name}", "x")
+    ours = {name for name in child_environment() if name.startswith("ASTRAFLOW_")}
+    assert ours == {"ASTRAFLOW_FAILPOINTS", "ASTRAFLOW_FAILPOINTS_LOG", "ASTRAFLOW_LOG_LEVEL"}
+    assert "PATH" in child_environment()
