@@ -30,6 +30,7 @@ T = TypeVar("T")
 _ORDER_DEADLINE_S = 60.0
 _HEALTH_DEADLINE_S = 20.0
 _FLUSH_POLL_S = 0.02
+_LAST_ANSWERS_S = 0.5
 # One pass over a long prompt takes seconds on one core; a thread silent for longer than this is stuck.
 _MAX_SILENCE_S = 60.0
 
@@ -64,6 +65,8 @@ class EngineService:
         try:
             await asyncio.wrap_future(self._worker.end)
         except Exception as error:
+            # Raising ends the server under its open requests: let them be told first.
+            await asyncio.sleep(_LAST_ANSWERS_S)
             raise EngineFault(f"the scheduler thread failed: {error!r}") from error
 
     async def stop(self, *, deadline_s: float) -> None:

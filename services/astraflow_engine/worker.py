@@ -43,13 +43,14 @@ class EngineWorker:
 
     def __init__(self, core: EngineCore, *, max_in_flight: int, clock: Clock) -> None:
         self.end: Future[None] = Future()
-        """Resolved when the thread is over: None after `stop`, else the error that ended it."""
+        """Resolved when the thread is over and has answered everybody: None after `stop`, else its error."""
         self._core = core
         self._clock = clock
         self._max_in_flight = max_in_flight
         self._mailbox: queue.Queue[_Mail] = queue.Queue(max_in_flight + _ORDER_HEADROOM)
         self._completions: dict[str, Future[Completion]] = {}
         self._stopping = threading.Event()
+        self._closed = threading.Event()
         self._beat_s = clock.monotonic_s()
         self._thread = threading.Thread(target=self._main, name="scheduler", daemon=True)
 
@@ -104,7 +105,7 @@ class EngineWorker:
             self._mailbox.put_nowait(_Mail(act, lambda error: _reject(future, error)))
         except queue.Full:
             _reject(future, _full(self._mailbox.maxsize))
-        if self.end.done():
+        if self._closed.is_set():
             # The thread may have emptied the mailbox before this came: nobody else would answer it.
             self._refuse_mail()
 
@@ -113,10 +114,16 @@ class EngineWorker:
             with torch.inference_mode():
                 while not self._stopping.is_set():
                     self._turn()
-            _resolve(self.end, None)
         except Exception as error:
             log.error("engine.failed", exc_info=error)
+            self._refuse_everybody()
             _reject(self.end, error)
+        else:
+            self._refuse_everybody()
+            _resolve(self.end, None)
+
+    def _refuse_everybody(self) -> None:
+        self._closed.set()
         self._refuse_mail()
         for future in self._completions.values():
             _reject(future, _stopped())
