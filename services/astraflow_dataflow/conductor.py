@@ -26,7 +26,7 @@ log = get_logger(__name__)
 
 SWEEP_S = 0.5
 _SWEEP_LIMIT = 200
-_MIN_GAP_S = 0.005
+_MIN_GAP_S = 0.01
 _RETRY_S = 1.0
 
 
@@ -57,6 +57,9 @@ class Conductor:
     _progress: dict[str, _Progress] = field(default_factory=dict)
     _late: set[str] = field(default_factory=set)
     _ended: bool = False
+    _busy: bool = False
+    """An evaluation is open or the run is finishing: every wake-up may be the one that moves it."""
+    _sweep_at_s: float = 0.0
 
     async def run(self) -> None:
         """Conduct until the run is finished or the task is cancelled."""
@@ -64,7 +67,7 @@ class Conductor:
         with self.context.wakeups.subscribe(*topics) as news:
             while not self._ended:
                 try:
-                    await self.tick()
+                    await self._step({event.topic for event in await news.wait(SWEEP_S)})
                 except AstraflowError as error:
                     log.warning(
                         "conductor.postponed",
@@ -73,18 +76,21 @@ class Conductor:
                         message=error.message,
                     )
                     await asyncio.sleep(_RETRY_S)
-                await news.wait(SWEEP_S)
                 await asyncio.sleep(_MIN_GAP_S)
+
+    async def _step(self, topics: set[str]) -> None:
+        """Answer a wake-up; `work` comes with every settled group, so alone it costs one call while nothing is due."""
+        now_s = self.clock.monotonic_s()
+        if topics - {"work"} or self._busy or now_s >= self._sweep_at_s:
+            self._sweep_at_s = now_s + SWEEP_S
+            await self.tick()
+        else:
+            await self._feed_training()
 
     async def tick(self) -> None:
         """Do once whatever is due."""
         run_id = self.context.run_id
-        leases, groups = await self.store.tasks.sweep(run_id, limit=_SWEEP_LIMIT)
-        if leases:
-            self.metrics.increment("astraflow_dataflow_leases_expired_total", leases)
-            log.info("leases.expired", run_id=run_id, count=leases)
-        if groups:
-            log.info("groups.closed", run_id=run_id, count=groups, reason="deadline")
+        await self._sweep()
         await self.settling.settle_left_behind(self.context)
         await self._alarm_late_batches()
         await self._release_durable()
@@ -95,6 +101,14 @@ class Conductor:
         if life is not Life.FINISHED:
             await self._evaluate(life)
         self._ended = life is Life.FINISHED
+
+    async def _sweep(self) -> None:
+        leases, groups = await self.store.tasks.sweep(self.context.run_id, limit=_SWEEP_LIMIT)
+        if leases:
+            self.metrics.increment("astraflow_dataflow_leases_expired_total", leases)
+            log.info("leases.expired", run_id=self.context.run_id, count=leases)
+        if groups:
+            log.info("groups.closed", run_id=self.context.run_id, count=groups, reason="deadline")
 
     async def _feed_training(self) -> None:
         try:
@@ -128,6 +142,7 @@ class Conductor:
         }
         await self._plan(newest, life)
         evaluations = await self.store.evaluations.all(self.context.run_id)
+        self._busy = life is Life.FINISHING or any(item.state == "open" for item in evaluations)
         for item in evaluations:
             if item.state == "open":
                 await self._advance(item, newest_version=newest.get(item.policy_id))

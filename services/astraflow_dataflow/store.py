@@ -66,7 +66,11 @@ class Connection:
             await self._check_server()
             await self._check_schema()
             await self.load_functions()
+        except errors.IncompatibleError:
+            await self.close()
+            raise
         except errors.UnavailableError as error:
+            await self.close()
             raise errors.UnavailableError(
                 f"no usable Redis at {_shown(self._url)}: {error.message}; start one, or give another --redis"
             ) from error

@@ -1,0 +1,248 @@
+"""Crashes: of the server at its named moments, of Redis, and what a second server sees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from astraflow.client import AsyncClient, RetryPolicy
+from astraflow.dataflow.v1 import batch_service_pb2
+from astraflow.errors import AstraflowError, ConflictError, IncompatibleError, UnavailableError
+from astraflow_dataflow.store import Connection
+from astraflow_kit.failpoints import read_hits
+from support.dataflow_process import DataflowProcess
+from support.dataflow_world import World, served
+from support.valkey import ValkeyServer
+
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+Result = TypeVar("Result")
+
+
+@pytest.fixture
+def process(redis_url: str, tmp_path: Path) -> Iterator[DataflowProcess]:
+    """A server process that is not started yet."""
+    server = DataflowProcess(redis_url, tmp_path)
+    yield server
+    server.kill()
+
+
+async def surviving(
+    process: DataflowProcess, call: Callable[[], Awaitable[Result]], *, lost_answer: Result | None = None
+) -> Result | None:
+    """Call; when the armed failpoint killed the server, start it again and repeat the call."""
+    try:
+        return await call()
+    except UnavailableError:
+        while not process.ended():
+            await asyncio.sleep(0.02)
+        process.kill()
+        process.start()
+    while True:
+        try:
+            return await call()
+        except UnavailableError:
+            await asyncio.sleep(0.05)
+        except ConflictError:
+            return lost_answer
+
+
+MOMENTS = [
+    "dataflow.leased",
+    "dataflow.storing",
+    "dataflow.committed",
+    "dataflow.bound",
+    "dataflow.acked",
+    "dataflow.published",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_a_server_killed_at_a_named_moment_loses_and_doubles_nothing(
+    process: DataflowProcess, moment: str
+) -> None:
+    skip = 2 if moment == "dataflow.published" else 1  # the first publish is version 0, before any work
+    process.start(failpoints=f"{moment}=kill@{skip}")
+    async with process.world() as world:
+        await world.create_run(dataset="Counting", lease_ttl_s=0.5)
+        trainer, node = await world.trainer(), await world.node()
+        leases = []
+        while len(leases) < 2:
+            leases += await surviving(process, lambda: node.lease(2, wait_s=2)) or []
+        for lease in leases:
+            for member in lease.members:
+                episode = node.episode(lease, member, reward=float(member))
+                await surviving(process, lambda episode=episode: node.push(episode))  # type: ignore[misc]
+        batch = (await surviving(process, lambda: trainer.acquire(1))).batch  # type: ignore[union-attr]
+        assert len(batch.items) == 4
+        await surviving(process, lambda: trainer.ack(batch, TRAINED))
+        await surviving(process, lambda: trainer.publish(version=1, step=1))
+        account = (await world.status()).trajectories
+        assert (account.ingested, account.trained, account.conservation_error) == (4, 4, 0)
+        assert not account.dropped
+    assert [(hit.name, hit.acted) for hit in read_hits(process.failpoints_log)][skip - 1] == (moment, True)
+
+
+async def test_two_servers_over_one_redis_serve_one_run(redis_url: str, tmp_path: Path) -> None:
+    async with served(redis_url, tmp_path) as one, served(redis_url, tmp_path) as other:
+        await one.create_run(dataset="Counting")
+        other.run_id = one.run_id
+        trainer, node = await other.trainer(), await one.node()
+        waiting = asyncio.create_task(trainer.acquire(1, wait_s=20))
+        for lease in await node.lease(2):
+            await node.complete(lease)
+        assert len((await waiting).batch.items) == 4
+        assert (await one.status()).trajectories == (await other.status()).trajectories
+
+
+@pytest.fixture
+def own_valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
+    """A Valkey of this test alone, to be killed."""
+    server = ValkeyServer(tmp_path / "own")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def own_world(own_valkey: ValkeyServer, tmp_path: Path) -> AsyncIterator[World]:
+    """A server over it."""
+    async with served(own_valkey.url, tmp_path) as world:
+        yield world
+
+
+async def eventually(call: Callable[[], Awaitable[Result]]) -> Result:
+    """Call until the server answers again."""
+    while True:
+        try:
+            return await call()
+        except AstraflowError as error:
+            assert error.code == "UNAVAILABLE", error
+            await asyncio.sleep(0.1)
+
+
+async def test_a_killed_redis_is_unavailable_and_then_goes_on(own_valkey: ValkeyServer, own_world: World) -> None:
+    world = own_world
+    await world.create_run(dataset="Counting")
+    trainer, node = await world.trainer(), await world.node()
+    leases = await node.lease(2)
+    await node.push(node.episode(leases[0], 0))
+    await asyncio.sleep(1.2)  # beyond appendfsync everysec, though SIGKILL keeps the page cache anyway
+    own_valkey.kill()
+    with pytest.raises(UnavailableError):
+        await node.push(node.episode(leases[0], 1))
+    own_valkey.start()
+    await eventually(lambda: node.push(node.episode(leases[0], 1)))
+    await eventually(lambda: node.complete(leases[1]))
+    assert len((await eventually(lambda: trainer.acquire(1))).batch.items) == 4
+    assert (await world.status()).trajectories.conservation_error == 0
+
+
+async def test_a_redis_that_lost_its_last_second_gets_the_episodes_again(
+    own_valkey: ValkeyServer, own_world: World
+) -> None:
+    world = own_world
+    await world.create_run(dataset="Counting", groups_per_step=1)
+    trainer, node = await world.trainer(), await world.node()
+    (lease,) = await node.lease()
+    await node.push(node.episode(lease, 0))
+    first = await world.dataflow.connection.data_incarnation()
+    own_valkey.kill()
+    truncate_tail(own_valkey.folder, 1500)  # most of the last push
+    own_valkey.start()
+    await eventually(lambda: node.complete(lease))
+    assert await world.dataflow.connection.data_incarnation() != first
+    assert len((await eventually(lambda: trainer.acquire(1, wait_s=20))).batch.items) == 2
+    account = (await world.status()).trajectories
+    assert (account.ingested, account.in_batch, account.conservation_error) == (2, 2, 0)
+
+
+def truncate_tail(folder: Path, num_bytes: int) -> None:
+    """Cut the end of the newest append-only file, as a power loss would."""
+    files = sorted(folder.glob("**/*.incr.aof"), key=lambda path: path.stat().st_mtime)
+    size = files[-1].stat().st_size
+    with files[-1].open("r+b") as file:
+        file.truncate(size - num_bytes)
+
+
+async def test_functions_that_redis_lost_are_loaded_again(world: World) -> None:
+    await world.create_run(dataset="Counting")
+    await world.trainer()
+    node = await world.node()
+    await world.dataflow.connection.raw("FUNCTION", "FLUSH")
+    assert len(await node.lease(1)) == 1
+
+
+async def opened(url: str, **options: bool) -> None:
+    """Open and close a connection."""
+    async with Connection(url, **options):
+        pass
+
+
+async def test_a_redis_that_evicts_is_refused_with_the_remedy(own_valkey: ValkeyServer) -> None:
+    async with Connection(own_valkey.url) as connection:
+        await connection.raw("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    with pytest.raises(IncompatibleError, match="set maxmemory-policy noeviction"):
+        await opened(own_valkey.url)
+
+
+async def test_a_redis_without_append_only_file_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    server = ValkeyServer(tmp_path / "volatile", append_only=False)
+    server.start()
+    try:
+        with pytest.raises(IncompatibleError, match="set appendonly yes"):
+            await opened(server.url)
+        await opened(server.url, allow_volatile=True)
+    finally:
+        server.kill()
+
+
+async def test_data_of_another_schema_is_refused(own_valkey: ValkeyServer) -> None:
+    async with Connection(own_valkey.url) as connection:
+        await connection.raw("SET", "af:schema", 999)
+    with pytest.raises(IncompatibleError, match="schema version 999"):
+        await opened(own_valkey.url)
+
+
+async def test_no_redis_is_unavailable_with_the_remedy() -> None:
+    with pytest.raises(UnavailableError, match="start one, or give another --redis"):
+        await opened("redis://127.0.0.1:1")
+
+
+async def test_a_full_redis_refuses_pushes_and_still_releases_memory(
+    own_valkey: ValkeyServer, own_world: World
+) -> None:
+    world = own_world
+    await world.create_run(dataset="Counting")
+    trainer, node = await world.trainer(), await world.node()
+    for lease in await node.lease(2):
+        await node.complete(lease)
+    (late, *_) = await node.lease(2)
+    batch = (await trainer.acquire(1)).batch
+    await world.dataflow.connection.raw("CONFIG", "SET", "maxmemory", 1)
+    with pytest.raises(AstraflowError) as refused:
+        await node.push(node.episode(late, 0))
+    assert refused.value.reason == "RESOURCE_EXHAUSTED"
+    assert await trainer.ack(batch, TRAINED) == TRAINED
+    assert await trainer.mark_durable(1) == 4
+    await world.dataflow.connection.raw("CONFIG", "SET", "maxmemory", 0)
+    assert await node.complete(late) == ["ACCEPTED", "ACCEPTED"]
+    assert (await world.status()).trajectories.conservation_error == 0
+
+
+async def test_a_client_that_retries_outlives_a_server_restart(process: DataflowProcess) -> None:
+    process.start()
+    async with process.world() as world:
+        await world.create_run(dataset="Counting")
+    process.kill()
+    async with AsyncClient(process.address, retry=RetryPolicy(total_s=30)) as client:
+        patient = World(dataflow=None, client=client, address=process.address, run_id="run")  # type: ignore[arg-type]
+        asking = asyncio.create_task(patient.status())
+        await asyncio.sleep(0.3)
+        process.start()
+        assert (await asking).run_id == "run"

@@ -1,0 +1,70 @@
+"""The dataflow server as a real process over a real Valkey, to be killed at named moments. Used by integration tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from astraflow.client import AsyncClient, RetryPolicy
+from astraflow_kit.lifecycle import read_address_file
+from support.dataflow_world import World
+from support.valkey import free_port
+
+
+class DataflowProcess:
+    """One server process on a port that stays the same over restarts."""
+
+    def __init__(self, redis_url: str, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.failpoints_log = folder / "failpoints.jsonl"
+        self._redis_url = redis_url
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where clients connect."""
+        return f"127.0.0.1:{self.port}"
+
+    def start(self, *, failpoints: str = "") -> None:
+        """Start and wait until it serves."""
+        address_file = self.folder / "address.json"
+        address_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "astraflow_dataflow", "--redis", self._redis_url, "--port", str(self.port)]
+        command += ["--address-file", str(address_file), "--work-dir", str(self.folder), "--log-format", "json"]
+        arming = {"ASTRAFLOW_FAILPOINTS": failpoints, "ASTRAFLOW_FAILPOINTS_LOG": str(self.failpoints_log)}
+        tests = str(Path(__file__).parents[1])
+        paths = {"PYTHONPATH": os.pathsep.join([tests, *filter(None, sys.path)])}
+        with (self.folder / "server.log").open("ab") as output:
+            self._process = subprocess.Popen(command, env=os.environ | arming | paths, stderr=output)
+        deadline_s = time.monotonic() + 60
+        while read_address_file(address_file) is None:
+            assert self._process.poll() is None, f"the server ended: {self.log()}"
+            assert time.monotonic() < deadline_s, f"the server does not start: {self.log()}"
+            time.sleep(0.05)
+
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process is None or self._process.poll() is not None
+
+    def kill(self) -> None:
+        """SIGKILL, whatever it is doing."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(timeout=20)
+            self._process = None
+
+    def log(self) -> str:
+        """The end of its log."""
+        return (self.folder / "server.log").read_text()[-2000:]
+
+    @asynccontextmanager
+    async def world(self, *, retry_s: float = 0.0) -> AsyncIterator[World]:
+        """A client of the process; `dataflow` is not available, only the contract is."""
+        async with AsyncClient(self.address, retry=RetryPolicy(total_s=retry_s)) as client:
+            yield World(dataflow=None, client=client, address=self.address)  # type: ignore[arg-type]
