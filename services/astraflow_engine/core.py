@@ -218,7 +218,11 @@ class EngineCore:
             num_drawn += 1
             finish = self._take_token(sequence, draw)
             if finish is not None:
-                self._runner.leave(draw.slot, self._scheduler.finish(draw.slot))
+                self._scheduler.finish(draw.slot)
+                if finish.faulty:
+                    self._runner.discard(draw.slot)
+                else:
+                    self._runner.leave(draw.slot, sequence)
                 completions.append(self._completion(sequence, finish))
         self._tally.count_pass(num_drawn)
         return completions

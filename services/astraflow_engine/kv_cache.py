@@ -66,6 +66,11 @@ class KvCache:
         prefix = self._kv_L2SKTH[:, :, source, None, :, :length]
         self._kv_L2SKTH[:, :, torch.tensor(targets), :, :length] = prefix
 
+    def clear_row(self, row: int) -> None:
+        """Zero a row. Masked columns still take part in sums, so one NaN left behind would spoil its
+        successors."""
+        self._kv_L2SKTH[:, :, row] = 0.0
+
     def exchange_rows(self, first: int, second: int, *, length: int) -> None:
         """Swap the first `length` positions of two rows."""
         kept = self._kv_L2SKTH[:, :, first, :, :length].clone()

@@ -120,8 +120,13 @@ class ModelRunner:
             self._prefixes.record(slot, tokens=sequence.context[:-1], space=sequence.request.cache_space)
         elif not sequence.uniform_kv:
             self._prefixes.forget(slot)
-        self._positions[slot] = 0
-        self._write_at[slot] = self._cache.capacity
+        self._vacate(slot)
+
+    def discard(self, slot: int) -> None:
+        """Empty a slot whose numbers are not finite; nothing of it stays."""
+        self._prefixes.forget(slot)
+        self._cache.clear_row(slot)
+        self._vacate(slot)
 
     def exchange(self, first: int, second: int) -> None:
         """Swap everything two slots hold."""
@@ -141,6 +146,10 @@ class ModelRunner:
     def flush_prefixes(self) -> None:
         """Offer nothing computed so far for reuse."""
         self._prefixes.flush()
+
+    def _vacate(self, slot: int) -> None:
+        self._positions[slot] = 0
+        self._write_at[slot] = self._cache.capacity
 
     def _settle(self, context: list[int], *, space: str, free: list[int]) -> _Prompt:
         """Take a free row for a new context, holding as much of its prefix as any row has."""

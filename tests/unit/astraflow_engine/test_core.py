@@ -1,7 +1,7 @@
 """The engine step by step: batching changes nothing, swaps and pauses do exactly what they say."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -436,21 +436,21 @@ def test_an_abort_ends_only_what_it_names(core: EngineCore, old: Model) -> None:
     assert list(done["3"].tokens) == reference_greedy(old.reference, PROMPTS[3], num_tokens=12)
 
 
-def test_weights_that_give_no_finite_log_prob_end_the_request_as_the_engine_s_fault(
-    config: ModelConfig, old: Model
+def test_numbers_that_are_not_finite_end_the_request_and_spoil_nothing_after_it(
+    core: EngineCore, old: Model
 ) -> None:
-    broken = Model(
-        Weights(
-            embedding_VD=old.weights.embedding_VD,
-            layers=old.weights.layers,
-            norm_D=torch.full_like(old.weights.norm_D, float("inf")),
-            head_DV=old.weights.head_DV,
-        ),
-        old.reference,
+    layer = replace(old.weights.layers[0], qkv_DC=torch.full_like(old.weights.layers[0].qkv_DC, float("nan")))
+    core.swap(
+        replace(old.weights, layers=(layer, *old.weights.layers[1:])), version="broken", flush_cache=False
     )
-    completion = run(make_core(config, broken), ask("r"))["r"]
-    assert completion.finish.faulty
-    assert completion.tokens == ()
+    broken = run(core, *(ask(str(index), PROMPTS[3]) for index in range(4)))
+    assert all(completion.finish.faulty and completion.tokens == () for completion in broken.values())
+    core.swap(old.weights, version="sound", flush_cache=False)
+    # The same rows, and shorter prompts: what the broken request wrote lies behind theirs.
+    sound = run(core, *(ask(str(index), PROMPTS[index]) for index in range(4)))
+    for index in range(4):
+        expected = reference_greedy(old.reference, PROMPTS[index], num_tokens=12)
+        assert list(sound[str(index)].tokens) == expected
 
 
 def test_the_counters_tell_what_was_done(core: EngineCore, new: Model) -> None:
