@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,6 +62,9 @@ class EngineWorker:
     def stop(self, *, deadline_s: float) -> bool:
         """Fail what is in progress and end the thread; whether it ended within `deadline_s`. Idempotent."""
         self._stopping.set()
+        with suppress(queue.Full):
+            # An idle thread waits for mail; any mail will do.
+            self._mailbox.put_nowait(_Mail(lambda: None, lambda error: None))
         if self._thread.is_alive():
             self._thread.join(deadline_s)
         return not self._thread.is_alive()

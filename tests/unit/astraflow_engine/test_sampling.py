@@ -1,6 +1,7 @@
 """Draws follow the distribution, repeat under any batching, and carry SGLang's log-prob."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,10 +28,12 @@ def row(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, seed: 
 
 
 def draw_many(sampling: RowSampling, *, count: int = 20_000) -> np.ndarray:
-    """Frequencies of the six tokens over `count` draws of one row."""
-    slots = slots_of(sampling)
-    tokens = [int(slots.step(LOGITS, slots_B=np.array([0]))[0]) for _ in range(count)]
-    return np.bincount(tokens, minlength=6) / count
+    """Frequencies of the six tokens over `count` draws: many of each of 200 rows that differ in their
+    seed."""
+    slots = slots_of(*(replace(sampling, seed=seed) for seed in range(200)))
+    logits = LOGITS.expand(200, -1)
+    tokens = [slots.step(logits, slots_B=np.arange(200))[0].numpy() for _ in range(count // 200)]
+    return np.bincount(np.concatenate(tokens), minlength=6) / count
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
