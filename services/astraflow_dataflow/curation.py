@@ -99,7 +99,9 @@ def draw(source: Callable[[int], TaskSpec | None], *, start: int, count: int) ->
     return specs, False
 
 
-def new_task(spec: TaskSpec, *, purpose: task_pb2.Purpose.ValueType, group_size: int, task_id: str = "") -> NewTask:
+def new_task(
+    spec: TaskSpec, *, purpose: task_pb2.Purpose.ValueType, group_size: int, task_id: str = ""
+) -> NewTask:
     """Return the stored form of a data set's task. Raises PluginError when it breaks the contract's bounds."""
     message = task_pb2.Task(
         task_id=task_id or spec.task_id,

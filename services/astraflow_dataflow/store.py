@@ -195,7 +195,9 @@ async def _answered() -> AsyncIterator[None]:
         async with asyncio.timeout(_DEADLINE_S):
             yield
     except TimeoutError as error:
-        raise errors.UnavailableError(f"Redis gave no answer within {_DEADLINE_S:g} s", retry_after_s=0.2) from error
+        raise errors.UnavailableError(
+            f"Redis gave no answer within {_DEADLINE_S:g} s", retry_after_s=0.2
+        ) from error
     except redis_errors.RedisError as error:
         raise translate(error) from error
 

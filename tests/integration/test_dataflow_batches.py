@@ -286,7 +286,9 @@ async def test_released_steps_leave_nothing_behind(world: World) -> None:
     assert owners == 0
 
 
-async def test_an_expired_batch_lease_raises_an_alarm_and_unbinds_nothing(redis_url: str, tmp_path: object) -> None:
+async def test_an_expired_batch_lease_raises_an_alarm_and_unbinds_nothing(
+    redis_url: str, tmp_path: object
+) -> None:
     from support.dataflow_world import served
 
     async with served(redis_url, tmp_path, batch_lease_s=1) as world:  # type: ignore[arg-type]

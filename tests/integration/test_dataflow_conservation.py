@@ -173,7 +173,9 @@ class Walk:
         audit, account = await self.world.dataflow.reporting.account(context)
         assert account.error == 0, account
         assert set(drift(audit, trained_in_log=account.trained).values()) == {0}
-        counted = {name: self.trajectories[name] for name, outcome in self.outcomes.items() if outcome in COUNTED}
+        counted = {
+            name: self.trajectories[name] for name, outcome in self.outcomes.items() if outcome in COUNTED
+        }
         assert account.ingested == sum(counted.values())
         assert account.trained == sum(map(len, self.trained.values()))
         assert account.dropped.get("skipped", 0) == sum(map(len, self.skipped.values()))
@@ -215,7 +217,9 @@ async def walking(url: str, folder: Path, seed: int) -> AsyncIterator[Walk]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.timeout(120)
-async def test_every_trajectory_is_in_one_place_after_any_history(redis_url: str, tmp_path: Path, seed: int) -> None:
+async def test_every_trajectory_is_in_one_place_after_any_history(
+    redis_url: str, tmp_path: Path, seed: int
+) -> None:
     async with walking(redis_url, tmp_path, seed) as walk:
         await walk.run(600)
         walk.check_ids()
@@ -223,7 +227,9 @@ async def test_every_trajectory_is_in_one_place_after_any_history(redis_url: str
 
 
 @pytest.mark.timeout(120)
-async def test_a_history_goes_on_over_server_restarts_as_if_nothing_happened(redis_url: str, tmp_path: Path) -> None:
+async def test_a_history_goes_on_over_server_restarts_as_if_nothing_happened(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with AsyncExitStack() as first:
         walk = await first.enter_async_context(walking(redis_url, tmp_path, 77))
         await walk.run(200)

@@ -211,7 +211,10 @@ async def test_the_final_evaluation_follows_a_version_announced_while_finishing(
     node.serving = {"solver": 1}
     await until_finished(world, node, version=1)
     finals = [item for item in await evaluations(world) if item.final]
-    assert [(item.version, item.num_samples, item.complete) for item in finals] == [(0, 0, True), (1, 3, True)]
+    assert [(item.version, item.num_samples, item.complete) for item in finals] == [
+        (0, 0, True),
+        (1, 3, True),
+    ]
 
 
 async def test_finishing_is_idempotent_even_after_the_end(world: World) -> None:

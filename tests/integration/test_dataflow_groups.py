@@ -48,7 +48,9 @@ async def test_a_filter_drops_a_group_whole_and_lowers_acceptance(world: World) 
 
 
 async def test_a_lower_acceptance_leases_more_groups_than_a_step_needs(world: World) -> None:
-    _, node = await started(world, filters=DROP_EQUAL, max_staleness=0, groups_per_step=2, min_acceptance=0.25)
+    _, node = await started(
+        world, filters=DROP_EQUAL, max_staleness=0, groups_per_step=2, min_acceptance=0.25
+    )
     for _ in range(12):
         for lease in await node.lease(16):
             await node.complete(lease, reward=1.0)
@@ -76,8 +78,14 @@ async def test_a_group_is_closed_with_k_of_n_where_the_recipe_allows_it(world: W
 
 
 async def test_trajectories_of_a_policy_without_credit_end_as_no_credit(world: World) -> None:
-    await world.create_run(dataset="Counting", policies=("solver", "verifier"), max_staleness=0, groups_per_step=1)
-    solver, verifier, node = await world.trainer("solver"), await world.trainer("verifier"), await world.node()
+    await world.create_run(
+        dataset="Counting", policies=("solver", "verifier"), max_staleness=0, groups_per_step=1
+    )
+    solver, verifier, node = (
+        await world.trainer("solver"),
+        await world.trainer("verifier"),
+        await world.node(),
+    )
     both = ("solver", "verifier")
     version = {"solver": 0, "verifier": 0}
     (lease,) = await node.lease()

@@ -35,7 +35,9 @@ async def test_a_lease_lists_what_the_node_must_know(world: World) -> None:
     assert not lease.required_versions
 
 
-async def test_an_expired_lease_is_given_again_with_the_next_attempt_and_the_missing_members(world: World) -> None:
+async def test_an_expired_lease_is_given_again_with_the_next_attempt_and_the_missing_members(
+    world: World,
+) -> None:
     node = await started(world, lease_ttl_s=0.5)
     await world.submit("t1")
     (first,) = await node.lease()
@@ -63,7 +65,9 @@ async def test_a_lease_is_renewed_by_its_holder_only(world: World) -> None:
     assert await other.renew(lease.lease_id, "nonsense", "t1#9") == [lease.lease_id, "nonsense", "t1#9"]
 
 
-async def test_a_task_nobody_can_finish_ends_in_the_dead_letter_stream_and_frees_its_credit(world: World) -> None:
+async def test_a_task_nobody_can_finish_ends_in_the_dead_letter_stream_and_frees_its_credit(
+    world: World,
+) -> None:
     node = await started(world, max_attempts=2, groups_per_step=1, max_staleness=0)
     await world.submit("t1", "t2")
     (first,) = await node.lease()
@@ -75,7 +79,10 @@ async def test_a_task_nobody_can_finish_ends_in_the_dead_letter_stream_and_frees
     assert third.task.task_id == "t2"
     status = await world.status()
     assert status.dead_letters == 1
-    assert (dict(status.trajectories.dropped), status.trajectories.conservation_error) == ({"incomplete": 1}, 0)
+    assert (dict(status.trajectories.dropped), status.trajectories.conservation_error) == (
+        {"incomplete": 1},
+        0,
+    )
 
 
 async def test_a_failure_that_is_not_retryable_is_dead_at_once(world: World) -> None:

@@ -64,7 +64,9 @@ async def test_the_same_episode_again_is_a_duplicate_and_not_counted(world: Worl
         (HEDGE, "SUPERSEDED", "superseded"),
     ],
 )
-async def test_a_filled_member_keeps_what_it_has(world: World, attempt: str, expected: str, reason: str) -> None:
+async def test_a_filled_member_keeps_what_it_has(
+    world: World, attempt: str, expected: str, reason: str
+) -> None:
     node, first, second = await leased_twice(world)
     await outcome(node, node.episode(second, 0, episode_id="winner", reward=1.0))
     lease = lease_for(attempt, first, second)
@@ -108,7 +110,9 @@ async def test_a_member_beyond_the_group_is_poison(world: World) -> None:
     assert (result.outcome, result.reason) == (trajectory_service_pb2.OUTCOME_POISON, "member_out_of_range")
 
 
-async def test_a_trajectory_id_of_another_episode_is_poison_and_leaves_the_first_untouched(world: World) -> None:
+async def test_a_trajectory_id_of_another_episode_is_poison_and_leaves_the_first_untouched(
+    world: World,
+) -> None:
     node, _, second = await leased_twice(world)
     first = node.episode(second, 0, episode_id="a")
     await outcome(node, first)

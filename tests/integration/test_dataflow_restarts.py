@@ -126,7 +126,9 @@ async def eventually(call: Callable[[], Awaitable[Result]]) -> Result:
             await asyncio.sleep(0.1)
 
 
-async def test_a_killed_redis_is_unavailable_and_then_goes_on(own_valkey: ValkeyServer, own_world: World) -> None:
+async def test_a_killed_redis_is_unavailable_and_then_goes_on(
+    own_valkey: ValkeyServer, own_world: World
+) -> None:
     world = own_world
     await world.create_run(dataset="Counting")
     trainer, node = await world.trainer(), await world.node()

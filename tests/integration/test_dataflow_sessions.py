@@ -10,7 +10,8 @@ import grpc
 import pytest
 
 from astraflow._status import from_rpc_error
-from astraflow.dataflow.v1 import batch_service_pb2, run_pb2, task_service_pb2 as pb
+from astraflow.dataflow.v1 import batch_service_pb2, run_pb2
+from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.errors import AstraflowError, FencedError, InvalidArgumentError, NotFoundError
 from support.dataflow_world import World
 
@@ -31,7 +32,12 @@ class Session:
         """Sort responses until the stream ends."""
         async for response in self.call:
             kind = response.WhichOneof("kind")
-            queue = {"lease": self.leases, "cancel": self.cancels, "version": self.versions, "drain": self.drains}
+            queue = {
+                "lease": self.leases,
+                "cancel": self.cancels,
+                "version": self.versions,
+                "drain": self.drains,
+            }
             queue[kind].put_nowait(getattr(response, kind))  # type: ignore[index]
 
     async def credits(self, tasks: int, **serving: int) -> None:
@@ -169,7 +175,9 @@ async def test_a_new_stream_of_the_same_incarnation_goes_on_with_its_leases(worl
 
 
 async def test_a_finished_run_drains_its_nodes_and_cancels_training(world: World) -> None:
-    await world.create_run(dataset="Counting", evaluation="{every_versions: 0, num_samples: 1, final_samples: 1}")
+    await world.create_run(
+        dataset="Counting", evaluation="{every_versions: 0, num_samples: 1, final_samples: 1}"
+    )
     await world.trainer()
     node = await world.node()
     async with working(world) as session:
@@ -196,7 +204,11 @@ async def test_status_shows_what_a_connected_node_reports(world: World) -> None:
         await session.call.write(pb.WorkRequest(credits=report))
         while (node := (await world.status()).nodes[0]).tokens != 77:
             await asyncio.sleep(0.02)
-        assert (node.connected, node.waiting_for, dict(node.serving_versions)) == (True, "weights", {"solver": 3})
+        assert (node.connected, node.waiting_for, dict(node.serving_versions)) == (
+            True,
+            "weights",
+            {"solver": 3},
+        )
     while (await world.status()).nodes[0].connected:
         await asyncio.sleep(0.02)
 

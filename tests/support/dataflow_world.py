@@ -97,7 +97,13 @@ def recipe_text(
     **dataflow: object,
 ) -> str:
     """A recipe with small groups; `dataflow` overrides single keys."""
-    settings = {"group_size": 2, "groups_per_step": 2, "max_staleness": 1, "lease_ttl_s": 20, "max_attempts": 3}
+    settings = {
+        "group_size": 2,
+        "groups_per_step": 2,
+        "max_staleness": 1,
+        "lease_ttl_s": 20,
+        "max_attempts": 3,
+    }
     merged = settings | {"evaluation": "{every_versions: 0, num_samples: 2, final_samples: 2}"} | dataflow
     text = RECIPE.format(
         name=name,
@@ -175,7 +181,9 @@ class Node:
         """Lease tasks."""
         return list((await self.lease_reply(count, wait_s=wait_s)).leases)
 
-    async def lease_reply(self, count: int = 1, *, wait_s: float = 0.0) -> task_service_pb2.LeaseTasksResponse:
+    async def lease_reply(
+        self, count: int = 1, *, wait_s: float = 0.0
+    ) -> task_service_pb2.LeaseTasksResponse:
         """Lease tasks; with the reason when there are none."""
         request = task_service_pb2.LeaseTasksRequest(
             run_id=self.world.run_id,
@@ -191,7 +199,9 @@ class Node:
     async def fail(self, lease: task_pb2.Lease, reason: str, *, retryable: bool = True) -> bool:
         """Give a lease back; return whether it was queued again."""
         failure = task_service_pb2.LeaseFailure(lease_id=lease.lease_id, reason=reason, retryable=retryable)
-        request = task_service_pb2.FailTaskRequest(run_id=self.world.run_id, node_id=self.node_id, failure=failure)
+        request = task_service_pb2.FailTaskRequest(
+            run_id=self.world.run_id, node_id=self.node_id, failure=failure
+        )
         return (await self.world.client.call(self.world.client.tasks.FailTask, request)).requeued
 
     async def renew(self, *lease_ids: str) -> list[str]:
@@ -199,7 +209,9 @@ class Node:
         request = task_service_pb2.RenewLeasesRequest(
             run_id=self.world.run_id, node_id=self.node_id, lease_ids=lease_ids
         )
-        return list((await self.world.client.call(self.world.client.tasks.RenewLeases, request)).lost_lease_ids)
+        return list(
+            (await self.world.client.call(self.world.client.tasks.RenewLeases, request)).lost_lease_ids
+        )
 
     async def push(self, episode: trajectory_pb2.Episode) -> trajectory_service_pb2.PushResult:
         """Push one episode."""
@@ -288,7 +300,11 @@ class Trainer:
     async def nack(self, step: int) -> int:
         """Give a batch back."""
         request = batch_service_pb2.NackBatchRequest(
-            run_id=self.world.run_id, policy_id=self.policy_id, trainer_epoch=self.epoch, step=step, reason="test"
+            run_id=self.world.run_id,
+            policy_id=self.policy_id,
+            trainer_epoch=self.epoch,
+            step=step,
+            reason="test",
         )
         return (await self.world.client.call(self.world.client.batches.NackBatch, request)).returned_groups
 
@@ -310,7 +326,9 @@ class Trainer:
         request = batch_service_pb2.MarkDurableRequest(
             run_id=self.world.run_id, policy_id=self.policy_id, trainer_epoch=self.epoch, step=step
         )
-        return (await self.world.client.call(self.world.client.batches.MarkDurable, request)).released_trajectories
+        return (
+            await self.world.client.call(self.world.client.batches.MarkDurable, request)
+        ).released_trajectories
 
     async def train(self, step: int, *, base_version: int) -> batch_pb2.Batch:
         """Acquire, record the intent, train and publish one step."""

@@ -1,0 +1,142 @@
+"""What stages wait for, and since when."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
+from astraflow_dataflow.waits import Plugged, Wait, WaitBook, current_waits
+
+POLICY = PolicyState(
+    policy_id="p",
+    outstanding=0,
+    ready=0,
+    unpublished=0,
+    credit=4,
+    acceptance=1.0,
+    groups_per_step=2,
+    epoch=1,
+    finished_step=0,
+    durable_step=0,
+    version=0,
+    finish_ms=0,
+    wait="",
+    wait_since_ms=0,
+    wait_until_ms=0,
+    staleness={},
+    recent=(),
+    unpublished_steps=(),
+    bound_steps=0,
+    last_consumed="",
+)
+AUDIT = Audit(
+    now_ms=1000,
+    life=Life.ACTIVE,
+    counters={},
+    held_assembling=0,
+    held_ready=0,
+    held_in_batch=0,
+    dead_letters=0,
+    queued_tasks=1,
+    exhausted=False,
+    retries=0,
+    policies=(POLICY,),
+)
+NODE = StoredNode(
+    node_id="n",
+    incarnation=1,
+    restarts=0,
+    max_tasks=1,
+    leases=0,
+    episodes=0,
+    trajectories=0,
+    tokens=0,
+    serving={"p": 0},
+    seen_ms=900,
+    connected_until_ms=2000,
+    waiting_for="",
+)
+EVALUATION = StoredEvaluation(
+    evaluation_id="e",
+    policy_id="p",
+    version=0,
+    planned=4,
+    final=False,
+    state="open",
+    fed=4,
+    done=0,
+    failed=0,
+    samples=0,
+    reward_sum=0.0,
+    create_ms=0,
+    complete_ms=0,
+)
+
+
+def reasons(
+    audit: Audit, *nodes: StoredNode, evaluations: tuple[StoredEvaluation, ...] = (), complaint: str = ""
+) -> list[tuple[str, str]]:
+    """(stage, reason) of what waits."""
+    waits = current_waits(audit, nodes, evaluations, dataset_complaint=complaint)
+    return [(wait.stage, wait.reason) for wait in waits]
+
+
+def with_policy(**changes: object) -> Audit:
+    """The audit with a changed policy."""
+    return dataclasses.replace(AUDIT, policies=(dataclasses.replace(POLICY, **changes),))  # type: ignore[arg-type]
+
+
+def test_nothing_waits_when_all_flows() -> None:
+    assert reasons(AUDIT, NODE) == []
+
+
+def test_each_reason_has_its_name() -> None:
+    gone = dataclasses.replace(NODE, connected_until_ms=999)
+    empty = dataclasses.replace(AUDIT, queued_tasks=0)
+    assert reasons(AUDIT, gone) == [("lease", "no_node")]
+    assert reasons(with_policy(version=None), NODE) == [("lease", "no_version")]
+    assert reasons(with_policy(credit=0), NODE) == [("lease", "staleness_window")]
+    assert reasons(dataclasses.replace(empty, exhausted=True), NODE) == [("lease", "dataset_exhausted")]
+    assert reasons(empty, NODE, complaint="it broke") == [("lease", "dataset_failed")]
+    assert reasons(with_policy(epoch=0), NODE) == [("batch", "no_trainer")]
+    assert reasons(with_policy(wait="ready_groups", wait_until_ms=1000), NODE) == [("batch", "ready_groups")]
+    assert reasons(with_policy(wait="ready_groups", wait_until_ms=999), NODE) == []
+    assert reasons(with_policy(wait="publish", wait_until_ms=1000), NODE) == [("publish", "publish")]
+    assert reasons(with_policy(finished_step=2, unpublished_steps=(2, 3)), NODE) == [
+        ("publish", "unpublished")
+    ]
+
+
+def test_an_evaluation_waits_while_no_connected_node_serves_its_version() -> None:
+    elsewhere = dataclasses.replace(NODE, serving={"p": 1})
+    assert reasons(AUDIT, NODE, evaluations=(EVALUATION,)) == []
+    assert reasons(AUDIT, elsewhere, evaluations=(EVALUATION,)) == [("evaluate", "no_node_at_version")]
+
+
+def test_one_policy_with_credit_keeps_leasing_going() -> None:
+    full = dataclasses.replace(POLICY, policy_id="q", credit=0)
+    assert reasons(dataclasses.replace(AUDIT, policies=(POLICY, full)), NODE) == []
+
+
+def test_a_finished_run_waits_for_nothing() -> None:
+    assert reasons(dataclasses.replace(AUDIT, life=Life.FINISHED)) == []
+
+
+def test_a_wait_is_timed_from_its_first_sight_and_forgotten_when_it_ends() -> None:
+    book, wait = WaitBook(), Wait(stage="lease", reason="no_node", detail="")
+    assert book.waited_ms([wait], now_ms=1000) == [(wait, 0)]
+    assert book.waited_ms([wait], now_ms=4000) == [(wait, 3000)]
+    assert book.waited_ms([], now_ms=5000) == []
+    assert book.waited_ms([wait], now_ms=6000) == [(wait, 0)]
+
+
+def test_a_wait_that_redis_timed_keeps_that_time() -> None:
+    wait = Wait(stage="batch", reason="ready_groups", detail="", since_ms=500)
+    assert WaitBook().waited_ms([wait], now_ms=1000) == [(wait, 500)]
+
+
+def test_a_complaint_is_new_once() -> None:
+    plugged = Plugged()
+    assert [plugged.note("a"), plugged.note("a"), plugged.note("b")] == [True, False, True]
+    plugged.clear()
+    assert plugged.note("b")
