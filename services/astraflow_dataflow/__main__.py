@@ -1,7 +1,7 @@
 """`python -m astraflow_dataflow` and `astraflow dataflow`: options, check, start.
 
-An option that is not given leaves the setting to `ASTRAFLOW_*` and then to its default in `settings`; wrong options end the
-process with one sentence and status 2.
+An option that is not given leaves the setting to `ASTRAFLOW_*` and then to its default in `settings`; wrong
+options end the process with one sentence and status 2.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from astraflow_kit.settings import load
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
+def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:  # noqa: ANN401 - typer's own type
     return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel)
 
 

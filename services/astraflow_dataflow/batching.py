@@ -1,7 +1,7 @@
 """Batching: the batch of a step, waited for, sealed and streamed.
 
-A batch is bound by one atomic call and its manifest is a pure function of the bound groups, so a crash between binding and
-sealing is repaired by the next reader with equal bytes. Called by the batch service.
+A batch is bound by one atomic call and its manifest is a pure function of the bound groups, so a crash
+between binding and sealing is repaired by the next reader with equal bytes. Called by the batch service.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Batching:
     async def acquire(
         self, context: RunContext, policy_id: str, *, epoch: int, step: int, base_version: int, wait_s: float
     ) -> Handed:
-        """Return the step's batch, waiting up to `wait_s` for one. Raises FencedError, NotFoundError, InvalidArgumentError."""
+        """Return the step's batch, waiting up to `wait_s` for one.
+
+        Raises FencedError, NotFoundError, InvalidArgumentError.
+        """
         deadline_s = asyncio.get_running_loop().time() + wait_s
         with context.wakeups.subscribe(f"ready {policy_id}", f"version {policy_id}", "run") as news:
             while True:
@@ -112,7 +115,10 @@ class Batching:
     async def payloads(
         self, context: RunContext, policy_id: str, *, epoch: int, step: int, wanted: Sequence[str]
     ) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield (trajectory id, body) in the order asked; all of the batch when nothing is. Raises InvalidArgumentError for a stranger."""
+        """Yield (trajectory id, body) in the order asked; all of the batch when nothing is.
+
+        Raises InvalidArgumentError for a stranger.
+        """
         batch = await self.manifest(context, policy_id, epoch=epoch, step=step)
         members = [item.trajectory_id for item in batch.items]
         strangers = set(wanted) - set(members)

@@ -1,8 +1,9 @@
 """The conductor: what must happen in a run without anybody calling.
 
-Expired leases and groups are swept, tasks left behind are settled, data sets are asked for tasks, evaluations are planned, fed
-and given up, and a finishing run is brought to its end. Every action is an idempotent call on Redis, so each server process
-may conduct every run. Event driven, with a sweep at least every half second. One per run and process, made by `server`.
+Expired leases and groups are swept, tasks left behind are settled, data sets are asked for tasks, evaluations
+are planned, fed and given up, and a finishing run is brought to its end. Every action is an idempotent call
+on Redis, so each server process may conduct every run. Event driven, with a sweep at least every half second.
+One per run and process, made by `server`.
 """
 
 from __future__ import annotations

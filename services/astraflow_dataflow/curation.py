@@ -1,7 +1,8 @@
 """Curation: the data set is asked for tasks only as far as admission gives credit.
 
-The cursor lives in Redis and moves by compare-and-set together with the tasks it stands for, so a restart neither skips nor
-repeats a task and two servers feed one run without harm. Called by the conductor; the data set plug-in runs in a thread.
+The cursor lives in Redis and moves by compare-and-set together with the tasks it stands for, so a restart
+neither skips nor repeats a task and two servers feed one run without harm. Called by the conductor; the data
+set plug-in runs in a thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Evaluation: which versions are evaluated, on how many held-out tasks, and when one is given up.
 
-Version 0, every N-th version and the final one, each at exactly its version. Pure. Ids are derived, so planning twice is
-harmless, and a task's id alone says which version it demands. Called by the conductor, ingest and leasing.
+Version 0, every N-th version and the final one, each at exactly its version. Pure. Ids are derived, so
+planning twice is harmless, and a task's id alone says which version it demands. Called by the conductor,
+ingest and leasing.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def must_give_up(
 ) -> bool:
     """Return whether an open evaluation without progress for `idle_s` is given up.
 
-    A superseded one is, after `patience_s`. A final one only gives way to a newer version at once: its successor is planned.
+    A superseded one is, after `patience_s`. A final one gives way to a newer version only, and at once: its
+    successor is planned.
     """
     if evaluation.state != "open" or not is_superseded(evaluation, newest_version=newest_version):
         return False

@@ -1,7 +1,7 @@
 """Groups: what a complete task's trajectories become.
 
-A group is all trajectories of one task for one (policy, role). Pure: filters are passed in. Either a whole group becomes
-ready or all of it is dropped for one reason. Called by `settling` with what the store returned.
+A group is all trajectories of one task for one (policy, role). Pure: filters are passed in. Either a whole
+group becomes ready or all of it is dropped for one reason. Called by `settling` with what the store returned.
 """
 
 from __future__ import annotations

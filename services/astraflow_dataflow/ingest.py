@@ -1,8 +1,8 @@
 """Ingest: pushed episodes are validated, committed in micro-batches, and their groups settled.
 
-An acknowledgement is given only after Redis answered the commit. Whatever arrived while one pipeline was in flight goes into
-the next, so the cost per episode falls under load and the latency does not rise without. One `Ingest` per run and process;
-called by the trajectory service.
+An acknowledgement is given only after Redis answered the commit. Whatever arrived while one pipeline was in
+flight goes into the next, so the cost per episode falls under load and the latency does not rise without. One
+`Ingest` per run and process; called by the trajectory service.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class Ingest:
     def _require_address(self, episode: trajectory_pb2.Episode) -> None:
         if not episode.task_id or episode.member >= _MAX_MEMBER:
             raise InvalidArgumentError(
-                f"an episode needs a task_id and a member below {_MAX_MEMBER}; got task_id {episode.task_id!r}, member {episode.member}"
+                f"an episode needs a task_id and a member below {_MAX_MEMBER}; got task_id "
+                f"{episode.task_id!r}, member {episode.member}"
             )
 
     async def _wait_for_version(self, episode: trajectory_pb2.Episode) -> None:

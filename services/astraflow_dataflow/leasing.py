@@ -1,8 +1,8 @@
 """Leasing: which tasks a node gets, as the contract's Lease messages.
 
-Evaluation leases of exactly the versions a node serves come first, then training within admission; both in one atomic call.
-A sampling seed per task is derived from the run's seed, so a re-leased task samples the same. Called by working sessions
-and by the task service.
+Evaluation leases of exactly the versions a node serves come first, then training within admission; both in
+one atomic call. A sampling seed per task is derived from the run's seed, so a re-leased task samples the
+same. Called by working sessions and by the task service.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The window of one push stream: requests being worked on, answered in the order they came.
 
-At most 64 requests or 16 MiB are inside at once; a full window stops reading, so HTTP/2 flow control reaches the node. Made by
-the trajectory service per stream.
+At most 64 requests or 16 MiB are inside at once; a full window stops reading, so HTTP/2 flow control reaches
+the node. Made by the trajectory service per stream.
 """
 
 from __future__ import annotations

@@ -162,7 +162,9 @@ class CompleteTask:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupVerdict:
-    """What becomes of one group: `verdict` is `ready` or a drop reason; `items` is a serialized Batch holding only items."""
+    """What becomes of one group: `verdict` is `ready` or a drop reason; `items` is a serialized Batch
+    holding only items.
+    """
 
     group_id: str
     policy_id: str

@@ -1,7 +1,8 @@
 """Reporting: the state of a run as the contract's StatusResponse, and as gauges.
 
-The accounts come from one atomic audit; nodes and evaluations are read beside it. Audits cost time proportional to what a run
-holds, so answers are shared for a short while. Called by the admin service, the pages and the metrics.
+The accounts come from one atomic audit; nodes and evaluations are read beside it. Audits cost time
+proportional to what a run holds, so answers are shared for a short while. Called by the admin service, the
+pages and the metrics.
 """
 
 from __future__ import annotations

@@ -173,8 +173,10 @@ class RunRegistry:
             return None
         if self._code_dir is None:
             raise PluginError(
-                f"the recipe's plug-ins {[name for name in named if name.startswith('recipe:')]} are code that came with the run; "
-                "start this server with --allow-recipe-code to run it, or install the code as a package and name it by module"
+                f"the recipe's plug-ins {[name for name in named if name.startswith('recipe:')]} are code "
+                "that came with the run; "
+                "start this server with --allow-recipe-code to run it, or install the code as a package "
+                "and name it by module"
             )
         folder = self._code_dir / code.sha256.hex()
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """The dataflow server as one process: Redis, domain, servicers, pages, and the background work of each run.
 
-The only place where parts are put together. The process keeps nothing that matters: kill it at any time, or run two over one
-Redis. Called by `__main__`, and by tests that want a server inside their own loop.
+The only place where parts are put together. The process keeps nothing that matters: kill it at any time, or
+run two over one Redis. Called by `__main__`, and by tests that want a server inside their own loop.
 """
 
 from __future__ import annotations
@@ -206,7 +206,10 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
 
 
 async def check(settings: DataflowServerSettings) -> dict[str, str]:
-    """What `--check` reports: the parts that were tried and what they said. Raises the typed error of a part that fails."""
+    """What `--check` reports: the parts that were tried and what they said.
+
+    Raises the typed error of a part that fails.
+    """
     connection = Connection(settings.redis, allow_volatile=settings.allow_volatile)
     async with connection:
         runs = await Store.over(connection).runs.ids()

@@ -1,8 +1,9 @@
 """Working sessions: one open `Work` stream of one node.
 
-The session sends leases within the node's credits as soon as there are any, cancels what the node lost, announces versions
-and orders the drain at the end of the run. It holds nothing that matters: when the stream breaks, leases stay in Redis until
-they expire, and a new stream of the same incarnation goes on. Made by the task service per stream.
+The session sends leases within the node's credits as soon as there are any, cancels what the node lost,
+announces versions and orders the drain at the end of the run. It holds nothing that matters: when the stream
+breaks, leases stay in Redis until they expire, and a new stream of the same incarnation goes on. Made by the
+task service per stream.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Settling: a complete task's groups become ready or are dropped, exactly once.
 
-The filters run here, between two atomic calls: reading the members and `settle`, which does nothing when another server was
-first. A crash in between leaves the task listed as unsettled, and the conductor of any server settles it. Called by
-ingest and by the conductor.
+The filters run here, between two atomic calls: reading the members and `settle`, which does nothing when
+another server was first. A crash in between leaves the task listed as unsettled, and the conductor of any
+server settles it. Called by ingest and by the conductor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Staleness: the age of a trajectory in versions of its policy, at the step that uses it.
 
-Pure. Judged when a batch is bound, against the version the step starts from; negative ages (a resumed trainer starts from
-an older version) count as 0. Called by batching and reporting.
+Pure. Judged when a batch is bound, against the version the step starts from; negative ages (a resumed trainer
+starts from an older version) count as 0. Called by batching and reporting.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ class AuditStore:
         )
 
     async def trained_in_log(self, run_id: str, policy_id: str, *, through: str) -> int:
-        """Return the trajectories of trained steps, summed from the consumed log up to entry `through`; reads only what is new."""
+        """Return the trajectories of trained steps, summed from the consumed log up to entry `through`;
+        reads only what is new.
+        """
         key = Keys(run_id).of("consumed", policy_id)
         last, total = self._trained.get(key, ("", 0))
         while through and last != through:

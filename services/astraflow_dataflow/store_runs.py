@@ -1,7 +1,7 @@
 """Runs, nodes and evaluations in Redis.
 
-Each method is one function call of the library and therefore atomic; repeated calls with equal arguments change nothing.
-Called by the run registry, the membership and evaluation services, and the conductor.
+Each method is one function call of the library and therefore atomic; repeated calls with equal arguments
+change nothing. Called by the run registry, the membership and evaluation services, and the conductor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class RunStore:
         )
         if as_text(as_list(reply)[1]) != digest:
             raise ConflictError(
-                f"run {run_id} exists with another recipe, code or store; choose another run name, or remove the old run's data"
+                f"run {run_id} exists with another recipe, code or store; choose another run name, or "
+                "remove the old run's data"
             )
         return await self.get(run_id)
 
@@ -96,7 +97,10 @@ class NodeStore:
         max_tasks: int,
         engines: Sequence[str],
     ) -> int:
-        """Register a node; leases of its earlier incarnation are taken back at once. Returns how many. Raises FencedError."""
+        """Register a node; leases of its earlier incarnation are taken back at once.
+
+        Returns how many. Raises FencedError.
+        """
         reply = await self._connection.call(
             Keys(run_id),
             "join",

@@ -1,7 +1,8 @@
 """Tasks, leases, episodes and groups in Redis.
 
-Commits are sent many at a time in one pipeline: payloads first, then one function call per episode that refers to them, so
-a crash in between leaves only garbage that expires. Called by leasing, ingest and the conductor.
+Commits are sent many at a time in one pipeline: payloads first, then one function call per episode that
+refers to them, so a crash in between leaves only garbage that expires. Called by leasing, ingest and the
+conductor.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class TaskStore:
         max_held: int,
         serving: Mapping[str, int],
     ) -> LeaseReply:
-        """Lease at most `want` tasks: evaluations of exactly the versions served first, then training within admission."""
+        """Lease at most `want` tasks: evaluations of exactly the versions served first, then training
+        within admission.
+        """
         pairs: list[Argument] = [part for item in serving.items() for part in item]
         reply = as_list(
             await self._connection.call(

@@ -1,6 +1,7 @@
 """The typed stores of one process, over one Redis connection.
 
-One value to pass around, so that a module says `store.batches.ack(…)` and never sees Redis. Built by `server` and by tests.
+One value to pass around, so that a module says `store.batches.ack(…)` and never sees Redis. Built by `server`
+and by tests.
 """
 
 from __future__ import annotations

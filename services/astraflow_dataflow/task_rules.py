@@ -1,4 +1,7 @@
-"""What a task must be before it may enter a lane, whoever submits it. Pure; called by curation and by the task service."""
+"""What a task must be before it may enter a lane, whoever submits it.
+
+Pure; called by curation and by the task service.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The wall in front of training: every pushed trajectory is checked column by column before it may be counted as good.
 
-Pure. Columns are read through numpy views, never copied or re-encoded. The first problem found is returned with a stable
-reason slug and a sentence that says value, limit and remedy; `None` means good. Called by ingest.
+Pure. Columns are read through numpy views, never copied or re-encoded. The first problem found is returned
+with a stable reason slug and a sentence that says value, limit and remedy; `None` means good. Called by
+ingest.
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from numpy.typing import NDArray
 
 from astraflow.columns import decode_logprobs, unpack_mask
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.evaluation import Demand
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MAX_TOKENS = 1_048_576
 MAX_BODY_BYTES = 32 * 2**20
 MAX_TRAJECTORIES = 64
 MAX_METRICS = 64
 LOST_VERSIONS = 16
-"""How many announced versions a Redis that lost its last seconds may have forgotten; versions further ahead cannot exist."""
+"""How many announced versions a Redis that lost its last seconds may have forgotten; versions further
+ahead cannot exist.
+"""
 
 _ID = re.compile(r"[!-~]{1,128}")
 _ROLE = re.compile(r"[!-~]{0,64}")
@@ -42,20 +48,25 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What the server knows: the newest announced version of each policy of the run (-1 before the first), and what an evaluation demands."""
+    """What the server knows: the newest announced version of each policy of the run (-1 before the first),
+    and what an evaluation demands.
+    """
 
     newest_versions: Mapping[str, int]
     demand: Demand | None = None
 
 
 def unknown_version(episode: trajectory_pb2.Episode, *, newest_versions: Mapping[str, int]) -> str | None:
-    """Return a sentence when the episode names a version that may merely not be known here yet; the push is then repeated later."""
+    """Return a sentence when the episode names a version that may merely not be known here yet; the push
+    is then repeated later.
+    """
     for item in episode.trajectories:
         header = item.header
         newest = newest_versions.get(header.policy_id)
         if newest is not None and newest < header.max_version <= newest + LOST_VERSIONS:
             return (
-                f"trajectory {header.trajectory_id} was sampled under version {header.max_version} of {header.policy_id}, "
+                f"trajectory {header.trajectory_id} was sampled under version {header.max_version} of "
+                f"{header.policy_id}, "
                 f"the newest announced here is {newest}; push it again once the trainer has announced it"
             )
     return None
@@ -195,7 +206,8 @@ def _check_lengths(trajectory: trajectory_pb2.Trajectory, *, name: str, header_t
     if len(trajectory.logprobs) != width * num_tokens:
         return _problem(
             "length_mismatch",
-            f"{name}: logprobs holds {len(trajectory.logprobs)} bytes, {num_tokens} tokens of {width} bytes need {width * num_tokens}",
+            f"{name}: logprobs holds {len(trajectory.logprobs)} bytes, {num_tokens} tokens of {width} "
+            f"bytes need {width * num_tokens}",
         )
     mask_bytes = (num_tokens + 7) // 8
     if len(trajectory.loss_mask) != mask_bytes:
@@ -268,7 +280,8 @@ def _check_version_spans(
         if not end <= span.start < span.end <= len(mask_T):
             return _problem(
                 "bad_spans",
-                f"{name}: version span [{span.start}, {span.end}) is not ascending and disjoint within {len(mask_T)} tokens",
+                f"{name}: version span [{span.start}, {span.end}) is not ascending and disjoint within "
+                f"{len(mask_T)} tokens",
             )
         end = span.end
         trainable = int(np.count_nonzero(mask_T[span.start : span.end]))
@@ -283,7 +296,8 @@ def _check_version_spans(
     if min(versions) != header.min_version or max(versions) != header.max_version:
         return _problem(
             "version_mismatch",
-            f"{name}: trainable spans hold versions {min(versions)}–{max(versions)}, the header says {header.min_version}–{header.max_version}",
+            f"{name}: trainable spans hold versions {min(versions)}–{max(versions)}, the header says "
+            f"{header.min_version}–{header.max_version}",
         )
     return None
 
@@ -296,7 +310,8 @@ def _check_turn_spans(
         if not end <= span.start < span.end <= num_tokens:
             return _problem(
                 "bad_spans",
-                f"{name}: turn span [{span.start}, {span.end}) is not ascending and disjoint within {num_tokens} tokens",
+                f"{name}: turn span [{span.start}, {span.end}) is not ascending and disjoint within "
+                f"{num_tokens} tokens",
             )
         end = span.end
     return None

@@ -1,7 +1,7 @@
 """Versions: announcing them, and telling everybody who listens.
 
-An announcement is one atomic call; readers get whole ranges in order, so no announcement is skipped however late they ask.
-Called by the version service, working sessions and joins.
+An announcement is one atomic call; readers get whole ranges in order, so no announcement is skipped however
+late they ask. Called by the version service, working sessions and joins.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def version_message(stored: StoredVersion) -> version_pb2.Version:
 def _require_sane(version: version_pb2.Version) -> None:
     if len(version.manifest_sha256) != _DIGEST_BYTES:
         raise InvalidArgumentError(
-            f"manifest_sha256 holds {len(version.manifest_sha256)} bytes; it must be the sha256 of the stored manifest, {_DIGEST_BYTES} bytes"
+            f"manifest_sha256 holds {len(version.manifest_sha256)} bytes; it must be the sha256 of the "
+            f"stored manifest, {_DIGEST_BYTES} bytes"
         )
     if version.version > _MAX_VERSION:
         raise InvalidArgumentError(
@@ -115,5 +116,6 @@ def _require_sane(version: version_pb2.Version) -> None:
         )
     if (version.step == 0) != (version.version == 0):
         raise InvalidArgumentError(
-            f"version {version.version} names step {version.step}: version 0 belongs to step 0, later ones to a trained step"
+            f"version {version.version} names step {version.step}: version 0 belongs to step 0, later ones "
+            "to a trained step"
         )

@@ -1,7 +1,7 @@
 """Waits: what each stage of the data path waits for now, since when, and what would release it.
 
-Pure: computed from one audit, the nodes and the evaluations. A wait is named by (stage, policy, reason); `WaitBook` remembers
-when each was first seen in this process. Called by reporting, shown by Status and `why`.
+Pure: computed from one audit, the nodes and the evaluations. A wait is named by (stage, policy, reason);
+`WaitBook` remembers when each was first seen in this process. Called by reporting, shown by Status and `why`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def _evaluation_waits(evaluations: Sequence[StoredEvaluation], connected: Sequen
         if item.state == "open" and not any(
             node.serving.get(item.policy_id) == item.version for node in connected
         ):
-            detail = f"version {item.version}: {item.samples} of {item.planned} samples; no connected node serves it now"
+            have = f"version {item.version}: {item.samples} of {item.planned} samples"
+            detail = f"{have}; no connected node serves it now"
             waits.append(
                 Wait(stage="evaluate", policy_id=item.policy_id, reason="no_node_at_version", detail=detail)
             )

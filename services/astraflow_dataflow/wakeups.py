@@ -1,8 +1,8 @@
 """Wake-ups: what makes a waiting call look again, without polling.
 
-Every state change that somebody may wait for is an entry of the run's event stream in Redis, so waiters of all server
-processes hear of it. Open the subscription first and look at the state afterwards: then no event can fall in between. One
-`EventReader` per run feeds the `Wakeups` of this process.
+Every state change that somebody may wait for is an entry of the run's event stream in Redis, so waiters of
+all server processes hear of it. Open the subscription first and look at the state afterwards: then no event
+can fall in between. One `EventReader` per run feeds the `Wakeups` of this process.
 """
 
 from __future__ import annotations

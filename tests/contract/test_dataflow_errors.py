@@ -1,4 +1,6 @@
-"""What the dataflow server answers to wrong, late and foreign calls: one row per rule of the contract, with status code and reason."""
+"""What the dataflow server answers to wrong, late and foreign calls: one row per rule of the contract,
+with status code and reason.
+"""
 
 from __future__ import annotations
 

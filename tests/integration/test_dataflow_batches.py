@@ -15,7 +15,7 @@ from astraflow.errors import (
     NotFoundError,
     PreconditionError,
 )
-from support.dataflow_world import Node, Trainer, World
+from support.dataflow_world import Node, Trainer, World, served, until
 
 INTENT = batch_service_pb2.BATCH_STAGE_INTENT
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
@@ -289,14 +289,15 @@ async def test_released_steps_leave_nothing_behind(world: World) -> None:
 async def test_an_expired_batch_lease_raises_an_alarm_and_unbinds_nothing(
     redis_url: str, tmp_path: object
 ) -> None:
-    from support.dataflow_world import served
-
     async with served(redis_url, tmp_path, batch_lease_s=1) as world:  # type: ignore[arg-type]
         trainer, node = await started(world)
         await make_ready(node, 2)
         batch = (await trainer.acquire(1)).batch
-        while await world.dataflow.store.batches.late("run") != [batch.batch_id]:
-            await asyncio.sleep(0.1)
+
+        async def is_late() -> bool:
+            return await world.dataflow.store.batches.late("run") == [batch.batch_id]
+
+        await until(is_late)
         assert (await trainer.acquire(1)).batch == batch
         assert await world.dataflow.store.batches.late("run") == []
 

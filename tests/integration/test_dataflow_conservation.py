@@ -1,7 +1,7 @@
 """Conservation: after any history of leases, pushes, failures, batches and restarts every trajectory is in one place.
 
-A seeded walk drives a real server through the contract and keeps its own journal; the server's accounts, the ids in batches
-and the journal are compared without trusting each other.
+A seeded walk drives a real server through the contract and keeps its own journal; the server's accounts, the
+ids in batches and the journal are compared without trusting each other.
 """
 
 from __future__ import annotations

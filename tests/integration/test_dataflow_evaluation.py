@@ -1,4 +1,6 @@
-"""Evaluation: exactly the version it names, before training, aggregated and never trained on; and how a run finishes."""
+"""Evaluation: exactly the version it names, before training, aggregated and never trained on; and how a
+run finishes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import math
 
 from astraflow.dataflow.v1 import admin_service_pb2, batch_service_pb2, run_pb2, trajectory_service_pb2
 from astraflow.rollout.v1 import task_pb2
-from support.dataflow_world import Node, Trainer, World, served
+from support.dataflow_world import Node, Trainer, World, served, until
 
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 FINISHED = run_pb2.RUN_STATE_FINISHED
@@ -147,8 +149,11 @@ async def test_a_superseded_evaluation_nobody_can_serve_is_given_up_after_its_pa
         for lease in await node.lease(2):
             await node.complete(lease)
         await trainer.train(1, base_version=0)
-        while not (await evaluations(world))[0].complete:
-            await asyncio.sleep(0.05)
+
+        async def is_complete() -> bool:
+            return (await evaluations(world))[0].complete
+
+        await until(is_complete)
         assert (await evaluations(world))[0].num_samples == 0
         assert await node.complete(held) == ["LATE_CLOSED"]
         assert (await world.status()).trajectories.conservation_error == 0
@@ -163,9 +168,12 @@ async def test_a_data_set_with_fewer_held_out_tasks_shrinks_the_plan(world: Worl
 
 async def until_finished(world: World, node: Node, *, version: int = 0) -> None:
     """Run final evaluations until the run is finished."""
-    while (await world.status()).state != FINISHED:
+
+    async def is_finished() -> bool:
         await evaluate(node, version=version)
-        await asyncio.sleep(0.02)
+        return await world.is_finished()
+
+    await until(is_finished)
 
 
 async def test_a_finishing_run_evaluates_its_newest_version_and_ends(world: World) -> None:
@@ -194,8 +202,7 @@ async def test_no_training_lease_is_given_while_a_run_finishes(world: World) -> 
 async def test_a_run_without_any_version_finishes_at_once(world: World) -> None:
     await world.create_run()
     await world.finish()
-    while (await world.status()).state != FINISHED:
-        await asyncio.sleep(0.02)
+    await until(world.is_finished)
 
 
 async def test_the_final_evaluation_follows_a_version_announced_while_finishing(world: World) -> None:
@@ -221,7 +228,6 @@ async def test_finishing_is_idempotent_even_after_the_end(world: World) -> None:
     await world.create_run()
     await world.finish()
     await world.finish()
-    while (await world.status()).state != FINISHED:
-        await asyncio.sleep(0.02)
+    await until(world.is_finished)
     await world.finish()
     assert (await world.status()).state == FINISHED

@@ -13,7 +13,7 @@ from astraflow._status import from_rpc_error
 from astraflow.dataflow.v1 import batch_service_pb2, run_pb2
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.errors import AstraflowError, FencedError, InvalidArgumentError, NotFoundError
-from support.dataflow_world import World
+from support.dataflow_world import World, until
 
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 
@@ -202,15 +202,22 @@ async def test_status_shows_what_a_connected_node_reports(world: World) -> None:
     async with working(world) as session:
         report = pb.Credits(tasks=0, serving_versions={"solver": 3}, tokens_sampled=77, waiting_for="weights")
         await session.call.write(pb.WorkRequest(credits=report))
-        while (node := (await world.status()).nodes[0]).tokens != 77:
-            await asyncio.sleep(0.02)
+
+        async def is_reported() -> bool:
+            return (await world.status()).nodes[0].tokens == 77
+
+        await until(is_reported)
+        node = (await world.status()).nodes[0]
         assert (node.connected, node.waiting_for, dict(node.serving_versions)) == (
             True,
             "weights",
             {"solver": 3},
         )
-    while (await world.status()).nodes[0].connected:
-        await asyncio.sleep(0.02)
+
+    async def is_gone() -> bool:
+        return not (await world.status()).nodes[0].connected
+
+    await until(is_gone)
 
 
 async def refusal(world: World, *requests: pb.WorkRequest) -> AstraflowError:

@@ -1,4 +1,7 @@
-"""The dataflow server as a real process over a real Valkey, to be killed at named moments. Used by integration tests."""
+"""The dataflow server as a real process over a real Valkey, to be killed at named moments.
+
+Used by integration tests.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +66,10 @@ class DataflowProcess:
             assert time.monotonic() < deadline_s, f"the server does not start: {self.log()}"
             time.sleep(0.05)
 
-    def ended(self) -> bool:
-        """Whether the process is gone."""
-        return self._process is None or self._process.poll() is not None
+    def wait_until_ended(self) -> None:
+        """Wait for the process to die of its failpoint."""
+        if self._process is not None:
+            self._process.wait(timeout=20)
 
     def kill(self) -> None:
         """SIGKILL, whatever it is doing."""

@@ -1,12 +1,14 @@
 """A dataflow server inside the test's own loop over a real Valkey, with a node and a trainer in a few lines.
 
-`World` is the server, its client and a run; `Node` and `Trainer` speak the contract the way the real ones do. Used by the
-integration and contract tests of the dataflow server.
+`World` is the server, its client and a run; `Node` and `Trainer` speak the contract the way the real ones do.
+Used by the integration and contract tests of the dataflow server.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,6 +163,10 @@ class World:
         return await self.client.call(
             self.client.admin.Status, admin_service_pb2.StatusRequest(run_id=self.run_id)
         )
+
+    async def is_finished(self) -> bool:
+        """Whether the run has ended."""
+        return (await self.status()).state == run_pb2.RUN_STATE_FINISHED
 
     async def finish(self) -> None:
         """Ask the run to finish."""
@@ -429,6 +435,14 @@ async def served(url: str, folder: Path, **settings: object) -> AsyncIterator[Wo
     finally:
         await server.stop(deadline_s=0.2)
         await keeper.stop(deadline_s=1.0)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], *, within_s: float = 20.0) -> None:
+    """Wait until a condition holds: for what the server does on its own."""
+    deadline_s = time.monotonic() + within_s
+    while not await condition():
+        assert time.monotonic() < deadline_s, f"still not so after {within_s:g} s"
+        await asyncio.sleep(0.02)
 
 
 def seconds(value: float) -> Duration:

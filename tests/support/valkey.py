@@ -1,7 +1,8 @@
 """A real Valkey (or Redis) on a free loopback port with an append-only file, for tests.
 
-`ValkeyServer` can be killed and started again on the same data; `fresh_url` hands out an empty database of a shared server, so
-a test needs no start-up of its own. Used by integration tests and by the benchmark of the push path.
+`ValkeyServer` can be killed and started again on the same data; `fresh_url` hands out an empty database of a
+shared server, so a test needs no start-up of its own. Used by integration tests and by the benchmark of the
+push path.
 """
 
 from __future__ import annotations

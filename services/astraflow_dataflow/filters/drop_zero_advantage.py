@@ -1,6 +1,7 @@
-"""The filter behind dynamic sampling: a group whose rewards are all equal teaches nothing, because its advantages are zero.
+"""The filter behind dynamic sampling.
 
-Pure. With it the server leases more groups than a step needs, by the measured acceptance.
+A group whose rewards are all equal teaches nothing, because its advantages are zero. Pure. With it the server
+leases more groups than a step needs, by the measured acceptance.
 """
 
 from __future__ import annotations

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from google.protobuf.duration_pb2 import Duration
+from typing import TYPE_CHECKING
 
 from astraflow.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from google.protobuf import duration_pb2
 
 MAX_WAIT_S = 30.0
 
 
-def wait_seconds(duration: Duration) -> float:
+def wait_seconds(duration: duration_pb2.Duration) -> float:
     """Return a long poll's wait. Raises InvalidArgumentError when it is negative or above 30 s."""
     seconds = duration.ToNanoseconds() / 1e9
     if not 0 <= seconds <= MAX_WAIT_S:
