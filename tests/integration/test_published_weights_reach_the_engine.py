@@ -1,0 +1,126 @@
+"""What the trainer publishes is, bit for bit, what the engine computes with, by snapshot and by delta."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from astraflow_engine.model_config import load_model_config
+from astraflow_engine.weights import Weights, load_weights
+from astraflow_trainer.model import PolicyModel, load_causal_lm
+from astraflow_trainer.optimizer import MasterOptimizer, OptimizerSettings
+from astraflow_trainer.published import published_tensors
+from astraflow_trainer.starting_model import asset_files
+from astraflow_weights.mirror import Mirror
+from astraflow_weights.publisher import Publisher
+from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.tensors import Array
+from astraflow_weights.version_log import VersionLog
+from astraflow_weights.version_writer import VersionWriter
+from support.engine_process import running_engine
+from support.tiny_qwen import load_reference, reference_logprobs, save_tiny_qwen
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+
+class Trained:
+    """A trainer's model, published after the start and after one optimizer step."""
+
+    def __init__(self, folder: Path, store: ObjectStore) -> None:
+        save_tiny_qwen(folder)
+        self.policy = PolicyModel(load_causal_lm(folder))
+        self.optimizer = MasterOptimizer(self.policy, settings=OptimizerSettings(learning_rate=1e-3))
+        writer = VersionWriter.open(store, run_id="r", policy_id="p", epoch=1)
+        self._publisher = Publisher(writer, base=None, assets=asset_files(folder))
+
+    def step(self) -> None:
+        """Take an optimizer step along a random gradient."""
+        generator = torch.Generator().manual_seed(7)
+        for _, parameter in self.policy.hf_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        self.optimizer.step(gradient_norm=self.optimizer.gradient_norm())
+
+    def publish(self, step: int) -> dict[str, Array]:
+        """Publish and return the published bytes."""
+        model = dict(published_tensors(self.policy))
+        self._publisher.publish(model, step=step)
+        return model
+
+
+def test_the_engine_computes_with_the_published_bytes_by_snapshot_and_by_delta(tmp_path: Path) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    trained = Trained(tmp_path / "model", store)
+    mirror, log = Mirror(tmp_path / "mirror"), VersionLog(store, run_id="r", policy_id="p")
+
+    first = trained.publish(0)
+    log.refresh()
+    by_snapshot = mirror.advance(store, log, target=0)
+    assert by_snapshot.counts.snapshots_fetched == 1
+    with running_engine(by_snapshot.directory, "--weight-version", "0", folder=tmp_path) as engine:
+        assert_same_bits(by_snapshot.directory, first)
+        assert_samples_like(engine.url, by_snapshot.directory, version="0")
+
+        trained.step()
+        second = trained.publish(1)
+        log.refresh()
+        by_delta = mirror.advance(store, log, target=1)
+        assert (by_delta.counts.snapshots_fetched, by_delta.counts.deltas_fetched) == (0, 1)
+        swap(engine.url, by_delta.directory, version="1")
+        assert_same_bits(by_delta.directory, second)
+        assert_samples_like(engine.url, by_delta.directory, version="1")
+    assert any((first[name] != second[name]).any() for name in first)
+
+
+def swap(url: str, directory: Path, *, version: str) -> None:
+    """Load a version into the running engine."""
+    body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
+    answer = httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=30)
+    assert answer.json()["success"], answer.text
+
+
+def assert_samples_like(url: str, directory: Path, *, version: str) -> None:
+    """The running engine's log-probs are those of the reference model with these weights."""
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    meta = httpx.post(f"{url}/generate", json=body, timeout=30).json()["meta_info"]
+    assert meta["weight_version"] == version
+    logprobs, token_ids = zip(*((entry[0], entry[1]) for entry in meta["output_token_logprobs"]), strict=True)
+    expected = reference_logprobs(load_reference(directory), PROMPT, list(token_ids))
+    np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+
+
+def assert_same_bits(directory: Path, published: dict[str, Array]) -> None:
+    """What the engine loads from the folder is what was published, put in the engine's own arrangement."""
+    config = load_model_config(directory)
+    loaded = load_weights(directory, config=config)
+    floats = {name: widened(bits) for name, bits in published.items()}
+    assert torch.equal(loaded.embedding_VD, floats["model.embed_tokens.weight"])
+    assert torch.equal(loaded.norm_D, floats["model.norm.weight"])
+    for index in range(config.num_layers):
+        assert_same_layer(loaded, floats, index=index)
+
+
+def assert_same_layer(loaded: Weights, floats: dict[str, torch.Tensor], *, index: int) -> None:
+    """One decoder layer."""
+    layer, at = loaded.layers[index], f"model.layers.{index}."
+    for name, names in {
+        "qkv_DC": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "output_QD": ("self_attn.o_proj",),
+        "gate_up_DC": ("mlp.gate_proj", "mlp.up_proj"),
+        "down_FD": ("mlp.down_proj",),
+    }.items():
+        expected = torch.cat([floats[f"{at}{part}.weight"] for part in names]).t()
+        assert torch.equal(getattr(layer, name), expected), f"layer {index}: {name}"
+    assert torch.equal(layer.attention_norm_D, floats[f"{at}input_layernorm.weight"])
+    assert torch.equal(layer.mlp_norm_D, floats[f"{at}post_attention_layernorm.weight"])
+
+
+def widened(bits: Array) -> torch.Tensor:
+    """Bf16 bit patterns as the fp32 numbers they are."""
+    return torch.from_numpy((bits.astype(np.uint32) << 16).view(np.float32).copy())
