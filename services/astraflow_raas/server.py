@@ -19,6 +19,7 @@ from astraflow_kit.http import HttpServer, ReadinessCheck, create_app
 from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
+from astraflow_kit.recipe_code import install_code
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
 from astraflow_raas.assembly import assemble_node
@@ -26,7 +27,7 @@ from astraflow_raas.joining import find_run, join_run, membership_of
 from astraflow_raas.loops import LoopService
 from astraflow_raas.node import Node
 from astraflow_raas.node_folder import NodeFolder, claim_folder
-from astraflow_raas.recipe_code import install_code, load_workflow
+from astraflow_raas.recipe_code import load_workflow
 from astraflow_raas.servicers.node_service import NodeServicer, node_status
 from astraflow_raas.settings import NodeSettings
 from astraflow_weights.store import open_store

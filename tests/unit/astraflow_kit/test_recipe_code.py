@@ -1,0 +1,70 @@
+"""Recipe code reaches the disk only with leave, only as pinned, and only inside its folder."""
+
+from pathlib import Path
+
+import pytest
+
+from astraflow.dataflow.v1 import run_pb2
+from astraflow.errors import PluginError, RecipeError
+from astraflow.recipe_file import CodeFile, bundle_digest
+from astraflow_kit.recipe_code import install_code, require_installed
+
+CODE = "class Half: ..."
+
+
+def bundle(**files: str) -> run_pb2.CodeBundle:
+    listed = [
+        CodeFile(path.replace("__", "/") + ".py", text.encode()) for path, text in sorted(files.items())
+    ]
+    return run_pb2.CodeBundle(
+        files=[run_pb2.CodeFile(path=file.path, content=file.content) for file in listed],
+        sha256=bundle_digest(listed),
+    )
+
+
+def test_allowed_code_is_written_once_under_its_digest(tmp_path: Path) -> None:
+    code = bundle(recipe=CODE, parts__more="X = 1")
+    folder = install_code(code, into=tmp_path, allowed=True)
+    assert folder is not None
+    assert folder.name == code.sha256.hex()
+    assert (folder / "recipe.py").read_text() == CODE
+    assert (folder / "parts" / "more.py").read_text() == "X = 1"
+    stamp = (folder / "recipe.py").stat().st_mtime_ns
+    assert install_code(code, into=tmp_path, allowed=True) == folder
+    assert (folder / "recipe.py").stat().st_mtime_ns == stamp
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_without_leave_nothing_is_written(tmp_path: Path) -> None:
+    assert install_code(bundle(recipe=CODE), into=tmp_path, allowed=False) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_code_that_differs_from_its_pin_is_refused(tmp_path: Path) -> None:
+    code = bundle(recipe=CODE)
+    code.files[0].content += b"\nimport os"
+    with pytest.raises(RecipeError, match="digest"):
+        install_code(code, into=tmp_path, allowed=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "path", ["../evil.py", "/etc/evil.py", "a/../../evil.py", "run.sh", "a//b.py", ".hidden.py"]
+)
+def test_paths_that_leave_the_folder_are_refused(tmp_path: Path, path: str) -> None:
+    files = [CodeFile(path, b"X = 1")]
+    code = run_pb2.CodeBundle(
+        files=[run_pb2.CodeFile(path=path, content=b"X = 1")], sha256=bundle_digest(files)
+    )
+    with pytest.raises(RecipeError, match="relative paths"):
+        install_code(code, into=tmp_path / "code", allowed=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plug_ins_that_are_installed_need_no_code() -> None:
+    require_installed("some.package:Reward", folder=None)
+
+
+def test_plug_ins_of_the_recipe_itself_say_how_to_allow_them() -> None:
+    with pytest.raises(PluginError, match="--allow-recipe-code"):
+        require_installed("some.package:Reward", "recipe:Half", folder=None)
