@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
-from astraflow_dataflow.background import supervised
+from astraflow_dataflow import background
 from astraflow_dataflow.ingest import Ingest
 from astraflow_dataflow.runs import RunRegistry
 from astraflow_dataflow.settling import Settling
@@ -36,6 +35,5 @@ class Ingests:
                 metrics=self.metrics,
             )
             self._by_run[context.run_id] = ingest
-            name = f"ingest of {context.run_id}"
-            context.tasks.append(asyncio.create_task(supervised(ingest.run, name=name), name=name))
+            context.tasks.append(background.start(ingest.run, name="ingest", run_id=context.run_id))
         return ingest

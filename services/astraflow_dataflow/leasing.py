@@ -22,6 +22,7 @@ from astraflow_kit import failpoints
 from astraflow_kit.metrics import Metrics
 
 UNBOUNDED = 1_000_000
+LEASES_PER_CALL = 256
 FREE_REASONS = frozenset({"missing_capability", "drain", "version_unavailable"})
 """Failures that cost no attempt: the node cannot help it."""
 _BACKOFF_S = {"version_unavailable": 0.2, "missing_capability": 0.0, "drain": 0.0}
@@ -50,7 +51,7 @@ class Leasing:
         reply = await self.store.tasks.lease(
             context.run_id,
             node_id=node_id,
-            want=want,
+            want=min(want, LEASES_PER_CALL),
             ttl_s=flow.lease_ttl_s,
             horizon_s=flow.group_deadline_s,
             max_held=max_held,

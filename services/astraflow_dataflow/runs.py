@@ -17,8 +17,8 @@ from astraflow.errors import NotFoundError, PluginError, PreconditionError, Reci
 from astraflow.plugins import Dataset, Filter
 from astraflow.recipe import Recipe
 from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
+from astraflow_dataflow import background
 from astraflow_dataflow.admission import Window
-from astraflow_dataflow.background import supervised
 from astraflow_dataflow.groups import Rules
 from astraflow_dataflow.records import PolicyLimits, StoredRun
 from astraflow_dataflow.stores import Store
@@ -43,6 +43,8 @@ class RunContext:
     rules: Rules
     newest_versions: dict[str, int] = field(default_factory=dict)
     """Newest announced version of each policy, -1 before the first; refreshed on `version` events and on demand."""
+    data_incarnation: str = ""
+    """Identity of the Redis data set and process; read again after each outage."""
     wakeups: Wakeups = field(default_factory=Wakeups)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     """Background work of the run in this process; ends with the registry."""
@@ -148,13 +150,24 @@ class RunRegistry:
             dataset=dataset,
             rules=rules,
         )
-        reader = EventReader(self._store.audits, run_id, context.wakeups)
+
+        async def after_outage() -> None:
+            await self._after_outage(context)
+
+        reader = EventReader(self._store.audits, run_id, context.wakeups, after_outage=after_outage)
         await reader.start()
         await self.refresh_versions(context)
-        context.tasks.append(asyncio.create_task(supervised(reader.run, name=f"events of {run_id}")))
+        context.data_incarnation = await self._store.connection.data_incarnation()
+        context.tasks.append(background.start(reader.run, name="events", run_id=run_id))
         self.on_loaded(context)
         log.info("run.loaded", run_id=run_id, life=stored.life.value)
         return context
+
+    async def _after_outage(self, context: RunContext) -> None:
+        """Look at everything again: events may have been missed, and Redis may have lost its last second."""
+        await self.refresh_versions(context)
+        context.data_incarnation = await self._store.connection.data_incarnation()
+        context.wakeups.wake_all()
 
     def _plugins(self, recipe: Recipe, code: run_pb2.CodeBundle) -> tuple[Dataset, Rules]:
         folder = self._code_folder(recipe, code)

@@ -23,7 +23,7 @@ from astraflow.dataflow.v1 import (
     version_service_pb2_grpc,
 )
 from astraflow.errors import AstraflowError
-from astraflow_dataflow.background import supervised
+from astraflow_dataflow import background
 from astraflow_dataflow.batching import Batching
 from astraflow_dataflow.conductor import Conductor
 from astraflow_dataflow.curation import Curation
@@ -106,8 +106,7 @@ class Dataflow:
             patience_s=self.settings.evaluation_patience_s,
         )
         self.complaints[context.run_id] = conductor.plugged
-        name = f"conductor of {context.run_id}"
-        context.tasks.append(asyncio.create_task(supervised(conductor.run, name=name), name=name))
+        context.tasks.append(background.start(conductor.run, name="conductor", run_id=context.run_id))
 
     def registrations(self) -> list[Registration]:
         """The six services with their servicers."""

@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
-from astraflow.errors import AstraflowError, InvalidArgumentError
+from astraflow.errors import AstraflowError, InvalidArgumentError, UnavailableError
 from astraflow_dataflow.leasing import Leasing
 from astraflow_dataflow.records import Event, Life
 from astraflow_dataflow.runs import RunContext
@@ -51,6 +51,7 @@ class WorkSession:
         self._store = store
         self._leasing = leasing
         self._versions = versions
+        self._data_incarnation = context.data_incarnation
         self._max_held = 0
         self._credits = 0
         self._serving: dict[str, int] = {}
@@ -86,6 +87,7 @@ class WorkSession:
         events: list[Event] = []
         while True:
             ended = reader.done()
+            self._require_same_data()
             for response in await self._news(events):
                 yield response
             for response in await self._leases():
@@ -94,6 +96,14 @@ class WorkSession:
                 return
             events = await wait(HEARTBEAT_S)
             await asyncio.sleep(_SETTLE_S)
+
+    def _require_same_data(self) -> None:
+        if self._context.data_incarnation != self._data_incarnation:
+            raise UnavailableError(
+                "Redis was restarted and may have lost its last second; join again, then push again what is not "
+                "durable",
+                retry_after_s=0.1,
+            )
 
     async def _read(self, requests: AsyncIterator[Request], poke: Callable[[], None]) -> None:
         try:

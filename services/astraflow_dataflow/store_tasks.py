@@ -85,7 +85,9 @@ class TaskStore:
                 Keys(run_id), "lease", node_id, want, _ms(ttl_s), _ms(horizon_s), max_held, *pairs
             )
         )
-        return LeaseReply(grants=tuple(_grant(item) for item in reply[1:]), waiting_for=as_text(reply[0]))
+        return LeaseReply(
+            grants=tuple(_grant(item) for item in as_list(reply[1])), waiting_for=as_text(reply[0])
+        )
 
     async def renew(self, run_id: str, *, node_id: str, lease_ids: Sequence[str], ttl_s: float) -> list[str]:
         """Extend leases to a full time to live. Returns those that are not this node's any more."""
@@ -174,16 +176,14 @@ class EpisodeStore:
         reply = as_list(await self._connection.call(Keys(run_id), "members", task_id))
         if not reply:
             return None
-        credited = as_text(reply[1])
+        credited, held = as_text(reply[1]), as_list(reply[4])
         return CompleteTask(
             task_id=task_id,
             why=as_text(reply[0]),
             credited=None if credited == "*" else frozenset(filter(None, credited.split("\n"))),
             group_size=as_int(reply[2]),
             num_finished=as_int(reply[3]),
-            headers={
-                as_text(key): as_bytes(value) for key, value in zip(reply[4::2], reply[5::2], strict=True)
-            },
+            headers={as_text(key): as_bytes(value) for key, value in zip(held[::2], held[1::2], strict=True)},
         )
 
     async def settle(

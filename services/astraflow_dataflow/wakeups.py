@@ -8,7 +8,7 @@ can fall in between. One `EventReader` per run feeds the `Wakeups` of this proce
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Self
 
@@ -102,8 +102,16 @@ class Wakeups:
 class EventReader:
     """Reads one run's event stream into this process's wake-ups."""
 
-    def __init__(self, audits: AuditStore, run_id: str, wakeups: Wakeups) -> None:
+    def __init__(
+        self,
+        audits: AuditStore,
+        run_id: str,
+        wakeups: Wakeups,
+        *,
+        after_outage: Callable[[], Awaitable[None]],
+    ) -> None:
         self._audits = audits
+        self._after_outage = after_outage
         self._run_id = run_id
         self._wakeups = wakeups
         self._after = "0"
@@ -113,16 +121,20 @@ class EventReader:
         self._after = await self._audits.newest_event(self._run_id)
 
     async def run(self) -> None:
-        """Deliver until cancelled; while Redis is away, try again and then wake everyone."""
+        """Deliver until cancelled; while Redis is away, try again, and after it has come back say so once."""
+        is_out = False
         while True:
             try:
+                if is_out:
+                    await self._after_outage()
+                    is_out = False
                 self._after, events = await self._audits.events(
                     self._run_id, after=self._after, block_s=_BLOCK_S
                 )
             except UnavailableError as error:
-                log.warning("events.unavailable", run_id=self._run_id, message=error.message)
+                log.warning("events.unavailable", message=error.message)
+                is_out = True
                 await asyncio.sleep(_RETRY_S)
-                self._wakeups.wake_all()
                 continue
             for event in events:
                 self._wakeups.deliver(event)

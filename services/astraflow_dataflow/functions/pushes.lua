@@ -4,7 +4,9 @@
 local function turn_away(P, task, known, episode, outcome, reason, items, detail)
   local n = 0
   for _, item in ipairs(items) do
-    if item.stored then call('UNLINK', K.payload(P, episode, item.id)) end
+    -- An accepted push of the same episode owns these bytes.
+    local owned = call('HGET', K.owners(P), item.id) == episode
+    if item.stored and not owned then call('UNLINK', K.payload(P, episode, item.id)) end
     n = n + 1
   end
   count(P, 'ingested', n)
@@ -71,8 +73,7 @@ end
 -- Why a stored payload or an id forbids the commit: 'RETRY', 'POISON', or nil.
 local function unusable(P, episode, items)
   for _, item in ipairs(items) do
-    local owner = call('HGET', K.owners(P), item.id)
-    if owner and owner ~= episode then return 'POISON' end
+    if call('HEXISTS', K.owners(P), item.id) == 1 then return 'POISON' end
   end
   for _, item in ipairs(items) do
     if call('EXISTS', K.payload(P, episode, item.id)) == 0 then return 'RETRY' end

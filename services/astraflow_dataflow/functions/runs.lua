@@ -113,6 +113,7 @@ local function give_up_evaluation(keys, a)
   for _, entry in ipairs(call('XRANGE', K.lane(P, a[1]), '-', '+')) do
     if close_task(P, entry[2][2], 'given_up', now) then closed = closed + 1 end
   end
+  call('UNLINK', K.lane(P, a[1]), K.retry(P, a[1]))
   emit(P, 'work')
   return closed
 end

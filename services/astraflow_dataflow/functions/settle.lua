@@ -1,7 +1,7 @@
 -- Groups: what becomes of a complete task. The server reads the members, asks the filters and calls settle; a crash in
 -- between leaves the task in `settling`, where any server finds it again.
 
--- members: task. Returns { why, credited, size, failed, id, header, id, header... } of a complete task, or {} when there is none.
+-- members: task. Returns { why, credited, size, finished, { id, header, id, header... } } of a complete task, or {} when there is none.
 local function members(keys, a)
   local P, T = keys[1], K.task(keys[1], a[1])
   local f = call('HMGET', T, 'state', 'why', 'credited', 'size', 'left')
@@ -12,7 +12,7 @@ local function members(keys, a)
   for _, member in ipairs(call('HMGET', T, unpack(names))) do
     if member and string.sub(member, 1, 1) == 'f' then finished = finished + 1 end
   end
-  return { f[2] or '', f[3] or '*', f[4], finished, unpack(call('HGETALL', K.members(P, a[1]))) }
+  return { f[2] or '', f[3] or '*', f[4], finished, call('HGETALL', K.members(P, a[1])) }
 end
 
 local function judge(P, policy, kept, sum, n)

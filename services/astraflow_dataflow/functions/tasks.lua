@@ -44,6 +44,7 @@ local function finish_evaluation(P, id)
   if f[4] == 'open' and tonumber(f[2]) + tonumber(f[3]) >= tonumber(f[1]) then
     call('HSET', E, 'state', 'complete', 'complete_ms', now_ms())
     call('HDEL', K.open_evaluations(P), id)
+    call('UNLINK', K.lane(P, id), K.retry(P, id))
     emit(P, 'work')
   end
 end
@@ -253,18 +254,18 @@ local function lease_training(P, node, serving, want, ttl, horizon, now, out)
 end
 
 -- lease: node, want, ttl, horizon, most leases the node may hold, then policy, version served.
--- Returns { reason, lease... }; reason is '' when all that was wanted was leased.
+-- Returns { reason, leases }; reason is '' when all that was wanted was leased.
 local function lease(keys, a)
   local P, node, want, ttl, horizon = keys[1], a[1], tonumber(a[2]), tonumber(a[3]), tonumber(a[4])
   local now, out, serving = now_ms(), {}, {}
   for i = 6, #a, 2 do serving[a[i]] = tonumber(a[i + 1]) end
-  if call('HGET', K.run(P), 'state') == 'finished' then return { 'run_finished' } end
+  if call('HGET', K.run(P), 'state') == 'finished' then return { 'run_finished', {} } end
   want = math.min(want, tonumber(a[5]) - call('SCARD', K.node_leases(P, node)))
-  if want <= 0 then return { 'node_full' } end
+  if want <= 0 then return { 'node_full', {} } end
   lease_evaluations(P, node, serving, want, ttl, horizon, now, out)
   local reason = nil
   if #out < want then reason = lease_training(P, node, serving, want, ttl, horizon, now, out) end
-  return { reason or '', unpack(out) }
+  return { reason or '', out }
 end
 
 local function holds(P, node, lease_id)
