@@ -88,7 +88,10 @@ class Session:
             with ExitStack() as pins:
                 for policy_id, version in lease.required_versions.items():
                     pins.enter_context(self._policy(policy_id).pinned(version))
-                outcomes = await asyncio.gather(*(self._member(lease, member) for member in lease.members))
+                stem = self._ids.new()
+                outcomes = await asyncio.gather(
+                    *(self._member(lease, member, f"{stem}.{member}") for member in lease.members)
+                )
         except VersionUnavailable as error:
             return Failure(reason="version_unavailable", detail=error.message, retryable=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
@@ -101,8 +104,7 @@ class Session:
             )
         return self._policies[policy_id]
 
-    async def _member(self, lease: LeasedTask, member: int) -> Failure | None:
-        episode_id = self._ids.new()
+    async def _member(self, lease: LeasedTask, member: int, episode_id: str) -> Failure | None:
         self.num_running += 1
         started_s = self._clock.monotonic_s()
         try:

@@ -45,7 +45,8 @@ def write_tokenizer(folder: Path) -> Path:
     config = {"eos_token": SPECIAL[2], "pad_token": SPECIAL[0], "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 2}))
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 2}))
     return folder
 
 

@@ -25,6 +25,8 @@ log = get_logger(__name__)
 _MAX_BACKOFF_S = 30.0
 _STABLE_S = 60.0
 """An engine that lived this long starts the backoff over."""
+_MAX_FAILED_STARTS = 4
+"""An engine that never became ready in so many further starts ends the node: people must look at its log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class _Host(LoopService):
         self._weights = weights
         self._settings = settings
         self._metrics = metrics
+        self._was_ready = False
         self.num_restarts = 0
         """Engines that were lost since the node started."""
 
@@ -70,12 +73,19 @@ class _Host(LoopService):
                     await self._one_engine()
                 except (EngineUnavailable, EngineFaulty) as error:
                     self._lost(error)
+                    if not self._was_ready and failures >= _MAX_FAILED_STARTS:
+                        raise
                 failures = 1 if loop.time() - started_s > _STABLE_S else failures + 1
                 await asyncio.sleep(self._backoff_s(failures))
 
     async def _one_engine(self) -> None:
         """Bring one engine up and watch it. Raises EngineUnavailable or EngineFaulty when it is lost."""
         raise NotImplementedError
+
+    def _ready(self, engine: Engine, *, version: int) -> None:
+        self._was_ready = True
+        self._policy.engine_ready(engine, version=version)
+        log.info("engine.ready", version=version)
 
     def _lost(self, error: AstraflowError) -> None:
         self.num_restarts += 1
@@ -122,8 +132,7 @@ class ChildHost(_Host):
                 process = await self._launch(fetched)
                 await process.wait_healthy(timeout_s=self._settings.start_timeout_s)
                 await _require_version(process.engine, fetched.version)
-                self._policy.engine_ready(process.engine, version=fetched.version)
-            log.info("engine.ready", version=fetched.version)
+                self._ready(process.engine, version=fetched.version)
             await self._until_lost(process)
         finally:
             self._policy.engine_lost()
@@ -165,8 +174,7 @@ class RemoteHost(_Host):
                 await engine.check_health()
                 if await engine.served_version() != fetched.version:
                     await engine.swap(model_dir=fetched.model_dir, version=fetched.version)
-                self._policy.engine_ready(engine, version=fetched.version)
-            log.info("engine.ready", version=fetched.version)
+                self._ready(engine, version=fetched.version)
             while True:
                 await asyncio.sleep(self._settings.watch_s)
                 await self._still_ours(engine)

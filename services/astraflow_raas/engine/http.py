@@ -24,6 +24,7 @@ from astraflow_raas.engine.base import (
     GenerateCall,
     Generation,
 )
+from astraflow_raas.engine.lanes import Lanes
 
 log = get_logger(__name__)
 
@@ -39,14 +40,9 @@ _BUSY = frozenset({408, 429, 502, 503, 504})
 class HttpEngine:
     """An `Engine` at a base URL."""
 
-    def __init__(
-        self, base_url: str, *, request_timeout_s: float = 600.0, max_connections: int = 1024
-    ) -> None:
+    def __init__(self, base_url: str, *, request_timeout_s: float = 600.0) -> None:
         self.base_url = base_url
-        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
-        timeout = httpx.Timeout(request_timeout_s, connect=_CONNECT_TIMEOUT_S)
-        # trust_env off: a proxy meant for the internet must never see loopback traffic.
-        self._client = httpx.AsyncClient(base_url=base_url, limits=limits, timeout=timeout, trust_env=False)
+        self._lanes = Lanes(base_url, timeout=httpx.Timeout(request_timeout_s, connect=_CONNECT_TIMEOUT_S))
         self._open = asyncio.Event()
         self._open.set()
         self._cache_key = ""
@@ -85,7 +81,7 @@ class HttpEngine:
         await self._get("/health_generate", timeout_s=_HEALTH_TIMEOUT_S)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._lanes.close()
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -104,16 +100,17 @@ class HttpEngine:
         await self._post("/continue_generation", {"torch_empty_cache": False}, timeout_s=_CONTROL_TIMEOUT_S)
 
     async def _get(self, path: str, *, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:  # noqa: ANN401 - JSON
-        return await self._send(self._client.build_request("GET", path, timeout=timeout_s))
+        return await self._send("GET", path, timeout=httpx.Timeout(timeout_s))
 
     async def _post(self, path: str, body: Mapping[str, object], *, timeout_s: float | None = None) -> Any:  # noqa: ANN401
         timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
-        return await self._send(self._client.build_request("POST", path, json=body, timeout=timeout))
+        return await self._send("POST", path, timeout=timeout, json=body)
 
-    async def _send(self, request: httpx.Request) -> Any:  # noqa: ANN401 - JSON
-        where = f"{request.method} {request.url}"
+    async def _send(self, method: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - JSON
+        where = f"{method} {self.base_url}{path}"
         try:
-            response = await self._client.send(request)
+            async with self._lanes.lane() as client:
+                response = await client.request(method, path, **request)
         except httpx.TransportError as error:
             raise EngineUnavailable(f"{where}: {type(error).__name__}: {error}") from error
         if response.status_code in _BUSY:

@@ -23,7 +23,8 @@ log = get_logger(__name__)
 _POLL_S = 0.1
 _TERM_GRACE_S = 5.0
 _KILL_GRACE_S = 5.0
-_LOG_TAIL_BYTES = 2000
+_LOG_TAIL_BYTES = 4000
+_LOG_TAIL_LINES = 4
 
 
 @dataclass(kw_only=True)
@@ -73,7 +74,8 @@ class EngineProcess:
         with self.log_path.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
             stream.seek(max(0, stream.tell() - _LOG_TAIL_BYTES))
-            return stream.read().decode(errors="replace").strip()
+            lines = stream.read().decode(errors="replace").strip().splitlines()
+        return "\n".join(lines[-_LOG_TAIL_LINES:])
 
     def _signal_group(self, number: signal.Signals) -> None:
         try:

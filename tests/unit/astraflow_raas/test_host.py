@@ -136,6 +136,27 @@ async def test_calls_wait_for_the_next_engine(setup: Setup) -> None:
     assert setup.host.num_restarts == 2
 
 
+async def test_an_engine_that_never_comes_up_ends_the_node_with_the_engines_last_words(
+    tmp_path: Path,
+) -> None:
+    policy = ServedPolicy("solver")
+    sync = WeightSync(
+        policy, source=Weights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
+    )
+
+    async def launch(version: FetchedVersion) -> FakeProcess:
+        return FakeProcess(FakeEngine(version=version.version), healthy=False)
+
+    host = ChildHost(policy, sync, launch=launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
+    following = asyncio.create_task(sync.run())
+    sync.announce(announced(0))
+    with pytest.raises(EngineUnavailable, match="never became healthy"):
+        await asyncio.wait_for(host.run(), 10.0)
+    assert host.num_restarts == 5
+    await sync.stop(deadline_s=2.0)
+    await following
+
+
 async def test_an_engine_that_is_silent_and_cannot_prove_health_is_replaced(setup: Setup) -> None:
     setup.sync.announce(announced(0))
     first = await setup.engines(1)

@@ -1,0 +1,300 @@
+"""A node as a process, with its real engine, against a scripted server and a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+
+from astraflow.columns import decode_columns
+from astraflow.dataflow.v1 import task_service_pb2, version_pb2
+from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
+from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_kit import failpoints
+from astraflow_kit.lifecycle import read_address_file
+from astraflow_weights.checkpoint import map_model
+from astraflow_weights.publisher import Publisher
+from astraflow_weights.store_file import FileStore
+from astraflow_weights.tensors import Array
+from astraflow_weights.version_writer import VersionWriter
+from support.raas_parts import write_tokenizer
+from support.scripted_dataflow import (
+    POLICY,
+    RUN_ID,
+    RunningServer,
+    ScriptedDataflow,
+    eventually,
+    lease,
+    running,
+)
+from support.tiny_qwen import TinyShape, save_tiny_qwen
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+START_S = 60.0
+
+
+@dataclass
+class Trainer:
+    """Publishes versions of a tiny model and announces them through the script."""
+
+    publisher: Publisher
+    model: dict[str, Array]
+    version: int = -1
+
+    def publish(self) -> version_pb2.Version:
+        """Commit a version that differs a little from the one before."""
+        if self.version >= 0:
+            for array in self.model.values():
+                flat = array.reshape(-1)
+                flat[:: max(1, flat.size // 40)] ^= np.uint16(1)
+        self.version += 1
+        committed = self.publisher.publish(self.model, step=self.version)
+        return version_pb2.Version(
+            policy_id=POLICY,
+            version=committed.version,
+            sequence=committed.sequence,
+            manifest_sha256=committed.manifest_sha256,
+        )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random policy with a tokenizer."""
+    folder = tmp_path_factory.mktemp("policy")
+    save_tiny_qwen(folder, shape=TinyShape(vocab_size=320))
+    return write_tokenizer(folder)
+
+
+@pytest.fixture
+def trainer(checkpoint: Path, tmp_path: Path) -> Trainer:
+    writer = VersionWriter.open(FileStore(tmp_path / "store"), run_id=RUN_ID, policy_id=POLICY, epoch=1)
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    publisher = Publisher(writer, base=None, assets=[checkpoint / name for name in names])
+    model = {name: np.array(array) for name, array in map_model(checkpoint).items()}
+    return Trainer(publisher, model)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
+    async with running(ScriptedDataflow(store_uri=(tmp_path / "store").as_uri())) as running_server:
+        yield running_server
+
+
+@dataclass
+class NodeProcess:
+    """A started node."""
+
+    process: asyncio.subprocess.Process
+    folder: Path
+    log: Path
+
+    @property
+    def engines(self) -> list[psutil.Process]:
+        """Its living engine processes."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            return [child for child in children if "--model-path" in child.cmdline()]
+        return []
+
+    async def status(self) -> node_service_pb2.StatusResponse:
+        """What NodeService says."""
+        addresses = read_address_file(self.folder / "node.json")
+        assert addresses is not None
+        async with grpc.aio.insecure_channel(addresses.grpc) as channel:
+            stub = node_service_pb2_grpc.NodeServiceStub(channel)
+            answer: node_service_pb2.StatusResponse = await stub.Status(
+                node_service_pb2.StatusRequest(), timeout=10
+            )
+            return answer
+
+    async def ends_with(self) -> int:
+        """The exit code."""
+        async with asyncio.timeout(START_S):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def node_of(address: str, folder: Path, *options: str, **variables: str) -> AsyncIterator[NodeProcess]:
+    """A node process; whatever the test leaves of it is killed."""
+    command = [sys.executable, "-m", "astraflow_raas", "--join", address, "--node-id", "node-1"]
+    command += ["--work-dir", str(folder / "work"), "--address-file", str(folder / "node.json"), *options]
+    log = folder / "node.log"
+    with log.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stderr=output, env={**os.environ, "ASTRAFLOW_LOG_FORMAT": "json", **variables}
+        )
+    node = NodeProcess(process, folder, log)
+    try:
+        yield node
+    except AssertionError as error:
+        error.add_note(log.read_text()[-6000:])
+        raise
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        # The engine dies by itself, a moment later.
+        await eventually(lambda: not node.engines, what="no engine is left")
+
+
+async def ready(script: ScriptedDataflow, version: int) -> None:
+    await eventually(
+        lambda: script.credits and script.credits[-1].serving_versions.get(POLICY) == version,
+        what=f"version {version} serves",
+        patience_s=START_S,
+    )
+
+
+async def test_a_nodes_life_from_joining_to_leaving(
+    server: RunningServer, trainer: Trainer, tmp_path: Path
+) -> None:
+    script = server.script
+    async with node_of(server.address, tmp_path) as node:
+        await eventually(lambda: script.credits, what="the node has joined", patience_s=START_S)
+        assert (script.credits[-1].tasks, script.credits[-1].waiting_for) == (0, "version")
+        script.send(version=trainer.publish())
+        await ready(script, 0)
+        assert script.credits[-1].tasks == 2
+
+        script.send(lease=lease("first"))
+        await eventually(lambda: len(script.pushes) == 4, what="four episodes")
+        for episode in script.pushes:
+            (item,) = episode.trajectories
+            columns = decode_columns(trajectory_pb2.Trajectory.FromString(item.body))
+            assert item.header.num_trainable_tokens == columns.loss_mask.sum() <= 8
+            assert (columns.logprobs[columns.loss_mask] < 0).all()
+            assert {version for _, _, version in columns.version_spans} == {0}
+
+        script.send(version=trainer.publish())
+        await ready(script, 1)
+        script.send(lease=lease("second"))
+        await eventually(lambda: len(script.pushes) == 8, what="eight episodes")
+        assert {item.header.min_version for pushed in script.pushes[4:] for item in pushed.trajectories} == {
+            1
+        }
+
+        for engine in node.engines:
+            engine.kill()
+        script.send(lease=lease("third"))
+        await eventually(lambda: len(script.pushes) == 12, what="twelve episodes", patience_s=START_S)
+        assert {item.header.min_version for pushed in script.pushes[8:] for item in pushed.trajectories} == {
+            1
+        }
+        status = await node.status()
+        assert (status.engine_restarts, status.episodes_unacked, status.draining) == (1, 0, False)
+        (served,) = status.policies
+        assert (served.version, served.snapshots_fetched, served.deltas_fetched) == (1, 1, 1)
+        assert status.tokens == sum(
+            item.header.num_trainable_tokens for pushed in script.pushes for item in pushed.trajectories
+        )
+
+        node.process.send_signal(signal.SIGTERM)
+        assert await node.ends_with() == 0
+        assert not node.engines
+    assert script.failures == []
+
+
+async def test_on_sigterm_a_node_finishes_and_pushes_what_it_holds(
+    server: RunningServer, trainer: Trainer, tmp_path: Path
+) -> None:
+    script = server.script
+    script.versions = [trainer.publish()]
+    script.ack = asyncio.Event()
+    async with node_of(server.address, tmp_path) as node:
+        await ready(script, 0)
+        script.send(lease=lease("held"))
+        await eventually(lambda: len(script.pushes) == 4, what="four episodes")
+        node.process.send_signal(signal.SIGTERM)
+        await eventually(lambda: script.credits[-1].waiting_for == "drain", what="the drain")
+        assert node.process.returncode is None
+        script.ack.set()
+        assert await node.ends_with() == 0
+    assert script.failures == []
+
+
+async def test_a_second_signal_ends_the_node_at_once(
+    server: RunningServer, trainer: Trainer, tmp_path: Path
+) -> None:
+    script = server.script
+    script.versions = [trainer.publish()]
+    script.ack = asyncio.Event()
+    async with node_of(server.address, tmp_path) as node:
+        await ready(script, 0)
+        script.send(lease=lease("held"))
+        await eventually(lambda: len(script.pushes) == 4, what="four episodes")
+        node.process.send_signal(signal.SIGTERM)
+        await eventually(lambda: script.credits[-1].waiting_for == "drain", what="the drain")
+        node.process.send_signal(signal.SIGTERM)
+        assert await node.ends_with() == 130
+
+
+async def test_a_killed_node_takes_its_engine_along_and_comes_back_with_its_mirror(
+    server: RunningServer, trainer: Trainer, tmp_path: Path
+) -> None:
+    script = server.script
+    script.versions = [trainer.publish()]
+    hits = tmp_path / "hits.jsonl"
+    variables = {"ASTRAFLOW_FAILPOINTS": "raas.pushed=kill@3", "ASTRAFLOW_FAILPOINTS_LOG": str(hits)}
+    async with node_of(server.address, tmp_path, **variables) as node:
+        await ready(script, 0)
+        engines = node.engines
+        assert engines
+        script.send(lease=lease("doomed"))
+        assert await node.ends_with() == -signal.SIGKILL
+        gone, _ = psutil.wait_procs(engines, timeout=10)
+        assert len(gone) == len(engines)
+    assert [hit.name for hit in failpoints.read_hits(hits) if hit.acted] == ["raas.pushed"]
+    async with node_of(server.address, tmp_path) as node:
+        await eventually(lambda: len(script.hellos) == 2, what="the node is back", patience_s=START_S)
+        await ready(script, 0)
+        assert (await node.status()).policies[0].snapshots_fetched == 0
+        assert script.hellos[1].incarnation > script.hellos[0].incarnation
+        script.send(drain=task_service_pb2.Drain(reason="run_finished"))
+        assert await node.ends_with() == 0
+
+
+async def test_wrong_circumstances_end_with_the_exit_code_that_says_so(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    server.script.recipe_yaml = server.script.recipe_yaml.replace(
+        "astraflow_raas.rewards.boxed_match:BoxedMatch", "recipe:Own"
+    )
+    async with node_of(server.address, tmp_path) as node:
+        assert await node.ends_with() == 2
+        assert "--allow-recipe-code" in node.log.read_text()
+    (tmp_path / "away").mkdir()
+    async with node_of("127.0.0.1:9", tmp_path / "away", "--join-timeout-s", "0.5") as node:
+        assert await node.ends_with() == 75
+
+
+async def test_check_says_what_the_node_would_run(server: RunningServer, tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(
+            sys.executable,
+            "-m",
+            "astraflow_raas",
+            "--join",
+            server.address,
+            "--work-dir",
+            str(tmp_path),
+            "--check",
+        ),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), START_S)
+    assert process.returncode == 0
+    assert f"run: {RUN_ID}" in output.decode()
+    assert server.script.joins == []
