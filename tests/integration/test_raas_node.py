@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +23,14 @@ from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.lifecycle import read_address_file
+from astraflow_raas.engine.base import GenerateCall
+from astraflow_raas.engine.http import HttpEngine
 from astraflow_weights.checkpoint import map_model
 from astraflow_weights.publisher import Publisher
 from astraflow_weights.store_file import FileStore
 from astraflow_weights.tensors import Array
 from astraflow_weights.version_writer import VersionWriter
+from support.engine_process import running_engine
 from support.raas_parts import write_tokenizer
 from support.scripted_dataflow import (
     POLICY,
@@ -75,6 +78,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     save_tiny_qwen(folder, shape=TinyShape(vocab_size=320))
     return write_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an engine that somebody else runs; nodes use it one after the other."""
+    with running_engine(checkpoint, folder=tmp_path_factory.mktemp("engine")) as engine:
+        yield engine.url
 
 
 @pytest.fixture
@@ -207,12 +217,12 @@ async def test_a_nodes_life_from_joining_to_leaving(
 
 
 async def test_on_sigterm_a_node_finishes_and_pushes_what_it_holds(
-    server: RunningServer, trainer: Trainer, tmp_path: Path
+    server: RunningServer, trainer: Trainer, shared_engine: str, tmp_path: Path
 ) -> None:
     script = server.script
     script.versions = [trainer.publish()]
     script.ack = asyncio.Event()
-    async with node_of(server.address, tmp_path) as node:
+    async with node_of(server.address, tmp_path, "--engine", shared_engine) as node:
         await ready(script, 0)
         script.send(lease=lease("held"))
         await eventually(lambda: len(script.pushes) == 4, what="four episodes")
@@ -225,12 +235,12 @@ async def test_on_sigterm_a_node_finishes_and_pushes_what_it_holds(
 
 
 async def test_a_second_signal_ends_the_node_at_once(
-    server: RunningServer, trainer: Trainer, tmp_path: Path
+    server: RunningServer, trainer: Trainer, shared_engine: str, tmp_path: Path
 ) -> None:
     script = server.script
     script.versions = [trainer.publish()]
     script.ack = asyncio.Event()
-    async with node_of(server.address, tmp_path) as node:
+    async with node_of(server.address, tmp_path, "--engine", shared_engine) as node:
         await ready(script, 0)
         script.send(lease=lease("held"))
         await eventually(lambda: len(script.pushes) == 4, what="four episodes")
@@ -238,6 +248,44 @@ async def test_a_second_signal_ends_the_node_at_once(
         await eventually(lambda: script.credits[-1].waiting_for == "drain", what="the drain")
         node.process.send_signal(signal.SIGTERM)
         assert await node.ends_with() == 130
+
+
+async def test_a_swap_in_the_middle_of_generations_is_told_token_by_token(
+    checkpoint: Path, shared_engine: str
+) -> None:
+    engine = HttpEngine(shared_engine)
+    await engine.swap(model_dir=checkpoint, version=100)
+    for version in range(101, 121):
+        sampling = asyncio.create_task(engine.generate(calls(48, f"during-{version}")))
+        await asyncio.sleep(0.02)
+        await engine.swap(model_dir=checkpoint, version=version)
+        assert await engine.served_version() == version
+        # Every answer was checked on the way in: spans ascend, touch and cover all tokens.
+        seen = [[span.version for span in generation.spans] for generation in await sampling]
+        assert {one for versions in seen for one in versions} <= {version - 1, version}
+        if [version - 1, version] in seen:
+            break
+    else:
+        raise AssertionError("no swap of twenty met a running generation")
+    (fresh,) = await engine.generate(calls(1, "fresh"))
+    assert {span.version for span in fresh.spans} == {version}
+    await engine.close()
+
+
+def calls(number: int, name: str) -> list[GenerateCall]:
+    """Calls that fill the model's context, each with a seed of its own."""
+    return [
+        GenerateCall(
+            rid=f"{name}-{index}",
+            prompt_ids=(5, 6, 7),
+            max_new_tokens=110,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            seed=index,
+        )
+        for index in range(number)
+    ]
 
 
 async def test_a_killed_node_takes_its_engine_along_and_comes_back_with_its_mirror(

@@ -1,4 +1,4 @@
-"""The ready-made workflow and reward, as a recipe's own test would use them: no service, no engine."""
+"""The ready-made workflow, as a recipe's own test would use it: no service, no engine."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from astraflow.errors import RecipeError
-from astraflow.plugins import GenerateResult, Message, Reward, TaskSpec, VersionSpan, Workflow
+from astraflow.plugins import GenerateResult, Message, TaskSpec, VersionSpan, Workflow
 from astraflow_kit.plugins import mismatch
-from astraflow_raas.rewards.boxed_match import BoxedMatch, last_boxed
+from astraflow_raas.rewards.boxed_match import BoxedMatch
 from astraflow_raas.workflows.single_turn import SingleTurn
 
 TASK = TaskSpec("t", (Message("user", "3 + 4?"),), {"answer": "7"})
@@ -32,9 +32,8 @@ class OnePolicy:
         return GenerateResult((8, 9), (-0.5, -0.25), spans, r"\boxed{7}", "length")
 
 
-def test_both_satisfy_their_protocols() -> None:
+def test_it_satisfies_its_protocol() -> None:
     assert mismatch(SingleTurn, protocol=Workflow) is None
-    assert mismatch(BoxedMatch, protocol=Reward) is None
 
 
 def test_a_single_turn_trains_on_the_completion_alone() -> None:
@@ -50,33 +49,3 @@ def test_a_single_turn_trains_on_the_completion_alone() -> None:
 def test_a_single_turn_does_not_guess_among_policies() -> None:
     with pytest.raises(RecipeError, match="exactly one policy"):
         asyncio.run(SingleTurn(reward=BoxedMatch()).run(TASK, {"a": OnePolicy(), "b": OnePolicy()}))
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        (r"so \boxed{7}", "7", 1.0),
-        (r"so \boxed{8}", "7", 0.0),
-        ("so 7", "7", 0.0),
-        (r"\boxed{1} no, \boxed{7}", "7", 1.0),
-        (r"\boxed{7} no, \boxed{1}", "7", 0.0),
-        (r"\boxed{7", "7", 0.0),
-        (r"\boxed{7} and \boxed{8", "7", 1.0),
-        (r"\boxed{7.0}", "7", 1.0),
-        (r"\boxed{1,000}", "1000", 1.0),
-        (r"\boxed{$12}", "12", 1.0),
-        (r"\boxed{10,00}", "1000", 0.0),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1.0),
-        (r"\boxed{nan}", "nan", 1.0),
-        (r"\boxed{nan}", "7", 0.0),
-        (r"\boxed{}", "7", 0.0),
-        ("", "7", 0.0),
-    ],
-)
-def test_the_last_complete_box_decides(completion: str, answer: str, reward: float) -> None:
-    task = TaskSpec("t", (), {"answer": answer})
-    assert BoxedMatch()(task, completion) == reward
-
-
-def test_braces_inside_a_box_are_balanced() -> None:
-    assert last_boxed(r"\boxed{a{b{c}}d} tail }") == "a{b{c}}d"

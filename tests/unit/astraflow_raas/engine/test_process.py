@@ -1,0 +1,100 @@
+"""One run of an engine as a child: healthy, dead early, ended with its whole group. The child is a small stand-in."""
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from astraflow_raas.engine.base import EngineUnavailable
+from astraflow_raas.engine.process import EngineProcess, start_engine
+
+HEALTHY = """
+import http.server, subprocess, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *_): pass
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+DIES = "import sys; print('loading'); sys.exit('no such model')"
+STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HEALTHY
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Stands where an `EngineCommand` is."""
+
+    program: str
+    kind: str = "stand-in"
+
+    def argv(self, *, model_dir: Path, version: int, port: int) -> list[str]:
+        return [sys.executable, "-c", self.program, str(port)]
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        return dict(inherited)
+
+
+async def started(program: str, folder: Path) -> EngineProcess:
+    return await start_engine(
+        StandIn(program),  # type: ignore[arg-type]
+        model_dir=folder,
+        version=0,
+        log_path=folder / "engine.log",
+        request_timeout_s=5.0,
+    )
+
+
+def family(process: EngineProcess) -> list[psutil.Process]:
+    leader = psutil.Process(process.child.pid)
+    return [leader, *leader.children(recursive=True)]
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    give_up_s = time.monotonic() + 10.0
+    while time.monotonic() < give_up_s:
+        if not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+async def test_an_engine_is_usable_once_it_is_healthy_and_ends_with_its_helpers(tmp_path: Path) -> None:
+    process = await started(HEALTHY, tmp_path)
+    await process.wait_healthy(timeout_s=20.0)
+    members = family(process)
+    assert len(members) == 2
+    await process.end()
+    assert not process.alive
+    assert all_gone(members)
+    await process.end()
+
+
+async def test_an_engine_that_dies_says_its_last_words(tmp_path: Path) -> None:
+    process = await started(DIES, tmp_path)
+    with pytest.raises(EngineUnavailable, match="no such model"):
+        await process.wait_healthy(timeout_s=20.0)
+    await process.end()
+
+
+async def test_an_engine_that_is_never_healthy_is_given_up(tmp_path: Path) -> None:
+    process = await started("import time; time.sleep(600)", tmp_path)
+    with pytest.raises(EngineUnavailable, match=r"not healthy within 0\.3 s"):
+        await process.wait_healthy(timeout_s=0.3)
+    await process.end()
+    assert not process.alive
+
+
+async def test_an_engine_that_ignores_sigterm_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("astraflow_raas.engine.process._TERM_GRACE_S", 0.2)
+    process = await started(STUBBORN, tmp_path)
+    await process.wait_healthy(timeout_s=20.0)
+    members = family(process)
+    await process.end()
+    assert all_gone(members)

@@ -1,0 +1,59 @@
+"""A loop ends where it waits, runs its last `finally`, and keeps errors apart from cancellations."""
+
+import asyncio
+
+import pytest
+
+from astraflow_raas.loops import LoopService
+
+
+class Waiting(LoopService):
+    """Waits for ever and notes how it ended."""
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        super().__init__()
+        self.fault = fault
+        self.cleaned_up = False
+        self.started = asyncio.Event()
+
+    async def _loop(self) -> None:
+        self.started.set()
+        if self.fault is not None:
+            raise self.fault
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            self.cleaned_up = True
+
+
+async def test_stop_waits_for_the_last_finally_and_run_returns() -> None:
+    service = Waiting()
+    running = asyncio.create_task(service.run())
+    await service.started.wait()
+    await service.stop(deadline_s=5.0)
+    assert service.cleaned_up
+    await running
+    await service.stop(deadline_s=5.0)
+
+
+async def test_a_service_stopped_before_it_runs_does_nothing() -> None:
+    service = Waiting()
+    await service.stop(deadline_s=1.0)
+    await service.run()
+    assert not service.started.is_set()
+
+
+async def test_an_error_of_the_loop_reaches_whoever_runs_it() -> None:
+    with pytest.raises(ValueError, match="broken"):
+        await Waiting(ValueError("broken")).run()
+
+
+async def test_a_cancellation_from_outside_spreads_and_still_cleans_up() -> None:
+    service = Waiting()
+    running = asyncio.create_task(service.run())
+    await service.started.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert service.cleaned_up
