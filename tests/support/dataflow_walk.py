@@ -1,0 +1,213 @@
+"""A seeded walk through the contract of the dataflow server, with a journal of its own.
+
+The server's accounts, the ids in batches and the journal are compared without trusting each other. Used by the
+conservation tests, on every Redis they run on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2, trajectory_service_pb2
+from astraflow.errors import InvalidArgumentError, PreconditionError
+from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+from astraflow_dataflow.accounts import drift
+from support.dataflow_world import Node, Trainer, World, served
+
+INTENT = batch_service_pb2.BATCH_STAGE_INTENT
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
+COUNTED = {"ACCEPTED", "ACCEPTED_LATE", "SUPERSEDED", "FENCED", "LATE_CLOSED", "POISON"}
+KEPT = {"ACCEPTED", "ACCEPTED_LATE"}
+
+
+@dataclass
+class Walk:
+    """One seeded history."""
+
+    rng: random.Random
+    world: World
+    nodes: list[Node] = field(default_factory=list)
+    trainer: Trainer | None = None
+    leases: list[tuple[Node, task_pb2.Lease]] = field(default_factory=list)
+    pushed: list[tuple[Node, trajectory_pb2.Episode]] = field(default_factory=list)
+    outcomes: dict[str, str] = field(default_factory=dict)
+    """Episode id → first outcome that was not a duplicate."""
+    trajectories: dict[str, int] = field(default_factory=dict)
+    """Episode id → trajectories it carried."""
+    trained: dict[int, list[str]] = field(default_factory=dict)
+    """Step → trajectory ids the trainer recorded."""
+    skipped: dict[int, list[str]] = field(default_factory=dict)
+    batch: batch_pb2.Batch | None = None
+    step: int = 1
+    version: int = 0
+    number: int = 0
+
+    async def run(self, steps: int) -> None:
+        """Take random steps, checking the accounts after each."""
+        for _ in range(steps):
+            move = self.rng.choice(self._moves())
+            await move()
+            await self.check()
+
+    def _moves(self) -> list[Callable[[], Awaitable[None]]]:
+        often = [self.lease, self.push, self.push, self.push, self.push, self.train]
+        rare = [self.repeat, self.poison, self.fail, self.expire, self.give_back, self.replace_trainer]
+        return [*often * 3, *rare, self.rejoin, self.durable, self.sweep]
+
+    async def lease(self) -> None:
+        node = self.rng.choice(self.nodes)
+        self.leases += [(node, lease) for lease in await node.lease(3, wait_s=0)]
+
+    async def push(self) -> None:
+        """An episode of any lease ever given, current or not."""
+        if not self.leases:
+            return
+        node, lease = self.rng.choice(self.leases[-12:])
+        self.number += 1
+        episode = node.episode(
+            lease,
+            self.rng.randrange(lease.task.group_size),
+            episode_id=f"e{self.number}",
+            version=self.rng.choice([self.version, max(0, self.version - 2)]),
+            reward=float(self.rng.randrange(2)),
+            failed=self.rng.random() < 0.05,
+            hedge=self.rng.random() < 0.1,
+        )
+        await self._push(node, episode)
+
+    async def repeat(self) -> None:
+        if self.pushed:
+            await self._push(*self.rng.choice(self.pushed))
+
+    async def poison(self) -> None:
+        if self.leases:
+            node, lease = self.rng.choice(self.leases)
+            self.number += 1
+            episode = node.episode(lease, 0, episode_id=f"bad{self.number}", reward=float("nan"))
+            await self._push(node, episode)
+
+    async def _push(self, node: Node, episode: trajectory_pb2.Episode) -> None:
+        result = await node.push(episode)
+        outcome = trajectory_service_pb2.Outcome.Name(result.outcome).removeprefix("OUTCOME_")
+        self.pushed.append((node, episode))
+        if outcome != "DUPLICATE":
+            first = self.outcomes.setdefault(episode.episode_id, outcome)
+            assert first == outcome or first in COUNTED, (first, outcome)
+            self.trajectories[episode.episode_id] = len(episode.trajectories)
+        else:
+            assert self.outcomes[episode.episode_id] in KEPT | {"POISON"}, episode.episode_id
+
+    async def fail(self) -> None:
+        if self.leases:
+            node, lease = self.rng.choice(self.leases)
+            reason = self.rng.choice(["workflow_error", "drain", "version_unavailable"])
+            await node.fail(lease, reason, retryable=self.rng.random() < 0.9)
+
+    async def expire(self) -> None:
+        """All leases run out at once, as after a long pause."""
+        key = "af:{run}:leases"
+        for task in await self.world.dataflow.connection.raw("ZRANGE", key, 0, -1) or ():  # type: ignore[union-attr]
+            await self.world.dataflow.connection.raw("ZADD", key, 0, task)  # type: ignore[arg-type]
+        await self.sweep()
+
+    async def sweep(self) -> None:
+        context = await self.world.dataflow.registry.get("run")
+        await self.world.dataflow.store.tasks.sweep("run", limit=100)
+        await self.world.dataflow.settling.settle_left_behind(context, least_age_s=0.0)
+
+    async def train(self) -> None:
+        assert self.trainer is not None
+        reply = await self.trainer.acquire(self.step, base_version=self.version, wait_s=0)
+        if not reply.HasField("batch"):
+            return
+        assert self.batch in (None, reply.batch), "a bound batch changed"
+        self.batch = reply.batch
+        await self.trainer.ack(self.batch, INTENT)
+        if self.rng.random() < 0.5:
+            return
+        ids = [item.trajectory_id for item in self.batch.items]
+        bodies = await self.trainer.fetch(self.step)
+        assert [item.trajectory_id for item in bodies] == ids
+        skip = self.rng.random() < 0.2
+        await self.trainer.ack(self.batch, SKIPPED if skip else TRAINED)
+        (self.skipped if skip else self.trained)[self.step] = ids
+        if not skip:
+            self.version += 1
+            await self.trainer.publish(version=self.version, step=self.step)
+        self.step, self.batch = self.step + 1, None
+
+    async def give_back(self) -> None:
+        assert self.trainer is not None
+        try:
+            await self.trainer.nack(self.step)
+        except PreconditionError:
+            return
+        self.batch = None
+
+    async def replace_trainer(self) -> None:
+        self.trainer = await self.world.trainer()
+
+    async def rejoin(self) -> None:
+        index = self.rng.randrange(len(self.nodes))
+        node = self.nodes[index]
+        self.nodes[index] = await self.world.node(node.node_id, incarnation=node.incarnation + 1)
+
+    async def durable(self) -> None:
+        assert self.trainer is not None
+        try:
+            await self.trainer.mark_durable(self.rng.randrange(self.step + 1))
+        except InvalidArgumentError:
+            return
+
+    async def check(self) -> None:
+        """The server's account balances, its counters agree with a recount, and the journal agrees with both."""
+        context = await self.world.dataflow.registry.get("run")
+        audit, account = await self.world.dataflow.reporting.account(context)
+        assert account.error == 0, account
+        assert set(drift(audit, trained_in_log=account.trained).values()) == {0}
+        counted = {
+            name: self.trajectories[name] for name, outcome in self.outcomes.items() if outcome in COUNTED
+        }
+        assert account.ingested == sum(counted.values())
+        assert account.trained == sum(map(len, self.trained.values()))
+        assert account.dropped.get("skipped", 0) == sum(map(len, self.skipped.values()))
+        kept = sum(counted[name] for name, outcome in self.outcomes.items() if outcome in KEPT)
+        at_the_door = sum(
+            account.dropped.get(reason, 0) for reason in ("superseded", "fenced", "late_closed", "poison")
+        )
+        assert account.ingested - at_the_door == kept
+
+    def check_ids(self) -> None:
+        """No trajectory was trained twice, none that was not accepted, and groups were whole."""
+        used = [item for ids in [*self.trained.values(), *self.skipped.values()] for item in ids]
+        assert not [item for item, times in Counter(used).items() if times > 1]
+        accepted = {f"{name}.solver" for name, outcome in self.outcomes.items() if outcome in KEPT}
+        assert set(used) <= accepted
+        tasks = {episode.episode_id: episode.task_id for _, episode in self.pushed}
+        members = Counter(tasks[name.removesuffix(".solver")] for name in accepted)
+        for ids in [*self.trained.values(), *self.skipped.values()]:
+            for task, size in Counter(tasks[item.removesuffix(".solver")] for item in ids).items():
+                assert size == members[task], f"group of {task} was served in part"
+
+
+@asynccontextmanager
+async def walking(url: str, folder: Path, seed: int) -> AsyncIterator[Walk]:
+    """A walk over a new run with two nodes and a trainer."""
+    async with served(url, folder) as world:
+        await world.create_run(
+            dataset="Counting",
+            group_size=2,
+            max_attempts=2,
+            filters='["astraflow_dataflow.filters.drop_zero_advantage:DropZeroAdvantage"]',
+            evaluation="{every_versions: 0, num_samples: 1, final_samples: 1}",
+        )
+        walk = Walk(rng=random.Random(seed), world=world)
+        walk.trainer = await world.trainer()
+        walk.nodes = [await world.node("n1"), await world.node("n2")]
+        yield walk
