@@ -92,7 +92,8 @@ class PolicyHandle:
             )
         number, self._num_calls = self._num_calls, self._num_calls + 1
         return GenerateCall(
-            rid=f"{self._episode_id}-{self.name}-{number}",
+            # Ends in a sign of its own: SGLang aborts by prefix, and call 1 must not take call 10 along.
+            rid=f"{self._episode_id}-{self.name}-{number};",
             prompt_ids=tuple(prompt_ids),
             max_new_tokens=limit,
             temperature=self._sampling.temperature,
@@ -120,4 +121,4 @@ class PolicyHandle:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MAX_RETRY_S)
             # The engine may still run the lost call: its id must not be used twice.
-            call = replace(call, rid=f"{call.rid.partition('~')[0]}~{repeats}")
+            call = replace(call, rid=f"{call.rid.partition(';')[0]};{repeats};")

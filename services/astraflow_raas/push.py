@@ -29,6 +29,8 @@ PushCall: TypeAlias = (
     "grpc.aio.StreamStreamCall[trajectory_service_pb2.PushRequest, trajectory_service_pb2.PushResponse]"
 )
 _JOURNAL_S = 0.25
+_FLUSH_SHARE = 0.6
+"""Of the time for stopping: the engines, which stop afterwards, need the rest."""
 _RECONNECT = RetryPolicy(first_wait_s=0.1, max_wait_s=2.0)
 
 
@@ -98,7 +100,7 @@ class Pusher(LoopService):
         """Push what is left for at most `deadline_s`, then close the stream."""
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + deadline_s
-        await self.flush(deadline_s=deadline_s)
+        await self.flush(deadline_s=deadline_s * _FLUSH_SHARE)
         await super().stop(deadline_s=max(0.1, give_up_s - loop.time()))
         self._journal.write()
 

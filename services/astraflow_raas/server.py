@@ -54,6 +54,7 @@ async def serve(settings: NodeSettings, life: Lifecycle) -> None:
         stopping.cancel()
         if not joining.done():
             joining.cancel()
+            await asyncio.wait((joining,))
             return
         node, metrics = joining.result()
         await _serve_node(node, settings=settings, life=life, metrics=metrics)

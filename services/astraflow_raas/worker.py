@@ -291,6 +291,10 @@ class Worker(LoopService):
             try:
                 log.debug("lease.started", attempt=lease.attempt, members=len(lease.members))
                 failure = await self._runner.run(lease)
+            except Exception as error:
+                log.error("lease.crashed", exc_info=error)
+                detail = f"the node failed to run the task: {type(error).__name__}: {error}"
+                failure = Failure(reason="workflow_error", detail=detail, retryable=True)
             finally:
                 held = self._held.pop(lease.lease_id)
                 self._changed.set()

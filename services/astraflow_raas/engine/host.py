@@ -183,10 +183,13 @@ class RemoteHost(_Host):
             await engine.close()
 
     async def _still_ours(self, engine: Engine) -> None:
+        """Its owner may have restarted it: then it serves other weights than we say. Raises EngineFaulty."""
         await self._prove_progress(engine)
-        async with self._policy.changing:
-            # Its owner may have restarted it: then it serves other weights than we say.
-            await _require_version(engine, self._policy.version)
+        before = self._policy.version
+        served = await engine.served_version()
+        changed_meanwhile = self._policy.changing.locked() or self._policy.version != before
+        if served != before and not changed_meanwhile:
+            raise EngineFaulty(f"the engine serves version {served} now, this node gave it version {before}")
 
 
 async def _require_version(engine: Engine, version: int | None) -> None:

@@ -62,7 +62,7 @@ async def test_each_call_of_an_episode_has_its_own_seed_and_id(policy: ServedPol
     assert isinstance(engine, Aborting)
     calls = [request[0] for request in engine.requests[1:]]
     assert len({call.seed for call in calls}) == 2
-    assert len({call.rid.partition("~")[0] for call in calls}) == 2
+    assert len({call.rid.partition(";")[0] for call in calls}) == 2
 
 
 @pytest.mark.parametrize(("prompt", "limit"), [([], None), ([1], 0), ([1], SAMPLING.max_new_tokens + 1)])

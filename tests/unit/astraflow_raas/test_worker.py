@@ -35,7 +35,7 @@ class ScriptedRunner:
     """Runs a lease until the test lets it end, with the outcome the test chose."""
 
     running: dict[str, asyncio.Event] = field(default_factory=dict)
-    outcomes: dict[str, Failure] = field(default_factory=dict)
+    outcomes: dict[str, Failure | Exception] = field(default_factory=dict)
     started: list[LeasedTask] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
 
@@ -47,7 +47,10 @@ class ScriptedRunner:
         except asyncio.CancelledError:
             self.cancelled.append(leased.lease_id)
             raise
-        return self.outcomes.get(leased.lease_id)
+        outcome = self.outcomes.get(leased.lease_id)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def finish(self, lease_id: str) -> None:
         self.running.setdefault(lease_id, asyncio.Event()).set()
@@ -183,6 +186,15 @@ async def test_a_failure_is_reported_once_with_its_reason(setup: Setup) -> None:
     (failure,) = setup.script.failures
     assert (failure.lease_id, failure.reason, failure.retryable) == ("a#1", "workflow_error", False)
     assert len(failure.detail.encode()) <= 2048
+
+
+async def test_a_defect_while_running_gives_the_lease_back(setup: Setup) -> None:
+    setup.runner.outcomes["a#1"] = RuntimeError("a bug")
+    await setup.lease("a")
+    setup.runner.finish("a#1")
+    await eventually(lambda: setup.script.failures, what="the report")
+    assert setup.script.failures[0].retryable
+    assert "RuntimeError: a bug" in setup.script.failures[0].detail
 
 
 async def test_a_lease_that_cannot_be_read_is_given_back(setup: Setup) -> None:
