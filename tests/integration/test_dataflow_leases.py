@@ -222,3 +222,16 @@ async def test_a_group_past_its_deadline_is_closed_and_frees_its_credit(world: W
     assert second.task.task_id == "t2"
     account = (await world.status()).trajectories
     assert (dict(account.dropped), account.conservation_error) == ({"expired": 1}, 0)
+
+
+async def test_a_node_one_version_behind_has_a_window_one_step_shorter(world: World) -> None:
+    node = await started(world, dataset="Counting", max_staleness=1, groups_per_step=2)
+    trainer = await world.trainer()
+    for lease in await node.lease(2):
+        await node.complete(lease)
+    await trainer.train(1, base_version=0)
+    node.serving = {"solver": 0}
+    assert len([lease for lease in await node.lease(16) if not lease.required_versions]) == 2
+    assert (await node.lease_reply()).waiting_for == "staleness_window"
+    node.serving = {"solver": 1}
+    assert len(await node.lease(16)) == 2

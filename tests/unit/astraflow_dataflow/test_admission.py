@@ -54,3 +54,18 @@ def test_the_average_stays_a_share(average: float, survived: list[bool], groups_
     for fate in survived:
         average = next_acceptance(average, survived=fate, smoothing=window.smoothing)
         assert 0.0 <= average <= 1.0
+
+
+@given(windows, counts, counts, counts, averages, st.integers(0, 16))
+def test_a_node_behind_has_the_window_of_a_smaller_staleness(
+    window: Window, outstanding: int, ready: int, unpublished: int, acceptance: float, lag: int
+) -> None:
+    shorter = Window(
+        max_staleness=window.max_staleness - lag,
+        groups_per_step=window.groups_per_step,
+        min_acceptance=window.min_acceptance,
+    )
+    state = {"outstanding": outstanding, "ready": ready, "unpublished": unpublished}
+    assert free_groups(window, acceptance=acceptance, lag=lag, **state) == free_groups(
+        shorter, acceptance=acceptance, **state
+    )
