@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from astraflow_launcher.checks import Finding, State, run_checks
@@ -43,5 +44,6 @@ def _as_table(findings: list[Finding]) -> Table:
     table = Table("check", "", "found", "remedy", box=None, padding=(0, 2), header_style="dim")
     for finding in findings:
         state = f"[{_STYLES[finding.state]}]{finding.state.value}[/]"
-        table.add_row(finding.check, state, finding.found, finding.remedy)
+        # Remedies such as 'astraflow[dev]' would lose their brackets as markup.
+        table.add_row(finding.check, state, escape(finding.found), escape(finding.remedy))
     return table
