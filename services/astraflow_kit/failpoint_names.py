@@ -26,6 +26,13 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "raas.activate": "a version is fetched and verified, the engine still serves the old one",
         "raas.activated": "the engine serves the new version, the server does not know it yet",
         # trainer
+        "trainer.intent_recorded": "the server knows what the step will train on, nothing is trained",
+        "trainer.step_taken": "the optimizer step is taken, neither the ledger nor the server knows",
+        "trainer.step_acked": "the step is acknowledged, its version is not published",
+        "trainer.before_publish": "a version is about to be encoded, its step is acknowledged",
+        "trainer.committed": "a version is committed in the store, it is not announced",
+        "trainer.announced": "a version is announced, the loop does not know it yet",
+        "trainer.checkpoint_written": "a checkpoint is durable, the server still keeps its payloads",
         # weights
         "weights.publish.parts_uploaded": "all parts and assets of a version are stored, its manifest is not",
         "weights.publish.before_manifest": "the manifest is about to be created, which commits the version",
