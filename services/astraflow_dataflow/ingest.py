@@ -81,6 +81,7 @@ class Ingest:
         Raises InvalidArgumentError without a task or member, UnknownVersionError for a version not announced yet,
         PayloadMissingError when the push must be repeated, UnavailableError when Redis is away.
         """
+        started_s = asyncio.get_running_loop().time()
         self._require_address(episode)
         await self._wait_for_version(episode)
         demand = evaluation.demand_of(episode.task_id)
@@ -89,6 +90,9 @@ class Ingest:
         )
         outcome = await self._quarantine(episode, problem) if problem else await self._enqueue(episode)
         self._metrics.increment("astraflow_dataflow_pushes_total", outcome=outcome.outcome.value.lower())
+        self._metrics.observe(
+            "astraflow_dataflow_push_seconds", asyncio.get_running_loop().time() - started_s
+        )
         return outcome
 
     def _require_address(self, episode: trajectory_pb2.Episode) -> None:

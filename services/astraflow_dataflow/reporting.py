@@ -50,6 +50,8 @@ class Reporting:
         audit, account = await self.account(context)
         nodes = await self.store.nodes.all(context.run_id)
         evaluations = await self.store.evaluations.all(context.run_id)
+        connected = sum(node.connected_until_ms > audit.now_ms for node in nodes)
+        self.metrics.set("astraflow_dataflow_nodes_connected", connected)
         complaint = self.complaints[context.run_id].message if context.run_id in self.complaints else ""
         waits = current_waits(audit, nodes, evaluations, dataset_complaint=complaint)
         book = self._books.setdefault(context.run_id, WaitBook())

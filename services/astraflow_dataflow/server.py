@@ -52,7 +52,7 @@ from astraflow_kit.serve import GrpcServer, Registration
 
 log = get_logger(__name__)
 
-_LOOK_FOR_RUNS_S = 5.0
+_LOOK_EVERY_S = 10.0
 
 
 @dataclass
@@ -145,7 +145,7 @@ class Dataflow:
 
 
 class RunKeeper:
-    """Connects to Redis and keeps the background work of every stored run going; a lifecycle `Service`."""
+    """Connects to Redis and keeps the background work and gauges of every run going; a lifecycle `Service`."""
 
     def __init__(self, dataflow: Dataflow) -> None:
         self._dataflow = dataflow
@@ -154,16 +154,16 @@ class RunKeeper:
     async def start(self) -> None:
         """Connect, check Redis, load the functions and pick up the runs. Raises UnavailableError, IncompatibleError."""
         await self._dataflow.connection.open()
-        await self._load()
+        await self._look()
 
     async def run(self) -> None:
-        """Pick up runs that other processes create, until `stop`."""
+        """Pick up runs that other processes create and refresh the gauges, until `stop`."""
         while not self._stopped.is_set():
             try:
-                async with asyncio.timeout(_LOOK_FOR_RUNS_S):
+                async with asyncio.timeout(_LOOK_EVERY_S):
                     await self._stopped.wait()
             except TimeoutError:
-                await self._load()
+                await self._look()
 
     async def stop(self, *, deadline_s: float) -> None:
         """End the background work and close the connections."""
@@ -171,13 +171,21 @@ class RunKeeper:
         await self._dataflow.registry.close()
         await self._dataflow.connection.close()
 
-    async def _load(self) -> None:
-        registry = self._dataflow.registry
+    async def _look(self) -> None:
         try:
-            for run_id in await self._dataflow.store.runs.ids():
-                await registry.get(run_id)
+            run_ids = await self._dataflow.store.runs.ids()
         except AstraflowError as error:
-            log.warning("runs.not_loaded", reason=error.reason, message=error.message)
+            log.warning("runs.not_listed", reason=error.reason, message=error.message)
+            return
+        for run_id in run_ids:
+            await self._look_at(run_id)
+
+    async def _look_at(self, run_id: str) -> None:
+        try:
+            await self._dataflow.reporting.status(await self._dataflow.registry.get(run_id))
+        except AstraflowError as error:
+            # One run that cannot be served here (code that is not allowed, say) must not hide the others.
+            log.warning("run.not_served", run_id=run_id, reason=error.reason, message=error.message)
 
 
 def run(settings: DataflowServerSettings) -> int:

@@ -6,6 +6,7 @@ Used by integration tests.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -77,6 +78,14 @@ class DataflowProcess:
             self._process.kill()
             self._process.wait(timeout=20)
             self._process = None
+
+    def signal(self, number: signal.Signals) -> int:
+        """Send a signal, wait for the end and return the exit code."""
+        assert self._process is not None, "start the server first"
+        self._process.send_signal(number)
+        code = self._process.wait(timeout=40)
+        self._process = None
+        return code
 
     def log(self) -> str:
         """The end of its log."""
