@@ -16,7 +16,7 @@ import grpc.aio
 
 from astraflow._status import from_rpc_error
 from astraflow.client import AsyncClient, RetryPolicy, channel_options
-from astraflow.dataflow.v1 import admin_service_pb2, version_service_pb2
+from astraflow.dataflow.v1 import admin_service_pb2, version_pb2, version_service_pb2
 from astraflow.errors import AstraflowError
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
@@ -27,6 +27,7 @@ __all__ = ["Observer"]
 
 _ONCE = RetryPolicy(total_s=0.0)
 _TIMEOUT_S = 3.0
+_MAX_PAGE = 1000
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,9 @@ class Observer:
         questions = [self._guarded("dataflow", self._ask_server())]
         for watched in self._watched:
             addresses = watched.child.addresses
-            if addresses is not None and watched.child.running:
+            if watched.child.finished.is_set():  # nobody expects an answer any more
+                self.observation.unreachable.pop(watched.name, None)
+            elif addresses is not None and watched.child.running:
                 questions.append(self._guarded(watched.name, watched.ask(addresses.grpc)))
         await asyncio.gather(*questions)
         self.observation.seconds = self.elapsed_s
@@ -115,19 +118,25 @@ class Observer:
 
     async def _collect_versions(self, policy: str, *, newest: int) -> None:
         known = self.observation.versions.setdefault(policy, [])
-        missing = newest - (known[-1].version if known else -1)
-        if missing <= 0:
-            return
-        response = await self._client.call(
-            self._client.versions.ListVersions,
-            version_service_pb2.ListVersionsRequest(
-                run_id=self._run_id, policy_id=policy, page_size=min(missing, 1000)
-            ),
-            timeout_s=_TIMEOUT_S,
-            retry=_ONCE,
-        )
         last = known[-1].version if known else -1
-        known.extend(version for version in reversed(response.versions) if version.version > last)
+        if newest <= last:
+            return
+        request = version_service_pb2.ListVersionsRequest(
+            run_id=self._run_id, policy_id=policy, page_size=min(newest - last, _MAX_PAGE)
+        )
+        found: list[version_pb2.Version] = []
+        # Newest first, and more may be announced while we ask: page on down to the first one missing.
+        while True:
+            response = await self._client.call(
+                self._client.versions.ListVersions, request, timeout_s=_TIMEOUT_S, retry=_ONCE
+            )
+            found.extend(response.versions)
+            request.page_token = response.next_page_token
+            if not request.page_token or found[-1].version <= last + 1:
+                break
+        # Another round may have taken them in meanwhile.
+        last = known[-1].version if known else -1
+        known.extend(version for version in reversed(found) if version.version > last)
 
     async def _ask_trainer(self, policy: str, address: str) -> None:
         async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:

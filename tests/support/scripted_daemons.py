@@ -1,0 +1,219 @@
+"""A dataflow server, a trainer and a node that answer the launcher by a test's script, over real gRPC.
+
+They keep what they were asked; fields may be changed at any time. Their processes are played by a real child
+that does nothing, so restarts and ends are real. Used by the tests of `observer` and `development_run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from astraflow.dataflow.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
+    run_pb2,
+    run_service_pb2,
+    run_service_pb2_grpc,
+    version_pb2,
+    version_service_pb2,
+    version_service_pb2_grpc,
+)
+from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
+from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow_kit.lifecycle import Addresses, write_address_file
+from astraflow_launcher.processes import Child, ChildSpec, Supervisor
+from support.scripted_dataflow import eventually
+
+POLICY = "solver"
+Context = grpc.aio.ServicerContext[Any, Any]
+Status = admin_service_pb2.StatusResponse
+
+
+@dataclass
+class ScriptedServer(
+    admin_service_pb2_grpc.AdminServiceServicer,
+    run_service_pb2_grpc.RunServiceServicer,
+    version_service_pb2_grpc.VersionServiceServicer,
+):
+    """The dataflow server of a run with one policy."""
+
+    status: Status = field(default_factory=Status)
+    versions: list[version_pb2.Version] = field(default_factory=list)
+    failure: grpc.StatusCode | None = None
+    before_listing: Callable[[], None] = lambda: None
+    on_update: Callable[[], None] = lambda: None
+    created: list[run_pb2.Run] = field(default_factory=list)
+    updates: list[run_pb2.RunState.ValueType] = field(default_factory=list)
+    num_listings: int = 0
+
+    def announce(self, *numbers: int) -> None:
+        """Add versions, oldest first."""
+        self.versions += [version_pb2.Version(policy_id=POLICY, version=number) for number in numbers]
+
+    async def Status(self, request: admin_service_pb2.StatusRequest, context: Context) -> Status:
+        """The scripted status, with the newest version in it."""
+        del request
+        if self.failure is not None:
+            await context.abort(self.failure, "scripted")
+        answer = Status()
+        answer.CopyFrom(self.status)
+        newest = self.versions[-1] if self.versions else None
+        answer.policies.append(admin_service_pb2.PolicyStatus(policy_id=POLICY, version=newest))
+        return answer
+
+    async def ListVersions(
+        self, request: version_service_pb2.ListVersionsRequest, context: Context
+    ) -> version_service_pb2.ListVersionsResponse:
+        """Versions, newest first, in pages of at most 1,000."""
+        del context
+        self.num_listings += 1
+        self.before_listing()
+        size = min(request.page_size or 50, 1000)
+        end = int(request.page_token or len(self.versions))
+        found = list(reversed(self.versions[max(0, end - size) : end]))
+        token = str(end - size) if end > size else ""
+        return version_service_pb2.ListVersionsResponse(versions=found, next_page_token=token)
+
+    async def CreateRun(
+        self, request: run_service_pb2.CreateRunRequest, context: Context
+    ) -> run_service_pb2.CreateRunResponse:
+        """Keep the run."""
+        del context
+        self.created.append(request.run)
+        return run_service_pb2.CreateRunResponse(run=request.run)
+
+    async def UpdateRun(
+        self, request: run_service_pb2.UpdateRunRequest, context: Context
+    ) -> run_service_pb2.UpdateRunResponse:
+        """Keep the asked state; `on_update` decides what follows."""
+        del context
+        self.updates.append(request.state)
+        self.on_update()
+        return run_service_pb2.UpdateRunResponse()
+
+
+@dataclass
+class ScriptedTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
+    """A trainer that has finished `steps`; its stream ends once `ending` is set."""
+
+    steps: list[int] = field(default_factory=list)
+    ending: bool = False
+    asked_after: list[int] = field(default_factory=list)
+
+    async def Status(
+        self, request: trainer_service_pb2.StatusRequest, context: Context
+    ) -> trainer_service_pb2.StatusResponse:
+        """The last step."""
+        del request, context
+        return trainer_service_pb2.StatusResponse(step=self.steps[-1] if self.steps else 0)
+
+    async def WatchMetrics(
+        self, request: trainer_service_pb2.WatchMetricsRequest, context: Context
+    ) -> AsyncIterator[trainer_service_pb2.WatchMetricsResponse]:
+        """Every step after the asked one, as it is added."""
+        del context
+        self.asked_after.append(request.after_step)
+        after = request.after_step
+        while True:
+            for step in [step for step in self.steps if step > after]:
+                after = step
+                yield metrics_of(step)
+            if self.ending:
+                return
+            await asyncio.sleep(0.005)
+
+
+@dataclass
+class ScriptedNode(node_service_pb2_grpc.NodeServiceServicer):
+    """A node that has sampled some tokens."""
+
+    tokens: int = 0
+
+    async def Status(
+        self, request: node_service_pb2.StatusRequest, context: Context
+    ) -> node_service_pb2.StatusResponse:
+        """Its tokens."""
+        del request, context
+        return node_service_pb2.StatusResponse(tokens=self.tokens)
+
+
+def metrics_of(step: int) -> trainer_service_pb2.WatchMetricsResponse:
+    """What a trainer tells of a step."""
+    message = trainer_service_pb2.WatchMetricsResponse(step=step, metrics={"reward_mean": step / 10})
+    message.wait_duration.FromMilliseconds(250)
+    message.train_duration.FromMilliseconds(1500)
+    return message
+
+
+@asynccontextmanager
+async def serving(servicer: ScriptedServer | ScriptedTrainer | ScriptedNode) -> AsyncIterator[str]:
+    """Serve on a free port of loopback; gives the address. Streams are cut at the end."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    if isinstance(servicer, ScriptedServer):
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
+        run_service_pb2_grpc.add_RunServiceServicer_to_server(servicer, server)
+        version_service_pb2_grpc.add_VersionServiceServicer_to_server(servicer, server)
+    elif isinstance(servicer, ScriptedTrainer):
+        trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
+    else:
+        node_service_pb2_grpc.add_NodeServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+@dataclass(frozen=True)
+class IdleProcess:
+    """A child process that does nothing but exist, for which a scripted daemon answers."""
+
+    child: Child
+    folder: Path
+
+    @classmethod
+    async def start(cls, supervisor: Supervisor, folder: Path, *, name: str) -> IdleProcess:
+        """Start it under `supervisor` and wait until it runs."""
+        loop = 'while [ ! -e "$0" ]; do sleep 0.02; done'
+        spec = ChildSpec(
+            name=name,
+            argv=("sh", "-c", loop, str(folder / f"{name}.end")),
+            log_path=folder / f"{name}.log",
+            address_file=folder / f"{name}.json",
+        )
+        process = cls(await supervisor.start(spec), folder)
+        await eventually(lambda: process.child.running, what=f"{name} runs")
+        return process
+
+    def publish(self, address: str) -> None:
+        """Say that the daemon listens on `address`."""
+        assert self.child.process is not None
+        assert self.child.spec.address_file is not None
+        write_address_file(self.child.spec.address_file, Addresses(pid=self.child.process.pid, grpc=address))
+
+    async def restart(self) -> None:
+        """SIGKILL it and wait until the supervisor has started it again."""
+        assert self.child.process is not None
+        before = self.child.process.pid
+        os.kill(before, signal.SIGKILL)
+
+        def is_new() -> bool:
+            process = self.child.process
+            return self.child.running and process is not None and process.pid != before
+
+        await eventually(is_new, what="the child was started again")
+
+    async def end(self) -> None:
+        """Let it exit with status 0."""
+        (self.folder / f"{self.child.spec.name}.end").touch()
+        await asyncio.wait_for(self.child.finished.wait(), 10)
