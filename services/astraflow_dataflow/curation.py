@@ -22,7 +22,7 @@ from astraflow_dataflow.stores import Store
 from astraflow_dataflow.task_rules import task_problem
 
 TASKS_PER_FEED = 64
-HELD_OUT_AHEAD = 256
+HELD_OUT_AHEAD = 1024
 """Held-out tasks queued beyond those that are done."""
 
 

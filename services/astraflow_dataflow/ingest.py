@@ -11,7 +11,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from astraflow.errors import AstraflowError, InvalidArgumentError, PayloadMissingError, UnknownVersionError
+from astraflow.errors import (
+    AstraflowError,
+    InvalidArgumentError,
+    PayloadMissingError,
+    UnavailableError,
+    UnknownVersionError,
+)
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow import evaluation
 from astraflow_dataflow.records import CommitReply, Outcome, PushedEpisode, PushedItem, Refusal
@@ -143,6 +149,11 @@ class Ingest:
             )
         except AstraflowError as error:
             replies = [error] * len(batch)
+        except BaseException:
+            # A defect or a stop: whoever waits must not wait for ever, and may push again.
+            for waiting in batch:
+                _answer(waiting.reply, UnavailableError("the commit was interrupted; push again"))
+            raise
         for waiting, reply in zip(batch, replies, strict=True):
             _answer(waiting.reply, reply)
         return [

@@ -7,7 +7,6 @@ run two over one Redis. Called by `__main__`, and by tests that want a server in
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,14 +133,19 @@ class Dataflow:
         ]
 
     async def status(self) -> Mapping[str, object]:
-        """What /status shows: the Status answer of every run."""
-        runs = {}
-        for run_id in await self.store.runs.ids():
+        """What /status shows: the Status answer of every run, or why this process cannot give it."""
+        runs = {run_id: await self._status_of(run_id) for run_id in await self.store.runs.ids()}
+        return {"pid": os.getpid(), "runs": runs}
+
+    async def _status_of(self, run_id: str) -> Mapping[str, object]:
+        try:
             message = await self.reporting.status(await self.registry.get(run_id))
-            runs[run_id] = MessageToDict(
-                message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-            )
-        return {"pid": os.getpid(), "runs": json.loads(json.dumps(runs))}
+        except AstraflowError as error:
+            return {"error": error.reason, "message": error.message}
+        shown: dict[str, object] = MessageToDict(
+            message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        return shown
 
 
 class RunKeeper:
