@@ -288,7 +288,7 @@ class DevelopmentRun:
             observation,
             wall_s=time.monotonic() - self._started,
             peak_pss_bytes=self._memory.peak_bytes,
-            goal_met=None if goal is None else self._goal_met,
+            goal_met=None if goal is None else self._goal_met or goal.met(observation),
             data_dir=str(self._folder.root),
         )
 
