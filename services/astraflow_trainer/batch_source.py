@@ -1,8 +1,8 @@
 """Where a trainer's batches come from: BatchService, with the lease kept alive while a batch is in hand.
 
 Invariant: a batch is used only under the epoch that claimed the policy, its intent is recorded before
-training and its ledger line after the ack; a FENCED answer anywhere ends the trainer. Called by the training
-loop, from its thread.
+training, and its ledger line is written before the ack, so that nothing acked is missing from the ledger; a
+FENCED answer ends the trainer. Called by the training loop, from its thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from google.protobuf.duration_pb2 import Duration
 from astraflow.client import Client
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
-from astraflow.errors import InternalError, RetryableError
+from astraflow.errors import AstraflowError, InternalError, RetryableError
 from astraflow.plugins import VersionSpan
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
@@ -207,6 +207,10 @@ class BatchSource:
             except RetryableError as error:
                 # Expiry only raises an alarm at the server; the next renewal, or the ack, will tell.
                 log.warning("batch.renewal_failed", step=step, reason=error.reason)
+            except AstraflowError as error:
+                # Fenced, most likely: the training thread hears the same from its next call, and raises it.
+                log.warning("batch.renewal_refused", step=step, reason=error.reason, message=error.message)
+                return
 
     def _ack(self, batch: StepBatch, stage: batch_service_pb2.BatchStage.ValueType) -> None:
         self._client.call(

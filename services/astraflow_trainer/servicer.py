@@ -68,12 +68,16 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         """Stream finished steps until training has ended."""
         after = request.after_step
         while True:
-            for record in self._progress.records_after(after):
+            # Asked before the records: a slow reader would otherwise miss those of the time it took to read.
+            finished = self._progress.state.phase is Phase.FINISHED
+            records = self._progress.records_after(after)
+            for record in records:
                 after = record.step
                 yield _as_message(record)
-            if self._progress.state.phase is Phase.FINISHED:
+            if finished:
                 return
-            await self._progress.changed(timeout_s=_WATCH_POLL_S)
+            if not records:
+                await self._progress.changed(timeout_s=_WATCH_POLL_S)
 
 
 def _as_message(record: StepRecord) -> trainer_service_pb2.WatchMetricsResponse:

@@ -1,0 +1,241 @@
+"""A dataflow server as a trainer sees it, following a test's script over real gRPC on loopback.
+
+It hands out one batch of two trajectories per step, answers as told, and writes one event per call
+(`intent 3`) into a list that a test may share with its other parts, so that the order across them can be seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+from grpc_status import rpc_status
+
+from astraflow._status import to_status
+from astraflow.client import Client, RetryPolicy
+from astraflow.columns import Columns, encode_columns
+from astraflow.dataflow.v1 import (
+    batch_pb2,
+    batch_service_pb2,
+    batch_service_pb2_grpc,
+    run_pb2,
+    run_service_pb2,
+    run_service_pb2_grpc,
+    version_pb2,
+    version_service_pb2,
+    version_service_pb2_grpc,
+)
+from astraflow.errors import AstraflowError
+from astraflow.rollout.v1 import task_pb2
+from support.scripted_dataflow import POLICY, RECIPE, RUN_ID
+
+PATIENCE_S = 15.0
+FAST = RetryPolicy(total_s=10.0, first_wait_s=0.01, max_wait_s=0.05)
+BATCH_SIZE = 2
+_STAGES = {
+    batch_service_pb2.BATCH_STAGE_INTENT: "intent",
+    batch_service_pb2.BATCH_STAGE_TRAINED: "trained",
+    batch_service_pb2.BATCH_STAGE_SKIPPED: "skipped",
+}
+
+
+def eventually(holds: Callable[[], object], *, what: str) -> None:
+    """Wait until `holds` is true, for code in other threads; fails naming `what` was waited for."""
+    never = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.005)):
+        if holds():
+            return
+        never.wait(0.005)
+    raise AssertionError(f"not within {PATIENCE_S} s: {what}")
+
+
+@dataclass
+class ScriptedBatches(
+    batch_service_pb2_grpc.BatchServiceServicer,
+    run_service_pb2_grpc.RunServiceServicer,
+    version_service_pb2_grpc.VersionServiceServicer,
+):
+    """The script and the record. Fields may be changed at any time."""
+
+    epoch: int = 3
+    last_finished_step: int = 0
+    """Steps up to this one are handed out as trained by an earlier process."""
+    last_durable_step: int = 0
+    version: int | None = None
+    batch_lease_s: float = 60.0
+    empty_polls: deque[str] = field(default_factory=deque)
+    """What the next polls for a batch wait for; afterwards there is one."""
+    num_lost: int = 0
+    """Payloads of each batch, from its end, that never arrive."""
+    faults: dict[str, deque[AstraflowError]] = field(default_factory=dict)
+    """Rpc name to the errors of its next calls."""
+    recipe_yaml: str = RECIPE
+    code: run_pb2.CodeBundle = field(default_factory=run_pb2.CodeBundle)
+    store_uri: str = "file:///nowhere"
+
+    events: list[str] = field(default_factory=list)
+    """What was asked and told, in order."""
+    base_versions: list[int] = field(default_factory=list)
+    """Of each request for a batch."""
+    acks: list[batch_service_pb2.AckBatchRequest] = field(default_factory=list)
+    announced: list[version_pb2.Version] = field(default_factory=list)
+    renewals: list[batch_service_pb2.RenewBatchRequest] = field(default_factory=list)
+    epochs: set[int] = field(default_factory=set)
+    """Epochs under which a trainer acted."""
+
+    def fail(self, rpc: str, *failures: AstraflowError) -> None:
+        """Answer the next calls of `rpc` with these errors."""
+        self.faults.setdefault(rpc, deque()).extend(failures)
+
+    # ------------------------------------------------------------------ the contract
+
+    def ClaimPolicy(
+        self, request: batch_service_pb2.ClaimPolicyRequest, context: Any
+    ) -> batch_service_pb2.ClaimPolicyResponse:
+        self._act("ClaimPolicy", context)
+        self.events.append(f"claim {request.run_id} {request.policy_id} {request.trainer_id}")
+        return batch_service_pb2.ClaimPolicyResponse(
+            trainer_epoch=self.epoch,
+            last_finished_step=self.last_finished_step,
+            last_durable_step=self.last_durable_step,
+            version=self.version,
+            batch_lease_duration=_duration(self.batch_lease_s),
+        )
+
+    def AcquireBatch(
+        self, request: batch_service_pb2.AcquireBatchRequest, context: Any
+    ) -> batch_service_pb2.AcquireBatchResponse:
+        self._act("AcquireBatch", context, epoch=request.trainer_epoch)
+        self.base_versions.append(request.base_version)
+        if self.empty_polls:
+            return batch_service_pb2.AcquireBatchResponse(waiting_for=self.empty_polls.popleft())
+        self.events.append(f"acquire {request.step}")
+        finished = request.step <= self.last_finished_step
+        stage = batch_service_pb2.BATCH_STAGE_TRAINED if finished else None
+        return batch_service_pb2.AcquireBatchResponse(
+            batch=batch_of(request.step, base_version=request.base_version), stage=stage
+        )
+
+    def FetchBatch(
+        self, request: batch_service_pb2.FetchBatchRequest, context: Any
+    ) -> Iterator[batch_service_pb2.FetchBatchResponse]:
+        self._act("FetchBatch", context, epoch=request.trainer_epoch)
+        self.events.append(f"fetch {request.step}")
+        items = batch_of(request.step).items[: BATCH_SIZE - self.num_lost]
+        # In another order than the batch's: rows must not depend on how payloads travel.
+        for item in reversed(items):
+            yield batch_service_pb2.FetchBatchResponse(
+                trajectory_id=item.trajectory_id, body=_payload(item.trajectory_id)
+            )
+
+    def AckBatch(
+        self, request: batch_service_pb2.AckBatchRequest, context: Any
+    ) -> batch_service_pb2.AckBatchResponse:
+        self._act("AckBatch", context, epoch=request.trainer_epoch)
+        self.acks.append(request)
+        self.events.append(f"{_STAGES[request.stage]} {request.step}")
+        return batch_service_pb2.AckBatchResponse(stage=request.stage)
+
+    def RenewBatch(
+        self, request: batch_service_pb2.RenewBatchRequest, context: Any
+    ) -> batch_service_pb2.RenewBatchResponse:
+        self.renewals.append(request)
+        self._act("RenewBatch", context, epoch=request.trainer_epoch)
+        return batch_service_pb2.RenewBatchResponse()
+
+    def MarkDurable(
+        self, request: batch_service_pb2.MarkDurableRequest, context: Any
+    ) -> batch_service_pb2.MarkDurableResponse:
+        self._act("MarkDurable", context, epoch=request.trainer_epoch)
+        self.events.append(f"durable {request.step}")
+        return batch_service_pb2.MarkDurableResponse()
+
+    def GetRun(self, request: run_service_pb2.GetRunRequest, context: Any) -> run_service_pb2.GetRunResponse:
+        self._act("GetRun", context)
+        run = run_pb2.Run(
+            run_id=request.run_id or RUN_ID,
+            recipe_yaml=self.recipe_yaml,
+            code=self.code,
+            store_uri=self.store_uri,
+        )
+        return run_service_pb2.GetRunResponse(run=run)
+
+    def Publish(
+        self, request: version_service_pb2.PublishRequest, context: Any
+    ) -> version_service_pb2.PublishResponse:
+        self._act("Publish", context, epoch=request.version.trainer_epoch)
+        self.announced.append(request.version)
+        self.events.append(f"announce {request.version.step}")
+        return version_service_pb2.PublishResponse()
+
+    def _act(self, rpc: str, context: Any, *, epoch: int | None = None) -> None:
+        if epoch is not None:
+            self.epochs.add(epoch)
+        if self.faults.get(rpc):
+            context.abort_with_status(rpc_status.to_status(to_status(self.faults[rpc].popleft())))
+
+
+def batch_of(step: int, *, base_version: int = 0) -> batch_pb2.Batch:
+    """The batch of a step, always the same."""
+    return batch_pb2.Batch(
+        batch_id=f"b{step}",
+        policy_id=POLICY,
+        step=step,
+        base_version=base_version,
+        items=[
+            batch_pb2.BatchItem(
+                trajectory_id=f"t{step}-{index}",
+                group_id=f"g{step}",
+                task_id=f"task-{step}",
+                num_tokens=3,
+                num_trainable_tokens=2,
+                reward=float(index),
+                min_version=max(0, base_version - index),
+                max_version=base_version,
+            )
+            for index in range(BATCH_SIZE)
+        ],
+        digest=bytes([step]) * 32,
+    )
+
+
+@contextmanager
+def serving(script: ScriptedBatches) -> Iterator[Client]:
+    """A real server on a free loopback port; yields a client of it that retries fast."""
+    server = grpc.server(ThreadPoolExecutor(8))
+    batch_service_pb2_grpc.add_BatchServiceServicer_to_server(script, server)
+    run_service_pb2_grpc.add_RunServiceServicer_to_server(script, server)
+    version_service_pb2_grpc.add_VersionServiceServicer_to_server(script, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with Client(f"127.0.0.1:{port}", retry=FAST) as client:
+            yield client
+    finally:
+        server.stop(0).wait()
+
+
+def _payload(trajectory_id: str) -> bytes:
+    columns = Columns(
+        token_ids=np.asarray([1, 2, 3], dtype=np.int32),
+        loss_mask=np.asarray([False, True, True]),
+        logprobs=np.asarray([0.0, -1.0, -2.0], dtype=np.float32),
+        version_spans=((1, 3, 0),),
+    )
+    trajectory = encode_columns(columns, trajectory_id=trajectory_id)
+    trajectory.sampling.CopyFrom(task_pb2.SamplingParams(temperature=0.5))
+    return trajectory.SerializeToString()
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromMilliseconds(int(seconds * 1000))
+    return duration

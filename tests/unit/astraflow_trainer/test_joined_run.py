@@ -1,0 +1,95 @@
+"""Joining a run: its recipe, policy, store and code, and the code only with leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from astraflow.dataflow.v1 import run_pb2
+from astraflow.errors import InvalidArgumentError, NotFoundError, RecipeError, UnavailableError
+from astraflow.recipe_file import CodeFile, bundle_digest
+from astraflow_trainer.joined_run import JoinedRun, join_run
+from support.scripted_batches import ScriptedBatches, serving
+from support.scripted_dataflow import RECIPE, RUN_ID
+
+SOURCE = b"ANSWER = 42\n"
+DIGEST = bundle_digest([CodeFile("recipe.py", SOURCE)])
+CODE = run_pb2.CodeBundle(files=[run_pb2.CodeFile(path="recipe.py", content=SOURCE)], sha256=DIGEST)
+TWO_POLICIES = RECIPE.replace(
+    "dataflow:", "  critic:\n    model: {path: elsewhere}\n    sampling: {max_new_tokens: 8}\ndataflow:"
+)
+
+
+def _join(
+    script: ScriptedBatches,
+    work_dir: Path,
+    *,
+    run_id: str = "",
+    policy_id: str | None = None,
+    allow_recipe_code: bool = False,
+) -> JoinedRun:
+    with serving(script) as client:
+        return join_run(
+            client,
+            run_id=run_id,
+            policy_id=policy_id,
+            work_dir=work_dir,
+            allow_recipe_code=allow_recipe_code,
+        )
+
+
+def test_the_run_brings_its_recipe_its_store_and_its_only_policy(tmp_path: Path) -> None:
+    joined = _join(ScriptedBatches(store_uri="s3://bucket/run"), tmp_path)
+    assert (joined.run_id, joined.policy_id, joined.store_uri) == (RUN_ID, "solver", "s3://bucket/run")
+    assert joined.recipe.run.steps == 3
+    assert joined.policy.model.path == "somewhere"
+    assert joined.recipe_dir is None
+
+
+def test_a_run_can_be_named(tmp_path: Path) -> None:
+    assert _join(ScriptedBatches(), tmp_path, run_id="run-7").run_id == "run-7"
+
+
+def test_one_of_several_policies_must_be_named(tmp_path: Path) -> None:
+    script = ScriptedBatches(recipe_yaml=TWO_POLICIES)
+    assert _join(script, tmp_path, policy_id="critic").policy.model.path == "elsewhere"
+    with pytest.raises(
+        InvalidArgumentError, match=r"None is not in the recipe, which has solver, critic; .*--policy"
+    ):
+        _join(script, tmp_path)
+
+
+def test_an_unknown_policy_is_refused_even_when_there_is_only_one(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="'judge' is not in the recipe, which has solver"):
+        _join(ScriptedBatches(), tmp_path, policy_id="judge")
+
+
+def test_recipe_code_is_written_only_with_leave(tmp_path: Path) -> None:
+    refused = _join(ScriptedBatches(code=CODE), tmp_path)
+    assert (refused.recipe_dir, list(tmp_path.iterdir())) == (None, [])
+    allowed = _join(ScriptedBatches(code=CODE), tmp_path, allow_recipe_code=True)
+    assert allowed.recipe_dir == tmp_path / "recipe" / DIGEST.hex()
+    assert (allowed.recipe_dir / "recipe.py").read_bytes() == SOURCE
+    assert refused.code_sha256 == allowed.code_sha256 == DIGEST.hex()
+
+
+def test_damaged_recipe_code_is_refused(tmp_path: Path) -> None:
+    damaged = run_pb2.CodeBundle(files=CODE.files, sha256=b"\0" * 32)
+    with pytest.raises(RecipeError, match="digest"):
+        _join(ScriptedBatches(code=damaged), tmp_path, allow_recipe_code=True)
+    assert not list(tmp_path.rglob("*.py"))
+
+
+def test_a_recipe_this_trainer_cannot_read_names_its_run(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=f"run {RUN_ID}"):
+        _join(ScriptedBatches(recipe_yaml=RECIPE.replace("steps: 3", "stepz: 3")), tmp_path)
+
+
+def test_a_server_that_is_still_starting_is_waited_for_and_an_unknown_run_is_not(tmp_path: Path) -> None:
+    script = ScriptedBatches()
+    script.fail("GetRun", UnavailableError("starting"))
+    assert _join(script, tmp_path).run_id == RUN_ID
+    script.fail("GetRun", NotFoundError("no run run-9"))
+    with pytest.raises(NotFoundError, match="run-9"):
+        _join(script, tmp_path, run_id="run-9")

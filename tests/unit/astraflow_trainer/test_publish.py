@@ -1,0 +1,217 @@
+"""Versions leave in order beside training, are committed before announced, and failures reach the trainer."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from astraflow.errors import FencedError, InvalidArgumentError, UnavailableError
+from astraflow_trainer.publish import Announcer, ModelBytes, PublishWorker
+from astraflow_weights.version_writer import CommittedVersion
+from support.scripted_batches import PATIENCE_S, ScriptedBatches, eventually, serving
+from support.scripted_dataflow import POLICY, RUN_ID
+
+FENCED = FencedError("a newer writer holds the log")
+MODEL: ModelBytes = {"weight": np.zeros(2, dtype=np.uint16)}
+
+
+def committed(step: int, *, version: int | None = None) -> CommittedVersion:
+    """What a store says of the version of a step."""
+    return CommittedVersion(
+        version=step if version is None else version,
+        sequence=step + 1,
+        manifest_sha256=bytes([step]) * 32,
+        model_root=b"",
+        writer_epoch=3,
+        step=step,
+        snapshot_bytes=40,
+        delta_bytes=10,
+        num_changed=1,
+        num_elements=4,
+        existed=False,
+    )
+
+
+@dataclass
+class Store:
+    """Commits at once, or when its gate opens; fails as told."""
+
+    events: list[str]
+    gate: threading.Event = field(default_factory=threading.Event)
+    failures: deque[Exception] = field(default_factory=deque)
+    learning_rates: list[float | None] = field(default_factory=list)
+
+    def publish(
+        self, model: ModelBytes, *, step: int, learning_rate: float | None = None
+    ) -> CommittedVersion:
+        assert self.gate.wait(PATIENCE_S)
+        assert model is MODEL
+        if self.failures:
+            raise self.failures.popleft()
+        self.learning_rates.append(learning_rate)
+        self.events.append(f"publish {step}")
+        return committed(step)
+
+
+@dataclass
+class Bench:
+    """A worker between a scripted store and a scripted server."""
+
+    script: ScriptedBatches
+    store: Store
+    worker: PublishWorker
+    published: list[int]
+
+
+@contextmanager
+def _bench(*, max_behind: int = 1, open_gate: bool = True) -> Iterator[Bench]:
+    script = ScriptedBatches()
+    store = Store(script.events)
+    published: list[int] = []
+    if open_gate:
+        store.gate.set()
+    with serving(script) as client:
+        announcer = Announcer(client, run_id=RUN_ID, policy_id=POLICY, epoch=3)
+        worker = PublishWorker(
+            store,
+            announcer,
+            max_behind=max_behind,
+            published=lambda version: published.append(version.version),
+        )
+        try:
+            yield Bench(script, store, worker, published)
+        finally:
+            store.gate.set()
+
+
+def test_an_announcement_carries_what_nodes_verify_and_operators_read() -> None:
+    script = ScriptedBatches()
+    with serving(script) as client:
+        Announcer(client, run_id=RUN_ID, policy_id=POLICY, epoch=3).announce(committed(2, version=7))
+    (version,) = script.announced
+    assert (version.policy_id, version.version, version.sequence, version.step) == (POLICY, 7, 3, 2)
+    assert (version.manifest_sha256, version.trainer_epoch) == (b"\2" * 32, 3)
+    assert (version.snapshot_bytes, version.delta_bytes, version.density) == (40, 10, 0.25)
+
+
+def test_versions_are_committed_then_announced_in_the_order_of_their_steps() -> None:
+    with _bench() as bench, bench.worker as worker:
+        worker.submit(1, MODEL, learning_rate=0.5)
+        worker.submit(2, MODEL)
+        worker.wait_until_done()
+        assert bench.script.events == ["publish 1", "announce 1", "publish 2", "announce 2"]
+        assert bench.published == [1, 2]
+        assert bench.store.learning_rates == [0.5, None]
+
+
+def test_submitting_does_not_wait_for_the_store() -> None:
+    with _bench(open_gate=False) as bench, bench.worker as worker:
+        for step in (1, 2, 3):
+            worker.submit(step, MODEL)
+        assert bench.script.events == []
+        bench.store.gate.set()
+
+
+def test_there_is_room_while_at_most_max_behind_versions_are_unpublished() -> None:
+    waits: list[str] = []
+    with _bench(max_behind=2, open_gate=False) as bench, bench.worker as worker:
+        worker.submit(1, MODEL)
+        worker.submit(2, MODEL)
+        worker.wait_for_room(waiting=lambda: waits.append("two behind"))
+        assert waits == []
+        worker.submit(3, MODEL)
+
+        def open_gate() -> None:
+            waits.append("three behind")
+            bench.store.gate.set()
+
+        worker.wait_for_room(waiting=open_gate)
+        assert waits[0] == "three behind"
+        assert "announce 1" in bench.script.events
+
+
+def test_leaving_waits_for_what_is_queued() -> None:
+    with _bench() as bench:
+        with bench.worker as worker:
+            worker.submit(1, MODEL)
+            worker.submit(2, MODEL)
+        assert bench.published == [1, 2]
+
+
+def test_a_store_that_cannot_answer_now_is_asked_again() -> None:
+    with _bench() as bench, bench.worker as worker:
+        bench.store.failures.append(UnavailableError("store restarts"))
+        worker.submit(1, MODEL)
+        worker.wait_until_done()
+        assert bench.script.events == ["publish 1", "announce 1"]
+
+
+def _publish_all(worker: PublishWorker, *, steps: int) -> None:
+    with worker:
+        for step in range(1, steps + 1):
+            worker.submit(step, MODEL)
+        worker.wait_until_done()
+
+
+def test_a_version_that_is_not_committed_is_not_announced_and_ends_the_trainer() -> None:
+    with _bench() as bench:
+        bench.store.failures.append(FENCED)
+        with pytest.raises(FencedError, match="newer writer"):
+            _publish_all(bench.worker, steps=2)
+        assert bench.script.events == []
+        assert bench.published == []
+
+
+def test_a_refused_announcement_ends_the_trainer_and_is_not_reported_as_published() -> None:
+    with _bench() as bench:
+        bench.script.fail("Publish", InvalidArgumentError("version 1 is already step 9's"))
+        with pytest.raises(InvalidArgumentError, match="already step 9's"):
+            _publish_all(bench.worker, steps=1)
+        assert bench.script.events == ["publish 1"]
+        assert bench.published == []
+
+
+def test_after_a_failure_every_call_raises_it() -> None:
+    with _bench(max_behind=5) as bench:
+        bench.store.failures.append(FENCED)
+        with pytest.raises(FencedError):
+            _publish_all(bench.worker, steps=1)
+        with pytest.raises(FencedError):
+            bench.worker.submit(2, MODEL)
+        with pytest.raises(FencedError):
+            bench.worker.wait_for_room(waiting=lambda: None)
+        with pytest.raises(FencedError):
+            bench.worker.wait_until_done()
+
+
+def test_a_failure_nobody_asked_about_is_raised_on_leaving() -> None:
+    with _bench() as bench:
+        bench.store.failures.append(FENCED)
+
+        def submit_and_leave() -> None:
+            with bench.worker as worker:
+                worker.submit(1, MODEL)
+
+        with pytest.raises(FencedError):
+            submit_and_leave()
+
+
+def test_leaving_with_an_error_does_not_wait_for_the_store() -> None:
+    with _bench(open_gate=False) as bench:
+
+        def submit_and_fail() -> None:
+            with bench.worker as worker:
+                worker.submit(1, MODEL)
+                raise KeyError("training failed")
+
+        with pytest.raises(KeyError, match="training failed"):
+            submit_and_fail()
+        assert bench.published == []
+        bench.store.gate.set()
+        eventually(lambda: bench.published == [1], what="the worker's thread to finish")
