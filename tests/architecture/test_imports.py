@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import subprocess
 import sys
+from collections.abc import Set as AbstractSet
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -100,12 +101,12 @@ def test_lazy_imports_are_seen_too() -> None:
     assert imported_names(ast.parse(source)) == {"redis.asyncio", "torch.nn"}
 
 
-def top_level(names: set[str]) -> set[str]:
+def top_level(names: AbstractSet[str]) -> set[str]:
     """First parts of dotted names."""
     return {name.partition(".")[0] for name in names}
 
 
-def third_party(names: set[str]) -> set[str]:
+def third_party(names: AbstractSet[str]) -> set[str]:
     """Dotted names that come from neither the standard library nor this repository."""
     return {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names | set(roots())}
 

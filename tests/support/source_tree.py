@@ -8,7 +8,7 @@ import ast
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -37,9 +37,13 @@ class Module:
         """The parsed file."""
         return ast.parse(self.source, filename=self.name)
 
-    def imports(self) -> set[str]:
+    @cached_property
+    def _imports(self) -> frozenset[str]:
+        return frozenset(imported_names(self.tree))
+
+    def imports(self) -> frozenset[str]:
         """Dotted names of everything imported anywhere in the file, lazily or not."""
-        return imported_names(self.tree)
+        return self._imports
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Every function and method, nested ones too."""
@@ -71,8 +75,9 @@ def roots() -> dict[str, Path]:
     return {"astraflow": CLIENT_ROOT / "astraflow", **services}
 
 
+@cache
 def modules(folder: Path) -> list[Module]:
-    """Hand-written modules below `folder`, sorted by path."""
+    """Hand-written modules below `folder`, sorted by path; read and parsed once for all tests."""
     return [Module(path) for path in sorted(folder.rglob("*.py")) if not is_generated(path)]
 
 
