@@ -79,6 +79,7 @@ def dev(
     loaded = load_recipe(recipe, overrides=[*(overrides or []), *filter(None, named)])
     if nodes == 0 and Part.RAAS not in (without or []):
         raise InvalidArgumentError("--nodes 0 leaves nobody to run tasks; give at least 1, or --without raas")
+    goal = parse_goal(until) if until else None
     folder = open_run_folder(loaded, data_dir=data_dir)
     configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))
     options = Options(
@@ -89,7 +90,7 @@ def dev(
         store_uri=store,
         grpc_port=port,
         http_port=http_port,
-        goal=parse_goal(until) if until else None,
+        goal=goal,
         timeout_s=timeout,
         without=frozenset(without or ()),
     )

@@ -1,0 +1,147 @@
+"""`astraflow dev` refuses what cannot work before it makes anything, and tells the end of a run by its status."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from astraflow import cli
+from astraflow_launcher.commands import dev
+from astraflow_launcher.development_run import Options, Part
+from astraflow_launcher.observation import Observation
+from astraflow_launcher.summary import Summary, summarize
+from astraflow_launcher.view import View
+
+RECIPE = """
+run: {name: tiny, dataset: "recipe:Data"}
+policies: {solver: {model: {path: some/model}}}
+raas: {reward: "recipe:Reward"}
+"""
+DOCUMENTATION = Path(__file__).parents[4] / "docs" / "launcher.md"
+OPTIONS_OF_DAEMONS = {"--join", "--allow-recipe-code"}
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs `astraflow dev ARGUMENTS` in an empty folder beside a recipe; gives the exit status."""
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(dev, "configure", _close)
+
+    def run_command_line(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["astraflow", "dev", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0)
+
+    return run_command_line
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """The options of runs that would have started; each misses the goal that it has."""
+    seen: list[Options] = []
+
+    class EndedRun:
+        def __init__(self, options: Options, view: View) -> None:
+            del view
+            seen.append(options)
+
+        async def run(self) -> Summary:
+            goal_met = None if seen[-1].goal is None else False
+            return summarize(
+                Observation(),
+                wall_s=1.0,
+                peak_pss_bytes=0,
+                goal_met=goal_met,
+                data_dir=str(seen[-1].folder.root),
+            )
+
+    monkeypatch.setattr(dev, "DevelopmentRun", EndedRun)
+    return seen
+
+
+def _close(role: str, *, log_format: str, stream: TextIO) -> None:
+    """In place of the process's logging, which belongs to the tests."""
+    del role, log_format
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--nodes", "0"), "--nodes 0 leaves nobody to run tasks; give at least 1, or --without raas"),
+        (("--nodes", "65"), "--nodes"),
+        (("--until", "soon"), "--until 'soon' is not a condition; write heldout>=0.7 or reward>=0.9"),
+        (("--set", "dataflow.group_sise=4"), "group_size"),
+        (("--without", "redis"), "'redis' is not one of 'dataflow', 'raas', 'trainer'"),
+        (("--steps", "0"), "--steps"),
+        (("--node", "2"), "--nodes"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_remedy_and_makes_nothing(
+    run: Run,
+    started: list[Options],
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    assert run("../recipe", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert started == []
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_folder_without_a_recipe_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("nowhere") == 2
+    assert "no recipe at nowhere/recipe.yaml" in capsys.readouterr().err
+
+
+def test_help_lists_every_option_of_the_documentation(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    documented = set(re.findall(r"--[a-z][a-z-]*", DOCUMENTATION.read_text())) - OPTIONS_OF_DAEMONS
+    assert len(documented) > 5
+    assert run("--help") == 0
+    shown = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
+    assert documented - shown == set()
+
+
+def test_options_reach_the_run_and_named_keys_the_recipe(run: Run, started: list[Options]) -> None:
+    assert (
+        run("../recipe", "--steps", "3", "--seed", "7", "--nodes", "0", "--without", "raas", "--quiet") == 0
+    )
+    (options,) = started
+    assert (options.loaded.recipe.run.steps, options.loaded.recipe.run.seed) == (3, 7)
+    assert (options.num_nodes, options.without) == (0, frozenset({Part.RAAS}))
+
+
+def test_a_run_ends_with_one_json_object_on_stdout_and_in_its_folder(
+    run: Run, started: list[Options], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("../recipe", "--json", "--data-dir", "data") == 0
+    shown = capsys.readouterr().out
+    assert json.loads(shown)["data_dir"] == str(started[0].folder.root)
+    assert Path("data/summary.json").read_text() == shown
+
+
+def test_without_json_stdout_stays_empty(
+    run: Run, started: list[Options], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("../recipe") == 0
+    assert len(started) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_a_missed_goal_is_status_1(run: Run, started: list[Options]) -> None:
+    assert run("../recipe", "--until", "heldout>=0.7") == 1
+    assert started[0].goal is not None
