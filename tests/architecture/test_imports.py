@@ -4,9 +4,9 @@ import ast
 import importlib.metadata
 import subprocess
 import sys
-from collections.abc import Set as AbstractSet
 import tomllib
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path, PurePosixPath
 
 import pytest
