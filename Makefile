@@ -39,7 +39,7 @@ test: $(TEST_STAMP) ## All tests that need nothing installed by hand, <= 12 min 
 	@$(PYTEST) -q $(if $(T),$(T),$(PARALLEL)) $(ARGS)
 
 unit: $(TEST_STAMP) ## Unit, contract and architecture tests, <= 30 s
-	@$(PYTEST) -q $(PARALLEL) $(UNIT_TESTS) $(ARGS)
+	@$(PYTEST) -q $(PARALLEL) -m 'not ci and not soak and not slow' $(UNIT_TESTS) $(ARGS)
 
 check: lint types proto-check unit ## Everything to run before a commit
 

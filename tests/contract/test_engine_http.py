@@ -15,7 +15,7 @@ from support.tiny_qwen import TinyShape, save_tiny_qwen
 CONTEXT_LENGTH = 4_096
 EMBEDDED = "embedded"
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module", params=[EMBEDDED])

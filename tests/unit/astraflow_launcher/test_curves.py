@@ -12,6 +12,8 @@ from astraflow.dataflow.v1 import version_pb2
 from astraflow_launcher.curves import draw_curves
 from astraflow_launcher.observation import Observation, StepPoint
 
+pytestmark = pytest.mark.slow
+
 
 def _observed(*, rewards: tuple[float, ...]) -> Observation:
     evaluations = [

@@ -25,6 +25,8 @@ from astraflow_launcher.summary import Summary
 from astraflow_launcher.view import QuietView
 from support.scripted_daemons import POLICY, ScriptedServer, serving
 
+pytestmark = pytest.mark.slow
+
 RECIPE = """
 run: {name: tiny, dataset: "recipe:Data"}
 policies: {solver: {model: {path: some/model}}}

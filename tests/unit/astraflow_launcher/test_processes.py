@@ -18,6 +18,8 @@ from astraflow.errors import InternalError, UnavailableError
 from astraflow_kit.lifecycle import ExitCode
 from astraflow_launcher.processes import ChildSpec, Supervisor
 
+pytestmark = pytest.mark.slow
+
 SLEEPS = "import time; time.sleep(60)"
 
 
