@@ -84,7 +84,8 @@ def channel_options() -> list[tuple[str, int]]:
         # its stream limit.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Also the time a connection may take to be made: short ones never succeed over far or busy links.
+        ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
 
