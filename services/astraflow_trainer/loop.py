@@ -73,12 +73,12 @@ class TrainingLoop:
         self._progress = progress
         self._claim = claim
         self._stop = threading.Event()
+        self._step_in_hand = 0
 
     def stop_after_step(self) -> int:
         """Ask the loop to end after the step in progress; returns the last step that will be taken."""
         self._stop.set()
-        state = self._progress.state
-        return state.step + (1 if state.phase is Phase.TRAINING else 0)
+        return max(self._step_in_hand, self._progress.state.step)
 
     def run(self, settings: LoopSettings) -> None:
         """Train to the last step, or until stopped; returns when everything is published and checkpointed."""
@@ -121,6 +121,7 @@ class TrainingLoop:
         )
         if batch is None:
             return None
+        self._step_in_hand = step
         with self._source.kept_alive(batch, lease_s=self._claim.batch_lease_s):
             self._source.record_intent(batch)
             rows = self._source.fetch(batch)

@@ -144,6 +144,21 @@ def test_cosine_schedule_ends_at_its_fraction() -> None:
         ScheduleSettings(decay=Decay.COSINE)
 
 
+def test_linear_schedule_falls_along_a_line_to_its_fraction_and_stays_there() -> None:
+    schedule = ScheduleSettings(warmup_steps=0, decay=Decay.LINEAR, num_steps=10, final_fraction=0.2)
+    factors = [schedule.factor(step) for step in (0, 1, 5, 10, 99)]
+    assert factors == [pytest.approx(expected) for expected in (1.0, 0.92, 0.6, 0.2, 0.2)]
+    with pytest.raises(ValueError, match="a linear schedule needs num_steps of at least 1, not 0"):
+        ScheduleSettings(decay=Decay.LINEAR)
+
+
+def test_linear_decay_runs_during_the_warm_up_too() -> None:
+    schedule = ScheduleSettings(warmup_steps=4, decay=Decay.LINEAR, num_steps=10, final_fraction=0.0)
+    assert [schedule.factor(step) for step in range(5)] == [
+        pytest.approx(expected) for expected in (0.25, 0.5 * 0.9, 0.75 * 0.8, 0.7, 0.6)
+    ]
+
+
 def test_learning_rate_can_be_changed_and_is_checked(make_policy: MakePolicy) -> None:
     optimizer = MasterOptimizer(make_policy(), settings=OptimizerSettings(learning_rate=1.0))
     optimizer.set_learning_rate(0.5)

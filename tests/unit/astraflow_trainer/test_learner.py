@@ -1,0 +1,175 @@
+"""A recipe's trainer section as settings of the compute core, and a tiny policy that resumes bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from astraflow.recipe import AlgorithmSettings, Recipe
+from astraflow.recipe_file import parse_recipe
+from astraflow_trainer.advantages import DR_GRPO, GRPO, RLOO, AdvantageSettings
+from astraflow_trainer.learner import PolicyLearner, loss_settings, step_settings
+from astraflow_trainer.losses import (
+    Aggregation,
+    Cispo,
+    Gspo,
+    M2po,
+    M2poClip,
+    M2poMask,
+    NoTrustRegion,
+    PpoClip,
+    TrustRegion,
+)
+from astraflow_trainer.model import Qwen3Shape, build_causal_lm, save_causal_lm
+from astraflow_trainer.publish import ModelBytes
+from astraflow_trainer.rows import TrainingRow
+from astraflow_trainer.step import Outcome
+from support.scripted_dataflow import RECIPE
+
+MakeRows = Callable[..., list[TrainingRow]]
+SHAPE = Qwen3Shape(
+    vocab_size=32,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    intermediate_size=32,
+    initializer_range=0.3,
+)
+AGGREGATIONS = AlgorithmSettings.model_json_schema()["properties"]["aggregation"]["enum"]
+
+
+def _recipe(*overrides: str) -> Recipe:
+    return parse_recipe(RECIPE, overrides=overrides).recipe
+
+
+@dataclass
+class Bench:
+    """Where learners of one tiny model are made."""
+
+    model_dir: Path
+    checkpoint_dir: Path
+
+    def learner(self, *overrides: str) -> PolicyLearner:
+        recipe = _recipe("trainer.optimizer.warmup_steps=0", *overrides)
+        return PolicyLearner(recipe, model_dir=self.model_dir, checkpoint_dir=self.checkpoint_dir)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_left() -> Iterator[None]:
+    """A learner joins a process group of one and keeps it for the life of the process."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    save_causal_lm(build_causal_lm(SHAPE, seed=0), model_dir)
+    return Bench(model_dir, tmp_path / "checkpoints")
+
+
+def _differing(left: ModelBytes, right: ModelBytes) -> list[str]:
+    assert left.keys() == right.keys()
+    return [name for name in left if not np.array_equal(left[name], right[name])]
+
+
+REGIONS: Mapping[str, TrustRegion] = {
+    "none": NoTrustRegion(),
+    "ppo_clip": PpoClip(low=0.1, high=0.3),
+    "m2po": M2po(budget=0.02),
+    "m2po_clip": M2poClip(budget=0.02),
+    "m2po_mask": M2poMask(budget=0.02),
+    "gspo": Gspo(low=0.1, high=0.3),
+    "cispo": Cispo(max_ratio=1.3),
+}
+
+
+@pytest.mark.parametrize("loss", REGIONS)
+def test_every_loss_of_a_recipe_is_a_trust_region_with_its_bounds(loss: str) -> None:
+    algorithm = AlgorithmSettings.model_validate(
+        {"loss": loss, "clip_low": 0.1, "clip_high": 0.3, "m2_budget": 0.02}
+    )
+    assert loss_settings(algorithm).trust_region == REGIONS[loss]
+
+
+def test_no_loss_of_the_recipe_is_left_out_of_the_table() -> None:
+    allowed = AlgorithmSettings.model_json_schema()["properties"]["loss"]["enum"]
+    assert set(allowed) == set(REGIONS)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_every_aggregation_has_the_recipes_name(aggregation: str) -> None:
+    algorithm = AlgorithmSettings.model_validate({"aggregation": aggregation})
+    assert loss_settings(algorithm).aggregation is Aggregation(aggregation)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("grpo", GRPO), ("dr_grpo", DR_GRPO), ("rloo", RLOO)])
+def test_every_advantage_has_the_recipes_name(name: str, settings: AdvantageSettings) -> None:
+    recipe = _recipe(f"trainer.algorithm.advantage={name}", "trainer.tokens_per_microbatch=640")
+    translated = step_settings(recipe)
+    assert translated.advantages == settings
+    assert translated.tokens_per_microbatch == 640
+
+
+def test_learning_rate_and_warm_up_come_from_the_recipe(bench: Bench, make_rows: MakeRows) -> None:
+    learner = bench.learner("trainer.optimizer.learning_rate=0.01", "trainer.optimizer.warmup_steps=4")
+    rates = [learner.train(make_rows(seed=seed)).learning_rate for seed in range(2)]
+    assert rates == [pytest.approx(0.0025), pytest.approx(0.005)]
+
+
+def test_a_learning_rate_of_zero_publishes_the_weights_it_started_from(
+    bench: Bench, make_rows: MakeRows
+) -> None:
+    learner = bench.learner("trainer.optimizer.learning_rate=0")
+    before = learner.published_bytes()
+    assert learner.train(make_rows()).outcome is Outcome.COMMITTED
+    assert _differing(before, learner.published_bytes()) == []
+
+
+def test_published_bytes_are_a_copy_that_training_does_not_change(bench: Bench, make_rows: MakeRows) -> None:
+    learner = bench.learner("trainer.optimizer.learning_rate=0.01")
+    before = learner.published_bytes()
+    kept = {name: array.copy() for name, array in before.items()}
+    learner.train(make_rows())
+    assert _differing(before, kept) == []
+    assert _differing(before, learner.published_bytes()) != []
+
+
+def test_there_is_nothing_to_restore_before_the_first_checkpoint(bench: Bench) -> None:
+    assert bench.learner().restore() is None
+
+
+def test_a_restored_learner_goes_on_bit_for_bit(bench: Bench, make_rows: MakeRows) -> None:
+    override = "trainer.optimizer.learning_rate=0.01"
+    learner = bench.learner(override)
+    learner.train(make_rows(seed=1))
+    learner.save(step=4, version=3)
+    saved = learner.published_bytes()
+    learner.train(make_rows(seed=2))
+
+    resumed = bench.learner(override)
+    position = resumed.restore()
+    assert position is not None
+    assert (position.step, position.version) == (4, 3)
+    assert _differing(saved, resumed.published_bytes()) == []
+    resumed.train(make_rows(seed=2))
+    assert _differing(learner.published_bytes(), resumed.published_bytes()) == []
+
+
+def test_only_as_many_checkpoints_are_kept_as_the_recipe_says(bench: Bench) -> None:
+    learner = bench.learner("trainer.keep_checkpoints=2")
+    for step in (1, 2, 3):
+        learner.save(step=step, version=step)
+    assert len(list(bench.checkpoint_dir.iterdir())) == 2
+    position = bench.learner().restore()
+    assert position is not None
+    assert position.step == 3

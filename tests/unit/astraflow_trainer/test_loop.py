@@ -1,0 +1,375 @@
+"""The order of a step, what is published and when, replay, stopping, and failures beside training.
+
+Batches come from a scripted server over real gRPC and versions leave through the real worker; the learner and
+the store only write down what they were asked, into the same list of events.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from astraflow.errors import FencedError
+from astraflow_trainer.batch_source import BatchSource, Ledger
+from astraflow_trainer.loop import LoopSettings, TrainingLoop
+from astraflow_trainer.progress import Phase, Progress
+from astraflow_trainer.publish import Announcer, ModelBytes, PublishWorker
+from astraflow_trainer.rows import TrainingRow
+from astraflow_trainer.step import Outcome, SkipReason, StepMetrics
+from astraflow_weights.version_writer import CommittedVersion
+from support.scripted_batches import PATIENCE_S, ScriptedBatches, eventually, serving
+from support.scripted_dataflow import POLICY, RUN_ID
+
+Hook = Callable[[int], object]
+
+
+def _nothing(_step: int) -> None:
+    """The default of every hook."""
+
+
+@dataclass
+class Bookkeeper:
+    """A learner that counts instead of learning; its weights are the number of the last trained step."""
+
+    events: list[str]
+    skips: frozenset[int] = frozenset()
+    on_train: Hook = _nothing
+    on_save: Hook = _nothing
+    _step: int = 0
+
+    def train(self, rows: Sequence[TrainingRow]) -> StepMetrics:
+        self._step = int(rows[0].group_id.removeprefix("g"))
+        self.events.append(f"train {self._step}")
+        self.on_train(self._step)
+        skipped = self._step in self.skips
+        return StepMetrics(
+            outcome=Outcome.SKIPPED if skipped else Outcome.COMMITTED,
+            skip_reason=SkipReason.NO_SIGNAL if skipped else SkipReason.NONE,
+            num_rows=len(rows),
+            num_trained_rows=0 if skipped else len(rows),
+            num_groups=1,
+            num_zero_variance_groups=int(skipped),
+            reward_mean=0.5,
+            num_micro_batches=1,
+            packing_efficiency=1.0,
+            learning_rate=0.25,
+            gradient_norm=2.0,
+            clip_low=0.2,
+            clip_high=0.28,
+            loss=None,
+        )
+
+    def published_bytes(self) -> ModelBytes:
+        return {"weight": np.asarray([self._step], dtype=np.uint16)}
+
+    def save(self, *, step: int, version: int) -> None:
+        self.events.append(f"save {step} at version {version}")
+        self.on_save(step)
+
+
+@dataclass
+class Store:
+    """Numbers versions upwards from `newest`, once per step, when its gate is open."""
+
+    events: list[str]
+    versions: dict[int, int] = field(default_factory=dict)
+    """Step to the version it already has."""
+    newest: int = 0
+    gate: threading.Event = field(default_factory=threading.Event)
+    failure: Exception | None = None
+
+    def publish(
+        self, model: ModelBytes, *, step: int, learning_rate: float | None = None
+    ) -> CommittedVersion:
+        assert self.gate.wait(PATIENCE_S)
+        if self.failure is not None:
+            raise self.failure
+        assert model["weight"].tolist() == [step]
+        existed = step in self.versions
+        self.newest = self.versions.setdefault(step, self.newest + 1)
+        self.events.append(f"publish {step}")
+        return CommittedVersion(
+            version=self.newest,
+            sequence=self.newest,
+            manifest_sha256=bytes(32),
+            model_root=b"",
+            writer_epoch=3,
+            step=step,
+            snapshot_bytes=0,
+            delta_bytes=8,
+            num_changed=1,
+            num_elements=4,
+            existed=existed,
+        )
+
+
+@dataclass
+class Bench:
+    """A loop with everything around it."""
+
+    script: ScriptedBatches
+    learner: Bookkeeper
+    store: Store
+    progress: Progress
+    worker: PublishWorker
+    loop: TrainingLoop
+    ledger_path: Path
+
+    @property
+    def events(self) -> list[str]:
+        return self.script.events
+
+    def about(self, *kinds: str) -> list[str]:
+        """The events of these kinds, in order."""
+        return [event for event in self.events if event.split()[0] in kinds]
+
+    def run(self, *, last_step: int, published_step: int = 0, checkpoint_every_steps: int = 100) -> None:
+        """Run the loop from the first step on, as the server does."""
+        settings = LoopSettings(
+            first_step=1,
+            version=0,
+            last_step=last_step,
+            published_step=published_step,
+            checkpoint_every_steps=checkpoint_every_steps,
+        )
+        with self.worker:
+            self.loop.run(settings)
+
+
+@contextmanager
+def _bench(
+    folder: Path,
+    *,
+    script: ScriptedBatches | None = None,
+    skips: frozenset[int] = frozenset(),
+    max_behind: int = 1,
+    versions: dict[int, int] | None = None,
+) -> Iterator[Bench]:
+    script = script or ScriptedBatches()
+    learner, progress = Bookkeeper(script.events, skips), Progress()
+    store = Store(script.events, dict(versions or {}))
+    store.gate.set()
+    ledger_path = folder / "ledger.jsonl"
+    with serving(script) as client:
+        source = BatchSource(
+            client, run_id=RUN_ID, policy_id=POLICY, trainer_id="t", ledger=Ledger(ledger_path)
+        )
+        claim = source.claim()
+        announcer = Announcer(client, run_id=RUN_ID, policy_id=POLICY, epoch=claim.epoch)
+        worker = PublishWorker(
+            store,
+            announcer,
+            max_behind=max_behind,
+            published=lambda committed: progress.published(committed.version),
+        )
+        loop = TrainingLoop(source=source, learner=learner, publisher=worker, progress=progress, claim=claim)
+        try:
+            yield Bench(script, learner, store, progress, worker, loop, ledger_path)
+        finally:
+            store.gate.set()
+
+
+@contextmanager
+def _in_background(run: Callable[[], None]) -> Iterator[None]:
+    """Run the loop in a thread, as a trainer does; leaving waits for its end, and raises what it raised."""
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(run)
+        yield
+        running.result(PATIENCE_S)
+
+
+def test_a_step_is_announced_to_the_server_before_and_after_training_and_then_published(
+    tmp_path: Path,
+) -> None:
+    with _bench(tmp_path) as bench:
+        bench.run(last_step=1)
+        assert bench.about("acquire", "intent", "fetch", "train", "trained", "publish", "announce") == [
+            "acquire 1",
+            "intent 1",
+            "fetch 1",
+            "train 1",
+            "trained 1",
+            "publish 1",
+            "announce 1",
+        ]
+
+
+def test_each_step_starts_from_the_version_of_the_one_before(tmp_path: Path) -> None:
+    with _bench(tmp_path) as bench:
+        bench.run(last_step=3)
+        assert bench.script.base_versions == [0, 1, 2]
+        assert bench.about("announce") == ["announce 1", "announce 2", "announce 3"]
+        state = bench.progress.state
+        assert (state.phase, state.step, state.version) == (Phase.FINISHED, 3, 3)
+
+
+def test_a_skipped_step_publishes_nothing_and_keeps_the_version(tmp_path: Path) -> None:
+    with _bench(tmp_path, skips=frozenset({2})) as bench:
+        bench.run(last_step=3)
+        assert bench.script.base_versions == [0, 1, 1]
+        assert bench.about("trained", "skipped") == ["trained 1", "skipped 2", "trained 3"]
+        assert bench.about("publish") == ["publish 1", "publish 3"]
+        assert [record.version for record in bench.progress.records_after(0)] == [1, None, 2]
+
+
+def test_a_finished_step_leaves_its_numbers(tmp_path: Path) -> None:
+    with _bench(tmp_path, skips=frozenset({2})) as bench:
+        bench.run(last_step=2)
+        first, second = bench.progress.records_after(0)
+    assert first.metrics["reward_mean"] == 0.5
+    assert first.metrics["learning_rate"] == 0.25
+    assert (first.metrics["num_trajectories"], first.metrics["num_tokens"]) == (2.0, 6.0)
+    # The second trajectory of step 2 began one version before the step's.
+    assert (second.metrics["staleness_mean"], second.metrics["staleness_max"]) == (0.5, 1.0)
+    assert (first.metrics["skipped"], second.metrics["skipped"]) == (0.0, 1.0)
+    assert first.wait_s >= 0.0
+    assert first.train_s >= 0.0
+
+
+def test_a_stop_request_ends_training_after_the_step_in_progress(tmp_path: Path) -> None:
+    answers: list[int] = []
+    with _bench(tmp_path) as bench:
+        bench.learner.on_train = lambda step: (
+            answers.append(bench.loop.stop_after_step()) if step == 2 else None
+        )
+        bench.run(last_step=50)
+        assert answers == [2]
+        assert bench.about("acquire") == ["acquire 1", "acquire 2"]
+        assert bench.about("announce") == ["announce 1", "announce 2"]
+        assert bench.events[-1] == "durable 2"
+        assert bench.progress.state.phase is Phase.FINISHED
+
+
+def test_a_stop_request_during_a_checkpoint_names_the_step_it_covers(tmp_path: Path) -> None:
+    answers: list[int] = []
+    with _bench(tmp_path) as bench:
+        bench.learner.on_save = lambda _: answers.append(bench.loop.stop_after_step())
+        bench.run(last_step=50, checkpoint_every_steps=3)
+        assert answers == [3]
+        assert bench.progress.state.step == 3
+
+
+def test_a_stop_request_while_waiting_for_a_batch_takes_no_further_step(tmp_path: Path) -> None:
+    script = ScriptedBatches()
+    with _bench(tmp_path, script=script) as bench:
+        bench.learner.on_train = lambda _: script.empty_polls.extend(["ready_groups"] * 10_000)
+        with _in_background(lambda: bench.run(last_step=50)):
+            eventually(lambda: bench.progress.state.waiting_for == "ready_groups", what="an empty poll")
+            assert bench.loop.stop_after_step() == 1
+        assert bench.about("train", "durable") == ["train 1", "durable 1"]
+
+
+def test_a_stop_request_before_the_first_step_does_nothing_at_all(tmp_path: Path) -> None:
+    with _bench(tmp_path) as bench:
+        assert bench.loop.stop_after_step() == 0
+        bench.run(last_step=50)
+        assert bench.about("acquire", "train", "save", "durable") == []
+        assert bench.progress.state.phase is Phase.FINISHED
+
+
+@pytest.mark.parametrize("max_behind", [1, 3])
+def test_no_step_starts_while_more_than_max_behind_versions_are_unpublished(
+    tmp_path: Path, max_behind: int
+) -> None:
+    with _bench(tmp_path, max_behind=max_behind) as bench:
+        bench.store.gate.clear()
+        with _in_background(lambda: bench.run(last_step=max_behind + 3)):
+            trained = f"trained {max_behind + 1}"
+            eventually(
+                lambda: trained in bench.events and bench.progress.state.waiting_for == "publish",
+                what="the loop to wait for publishing",
+            )
+            assert len(bench.about("train")) == max_behind + 1
+            assert bench.progress.state.phase is Phase.WAITING
+            assert bench.about("acquire")[-1] == f"acquire {max_behind + 1}"
+            bench.store.gate.set()
+        assert len(bench.about("announce")) == max_behind + 3
+
+
+def test_a_step_is_durable_only_after_its_checkpoint_and_its_announcement(tmp_path: Path) -> None:
+    with _bench(tmp_path) as bench:
+        bench.store.gate.clear()
+        # The checkpoint exists before its version does: only then may the version leave.
+        bench.learner.on_save = lambda _: bench.store.gate.set()
+        bench.run(last_step=1, checkpoint_every_steps=1)
+        assert bench.about("save", "announce", "durable") == [
+            "save 1 at version 1",
+            "announce 1",
+            "durable 1",
+        ]
+
+
+def test_checkpoints_come_at_their_interval_and_at_the_end(tmp_path: Path) -> None:
+    with _bench(tmp_path, skips=frozenset({4})) as bench:
+        bench.run(last_step=5, checkpoint_every_steps=2)
+        assert bench.about("save") == ["save 2 at version 2", "save 4 at version 3", "save 5 at version 4"]
+        assert bench.about("durable") == ["durable 2", "durable 4", "durable 5"]
+
+
+def test_an_end_that_a_checkpoint_covers_needs_no_other(tmp_path: Path) -> None:
+    with _bench(tmp_path) as bench:
+        bench.run(last_step=4, checkpoint_every_steps=2)
+        assert bench.about("durable") == ["durable 2", "durable 4"]
+
+
+def test_replayed_steps_are_trained_again_but_neither_acked_nor_published_again(tmp_path: Path) -> None:
+    """Steps 1 to 3 were acked, and step 2 published, before the process died without a checkpoint."""
+    script = ScriptedBatches(last_finished_step=3)
+    with _bench(tmp_path, script=script, versions={2: 2}) as bench:
+        bench.run(last_step=4, published_step=2)
+        assert bench.about("train") == ["train 1", "train 2", "train 3", "train 4"]
+        assert bench.about("intent", "trained") == ["intent 4", "trained 4"]
+        assert bench.about("publish") == ["publish 2", "publish 3", "publish 4"]
+        assert bench.script.base_versions == [0, 1, 2, 3]
+        ledger = [json.loads(line)["step"] for line in bench.ledger_path.read_text().splitlines()]
+        assert ledger == [1, 2, 3, 4]
+
+
+def test_after_a_replay_with_other_bytes_the_next_step_starts_from_the_version_they_got(
+    tmp_path: Path,
+) -> None:
+    """A GPU may round otherwise the second time: the store then gives the replayed step a number of its own."""
+    script = ScriptedBatches(last_finished_step=2)
+    with _bench(tmp_path, script=script, versions={2: 7}) as bench:
+        bench.run(last_step=3, published_step=2)
+        assert bench.script.base_versions == [0, 1, 7]
+        assert bench.progress.state.version == 8
+
+
+def test_a_failing_publisher_ends_the_loop(tmp_path: Path) -> None:
+    with _bench(tmp_path) as bench:
+        bench.store.failure = FencedError("a newer writer holds the log")
+        with pytest.raises(FencedError, match="newer writer"):
+            bench.run(last_step=50)
+        assert len(bench.about("train")) <= 2
+        assert bench.about("announce", "durable") == []
+        assert bench.progress.state.phase is not Phase.FINISHED
+
+
+def test_a_failing_publisher_ends_a_loop_that_waits_for_it(tmp_path: Path) -> None:
+    with _bench(tmp_path) as bench:
+        bench.store.gate.clear()
+        bench.store.failure = FencedError("a newer writer holds the log")
+        bench.learner.on_save = lambda _: bench.store.gate.set()
+        with pytest.raises(FencedError, match="newer writer"):
+            bench.run(last_step=50, checkpoint_every_steps=1)
+        assert bench.about("save", "durable") == ["save 1 at version 1"]
+
+
+def test_a_step_fenced_at_its_ack_is_not_published(tmp_path: Path) -> None:
+    with _bench(tmp_path) as bench:
+        bench.learner.on_train = lambda _: bench.script.fail(
+            "AckBatch", FencedError("epoch 4 has the policy")
+        )
+        with pytest.raises(FencedError, match="epoch 4"):
+            bench.run(last_step=5)
+        assert bench.about("train", "trained", "publish") == ["train 1"]
+        assert bench.progress.records_after(0) == []
