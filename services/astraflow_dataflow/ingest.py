@@ -20,7 +20,7 @@ from astraflow.errors import (
 )
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow import evaluation
-from astraflow_dataflow.records import CommitReply, Outcome, PushedEpisode, PushedItem, Refusal
+from astraflow_dataflow.records import CommitReply, CompleteTask, Outcome, PushedEpisode, PushedItem, Refusal
 from astraflow_dataflow.runs import RunContext, RunRegistry
 from astraflow_dataflow.settling import Settling
 from astraflow_dataflow.stores import Store
@@ -78,8 +78,8 @@ class Ingest:
                 batch = [await self._queue.get()]
                 while len(batch) < EPISODES_PER_PIPELINE and not self._queue.empty():
                     batch.append(self._queue.get_nowait())
-                for task_id in await self._commit(batch):
-                    settlers.create_task(self._settle(task_id), name=f"settle {task_id}")
+                for task in await self._commit(batch):
+                    settlers.create_task(self._settle(task), name=f"settle {task.task_id}")
 
     async def push(self, episode: trajectory_pb2.Episode) -> PushOutcome:
         """Take one episode in and return what became of it, after the commit.
@@ -136,7 +136,7 @@ class Ingest:
         reason = committed.detail if committed.outcome in (Outcome.POISON, Outcome.LATE_CLOSED) else ""
         return PushOutcome(outcome=committed.outcome, reason=reason)
 
-    async def _commit(self, batch: Sequence[_Waiting]) -> list[str]:
+    async def _commit(self, batch: Sequence[_Waiting]) -> list[CompleteTask]:
         """Commit a batch, answer its pushers, and return the tasks it completed."""
         failpoints.hit("dataflow.storing")
         episodes = [waiting.episode for waiting in batch]
@@ -156,18 +156,14 @@ class Ingest:
             raise
         for waiting, reply in zip(batch, replies, strict=True):
             _answer(waiting.reply, reply)
-        return [
-            waiting.episode.task_id
-            for waiting, reply in zip(batch, replies, strict=True)
-            if isinstance(reply, CommitReply) and reply.settle
-        ]
+        return [reply.completed for reply in replies if isinstance(reply, CommitReply) and reply.completed]
 
-    async def _settle(self, task_id: str) -> None:
+    async def _settle(self, task: CompleteTask) -> None:
         try:
-            await self._settling.settle(self._context, task_id)
+            await self._settling.settle(self._context, task)
         except AstraflowError as error:
             # The task stays listed as unsettled: the conductor settles it.
-            log.warning("group.settle_postponed", task_id=task_id, message=error.message)
+            log.warning("group.settle_postponed", task_id=task.task_id, message=error.message)
 
     async def _quarantine(self, episode: trajectory_pb2.Episode, problem: Problem) -> PushOutcome:
         refusal = Refusal(

@@ -12,7 +12,7 @@ from astraflow_dataflow.keys import RUNS_KEY, SCHEMA_VERSION, lua_table
 
 LIBRARY = f"astraflow_{SCHEMA_VERSION}"
 
-_ORDER = ("prelude", "tasks", "pushes", "settle", "batches", "versions", "runs", "audit")
+_ORDER = ("prelude", "tasks", "settle", "pushes", "batches", "versions", "runs", "audit")
 
 # Read only: allowed on replicas and when memory is full.
 _READS = ("members", "unsettled", "batch", "releasable", "late_batches", "audit", "supply")

@@ -138,15 +138,6 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommitReply:
-    """What became of a commit; `outcome` None means that the payload is gone and the push must be repeated."""
-
-    outcome: Outcome | None
-    detail: str = ""
-    settle: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class CompleteTask:
     """A complete task before its groups are judged: `headers` are serialized TrajectoryHeaders by trajectory id."""
 
@@ -158,6 +149,16 @@ class CompleteTask:
     group_size: int
     num_finished: int
     headers: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitReply:
+    """What became of a commit; `outcome` None means that the payload is gone and the push must be repeated."""
+
+    outcome: Outcome | None
+    detail: str = ""
+    completed: CompleteTask | None = None
+    """The task, when this commit completed it and it waits to be settled."""
 
 
 @dataclass(frozen=True, kw_only=True)

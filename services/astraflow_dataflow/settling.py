@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from astraflow_dataflow.groups import judge
+from astraflow_dataflow.records import CompleteTask
 from astraflow_dataflow.runs import RunContext
 from astraflow_dataflow.stores import Store
 from astraflow_kit.log import get_logger
@@ -30,13 +31,12 @@ class Settling:
     store: Store
     metrics: Metrics
 
-    async def settle(self, context: RunContext, task_id: str) -> bool:
-        """Settle one complete task. Returns False when there was nothing to do."""
-        task = await self.store.episodes.complete_task(context.run_id, task_id)
-        if task is None:
-            return False
+    async def settle(self, context: RunContext, task: CompleteTask) -> bool:
+        """Settle one complete task. Returns False when another server was first."""
         verdicts = judge(task, context.rules)
-        acted = await self.store.episodes.settle(context.run_id, task_id, verdicts, tombstone_s=TOMBSTONE_S)
+        acted = await self.store.episodes.settle(
+            context.run_id, task.task_id, verdicts, tombstone_s=TOMBSTONE_S
+        )
         if acted:
             for verdict in verdicts:
                 self.metrics.increment(
@@ -49,5 +49,7 @@ class Settling:
         """Settle tasks that whoever completed them did not. Returns how many."""
         left = await self.store.episodes.unsettled(context.run_id, least_age_s=least_age_s, limit=_PER_SWEEP)
         for task_id in left:
-            await self.settle(context, task_id)
+            task = await self.store.episodes.complete_task(context.run_id, task_id)
+            if task is not None:
+                await self.settle(context, task)
         return len(left)

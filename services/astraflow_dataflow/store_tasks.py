@@ -151,7 +151,10 @@ class EpisodeStore:
             for item in episode.items
         ]
         replies = await self._connection.call_many(keys, calls, payloads=payloads)
-        return [reply if isinstance(reply, AstraflowError) else _commit_reply(reply) for reply in replies]
+        return [
+            reply if isinstance(reply, AstraflowError) else _commit_reply(episode.task_id, reply)
+            for episode, reply in zip(episodes, replies, strict=True)
+        ]
 
     async def quarantine(self, run_id: str, refusal: Refusal) -> tuple[Outcome, str]:
         """Count and keep a refused episode. Returns (outcome, reason): a repeated one keeps its first answer."""
@@ -174,17 +177,7 @@ class EpisodeStore:
     async def complete_task(self, run_id: str, task_id: str) -> CompleteTask | None:
         """Return a complete task that waits to be settled, or None when it does not."""
         reply = as_list(await self._connection.call(Keys(run_id), "members", task_id))
-        if not reply:
-            return None
-        credited, held = as_text(reply[1]), as_list(reply[4])
-        return CompleteTask(
-            task_id=task_id,
-            why=as_text(reply[0]),
-            credited=None if credited == "*" else frozenset(filter(None, credited.split("\n"))),
-            group_size=as_int(reply[2]),
-            num_finished=as_int(reply[3]),
-            headers={as_text(key): as_bytes(value) for key, value in zip(held[::2], held[1::2], strict=True)},
-        )
+        return _complete_task(task_id, reply)
 
     async def settle(
         self, run_id: str, task_id: str, verdicts: Sequence[GroupVerdict], *, tombstone_s: float
@@ -245,11 +238,25 @@ def _commit_arguments(episode: PushedEpisode, *, horizon_s: float) -> tuple[Argu
     return tuple(arguments)
 
 
-def _commit_reply(reply: Reply) -> CommitReply:
+def _complete_task(task_id: str, fields: list[Reply]) -> CompleteTask | None:
+    if not fields:
+        return None
+    credited, held = as_text(fields[1]), as_list(fields[4])
+    return CompleteTask(
+        task_id=task_id,
+        why=as_text(fields[0]),
+        credited=None if credited == "*" else frozenset(filter(None, credited.split("\n"))),
+        group_size=as_int(fields[2]),
+        num_finished=as_int(fields[3]),
+        headers={as_text(key): as_bytes(value) for key, value in zip(held[::2], held[1::2], strict=True)},
+    )
+
+
+def _commit_reply(task_id: str, reply: Reply) -> CommitReply:
     fields = as_list(reply)
     outcome = as_text(fields[0])
     return CommitReply(
         outcome=None if outcome == "RETRY" else Outcome(outcome),
         detail=as_text(fields[1]),
-        settle=as_int(fields[2]) == 1,
+        completed=_complete_task(task_id, as_list(fields[2])),
     )

@@ -12,7 +12,7 @@ local function turn_away(P, task, known, episode, outcome, reason, items, detail
   count(P, 'ingested', n)
   count(P, 'dropped:' .. reason, n)
   if known then call('HSET', K.task(P, task), 'r' .. episode, outcome .. ' ' .. (detail or '')) end
-  return { outcome, detail or '', 0 }
+  return { outcome, detail or '', {} }
 end
 
 local function parse_items(a, from)
@@ -53,7 +53,7 @@ local function accept_training(P, task, episode, items)
   count(P, 'assembling', #items)
 end
 
--- Ends a task whose last member came. Returns 1 when the caller must settle it.
+-- Ends a task whose last member came. Returns it when the caller must settle it, else {}.
 local function complete_task(P, task, evaluation, failed, node)
   end_lease(P, task, 'group_closed', node)
   if evaluation ~= '' then
@@ -61,13 +61,13 @@ local function complete_task(P, task, evaluation, failed, node)
     entomb(P, task, 86400000)
     call('HINCRBY', K.evaluation(P, evaluation), failed and 'failed' or 'done', 1)
     finish_evaluation(P, evaluation)
-    return 0
+    return {}
   end
   call('HSET', K.task(P, task), 'state', 'complete', 'why', '')
   call('ZREM', K.open(P), task)
   call('ZREM', K.retry(P, TRAIN), task)
   call('ZADD', K.settling(P), now_ms(), task)
-  return 1
+  return complete_task_of(P, task)
 end
 
 -- Why a stored payload or an id forbids the commit: 'RETRY', 'POISON', or nil.
@@ -82,7 +82,7 @@ local function unusable(P, episode, items)
 end
 
 -- commit: task, member, attempt, episode, node, '1' hedge, '1' failed, horizon ms, then id, policy, reward, header per trajectory.
--- Returns { outcome, detail, 1 when the task waits to be settled }.
+-- Returns { outcome, detail, the task when this completed it and it waits to be settled }.
 local function commit(keys, a)
   local P, task, episode, node = keys[1], a[1], a[4], a[5]
   local T, items = K.task(P, task), parse_items(a, 9)
@@ -91,10 +91,10 @@ local function commit(keys, a)
   local is_evaluation = f[4] and f[4] ~= ''
   for _, item in ipairs(items) do item.stored = not is_evaluation end
   if not state then return turn_away(P, task, false, episode, 'LATE_CLOSED', 'late_closed', items, 'unknown_task') end
-  if member and string.sub(member, 2) == episode then return { 'DUPLICATE', '', 0 } end
+  if member and string.sub(member, 2) == episode then return { 'DUPLICATE', '', {} } end
   if f[6] then
     local outcome, detail = string.match(f[6], '^(%S+) (.*)$')
-    return { outcome, detail, 0 }
+    return { outcome, detail, {} }
   end
   if tonumber(a[2]) >= tonumber(f[3]) then
     return turn_away(P, task, true, episode, 'POISON', 'poison', items, 'member_out_of_range')
@@ -110,12 +110,12 @@ local function commit(keys, a)
     return turn_away(P, task, true, episode, 'LATE_CLOSED', 'late_closed', items)
   end
   local bad = not is_evaluation and unusable(P, episode, items)
-  if bad == 'RETRY' then return { 'RETRY', '', 0 } end
+  if bad == 'RETRY' then return { 'RETRY', '', {} } end
   if bad == 'POISON' then return turn_away(P, task, true, episode, 'POISON', 'poison', items, 'duplicate_id') end
   call('HSET', T, 'm' .. a[2], (a[7] == '1' and 'x' or 'f') .. episode)
   if is_evaluation then accept_evaluation(P, f[4], items) else accept_training(P, task, episode, items) end
   credit_node(P, node, items)
-  local settle = 0
+  local settle = {}
   if call('HINCRBY', T, 'left', -1) == 0 then
     settle = complete_task(P, task, f[4], a[7] == '1', node)
   else

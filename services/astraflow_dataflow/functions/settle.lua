@@ -1,18 +1,22 @@
 -- Groups: what becomes of a complete task. The server reads the members, asks the filters and calls settle; a crash in
 -- between leaves the task in `settling`, where any server finds it again.
 
--- members: task. Returns { why, credited, size, finished, { id, header, id, header... } } of a complete task, or {} when there is none.
-local function members(keys, a)
-  local P, T = keys[1], K.task(keys[1], a[1])
-  local f = call('HMGET', T, 'state', 'why', 'credited', 'size', 'left')
+-- A complete task as { why, credited, size, finished, { id, header, id, header... } }, or {} when it is not complete.
+local function complete_task_of(P, task)
+  local T = K.task(P, task)
+  local f = call('HMGET', T, 'state', 'why', 'credited', 'size')
   if f[1] ~= 'complete' then return {} end
-  local finished = 0
-  local names = {}
+  local finished, names = 0, {}
   for i = 0, tonumber(f[4]) - 1 do names[#names + 1] = 'm' .. i end
   for _, member in ipairs(call('HMGET', T, unpack(names))) do
     if member and string.sub(member, 1, 1) == 'f' then finished = finished + 1 end
   end
-  return { f[2] or '', f[3] or '*', f[4], finished, call('HGETALL', K.members(P, a[1])) }
+  return { f[2] or '', f[3] or '*', f[4], finished, call('HGETALL', K.members(P, task)) }
+end
+
+-- members: task. Returns a complete task, or {}.
+local function members(keys, a)
+  return complete_task_of(keys[1], a[1])
 end
 
 local function judge(P, policy, kept, sum, n)
