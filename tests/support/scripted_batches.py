@@ -119,7 +119,9 @@ class ScriptedBatches(
             return batch_service_pb2.AcquireBatchResponse(waiting_for=self.empty_polls.popleft())
         self.events.append(f"acquire {request.step}")
         finished = request.step <= self.last_finished_step
-        stage = batch_service_pb2.BATCH_STAGE_TRAINED if finished else None
+        stage = (
+            batch_service_pb2.BATCH_STAGE_TRAINED if finished else batch_service_pb2.BATCH_STAGE_UNSPECIFIED
+        )
         return batch_service_pb2.AcquireBatchResponse(
             batch=batch_of(request.step, base_version=request.base_version), stage=stage
         )

@@ -35,8 +35,7 @@ async def _serving(
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = trainer_service_pb2_grpc.TrainerServiceStub(channel)
-            yield cast("trainer_service_pb2_grpc.TrainerServiceAsyncStub", stub)
+            yield trainer_service_pb2_grpc.TrainerServiceStub(channel)
     finally:
         await server.stop(None)
 
