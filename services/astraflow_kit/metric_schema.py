@@ -40,29 +40,47 @@ _ENTRIES = (
     Metric("astraflow_rpcs_active", Kind.GAUGE, "Rpcs in progress, streams included.", ("rpc",)),
     # dataflow
     Metric("astraflow_dataflow_pushes_total", Kind.COUNTER, "Pushed episodes by outcome.", ("outcome",)),
-    Metric("astraflow_dataflow_push_seconds", Kind.HISTOGRAM, "From a push's arrival to its committed answer."),
+    Metric(
+        "astraflow_dataflow_push_seconds", Kind.HISTOGRAM, "From a push's arrival to its committed answer."
+    ),
     Metric("astraflow_dataflow_leases_total", Kind.COUNTER, "Leases given, by purpose.", ("purpose",)),
     Metric("astraflow_dataflow_leases_expired_total", Kind.COUNTER, "Leases that were not renewed in time."),
-    Metric("astraflow_dataflow_groups_total", Kind.COUNTER, "Settled groups by verdict.", ("policy", "verdict")),
+    Metric(
+        "astraflow_dataflow_groups_total", Kind.COUNTER, "Settled groups by verdict.", ("policy", "verdict")
+    ),
     Metric("astraflow_dataflow_steps_total", Kind.COUNTER, "Stages of steps recorded.", ("policy", "stage")),
     Metric("astraflow_dataflow_version", Kind.GAUGE, "Newest announced version.", ("policy",)),
-    Metric("astraflow_dataflow_ready_groups", Kind.GAUGE, "Complete groups that no batch has taken.", ("policy",)),
-    Metric("astraflow_dataflow_outstanding_groups", Kind.GAUGE, "Groups leased and not complete.", ("policy",)),
+    Metric(
+        "astraflow_dataflow_ready_groups", Kind.GAUGE, "Complete groups that no batch has taken.", ("policy",)
+    ),
+    Metric(
+        "astraflow_dataflow_outstanding_groups", Kind.GAUGE, "Groups leased and not complete.", ("policy",)
+    ),
     Metric("astraflow_dataflow_credit_groups", Kind.GAUGE, "Groups that may be leased now.", ("policy",)),
     Metric("astraflow_dataflow_acceptance", Kind.GAUGE, "Share of groups that survive filters.", ("policy",)),
     Metric("astraflow_dataflow_trajectories", Kind.GAUGE, "Trajectories of a run by place.", ("place",)),
-    Metric("astraflow_dataflow_conservation_error", Kind.GAUGE, "Trajectories unaccounted for; not 0 is a defect."),
+    Metric(
+        "astraflow_dataflow_conservation_error",
+        Kind.GAUGE,
+        "Trajectories unaccounted for; not 0 is a defect.",
+    ),
     Metric("astraflow_dataflow_nodes_connected", Kind.GAUGE, "Nodes with an open working session."),
     # raas
-    Metric("astraflow_raas_leases_total", Kind.COUNTER, "Leases taken, by purpose of the task.", ("purpose",)),
-    Metric("astraflow_raas_leases_ended_total", Kind.COUNTER, "Leases no longer held, by outcome.", ("outcome",)),
+    Metric(
+        "astraflow_raas_leases_total", Kind.COUNTER, "Leases taken, by purpose of the task.", ("purpose",)
+    ),
+    Metric(
+        "astraflow_raas_leases_ended_total", Kind.COUNTER, "Leases no longer held, by outcome.", ("outcome",)
+    ),
     Metric("astraflow_raas_episodes_total", Kind.COUNTER, "Episodes run, by outcome.", ("outcome",)),
     Metric("astraflow_raas_episode_seconds", Kind.HISTOGRAM, "Duration of episodes, waiting included."),
     Metric("astraflow_raas_pushes_total", Kind.COUNTER, "Pushes by the server's outcome.", ("outcome",)),
     Metric("astraflow_raas_unacked_episodes", Kind.GAUGE, "Episodes finished but not acknowledged."),
     Metric("astraflow_raas_tokens", Kind.GAUGE, "Tokens sampled since the node started.", ("policy",)),
     Metric("astraflow_raas_serving_version", Kind.GAUGE, "Weight version the engine serves.", ("policy",)),
-    Metric("astraflow_raas_fetch_seconds", Kind.HISTOGRAM, "Time to fetch and verify a version.", ("policy",)),
+    Metric(
+        "astraflow_raas_fetch_seconds", Kind.HISTOGRAM, "Time to fetch and verify a version.", ("policy",)
+    ),
     Metric("astraflow_raas_swap_seconds", Kind.HISTOGRAM, "Time generation pauses for a swap.", ("policy",)),
     Metric(
         "astraflow_raas_version_failures_total",
@@ -70,7 +88,9 @@ _ENTRIES = (
         "Versions that could not be activated, by reason.",
         ("policy", "reason"),
     ),
-    Metric("astraflow_raas_engine_losses_total", Kind.COUNTER, "Engines that died or got stuck.", ("policy",)),
+    Metric(
+        "astraflow_raas_engine_losses_total", Kind.COUNTER, "Engines that died or got stuck.", ("policy",)
+    ),
     # trainer
     # weights
     # engine

@@ -92,7 +92,12 @@ def reference_greedy(model: Qwen3ForCausalLM, prompt: Sequence[int], *, num_toke
 
 @torch.no_grad()
 def reference_greedy_across_swap(
-    before: Qwen3ForCausalLM, after: Qwen3ForCausalLM, prompt: Sequence[int], *, num_before: int, num_after: int
+    before: Qwen3ForCausalLM,
+    after: Qwen3ForCausalLM,
+    prompt: Sequence[int],
+    *,
+    num_before: int,
+    num_after: int,
 ) -> tuple[list[int], list[float]]:
     """Greedy tokens and log-probs when weights change after `num_before` tokens and old keys and values stay."""
     cache = DynamicCache()
