@@ -118,7 +118,8 @@ class DevelopmentRun:
         folder = ("--work-dir", str(self._folder.work("dataflow")), "--allow-recipe-code")
         child = await supervisor.start(self._daemon("dataflow", "astraflow_dataflow", *arguments, *folder))
         observer.watch_restarts(child)
-        await supervisor.wait_ready(child, timeout_s=_READY_TIMEOUT_S)
+        pages = (await supervisor.wait_ready(child, timeout_s=_READY_TIMEOUT_S)).http
+        observer.observation.server = f"dataflow server: --join {self._address}, http://{pages}/status"
 
     async def _start_redis(self, supervisor: Supervisor) -> str:
         binary = embedded_redis.find_server()

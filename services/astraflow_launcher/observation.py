@@ -37,6 +37,8 @@ class Observation:
 
     seconds: float = 0.0
     """Since the launcher started."""
+    server: str = ""
+    """Where the dataflow server is: what `--join` takes, and its pages for people."""
     status: admin_service_pb2.StatusResponse | None = None
     trainers: dict[str, trainer_service_pb2.StatusResponse] = field(default_factory=dict)
     nodes: dict[str, node_service_pb2.StatusResponse] = field(default_factory=dict)

@@ -66,12 +66,16 @@ class LineView(QuietView):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._doing = ""
+        self._server_shown = False
         self._steps = 0
         self._evaluations: set[tuple[str, int, bool]] = set()
         self._waits: set[tuple[str, str, str]] = set()
 
     def show(self, observation: Observation, *, doing: str) -> None:
         """Write what is new since the last call."""
+        if observation.server and not self._server_shown:
+            self._server_shown = True
+            self._write(observation, observation.server)
         if doing != self._doing:
             self._doing = doing
             self._write(observation, doing)
@@ -126,6 +130,7 @@ def render(observation: Observation, *, title: str, doing: str) -> RenderableTyp
     parts: list[RenderableType] = [Text(f"{doing}  ·  {observation.seconds:.0f} s", style="bold")]
     parts += [_policy_panel(observation, policy) for policy in _policy_ids(observation)]
     parts += [_flow_line(observation), _node_table(observation), _wait_lines(observation)]
+    parts.append(Text(observation.server, style="dim"))
     return Panel(Group(*parts), title=f"astraflow · {title}", title_align="left", border_style="cyan")
 
 

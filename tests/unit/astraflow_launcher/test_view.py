@@ -53,6 +53,17 @@ def test_the_view_names_what_the_run_waits_for() -> None:
         assert expected in text
 
 
+def test_the_view_says_where_the_server_is() -> None:
+    observation = _observation()
+    observation.server = "dataflow server: --join 127.0.0.1:7070, http://127.0.0.1:7071/status"
+    assert "--join 127.0.0.1:7070" in _text(observation)
+    output = io.StringIO()
+    view = LineView(Console(file=output, width=200))
+    for _ in range(2):
+        view.show(observation, doing="running")
+    assert output.getvalue().count("--join 127.0.0.1:7070") == 1
+
+
 def test_the_view_of_nothing_says_that_it_starts() -> None:
     assert "dataflow: starting" in _text(Observation())
 
