@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -84,21 +85,22 @@ class Observer:
 
     async def round(self) -> None:
         """Ask everyone once, all at the same time."""
-        questions = [self._guarded("dataflow", self._ask_server())]
+        questions = [self._guarded("dataflow", self._ask_server)]
         for watched in self._watched:
             addresses = watched.child.addresses
             if watched.child.finished.is_set():  # nobody expects an answer any more
                 self.observation.unreachable.pop(watched.name, None)
             elif addresses is not None and watched.child.running:
-                questions.append(self._guarded(watched.name, watched.ask(addresses.grpc)))
+                questions.append(self._guarded(watched.name, partial(watched.ask, addresses.grpc)))
         await asyncio.gather(*questions)
         self.observation.seconds = self.elapsed_s
         self.observation.restarts = {child.spec.name: child.restarts for child in self._children}
         self.updated.set()
 
-    async def _guarded(self, name: str, question: Awaitable[None]) -> None:
+    async def _guarded(self, name: str, ask: Callable[[], Awaitable[None]]) -> None:
+        # A function, not a coroutine: a round that is cancelled before it began would leave that one never awaited.
         try:
-            await question
+            await ask()
             self.observation.unreachable.pop(name, None)
         except AstraflowError as error:
             self.observation.unreachable[name] = error.message
