@@ -34,6 +34,8 @@ from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from support.dataflow_world import World, recipe_text, seconds
 
+pytestmark = pytest.mark.slow
+
 Call = Callable[[World], Awaitable[object]]
 SHA = b"." * 32
 

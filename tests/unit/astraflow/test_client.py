@@ -32,6 +32,8 @@ from astraflow.dataflow.v1 import (
     version_service_pb2_grpc,
 )
 
+pytestmark = pytest.mark.slow
+
 FAST = RetryPolicy(total_s=20.0, first_wait_s=0.01, max_wait_s=0.05)
 ONCE = RetryPolicy(total_s=0.0)
 PATIENCE_S = 20.0

@@ -31,6 +31,8 @@ from astraflow_kit.ports import PortError
 from astraflow_kit.serve import CORRELATION_METADATA, MAX_MESSAGE_BYTES, GrpcServer, Registration
 from astraflow_kit.settings import DaemonSettings, load
 
+pytestmark = pytest.mark.slow
+
 ECHO = "astraflow_kit_test.v1.EchoService"
 NAKED = "astraflow_kit_test.v1.NakedService"
 TOKENS = {"node": "rollout", "boss": "operator", "both": "viewer,operator"}

@@ -27,6 +27,8 @@ from astraflow_trainer.packing import pack
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.step import Outcome, SkipReason, StepMetrics, StepSettings, train_step
 
+pytestmark = pytest.mark.slow
+
 MakePolicy = Callable[..., PolicyModel]
 MakeRows = Callable[..., list[TrainingRow]]
 

@@ -26,6 +26,8 @@ from astraflow_weights.version_log import VersionLog
 from astraflow_weights.version_writer import VersionWriter
 from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite, same_model, trained
 
+pytestmark = pytest.mark.slow
+
 NUM_VERSIONS = 7
 # A snapshot at versions 0 and 4, a delta at every version but 0.
 SETTINGS = PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=100)

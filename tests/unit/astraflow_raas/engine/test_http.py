@@ -16,6 +16,8 @@ from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavai
 from astraflow_raas.engine.http import HttpEngine
 from support.scripted_dataflow import eventually
 
+pytestmark = pytest.mark.slow
+
 CALL = GenerateCall(
     rid="r0",
     prompt_ids=(5, 6),
