@@ -25,6 +25,7 @@ from astraflow_dataflow.stores import Store
 from astraflow_dataflow.wakeups import EventReader, Wakeups
 from astraflow_kit import plugins
 from astraflow_kit.log import get_logger
+from astraflow_kit.recipe_code import install_code, require_installed
 
 log = get_logger(__name__)
 
@@ -184,19 +185,8 @@ class RunRegistry:
         named = (recipe.run.dataset, *recipe.dataflow.filters)
         if not any(name.startswith("recipe:") for name in named):
             return None
-        if self._code_dir is None:
-            raise PluginError(
-                f"the recipe's plug-ins {[name for name in named if name.startswith('recipe:')]} are code "
-                "that came with the run; "
-                "start this server with --allow-recipe-code to run it, or install the code as a package "
-                "and name it by module"
-            )
-        folder = self._code_dir / code.sha256.hex()
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in code.files:
-            path = folder / file.path
-            if not path.exists() or path.read_bytes() != file.content:
-                path.write_bytes(file.content)
+        folder = None if self._code_dir is None else install_code(code, into=self._code_dir, allowed=True)
+        require_installed(*named, folder=folder)
         return folder
 
 
