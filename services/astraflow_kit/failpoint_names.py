@@ -19,10 +19,12 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "dataflow.acked": "a stage of a step is recorded, the trainer has no answer",
         "dataflow.published": "a version is announced, the trainer has no answer",
         # raas
+        "raas.joined": "the server counts on the node, nothing of it runs yet",
         "raas.leased": "a lease arrived and is about to be run",
         "raas.generating": "an episode is about to call its engine",
         "raas.push": "an episode is about to be written to the push stream",
         "raas.pushed": "an episode is written and its acknowledgement is not read yet",
+        "raas.draining": "a drain began: no new leases are taken, those held still run",
         "raas.activate": "a version is fetched and verified, the engine still serves the old one",
         "raas.activated": "the engine serves the new version, the server does not know it yet",
         # trainer

@@ -18,7 +18,15 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from astraflow.errors import AstraflowError, RequestError, RetryableError, StateError
+from astraflow.errors import (
+    AstraflowError,
+    PermissionError_,
+    RequestError,
+    RetryableError,
+    StateError,
+    UnauthenticatedError,
+    UnimplementedError,
+)
 from astraflow_kit import failpoints
 from astraflow_kit import log as log_lines
 from astraflow_kit.log import get_logger
@@ -28,6 +36,8 @@ from astraflow_kit.settings import DaemonSettings
 log = get_logger(__name__)
 
 _HARD_STOP_GRACE_S = 5.0
+# Starting the same process again cannot mend these: somebody must change its settings, token or recipe.
+_WRONG_USE = (RequestError, UnauthenticatedError, PermissionError_, UnimplementedError)
 
 
 class ExitCode(IntEnum):
@@ -35,7 +45,7 @@ class ExitCode(IntEnum):
 
     OK = 0  # finished or drained: leave it
     FAILED = 1  # a defect, its log has the cause: restart with backoff
-    USAGE = 2  # wrong settings, recipe or plug-in, or a taken port: show the message, do not restart
+    USAGE = 2  # wrong settings, token, recipe or plug-in, or a taken port: show the message, do not restart
     SUPERSEDED = 3  # fenced or incompatible, another process owns its work: do not restart
     UNAVAILABLE = 75  # something it depends on did not answer: restart with backoff
     DRAIN_TIMEOUT = 124  # the drain did not finish within its deadline
@@ -188,7 +198,7 @@ def _report(error: BaseException) -> ExitCode:
         log.error("daemon.failed", exc_info=error)
         return ExitCode.FAILED
     log.error("daemon.failed", reason=error.reason, message=error.message)
-    if isinstance(error, RequestError):
+    if isinstance(error, _WRONG_USE):
         return ExitCode.USAGE
     if isinstance(error, StateError):
         return ExitCode.SUPERSEDED

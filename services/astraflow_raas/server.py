@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 
 from astraflow.client import AsyncClient
 from astraflow.raas.v1 import node_service_pb2_grpc
-from astraflow_kit import lifecycle
+from astraflow_kit import failpoints, lifecycle
 from astraflow_kit.http import HttpServer, ReadinessCheck, create_app
 from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
 from astraflow_kit.log import bind, get_logger
@@ -94,6 +94,7 @@ async def _join(
     workflow = load_workflow(found.recipe, folder=code)
     membership = membership_of(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
     joined = await join_run(client, membership, patience_s=settings.join_timeout_s)
+    failpoints.hit("raas.joined")
     node = await assemble_node(
         found,
         joined,

@@ -155,6 +155,7 @@ class Worker(LoopService):
         `drain`."""
         self.draining = True
         self._changed.set()
+        failpoints.hit("raas.draining")
         log.info("node.draining", leases=self.num_held, deadline_s=round(deadline_s, 1))
         if self._held:
             await asyncio.wait([held.work for held in self._held.values()], timeout=deadline_s)
