@@ -26,8 +26,9 @@ from astraflow_dataflow.settling import Settling
 from astraflow_dataflow.stores import Store
 from astraflow_dataflow.validators import Expectation, Problem, check_episode, unknown_version
 from astraflow_kit import failpoints
-from astraflow_kit.log import get_logger
+from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
+from astraflow_kit.unit_of_work import task_correlation
 
 log = get_logger(__name__)
 
@@ -89,6 +90,8 @@ class Ingest:
         """
         started_s = asyncio.get_running_loop().time()
         self._require_address(episode)
+        # A stream carries many tasks, so its metadata cannot say which one this line is about.
+        bind(correlation_id=task_correlation(episode.task_id), task_id=episode.task_id)
         await self._wait_for_version(episode)
         demand = evaluation.demand_of(episode.task_id)
         problem = check_episode(
@@ -159,11 +162,12 @@ class Ingest:
         return [reply.completed for reply in replies if isinstance(reply, CommitReply) and reply.completed]
 
     async def _settle(self, task: CompleteTask) -> None:
+        bind(correlation_id=task_correlation(task.task_id), task_id=task.task_id)
         try:
             await self._settling.settle(self._context, task)
         except AstraflowError as error:
             # The task stays listed as unsettled: the conductor settles it.
-            log.warning("group.settle_postponed", task_id=task.task_id, message=error.message)
+            log.warning("group.settle_postponed", message=error.message)
 
     async def _quarantine(self, episode: trajectory_pb2.Episode, problem: Problem) -> PushOutcome:
         refusal = Refusal(
@@ -177,9 +181,7 @@ class Ingest:
             sample=episode.SerializeToString()[:_MAX_SAMPLE_BYTES],
         )
         outcome, reason = await self._store.episodes.quarantine(self._context.run_id, refusal)
-        log.warning(
-            "episode.quarantined", task_id=episode.task_id, reason=problem.reason, detail=problem.detail
-        )
+        log.warning("episode.quarantined", reason=problem.reason, detail=problem.detail)
         return PushOutcome(
             outcome=outcome, reason=reason, detail=problem.detail if reason == problem.reason else ""
         )

@@ -19,7 +19,10 @@ from astraflow_dataflow.records import Grant
 from astraflow_dataflow.runs import RunContext
 from astraflow_dataflow.stores import Store
 from astraflow_kit import failpoints
+from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
+
+log = get_logger(__name__)
 
 UNBOUNDED = 1_000_000
 LEASES_PER_CALL = 256
@@ -73,7 +76,7 @@ class Leasing:
         self, context: RunContext, *, node_id: str, lease_id: str, reason: str, detail: str, retryable: bool
     ) -> bool:
         """Give a lease back; return whether the task will be leased again."""
-        return await self.store.tasks.fail(
+        requeued = await self.store.tasks.fail(
             context.run_id,
             node_id=node_id,
             lease_id=lease_id,
@@ -83,6 +86,8 @@ class Leasing:
             free=reason in FREE_REASONS,
             backoff_s=_BACKOFF_S.get(reason, _RETRY_BACKOFF_S),
         )
+        log.info("lease.given_back", node_id=node_id, lease_id=lease_id, reason=reason, requeued=requeued)
+        return requeued
 
 
 def lease_message(context: RunContext, grant: Grant) -> task_pb2.Lease:

@@ -42,7 +42,9 @@ class Settling:
                 self.metrics.increment(
                     "astraflow_dataflow_groups_total", policy=verdict.policy_id, verdict=verdict.verdict
                 )
-                log.debug("group.settled", group_id=verdict.group_id, verdict=verdict.verdict)
+                log.info(
+                    "group.settled", task_id=task.task_id, group_id=verdict.group_id, verdict=verdict.verdict
+                )
         return acted
 
     async def settle_left_behind(self, context: RunContext, *, least_age_s: float = _LEFT_BEHIND_S) -> int:

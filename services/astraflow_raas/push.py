@@ -16,6 +16,7 @@ from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
+from astraflow_kit.unit_of_work import task_correlation
 from astraflow_raas.loops import LoopService
 from astraflow_raas.spool import Spool, Spooled, SpoolLimits
 from astraflow_raas.streams import converse
@@ -189,6 +190,7 @@ class _Journal:
             items = [item.header.trajectory_id for episode in episodes for item in episode.trajectories]
             log.info(
                 "episode.pushed",
+                correlation_id=task_correlation(task_id),
                 task_id=task_id,
                 episode_ids=[episode.episode_id for episode in episodes],
                 trajectory_ids=items,

@@ -16,8 +16,9 @@ from astraflow.dataflow.v1 import run_service_pb2, task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, InternalError, InvalidArgumentError, RetryableError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
-from astraflow_kit.log import correlated, get_logger
+from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
+from astraflow_kit.unit_of_work import task_correlation, unit_of_work
 from astraflow_raas.lease import LeasedTask, Sampling, read_lease
 from astraflow_raas.loops import LoopService
 from astraflow_raas.session import Failure
@@ -288,7 +289,7 @@ class Worker(LoopService):
 
     async def _work(self, lease: LeasedTask) -> None:
         failure: Failure | None = None
-        with correlated(task_id=lease.task.task_id, correlation_id=lease.lease_id):
+        with unit_of_work(task_correlation(lease.task.task_id), task_id=lease.task.task_id):
             try:
                 log.debug("lease.started", attempt=lease.attempt, members=len(lease.members))
                 failure = await self._runner.run(lease)
@@ -311,7 +312,7 @@ class Worker(LoopService):
         task.add_done_callback(self._background.discard)
 
     async def _report(self, lease: LeasedTask, failure: Failure) -> None:
-        with correlated(task_id=lease.task.task_id, correlation_id=lease.lease_id):
+        with unit_of_work(task_correlation(lease.task.task_id), task_id=lease.task.task_id):
             await self._report_id(lease.lease_id, failure)
 
     async def _report_id(self, lease_id: str, failure: Failure) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from astraflow.plugins import VersionSpan
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
+from astraflow_kit.unit_of_work import step_correlation, unit_of_work
 from astraflow_trainer.rows import TrainingRow
 
 log = get_logger(__name__)
@@ -121,6 +122,10 @@ class BatchSource:
             batch_lease_s=response.batch_lease_duration.ToNanoseconds() / 1e9,
         )
 
+    def unit_of_work(self, step: int) -> AbstractContextManager[None]:
+        """Log and call under the step's correlation id inside the block."""
+        return unit_of_work(step_correlation(self._policy_id, step), step=step)
+
     def acquire(
         self, step: int, *, base_version: int, waiting: Callable[[str], None], stopped: Callable[[], bool]
     ) -> StepBatch | None:
@@ -173,12 +178,11 @@ class BatchSource:
 
     def mark_durable(self, step: int) -> None:
         """A checkpoint covers every step up to `step`: the server may release their payloads."""
-        self._client.call(
-            self._client.batches.MarkDurable,
-            batch_service_pb2.MarkDurableRequest(
-                run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=step
-            ),
+        request = batch_service_pb2.MarkDurableRequest(
+            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=step
         )
+        with self.unit_of_work(step):
+            self._client.call(self._client.batches.MarkDurable, request)
 
     @contextmanager
     def kept_alive(self, batch: StepBatch, *, lease_s: float) -> Iterator[None]:
@@ -203,7 +207,8 @@ class BatchSource:
         )
         while not done.wait(period_s):
             try:
-                self._client.call(self._client.batches.RenewBatch, request)
+                with self.unit_of_work(step):
+                    self._client.call(self._client.batches.RenewBatch, request)
             except RetryableError as error:
                 # Expiry only raises an alarm at the server; the next renewal, or the ack, will tell.
                 log.warning("batch.renewal_failed", step=step, reason=error.reason)

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Protocol
 
 from astraflow_kit import failpoints
-from astraflow_kit.log import bind, get_logger
+from astraflow_kit.log import get_logger
 from astraflow_trainer.batch_source import BatchSource, Claim, StepBatch
 from astraflow_trainer.progress import Phase, Progress, StepRecord
 from astraflow_trainer.publish import ModelBytes, PublishWorker
@@ -84,7 +84,8 @@ class TrainingLoop:
         """Train to the last step, or until stopped; returns when everything is published and checkpointed."""
         version, step, saved = settings.version, settings.first_step - 1, settings.first_step - 1
         while step < settings.last_step and not self._stop.is_set():
-            record = self._take(step + 1, base_version=version)
+            with self._source.unit_of_work(step + 1):
+                record = self._take(step + 1, base_version=version)
             if record is None:
                 break
             step += 1
@@ -111,7 +112,6 @@ class TrainingLoop:
 
     def _take(self, step: int, *, base_version: int) -> StepRecord | None:
         """Wait for the step's batch and train on it; None when asked to stop while waiting."""
-        bind(step=step)
         started = time.monotonic()
         self._progress.waiting("publish")
         self._publisher.wait_for_room(waiting=lambda: self._progress.waiting("publish"))

@@ -22,7 +22,8 @@ from astraflow.client import Client
 from astraflow.dataflow.v1 import version_pb2, version_service_pb2
 from astraflow.errors import RetryableError
 from astraflow_kit import failpoints
-from astraflow_kit.log import bind, get_logger
+from astraflow_kit.log import get_logger
+from astraflow_kit.unit_of_work import step_correlation, unit_of_work
 from astraflow_weights.version_writer import CommittedVersion
 
 log = get_logger(__name__)
@@ -55,13 +56,13 @@ class Announcer:
     def __init__(self, client: Client, *, run_id: str, policy_id: str, epoch: int) -> None:
         self._client = client
         self._run_id = run_id
-        self._policy_id = policy_id
+        self.policy_id = policy_id
         self._epoch = epoch
 
     def announce(self, committed: CommittedVersion) -> None:
         """Announce one version; harmless when repeated."""
         version = version_pb2.Version(
-            policy_id=self._policy_id,
+            policy_id=self.policy_id,
             version=committed.version,
             sequence=committed.sequence,
             manifest_sha256=committed.manifest_sha256,
@@ -137,7 +138,8 @@ class PublishWorker:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                self._publish(job)
+                with unit_of_work(step_correlation(self._announcer.policy_id, job.step), step=job.step):
+                    self._publish(job)
             except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
                 self._failure = error
                 with self._idle:
@@ -148,7 +150,6 @@ class PublishWorker:
                 self._idle.notify_all()
 
     def _publish(self, job: _Job) -> None:
-        bind(step=job.step)
         failpoints.hit("trainer.before_publish")
         for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_STORE_RETRY_S):
             with attempt:

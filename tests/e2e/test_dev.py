@@ -132,6 +132,22 @@ def test_ids_lead_from_task_to_trajectory_to_step(run: Run) -> None:
     assert step["step"] == first["step"] == 1
 
 
+def test_one_correlation_id_finds_a_task_and_a_step_in_the_logs_of_all_daemons(run: Run) -> None:
+    first = json.loads((run.folder / "work" / "trainer-solver" / "ledger.jsonl").read_text().splitlines()[0])
+    pushed = _log_lines(run, "node-1", event="episode.pushed", outcome="accepted")
+    task_id = next(line["task_id"] for line in pushed if first["trajectory_ids"][0] in line["trajectory_ids"])
+    assert _log_lines(run, "dataflow", event="group.settled", correlation_id=task_id)
+    assert _log_lines(run, "node-1", correlation_id=task_id)
+
+    for event in ("batch.bound", "batch.acked"):
+        assert _log_lines(run, "dataflow", event=event, correlation_id="solver/step-1", step=1), event
+    assert _log_lines(run, "trainer-solver", event="step.finished", correlation_id="solver/step-1")
+
+    # A step without signal publishes nothing, the starting weights always are.
+    for process, event in (("trainer-solver", "version.published"), ("dataflow", "version.announced")):
+        assert _log_lines(run, process, event=event, correlation_id="solver/step-0", version=0), process
+
+
 def test_the_run_leaves_a_summary_curves_and_a_log_per_process(run: Run) -> None:
     assert json.loads((run.folder / "summary.json").read_text()) == run.summary
     assert (run.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
