@@ -1,8 +1,10 @@
-"""Generates the Python side of the contracts: messages, services and their stubs from every .proto here.
+"""Generates the Python side of the contracts (messages, services and their stubs) and docs/contracts.md.
 
 The output is committed, so that nobody needs protoc; it depends only on the .proto files and the pinned
 generators, and `--check` proves that it is fresh. `make proto` and `make proto-check` call this.
 """
+
+from __future__ import annotations
 
 import argparse
 import importlib.util
@@ -12,8 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from google.protobuf import descriptor_pb2
+
 PROTO_ROOT = Path(__file__).resolve().parent
 PYTHON_ROOT = PROTO_ROOT.parent / "clients" / "python"
+PAGE = PROTO_ROOT.parent / "docs" / "contracts.md"
 GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
@@ -22,31 +27,61 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and list what differs")
     parser.add_argument("--into", type=Path, default=PYTHON_ROOT, help="source root to write or check")
+    parser.add_argument("--page", type=Path, default=PAGE, help="page of all rpcs to write or check")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         fresh = generate(Path(scratch))
-        stale = differences(fresh, into=arguments.into)
+        text = page_of_rpcs()
+        stale = differences(fresh, into=arguments.into) + stale_page(text, arguments.page)
         if arguments.check:
             return report(stale)
         install(fresh, into=arguments.into)
-        print(f"proto: {len(fresh)} files, {len(stale)} changed, in {arguments.into}")
+        arguments.page.write_text(text)
+        print(f"proto: {len(fresh) + 1} files, {len(stale)} changed, in {arguments.into}")
     return 0
 
 
 def generate(scratch: Path) -> dict[str, Path]:
     """Run protoc into the empty folder `scratch`; returns relative path -> generated file."""
-    sources = sorted(str(path.relative_to(PROTO_ROOT)) for path in PROTO_ROOT.rglob("*.proto"))
-    if not sources:
-        raise SystemExit(f"no .proto file under {PROTO_ROOT}; this script belongs beside the contracts")
     outputs = [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
     plugins = [f"--plugin=protoc-gen-{name}={plugin(name)}" for name in ("mypy", "mypy_grpc")]
-    command = [sys.executable, "-m", "grpc_tools.protoc", *plugins, *include_paths(), *outputs, *sources]
-    finished = subprocess.run(command, cwd=PROTO_ROOT, capture_output=True, text=True, check=False)
-    if finished.returncode != 0:
-        raise SystemExit(f"protoc refused the contracts (exit {finished.returncode}):\n{finished.stderr}")
+    protoc(*plugins, *outputs)
     remove_empty_services(scratch)
     add_package_markers(scratch)
     return {str(path.relative_to(scratch)): path for path in sorted(scratch.rglob("*")) if path.is_file()}
+
+
+def protoc(*options: str) -> None:
+    """Run protoc over every contract. Exits with its message when it refuses them."""
+    sources = sorted(str(path.relative_to(PROTO_ROOT)) for path in PROTO_ROOT.rglob("*.proto"))
+    if not sources:
+        raise SystemExit(f"no .proto file under {PROTO_ROOT}; this script belongs beside the contracts")
+    command = [sys.executable, "-m", "grpc_tools.protoc", *include_paths(), *options, *sources]
+    finished = subprocess.run(command, cwd=PROTO_ROOT, capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        raise SystemExit(f"protoc refused the contracts (exit {finished.returncode}):\n{finished.stderr}")
+
+
+def describe() -> descriptor_pb2.FileDescriptorSet:
+    """Return the contracts as protoc reads them, with imports and comments."""
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "all.pb"
+        protoc(f"--descriptor_set_out={output}", "--include_imports", "--include_source_info")
+        return descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes())
+
+
+def page_of_rpcs() -> str:
+    """Return the text of docs/contracts.md."""
+    sys.path.insert(0, str(PROTO_ROOT))
+    from contracts_page import page
+
+    return page(describe())
+
+
+def stale_page(text: str, committed: Path) -> list[str]:
+    """Name the committed page when it is not `text`."""
+    is_fresh = committed.exists() and committed.read_text() == text
+    return [] if is_fresh else [str(committed)]
 
 
 def include_paths() -> list[str]:

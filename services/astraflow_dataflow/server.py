@@ -47,7 +47,8 @@ from astraflow_kit.clock import SystemClock
 from astraflow_kit.http import HttpServer, create_app
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_kit.serve import GrpcServer, Registration
+from astraflow_kit.rpc_contracts import Registration
+from astraflow_kit.serve import GrpcServer
 
 log = get_logger(__name__)
 

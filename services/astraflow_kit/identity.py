@@ -1,19 +1,15 @@
 """Who calls, and what they may call.
 
-Invariant: the roles allowed to call an rpc come from its proto option `(astraflow.options.v1.roles)` and
-nowhere else; a service with an rpc that declares no roles or no retry rule cannot be served. Called by
-`serve`; servicers read the caller through `caller()`.
+Invariant: a call passes only with a role that the contract of its rpc names. Called by `serve`; servicers read
+the caller through `caller()`.
 """
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-
-from google.protobuf import descriptor_pool
-from google.protobuf.descriptor import MethodDescriptor
 
 from astraflow.errors import PermissionError_, UnauthenticatedError
 from astraflow.options.v1 import options_pb2
@@ -22,10 +18,6 @@ from astraflow_kit.settings import SettingsError
 
 ROLES = tuple(name.removeprefix("ROLE_").lower() for name in options_pb2.Role.keys()[1:])
 _SCHEME = "bearer "
-
-
-class ContractError(Exception):
-    """A defect of the contracts themselves: an rpc lacks an option that the server needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,23 +93,3 @@ def _token(line: str, *, where: str) -> tuple[str, Identity]:
         if role not in ROLES:
             raise SettingsError(f"{where}: unknown role {role!r}. {did_you_mean(role, ROLES)}")
     return match[3], Identity(subject=match[1], roles=frozenset(roles))
-
-
-def roles_by_rpc(service_names: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Allowed roles of every rpc of the services, keyed `/package.Service/Method`. Raises ContractError."""
-    pool = descriptor_pool.Default()
-    return {
-        f"/{name}/{method.name}": _declared_roles(method)
-        for name in service_names
-        for method in pool.FindServiceByName(name).methods
-    }
-
-
-def _declared_roles(method: MethodDescriptor) -> frozenset[str]:
-    options = method.GetOptions()
-    roles = options.Extensions[options_pb2.roles]
-    if not roles or options_pb2.ROLE_UNSPECIFIED in roles:
-        raise ContractError(f"rpc {method.full_name} names no caller; add (astraflow.options.v1.roles)")
-    if options.Extensions[options_pb2.retry] == options_pb2.RETRY_UNSPECIFIED:
-        raise ContractError(f"rpc {method.full_name} has no retry rule; add (astraflow.options.v1.retry)")
-    return frozenset(options_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in roles)

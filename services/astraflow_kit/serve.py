@@ -1,16 +1,17 @@
 """The gRPC server of a daemon.
 
 Invariant: every rpc passes one guard that checks the caller's role, turns errors into rich statuses (an
-unexpected one becomes INTERNAL with a correlation id, never a traceback), counts it and logs it; and no
-rpc is served whose contract does not declare who may call it. `__main__` modules build one `GrpcServer`
-and run it as a `Service`.
+unexpected one becomes INTERNAL with a correlation id, never a traceback), counts it and logs it; rpcs that the
+contracts declare missing, and those that no contract has, are answered here. `__main__` modules build one
+`GrpcServer` and run it as a `Service`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
@@ -20,11 +21,12 @@ from grpc_status import rpc_status
 
 from astraflow._status import to_status
 from astraflow.errors import AstraflowError, InternalError
-from astraflow_kit.identity import Gate, roles_by_rpc
+from astraflow_kit.identity import Gate
 from astraflow_kit.ids import IdSource
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.ports import bind_failure
+from astraflow_kit.rpc_contracts import Registration, RpcContract, served_contracts, unknown_rpc
 from astraflow_kit.settings import DaemonSettings, is_loopback
 
 log = get_logger(__name__)
@@ -45,8 +47,6 @@ _OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
-Registration = tuple[Callable[[Any, Any], None], object]
-"""A generated `add_…Servicer_to_server` and the servicer to add."""
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -66,21 +66,22 @@ class GrpcServer:
         """`host:port`, known after `start`."""
 
     async def start(self) -> None:
-        """Bind and serve. Raises ContractError for an rpc without roles, PortError for a taken address."""
-        names = _service_names(self._registrations)
-        gate = Gate(roles_by_rpc(names), tokens_file=self._settings.tokens_file)
-        guard = _Guard(gate, metrics=self._metrics)
+        """Bind and serve. Raises ContractError for servicers other than their contracts, PortError for a taken
+        address.
+        """
+        contracts = served_contracts(self._registrations)
+        guard = _Guard(contracts, tokens_file=self._settings.tokens_file, metrics=self._metrics)
         self._server = grpc.aio.server(interceptors=[guard], options=_OPTIONS)
         for add, servicer in self._registrations:
             add(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        public = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        public = [*contracts, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(public, self._server)
         self.address = self._bind(self._server)
         await self._server.start()
-        for name in names:
+        for name in contracts:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        log.info("server.started", address=self.address, services=names)
+        log.info("server.started", address=self.address, services=list(contracts))
 
     async def run(self) -> None:
         """Serve until `stop`."""
@@ -111,31 +112,20 @@ class GrpcServer:
         return f"{target}:{bound}"
 
 
-class _NameCollector:
-    """Stands in for a server to learn which services a generated `add_…_to_server` adds."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.ServiceRpcHandler]) -> None:
-        self.names += [handler.service_name() for handler in handlers]
-
-    def add_registered_method_handlers(self, service_name: str, handlers: object) -> None:
-        """Names come with the generic handlers."""
-
-
-def _service_names(registrations: Sequence[Registration]) -> list[str]:
-    collector = _NameCollector()
-    for add, servicer in registrations:
-        add(servicer, collector)
-    return collector.names
-
-
 class _Guard(grpc.aio.ServerInterceptor):
     """What surrounds every rpc: correlation id, role check, error translation, metrics, log."""
 
-    def __init__(self, gate: Gate, *, metrics: Metrics) -> None:
-        self._gate = gate
+    def __init__(
+        self,
+        contracts: Mapping[str, Mapping[str, RpcContract]],
+        *,
+        tokens_file: Path | None,
+        metrics: Metrics,
+    ) -> None:
+        self._services = contracts
+        self._rpcs = {rpc: contract for service in contracts.values() for rpc, contract in service.items()}
+        roles = {rpc: contract.roles for rpc, contract in self._rpcs.items()}
+        self._gate = Gate(roles, tokens_file=tokens_file)
         self._metrics = metrics
         self._ids = IdSource()
 
@@ -145,7 +135,17 @@ class _Guard(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        return None if handler is None else self._guarded(handler, rpc=handler_call_details.method)
+        rpc = handler_call_details.method
+        return self._guarded(handler, rpc=rpc) if handler is not None else self._unknown(rpc)
+
+    def _unknown(self, rpc: str) -> Handler:
+        async def refuse(request: object, context: Context) -> AsyncIterator[object]:
+            # Named apart from real rpcs: callers choose the name, and each name would be a new series.
+            async with self._around(context, rpc="unknown"):
+                raise unknown_rpc(rpc, served=self._services)
+            yield
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _guarded(self, handler: Handler, *, rpc: str) -> Handler:
         shape = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
@@ -189,6 +189,8 @@ class _Guard(grpc.aio.ServerInterceptor):
         self._metrics.add("astraflow_rpcs_active", 1, rpc=rpc)
         try:
             self._gate.admit(rpc, metadata.get("authorization"))
+            if rpc in self._rpcs:
+                self._rpcs[rpc].require_implemented()
             yield
             code = "OK"  # also when a request stream just ended because its caller vanished
         except grpc.aio.AbortError:

@@ -1,4 +1,4 @@
-"""The committed Python contracts are exactly what proto/ makes, and the check that says so can fail."""
+"""The committed Python contracts and docs/contracts.md are what proto/ makes; the check that says so can fail."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def generate(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generated")
-    assert generate("--into", str(folder)).returncode == 0
+    assert generate("--into", str(folder), "--page", str(folder / "contracts.md")).returncode == 0
     return folder
 
 
@@ -33,10 +33,12 @@ def test_an_edited_and_an_orphaned_file_are_named(generated: Path) -> None:
     edited.write_text(edited.read_text() + "# by hand\n")
     orphan = edited.with_name("gone_pb2.py")
     orphan.write_text("")
-    finished = generate("--check", "--into", str(generated))
+    page = generated / "contracts.md"
+    page.write_text(page.read_text() + "by hand\n")
+    finished = generate("--check", "--into", str(generated), "--page", str(page))
     assert finished.returncode == 1
-    assert edited.name in finished.stdout
-    assert orphan.name in finished.stdout
+    for stale in (edited, orphan, page):
+        assert stale.name in finished.stdout
 
 
 def test_only_versioned_packages_hold_generated_code() -> None:

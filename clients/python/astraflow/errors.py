@@ -34,6 +34,7 @@ from typing import ClassVar
 
 __all__ = [
     "ERRORS_BY_REASON",
+    "EVERY_RPC",
     "AstraflowError",
     "ConflictError",
     "DeadlineError",
@@ -209,3 +210,13 @@ def _leaves(root: type[AstraflowError]) -> list[type[AstraflowError]]:
 
 
 ERRORS_BY_REASON: dict[str, type[AstraflowError]] = {error.reason: error for error in _leaves(AstraflowError)}
+
+EVERY_RPC: tuple[str, ...] = (
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "INTERNAL",
+)
+"""Reasons that any rpc may answer; the contract's option `errors` lists those beyond them."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_kit.identity import ROLES, ContractError, Identity, read_tokens, roles_by_rpc
+from astraflow_kit.identity import ROLES, Identity, read_tokens
 from astraflow_kit.settings import SettingsError
 
 DIGEST = "ab" * 32
@@ -33,20 +33,3 @@ def test_a_wrong_line_is_refused(tmp_path: Path, line: str, complaint: str) -> N
     path.write_text(f"\n{line}\n")
     with pytest.raises(SettingsError, match=complaint):
         read_tokens(path)
-
-
-def test_every_rpc_of_a_served_contract_has_roles() -> None:
-    from astraflow.dataflow.v1 import run_service_pb2
-
-    service = run_service_pb2.DESCRIPTOR.services_by_name["RunService"].full_name
-    table = roles_by_rpc([service])
-    assert "/astraflow.dataflow.v1.RunService/JoinRun" in table
-    assert all(roles <= set(ROLES) and roles for roles in table.values())
-
-
-def test_an_rpc_without_options_is_a_contract_error() -> None:
-    from grpc_health.v1 import health_pb2
-
-    name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-    with pytest.raises(ContractError, match=r"Health\.\w+ names no caller"):
-        roles_by_rpc([name])

@@ -25,16 +25,18 @@ from astraflow import errors
 from astraflow._status import from_rpc_error
 from astraflow.options.v1 import options_pb2
 from astraflow_kit import log
-from astraflow_kit.identity import ContractError, caller
+from astraflow_kit.identity import caller
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.ports import PortError
-from astraflow_kit.serve import CORRELATION_METADATA, MAX_MESSAGE_BYTES, GrpcServer, Registration
+from astraflow_kit.rpc_contracts import ContractError, Registration
+from astraflow_kit.serve import CORRELATION_METADATA, MAX_MESSAGE_BYTES, GrpcServer
 from astraflow_kit.settings import DaemonSettings, load
 
 pytestmark = pytest.mark.slow
 
 ECHO = "astraflow_kit_test.v1.EchoService"
 NAKED = "astraflow_kit_test.v1.NakedService"
+LATER = "astraflow_kit_test.v1.LaterService"
 TOKENS = {"node": "rollout", "boss": "operator", "both": "viewer,operator"}
 
 
@@ -62,6 +64,12 @@ def _build_contract() -> None:
     _declare(echo, "Echo", streaming=False)
     _declare(echo, "Chat", streaming=True)
     _declare(file.service.add(name="NakedService"), "Echo", streaming=False, options=False)
+    later = file.service.add(name="LaterService")
+    _declare(later, "Echo", streaming=False)
+    _declare(later, "Chat", streaming=True)
+    for method in later.method:
+        missing = method.options.Extensions[options_pb2.missing]
+        missing.capability, missing.instead = "later", "call EchoService until then"
     descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
 
 
@@ -115,6 +123,23 @@ def add_echo(servicer: EchoServicer, server: grpc.aio.Server, *, service: str = 
     server.add_registered_method_handlers(service, handlers)
 
 
+class GeneratedServicer:
+    """Lacks every rpc: what generated code gives to derive from."""
+
+    async def Echo(self, request: StringValue, context: object) -> StringValue:
+        raise NotImplementedError("Method not implemented!")
+
+    Chat = Echo
+
+
+GeneratedServicer.Echo.__module__ = "astraflow_kit_test.v1.echo_service_pb2_grpc"
+
+
+def add_later(servicer: EchoServicer, server: grpc.aio.Server) -> None:
+    """A service that the contract declares and this release lacks."""
+    add_echo(servicer, server, service=LATER)
+
+
 def add_naked(servicer: EchoServicer, server: grpc.aio.Server) -> None:
     """A service whose rpc declares no roles."""
     add_echo(servicer, server, service=NAKED)
@@ -127,7 +152,10 @@ async def serving(
     metrics: Metrics | None = None,
     servicer: EchoServicer | None = None,
 ) -> AsyncIterator[tuple[GrpcServer, grpc.aio.Channel]]:
-    registrations: list[Registration] = [(add_echo, servicer or EchoServicer())]
+    registrations: list[Registration] = [
+        (add_echo, servicer or EchoServicer()),
+        (add_later, GeneratedServicer()),
+    ]
     server = GrpcServer(registrations, settings=settings or DaemonSettings(), metrics=metrics or Metrics())
     await server.start()
     options = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
@@ -297,20 +325,55 @@ async def test_an_rpc_without_declared_roles_stops_the_server_from_starting() ->
 async def test_health_and_reflection_are_served_and_need_no_token(tmp_path: Path) -> None:
     async with serving(DaemonSettings(tokens_file=tokens_file(tmp_path))) as (_, channel):
         health: Any = health_pb2_grpc.HealthStub(channel)
-        for name in ("", ECHO):
+        for name in ("", ECHO, LATER):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
         answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]), timeout=5)]
     names = {service.name for service in answers[0].list_services_response.service}
-    assert names == {ECHO, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert names == {ECHO, LATER, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 
 
-async def test_an_unknown_rpc_is_unimplemented() -> None:
-    async with serving() as (_, channel):
+async def test_an_unknown_rpc_is_told_what_this_server_has() -> None:
+    metrics = Metrics()
+    async with serving(metrics=metrics) as (_, channel):
         error, _ = await refusal(echo(channel, service="no.such.Service")(StringValue(), timeout=5))
     assert type(error) is errors.UnimplementedError
+    assert error.metadata["capability"] == "/no.such.Service/Echo"
+    assert ECHO in error.message
+    assert "no.such" not in metrics.render().decode(), "callers must not be able to make series"
+
+
+async def test_an_rpc_that_the_contract_declares_missing_names_what_is_missing() -> None:
+    async with serving() as (_, channel):
+        error, _ = await refusal(echo(channel, service=LATER)(StringValue(), timeout=5))
+        chat: Any = channel.stream_stream(
+            f"/{LATER}/Chat",
+            request_serializer=StringValue.SerializeToString,
+            response_deserializer=StringValue.FromString,
+        )(timeout=5)
+        streamed, _ = await refusal(chat.read())
+    for refused in (error, streamed):
+        assert type(refused) is errors.UnimplementedError
+        assert refused.metadata["capability"] == "later"
+        assert "call EchoService until then" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("registration", "complaint"),
+    [
+        ((add_echo, GeneratedServicer()), "GeneratedServicer lacks .*EchoService.Echo: implement it"),
+        ((add_later, EchoServicer()), "EchoServicer has .*LaterService.Echo: drop"),
+    ],
+    ids=["lacks an rpc", "has a missing one"],
+)
+async def test_a_servicer_other_than_its_contract_stops_the_server_from_starting(
+    registration: Registration, complaint: str
+) -> None:
+    server = GrpcServer([registration], settings=DaemonSettings(), metrics=Metrics())
+    with pytest.raises(ContractError, match=complaint):
+        await server.start()
 
 
 async def test_messages_beyond_grpcs_own_4_mib_pass_and_those_beyond_64_mib_do_not() -> None:

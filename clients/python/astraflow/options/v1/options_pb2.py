@@ -25,15 +25,19 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"astraflow/options/v1/options.proto\x12\x14\x61straflow.options.v1\x1a google/protobuf/descriptor.proto*t\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ROLLOUT\x10\x01\x12\x10\n\x0cROLE_TRAINER\x10\x02\x12\x11\n\rROLE_OPERATOR\x10\x03\x12\x0f\n\x0bROLE_VIEWER\x10\x04\x12\x0e\n\nROLE_AGENT\x10\x05*U\n\x05Retry\x12\x15\n\x11RETRY_UNSPECIFIED\x10\x00\x12\x0e\n\nRETRY_READ\x10\x01\x12\x14\n\x10RETRY_IDEMPOTENT\x10\x02\x12\x0f\n\x0bRETRY_NEVER\x10\x03:K\n\x05roles\x12\x1e.google.protobuf.MethodOptions\x18\xb9\x8e\x03 \x03(\x0e\x32\x1a.astraflow.options.v1.Role:L\n\x05retry\x12\x1e.google.protobuf.MethodOptions\x18\xba\x8e\x03 \x01(\x0e\x32\x1b.astraflow.options.v1.Retryb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"astraflow/options/v1/options.proto\x12\x14\x61straflow.options.v1\x1a google/protobuf/descriptor.proto\"\x19\n\x06\x45rrors\x12\x0f\n\x07reasons\x18\x01 \x03(\t\".\n\x07Missing\x12\x12\n\ncapability\x18\x01 \x01(\t\x12\x0f\n\x07instead\x18\x02 \x01(\t*t\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ROLLOUT\x10\x01\x12\x10\n\x0cROLE_TRAINER\x10\x02\x12\x11\n\rROLE_OPERATOR\x10\x03\x12\x0f\n\x0bROLE_VIEWER\x10\x04\x12\x0e\n\nROLE_AGENT\x10\x05*U\n\x05Retry\x12\x15\n\x11RETRY_UNSPECIFIED\x10\x00\x12\x0e\n\nRETRY_READ\x10\x01\x12\x14\n\x10RETRY_IDEMPOTENT\x10\x02\x12\x0f\n\x0bRETRY_NEVER\x10\x03:K\n\x05roles\x12\x1e.google.protobuf.MethodOptions\x18\xb9\x8e\x03 \x03(\x0e\x32\x1a.astraflow.options.v1.Role:L\n\x05retry\x12\x1e.google.protobuf.MethodOptions\x18\xba\x8e\x03 \x01(\x0e\x32\x1b.astraflow.options.v1.Retry:N\n\x06\x65rrors\x12\x1e.google.protobuf.MethodOptions\x18\xbb\x8e\x03 \x01(\x0b\x32\x1c.astraflow.options.v1.Errors:P\n\x07missing\x12\x1e.google.protobuf.MethodOptions\x18\xbc\x8e\x03 \x01(\x0b\x32\x1d.astraflow.options.v1.Missingb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.options.v1.options_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=94
-  _globals['_ROLE']._serialized_end=210
-  _globals['_RETRY']._serialized_start=212
-  _globals['_RETRY']._serialized_end=297
+  _globals['_ROLE']._serialized_start=169
+  _globals['_ROLE']._serialized_end=285
+  _globals['_RETRY']._serialized_start=287
+  _globals['_RETRY']._serialized_end=372
+  _globals['_ERRORS']._serialized_start=94
+  _globals['_ERRORS']._serialized_end=119
+  _globals['_MISSING']._serialized_start=121
+  _globals['_MISSING']._serialized_end=167
 # @@protoc_insertion_point(module_scope)

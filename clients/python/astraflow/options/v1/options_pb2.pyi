@@ -3,8 +3,10 @@
 isort:skip_file
 Options that every rpc of AstraFlow carries; servers enforce them and docs are generated from them."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pb2 as _descriptor_pb2
+from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf.internal import extension_dict as _extension_dict
@@ -12,10 +14,10 @@ import builtins as _builtins
 import sys
 import typing as _typing
 
-if sys.version_info >= (3, 10):
-    from typing import TypeAlias as _TypeAlias
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    from typing_extensions import TypeAlias as _TypeAlias
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -83,9 +85,65 @@ RETRY_NEVER: Retry.ValueType  # 3
 """Repeating may act twice; the client library never retries it on its own."""
 Global___Retry: _TypeAlias = Retry  # noqa: Y015
 
+@_typing.final
+class Errors(_message.Message):
+    """Reasons by which an rpc refuses a call, besides those by which every rpc may (docs/contracts.md lists them)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Slugs as they travel in `google.rpc.ErrorInfo.reason`, for example `NOT_FOUND`."""
+
+    def __init__(
+        self,
+        *,
+        reasons: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reasons", b"reasons"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Errors: _TypeAlias = Errors  # noqa: Y015
+
+@_typing.final
+class Missing(_message.Message):
+    """What an rpc that this release does not provide lacks. The server answers it with UNIMPLEMENTED and this text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    INSTEAD_FIELD_NUMBER: _builtins.int
+    capability: _builtins.str
+    """Slug of the capability, for example `environment_sessions`; travels in the error's metadata."""
+    instead: _builtins.str
+    """For people: what to use until then, as a sentence without a full stop."""
+    def __init__(
+        self,
+        *,
+        capability: _builtins.str = ...,
+        instead: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "instead", b"instead"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Missing: _TypeAlias = Missing  # noqa: Y015
+
 ROLES_FIELD_NUMBER: _builtins.int
 RETRY_FIELD_NUMBER: _builtins.int
+ERRORS_FIELD_NUMBER: _builtins.int
+MISSING_FIELD_NUMBER: _builtins.int
 roles: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]]
 """Roles that may call the rpc; at least one."""
 retry: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Retry.ValueType]
 """What repeating the call does."""
+errors: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Errors]
+"""How the rpc refuses a call; absent when only by the reasons that every rpc has."""
+missing: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Missing]
+"""Present only when the rpc is declared but not provided: then no servicer has it, and otherwise one must."""

@@ -1,0 +1,88 @@
+"""Writes the text of `docs/contracts.md`: every rpc with its state, what repeating it does, roles and errors.
+
+Everything on the page comes from the contracts, comments included; the kit refuses to serve an rpc that is
+not what its options say. Called by `generate.py`.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
+
+from astraflow.errors import EVERY_RPC
+
+_SERVICE, _RPC = 6, 2  # field numbers of descriptor.proto, from which paths into a file are made
+_REPEATS = {"RETRY_READ": "reads", "RETRY_IDEMPOTENT": "idempotent", "RETRY_NEVER": "acts again"}
+_STREAMS = {(False, False): "", (True, False): " ⇈", (False, True): " ⇊", (True, True): " ⇅"}
+_TABLE = "| rpc | purpose | state | repeat | roles | errors |\n|---|---|---|---|---|---|"
+_HEAD = """# Contracts: every rpc
+
+Generated from [`proto/`](../proto) by `make proto`; do not edit. The comments of the `.proto` files say more. Streams
+are marked ⇈ (requests), ⇊ (responses), ⇅ (both).
+
+* **State**: `works`, or the missing capability and what to use until then. A missing one answers `UNIMPLEMENTED`
+  with the `capability` in its metadata. A server does not start when its rpcs are not what this page says.
+* **Repeat**: `reads` changes nothing; `idempotent` has the effect of calling once; `acts again` is never repeated by
+  the client library.
+* **Roles** may call it. Without a tokens file every caller has every role.
+* **Errors** are reasons of `google.rpc.ErrorInfo` in the domain `astraflow`. Besides those listed, every rpc may
+  answer {every_rpc}.
+"""
+
+Options = dict[str, Any]
+
+
+def page(described: descriptor_pb2.FileDescriptorSet) -> str:
+    """Return the page for the services of `described`, a set that holds its imports and its comments."""
+    reader = _OptionsReader(described)
+    files = sorted(described.file, key=lambda file: (file.package, file.name))
+    sections = [section for file in files for section in _sections(file, reader)]
+    every_rpc = ", ".join(f"`{reason}`" for reason in EVERY_RPC)
+    return "\n".join([_HEAD.format(every_rpc=every_rpc), *sections])
+
+
+class _OptionsReader:
+    """Reads our options as JSON values, without the generated code, which may be stale."""
+
+    def __init__(self, described: descriptor_pb2.FileDescriptorSet) -> None:
+        self._pool = descriptor_pool.DescriptorPool()
+        for file in described.file:
+            self._pool.AddSerializedFile(file.SerializeToString())
+        found = self._pool.FindMessageTypeByName("google.protobuf.MethodOptions")
+        self._kind = message_factory.GetMessageClass(found)
+
+    def read(self, method: descriptor_pb2.MethodDescriptorProto) -> Options:
+        """The options of one rpc by their short names."""
+        options = self._kind.FromString(method.options.SerializeToString())
+        values = json_format.MessageToDict(options, descriptor_pool=self._pool)
+        return {name.strip("[]").rpartition(".")[2]: value for name, value in values.items()}
+
+
+def _sections(file: descriptor_pb2.FileDescriptorProto, reader: _OptionsReader) -> Iterator[str]:
+    comments = {tuple(place.path): place.leading_comments for place in file.source_code_info.location}
+    for index, service in enumerate(file.service):
+        rows = [
+            _row(method, reader.read(method), comments[_SERVICE, index, _RPC, number])
+            for number, method in enumerate(service.method)
+        ]
+        purpose = " ".join(comments[_SERVICE, index].split())
+        yield f"## {file.package}.{service.name}\n\n{purpose}\n\n" + "\n".join([_TABLE, *rows]) + "\n"
+
+
+def _row(method: descriptor_pb2.MethodDescriptorProto, options: Options, comment: str) -> str:
+    missing = options.get("missing")
+    cells = (
+        f"`{method.name}`{_STREAMS[method.client_streaming, method.server_streaming]}",
+        _first_sentence(comment),
+        f"missing: `{missing['capability']}`; {missing['instead']}" if missing else "works",
+        _REPEATS[options["retry"]],
+        ", ".join(role.removeprefix("ROLE_").lower() for role in options["roles"]),
+        ", ".join(f"`{reason}`" for reason in options.get("errors", {}).get("reasons", [])),
+    )
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _first_sentence(comment: str) -> str:
+    words = " ".join(comment.split())
+    return re.split(r"(?<=\.) ", words, maxsplit=1)[0]
