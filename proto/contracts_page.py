@@ -5,7 +5,7 @@ not what its options say. Called by `generate.py`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
@@ -38,8 +38,7 @@ def page(described: descriptor_pb2.FileDescriptorSet) -> str:
     reader = _OptionsReader(described)
     files = sorted(described.file, key=lambda file: (file.package, file.name))
     sections = [section for file in files for section in _sections(file, reader)]
-    every_rpc = ", ".join(f"`{reason}`" for reason in EVERY_RPC)
-    return "\n".join([_HEAD.format(every_rpc=every_rpc), *sections])
+    return "\n".join([_HEAD.format(every_rpc=_quoted(EVERY_RPC)), *sections])
 
 
 class _OptionsReader:
@@ -49,24 +48,26 @@ class _OptionsReader:
         self._pool = descriptor_pool.DescriptorPool()
         for file in described.file:
             self._pool.AddSerializedFile(file.SerializeToString())
-        found = self._pool.FindMessageTypeByName("google.protobuf.MethodOptions")
-        self._kind = message_factory.GetMessageClass(found)
 
-    def read(self, method: descriptor_pb2.MethodDescriptorProto) -> Options:
-        """The options of one rpc by their short names."""
-        options = self._kind.FromString(method.options.SerializeToString())
-        values = json_format.MessageToDict(options, descriptor_pool=self._pool)
+    def read(self, options: descriptor_pb2.MethodOptions | descriptor_pb2.ServiceOptions) -> Options:
+        """The options of one rpc or service by their short names."""
+        found = self._pool.FindMessageTypeByName(options.DESCRIPTOR.full_name)
+        read = message_factory.GetMessageClass(found).FromString(options.SerializeToString())
+        values = json_format.MessageToDict(read, descriptor_pool=self._pool)
         return {name.strip("[]").rpartition(".")[2]: value for name, value in values.items()}
 
 
 def _sections(file: descriptor_pb2.FileDescriptorProto, reader: _OptionsReader) -> Iterator[str]:
     comments = {tuple(place.path): place.leading_comments for place in file.source_code_info.location}
     for index, service in enumerate(file.service):
+        common = _reasons(reader.read(service.options), "common_errors")
         rows = [
-            _row(method, reader.read(method), comments[_SERVICE, index, _RPC, number])
+            _row(method, reader.read(method.options), comments[_SERVICE, index, _RPC, number])
             for number, method in enumerate(service.method)
         ]
         purpose = " ".join(comments[_SERVICE, index].split())
+        if common:
+            purpose += f" Every rpc of it may also answer {common}."
         yield f"## {file.package}.{service.name}\n\n{purpose}\n\n" + "\n".join([_TABLE, *rows]) + "\n"
 
 
@@ -78,9 +79,17 @@ def _row(method: descriptor_pb2.MethodDescriptorProto, options: Options, comment
         f"missing: `{missing['capability']}`; {missing['instead']}" if missing else "works",
         _REPEATS[options["retry"]],
         ", ".join(role.removeprefix("ROLE_").lower() for role in options["roles"]),
-        ", ".join(f"`{reason}`" for reason in options.get("errors", {}).get("reasons", [])),
+        _reasons(options, "errors"),
     )
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _reasons(options: Options, name: str) -> str:
+    return _quoted(options.get(name, {}).get("reasons", []))
+
+
+def _quoted(reasons: Iterable[str]) -> str:
+    return ", ".join(f"`{reason}`" for reason in reasons)
 
 
 def _first_sentence(comment: str) -> str:

@@ -62,11 +62,12 @@ def read_contract(method: MethodDescriptor) -> RpcContract:
         raise ContractError(f"rpc {method.full_name} names no caller; add (astraflow.options.v1.roles)")
     if options[options_pb2.retry] == options_pb2.RETRY_UNSPECIFIED:
         raise ContractError(f"rpc {method.full_name} has no retry rule; add (astraflow.options.v1.retry)")
+    common = method.containing_service.GetOptions().Extensions[options_pb2.common_errors]
     missing = options[options_pb2.missing]
     return RpcContract(
         name=method.full_name,
         roles=frozenset(options_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in roles),
-        reasons=frozenset((*EVERY_RPC, *options[options_pb2.errors].reasons)),
+        reasons=frozenset((*EVERY_RPC, *common.reasons, *options[options_pb2.errors].reasons)),
         capability=missing.capability,
         instead=missing.instead,
     )

@@ -26,19 +26,21 @@ from astraflow.dataflow.v1 import version_pb2 as astraflow_dot_dataflow_dot_v1_d
 from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+astraflow/dataflow/v1/version_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\"Q\n\x0ePublishRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12/\n\x07version\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"B\n\x0fPublishResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"2\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\npolicy_ids\x18\x02 \x03(\t\"@\n\rWatchResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"_\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\t\"a\n\x14ListVersionsResponse\x12\x30\n\x08versions\x18\x01 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xd0\x02\n\x0eVersionService\x12\x63\n\x07Publish\x12%.astraflow.dataflow.v1.PublishRequest\x1a&.astraflow.dataflow.v1.PublishResponse\"\t\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\x12\x62\n\x05Watch\x12#.astraflow.dataflow.v1.WatchRequest\x1a$.astraflow.dataflow.v1.WatchResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x30\x01\x12u\n\x0cListVersions\x12*.astraflow.dataflow.v1.ListVersionsRequest\x1a+.astraflow.dataflow.v1.ListVersionsResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+astraflow/dataflow/v1/version_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\"Q\n\x0ePublishRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12/\n\x07version\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"B\n\x0fPublishResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"2\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\npolicy_ids\x18\x02 \x03(\t\"@\n\rWatchResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"_\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\t\"a\n\x14ListVersionsResponse\x12\x30\n\x08versions\x18\x01 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xd5\x03\n\x0eVersionService\x12\x8b\x01\n\x07Publish\x12%.astraflow.dataflow.v1.PublishRequest\x1a&.astraflow.dataflow.v1.PublishResponse\"1\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18$\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\n\x08\x43ONFLICT\x12\x62\n\x05Watch\x12#.astraflow.dataflow.v1.WatchRequest\x1a$.astraflow.dataflow.v1.WatchResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x30\x01\x12\x8b\x01\n\x0cListVersions\x12*.astraflow.dataflow.v1.ListVersionsRequest\x1a+.astraflow.dataflow.v1.ListVersionsResponse\"\"\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\xda\xf3\x18\x12\n\x10INVALID_ARGUMENT\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.dataflow.v1.version_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_VERSIONSERVICE']._loaded_options = None
+  _globals['_VERSIONSERVICE']._serialized_options = b'\352\363\030?\n\tNOT_FOUND\n\023FAILED_PRECONDITION\n\016INVALID_RECIPE\n\rPLUGIN_FAILED'
   _globals['_VERSIONSERVICE'].methods_by_name['Publish']._loaded_options = None
-  _globals['_VERSIONSERVICE'].methods_by_name['Publish']._serialized_options = b'\312\363\030\001\002\320\363\030\002'
+  _globals['_VERSIONSERVICE'].methods_by_name['Publish']._serialized_options = b'\312\363\030\001\002\320\363\030\002\332\363\030$\n\020INVALID_ARGUMENT\n\006FENCED\n\010CONFLICT'
   _globals['_VERSIONSERVICE'].methods_by_name['Watch']._loaded_options = None
   _globals['_VERSIONSERVICE'].methods_by_name['Watch']._serialized_options = b'\312\363\030\004\001\002\003\004\320\363\030\001'
   _globals['_VERSIONSERVICE'].methods_by_name['ListVersions']._loaded_options = None
-  _globals['_VERSIONSERVICE'].methods_by_name['ListVersions']._serialized_options = b'\312\363\030\004\001\002\003\004\320\363\030\001'
+  _globals['_VERSIONSERVICE'].methods_by_name['ListVersions']._serialized_options = b'\312\363\030\004\001\002\003\004\320\363\030\001\332\363\030\022\n\020INVALID_ARGUMENT'
   _globals['_PUBLISHREQUEST']._serialized_start=143
   _globals['_PUBLISHREQUEST']._serialized_end=224
   _globals['_PUBLISHRESPONSE']._serialized_start=226
@@ -52,5 +54,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTVERSIONSRESPONSE']._serialized_start=509
   _globals['_LISTVERSIONSRESPONSE']._serialized_end=606
   _globals['_VERSIONSERVICE']._serialized_start=609
-  _globals['_VERSIONSERVICE']._serialized_end=945
+  _globals['_VERSIONSERVICE']._serialized_end=1078
 # @@protoc_insertion_point(module_scope)

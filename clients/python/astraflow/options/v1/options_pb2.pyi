@@ -139,6 +139,7 @@ ROLES_FIELD_NUMBER: _builtins.int
 RETRY_FIELD_NUMBER: _builtins.int
 ERRORS_FIELD_NUMBER: _builtins.int
 MISSING_FIELD_NUMBER: _builtins.int
+COMMON_ERRORS_FIELD_NUMBER: _builtins.int
 roles: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]]
 """Roles that may call the rpc; at least one."""
 retry: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Retry.ValueType]
@@ -147,3 +148,5 @@ errors: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions,
 """How the rpc refuses a call; absent when only by the reasons that every rpc has."""
 missing: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Missing]
 """Present only when the rpc is declared but not provided: then no servicer has it, and otherwise one must."""
+common_errors: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.ServiceOptions, Global___Errors]
+"""How every rpc of the service refuses a call, besides what the rpc itself lists."""
