@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from astraflow.dataflow.v1 import admin_service_pb2, run_pb2
+from astraflow.dataflow.v1 import account_pb2, admin_service_pb2, run_pb2
 from astraflow_dataflow.accounts import Account, balance, drift
 from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
 from astraflow_dataflow.runs import RunContext
@@ -119,9 +119,9 @@ class Reporting:
             self.metrics.set("astraflow_dataflow_acceptance", policy.acceptance, policy=name)
 
 
-def account_message(account: Account) -> admin_service_pb2.TrajectoryAccount:
+def account_message(account: Account) -> account_pb2.TrajectoryAccount:
     """Return the contract's form of an account."""
-    return admin_service_pb2.TrajectoryAccount(
+    return account_pb2.TrajectoryAccount(
         ingested=account.ingested,
         trained=account.trained,
         in_batch=account.in_batch,

@@ -111,10 +111,11 @@ class Dataflow:
     def registrations(self) -> list[Registration]:
         """The six services with their servicers."""
         store, registry, versions = self.store, self.registry, self.versions
-        runs = RunServicer(store, registry, versions)
+        runs = RunServicer(store, registry, versions)  # type: ignore[abstract]
         tasks = TaskServicer(store, registry, Leasing(store, self.metrics), versions)
         ingests = Ingests(store=store, registry=registry, settling=self.settling, metrics=self.metrics)
-        batches = BatchServicer(store, registry, Batching(store, self.settings.batch_lease_s), self.metrics)
+        batching = Batching(store, self.settings.batch_lease_s)
+        batches = BatchServicer(store, registry, batching, self.metrics)  # type: ignore[abstract]
         return [
             (run_service_pb2_grpc.add_RunServiceServicer_to_server, runs),
             (task_service_pb2_grpc.add_TaskServiceServicer_to_server, tasks),
@@ -125,11 +126,11 @@ class Dataflow:
             (batch_service_pb2_grpc.add_BatchServiceServicer_to_server, batches),
             (
                 version_service_pb2_grpc.add_VersionServiceServicer_to_server,
-                VersionServicer(registry, versions),
+                VersionServicer(registry, versions),  # type: ignore[abstract]
             ),
             (
                 admin_service_pb2_grpc.add_AdminServiceServicer_to_server,
-                AdminServicer(registry, self.reporting),
+                AdminServicer(registry, self.reporting),  # type: ignore[abstract]
             ),
         ]
 

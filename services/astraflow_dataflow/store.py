@@ -8,6 +8,7 @@ refused at start with the remedy. Built by `server`, used by all domain modules 
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -34,11 +35,13 @@ Call: TypeAlias = tuple[str, tuple[Argument, ...]]
 _REFUSALS: Mapping[str, type[errors.AstraflowError]] = {
     "FENCED": errors.FencedError,
     "CONFLICT": errors.ConflictError,
+    "GAP": errors.VersionGapError,
     "NOTFOUND": errors.NotFoundError,
     "INVALID": errors.InvalidArgumentError,
     "PRECONDITION": errors.PreconditionError,
     "DEFECT": errors.InternalError,
 }
+_METADATA = re.compile(r"\[(\w+)=([^\]]*)\] ")
 
 
 class Connection:
@@ -214,7 +217,8 @@ def translate(error: Exception) -> errors.AstraflowError:
     kind, _, text = str(error).partition(" ")
     refusal = _REFUSALS.get(kind)
     if refusal is not None:
-        return refusal(text)
+        named = _METADATA.match(text)
+        return refusal(text[named.end() :], metadata={named[1]: named[2]}) if named else refusal(text)
     return errors.InternalError(f"Redis answered an error: {error}")
 
 

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from rich.table import Table
 
-from astraflow.dataflow.v1 import admin_service_pb2
+from astraflow.dataflow.v1 import account_pb2, admin_service_pb2
 from astraflow_launcher.observation import Observation
 
 __all__ = ["NodeSummary", "Staleness", "Summary", "Trajectories", "as_json", "as_table", "summarize"]
@@ -164,7 +164,7 @@ def _step_reward(observation: Observation, policy: str, *, first: bool) -> float
     return points[0 if first else -1].metrics.get("reward_mean") if points else None
 
 
-def _trajectories(account: admin_service_pb2.TrajectoryAccount) -> Trajectories:
+def _trajectories(account: account_pb2.TrajectoryAccount) -> Trajectories:
     return Trajectories(
         ingested=account.ingested,
         trained=account.trained,

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
-from astraflow.dataflow.v1 import trajectory_service_pb2
+from astraflow.dataflow.v1 import durability_pb2, trajectory_service_pb2
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit.clock import Clock
 
@@ -114,7 +114,7 @@ class Spool:
 
     def _retain(self, spooled: Spooled, *, durability: int) -> None:
         self._forget_old()
-        if durability < trajectory_service_pb2.DURABILITY_FSYNCED:
+        if durability < durability_pb2.DURABILITY_FSYNCED:
             spooled.acked_s = self.clock.monotonic_s()
             self._acked.append(spooled)
 

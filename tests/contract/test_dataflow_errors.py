@@ -306,7 +306,7 @@ ROWS: dict[str, tuple[Call, str, str]] = {
     "ack of no stage": (ack(), INVALID, INVALID),
     "durable before trained": (durable(1), INVALID, INVALID),
     "publish with a short digest": (publish(manifest_sha256=b"x"), INVALID, INVALID),
-    "publish a gap": (publish(version=7), INVALID, INVALID),
+    "publish a gap": (publish(version=7), STATE, "VERSION_GAP"),
     "publish before the step is trained": (publish(), INVALID, INVALID),
     "publish under an older epoch": (publish(trainer_epoch=0), STATE, "FENCED"),
     "publish of an unknown policy": (publish(policy_id="nobody"), MISSING, MISSING),

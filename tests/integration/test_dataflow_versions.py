@@ -7,7 +7,13 @@ import asyncio
 import pytest
 
 from astraflow.dataflow.v1 import batch_service_pb2, version_service_pb2
-from astraflow.errors import ConflictError, FencedError, InvalidArgumentError, UnknownVersionError
+from astraflow.errors import (
+    ConflictError,
+    FencedError,
+    InvalidArgumentError,
+    UnknownVersionError,
+    VersionGapError,
+)
 from support.dataflow_world import World
 
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
@@ -40,10 +46,11 @@ async def test_other_content_under_a_known_number_is_a_conflict(world: World) ->
         await trainer.publish(version=0, step=0, content=b"other")
 
 
-async def test_a_gap_in_the_numbers_is_refused(world: World) -> None:
+async def test_a_gap_in_the_numbers_is_refused_naming_the_newest_known_version(world: World) -> None:
     trainer = await train_one(world)
-    with pytest.raises(InvalidArgumentError, match="next number is 1"):
+    with pytest.raises(VersionGapError, match="next number is 1") as refused:
         await trainer.publish(version=2, step=1)  # type: ignore[attr-defined]
+    assert refused.value.metadata["newest_version"] == "0"
 
 
 async def test_an_older_epoch_publishes_nothing(world: World) -> None:

@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from astraflow.dataflow.v1 import (
+    durability_pb2,
     run_pb2,
     run_service_pb2,
     run_service_pb2_grpc,
@@ -56,7 +57,7 @@ def result(
 ) -> trajectory_service_pb2.PushResult:
     """An answer kept in memory."""
     return trajectory_service_pb2.PushResult(
-        outcome=outcome, reason=reason, durability=trajectory_service_pb2.DURABILITY_MEMORY
+        outcome=outcome, reason=reason, durability=durability_pb2.DURABILITY_MEMORY
     )
 
 

@@ -17,6 +17,7 @@
     │   ├── FencedError             a newer trainer epoch or lease attempt exists
     │   ├── LeaseLostError          the lease expired or was handed on
     │   ├── ConflictError           the same id exists with other content
+    │   ├── VersionGapError         versions in between are not announced: announce them first
     │   ├── PreconditionError       the run, step or batch is not in a state that allows this
     │   └── IncompatibleError       schema or protocol versions differ
     ├── PermissionError_            the identity's role may not call this
@@ -58,6 +59,7 @@ __all__ = [
     "UnavailableError",
     "UnimplementedError",
     "UnknownVersionError",
+    "VersionGapError",
 ]
 
 
@@ -164,6 +166,12 @@ class ConflictError(StateError):
     """The same id already exists with other content."""
 
     reason, code = "CONFLICT", "ALREADY_EXISTS"
+
+
+class VersionGapError(StateError):
+    """Versions before this one are not announced here; metadata `newest_version` names the newest (-1: none)."""
+
+    reason, code = "VERSION_GAP", "FAILED_PRECONDITION"
 
 
 class PreconditionError(StateError):

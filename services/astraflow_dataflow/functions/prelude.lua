@@ -14,8 +14,9 @@ local function now_ms()
   return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
 end
 
-local function refuse(kind, text)
-  return redis.error_reply(kind .. ' ' .. text)
+-- `metadata` is `name=value`; it travels with the error.
+local function refuse(kind, text, metadata)
+  return redis.error_reply(kind .. ' ' .. (metadata and '[' .. metadata .. '] ' or '') .. text)
 end
 
 local function count(P, field, by)

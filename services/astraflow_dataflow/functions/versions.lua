@@ -40,7 +40,8 @@ local function publish(keys, a)
   end
   local next_number = tonumber(call('HGET', Q, 'version') or -1) + 1
   if number ~= next_number then
-    return refuse('INVALID', 'version ' .. a[2] .. ' of ' .. policy .. ' leaves a gap: the next number is ' .. next_number)
+    return refuse('GAP', 'version ' .. a[2] .. ' of ' .. policy .. ' leaves a gap: the next number is ' .. next_number ..
+      '; announce the versions before it first', 'newest_version=' .. next_number - 1)
   end
   local wrong = wrong_step(P, policy, number, step, epoch)
   if wrong then return wrong end

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from astraflow.dataflow.v1 import durability_pb2, trajectory_service_pb2_grpc
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pb
-from astraflow.dataflow.v1 import trajectory_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
 from astraflow_dataflow.ingest import PushOutcome
 from astraflow_dataflow.ingests import Ingests
@@ -59,5 +59,5 @@ def result_message(outcome: PushOutcome) -> pb.PushResult:
         outcome=pb.Outcome.Value(f"OUTCOME_{outcome.outcome.value}"),
         reason=outcome.reason,
         detail=outcome.detail,
-        durability=pb.DURABILITY_MEMORY,
+        durability=durability_pb2.DURABILITY_MEMORY,
     )

@@ -7,8 +7,8 @@ import json
 
 from rich.console import Console
 
+from astraflow.dataflow.v1 import account_pb2, version_pb2
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
-from astraflow.dataflow.v1 import version_pb2
 from astraflow.raas.v1 import node_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
 from astraflow_launcher.observation import Observation, StepPoint
@@ -22,7 +22,9 @@ FIELDS = (
 
 
 def _observation() -> Observation:
-    account = admin.TrajectoryAccount(ingested=10, trained=6, ready=2, dropped={"stale": 1}, evaluated=1)
+    account = account_pb2.TrajectoryAccount(
+        ingested=10, trained=6, ready=2, dropped={"stale": 1}, evaluated=1
+    )
     policy = admin.PolicyStatus(
         policy_id="solver", last_finished_step=2, staleness=admin.StalenessSummary(p50=1, p99=2, max=2)
     )

@@ -7,8 +7,8 @@ import math
 
 from rich.console import Console
 
+from astraflow.dataflow.v1 import account_pb2, version_pb2
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
-from astraflow.dataflow.v1 import version_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
 from astraflow_launcher.observation import Observation, StepPoint
 from astraflow_launcher.view import LineView, render, sparkline
@@ -21,7 +21,7 @@ def _observation() -> Observation:
         status=admin.StatusResponse(
             policies=[admin.PolicyStatus(policy_id="solver")],
             nodes=[admin.NodeStatus(node_id="node-1", tokens=77, connected=True, waiting_for="weights")],
-            trajectories=admin.TrajectoryAccount(ingested=50, trained=40),
+            trajectories=account_pb2.TrajectoryAccount(ingested=50, trained=40),
             waits=[wait],
         ),
         trainers={

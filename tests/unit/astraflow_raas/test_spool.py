@@ -8,13 +8,13 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import integers
 
-from astraflow.dataflow.v1 import trajectory_service_pb2
+from astraflow.dataflow.v1 import durability_pb2, trajectory_service_pb2
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit.clock import ManualClock
 from astraflow_raas.spool import Spool, Spooled, SpoolLimits
 
-MEMORY = trajectory_service_pb2.PushResult(durability=trajectory_service_pb2.DURABILITY_MEMORY)
-FSYNCED = trajectory_service_pb2.PushResult(durability=trajectory_service_pb2.DURABILITY_FSYNCED)
+MEMORY = trajectory_service_pb2.PushResult(durability=durability_pb2.DURABILITY_MEMORY)
+FSYNCED = trajectory_service_pb2.PushResult(durability=durability_pb2.DURABILITY_FSYNCED)
 LIMITS = SpoolLimits(max_episodes=6, max_bytes=1000, window_episodes=3, window_bytes=300, retain_acked_s=3.0)
 
 

@@ -3,8 +3,11 @@
 isort:skip_file
 Looking at a run from outside."""
 
+from astraflow.dataflow.v1 import account_pb2 as _account_pb2
 from astraflow.dataflow.v1 import run_pb2 as _run_pb2
+from astraflow.dataflow.v1 import trace_pb2 as _trace_pb2
 from astraflow.dataflow.v1 import version_pb2 as _version_pb2
+from astraflow.rollout.v1 import task_pb2 as _task_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
@@ -43,82 +46,6 @@ class StatusRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
-
-@_typing.final
-class TrajectoryAccount(_message.Message):
-    """Where every ingested (trajectory, policy) is now. Conservation law:
-    ingested = trained + in_batch + ready + assembling + Σ dropped + evaluated.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class DroppedEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    INGESTED_FIELD_NUMBER: _builtins.int
-    TRAINED_FIELD_NUMBER: _builtins.int
-    IN_BATCH_FIELD_NUMBER: _builtins.int
-    READY_FIELD_NUMBER: _builtins.int
-    ASSEMBLING_FIELD_NUMBER: _builtins.int
-    DROPPED_FIELD_NUMBER: _builtins.int
-    EVALUATED_FIELD_NUMBER: _builtins.int
-    CONSERVATION_ERROR_FIELD_NUMBER: _builtins.int
-    ingested: _builtins.int
-    """Accepted or counted as dropped at the door."""
-    trained: _builtins.int
-    """In a step acked TRAINED."""
-    in_batch: _builtins.int
-    """In a bound batch."""
-    ready: _builtins.int
-    """In a complete group that no batch has taken."""
-    assembling: _builtins.int
-    """In a group that is not complete."""
-    evaluated: _builtins.int
-    """Used for evaluation."""
-    conservation_error: _builtins.int
-    """ingested − everything else, where the right side is recomputed from the stored groups and batches; 0 unless there is a defect."""
-    @_builtins.property
-    def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Dropped, by reason: poison, superseded, fenced, late_closed, incomplete, expired, filtered, filter_failed, no_credit, run_finished, stale, skipped.
-        docs/data-path.md says what each means.
-        """
-
-    def __init__(
-        self,
-        *,
-        ingested: _builtins.int = ...,
-        trained: _builtins.int = ...,
-        in_batch: _builtins.int = ...,
-        ready: _builtins.int = ...,
-        assembling: _builtins.int = ...,
-        dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-        evaluated: _builtins.int = ...,
-        conservation_error: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assembling", b"assembling", "conservation_error", b"conservation_error", "dropped", b"dropped", "evaluated", b"evaluated", "in_batch", b"in_batch", "ingested", b"ingested", "ready", b"ready", "trained", b"trained"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TrajectoryAccount: _TypeAlias = TrajectoryAccount  # noqa: Y015
 
 @_typing.final
 class StalenessSummary(_message.Message):
@@ -252,6 +179,14 @@ class NodeStatus(_message.Message):
     LAST_SEEN_TIME_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     CONNECTED_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    MAX_CONCURRENT_TASKS_FIELD_NUMBER: _builtins.int
+    ENGINE_RESTARTS_FIELD_NUMBER: _builtins.int
+    DRAIN_REASON_FIELD_NUMBER: _builtins.int
+    JOIN_TIME_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node."""
     restarts: _builtins.int
@@ -268,6 +203,18 @@ class NodeStatus(_message.Message):
     """What it waits for, as it reports; empty when it works."""
     connected: _builtins.bool
     """True while it has an open working session."""
+    incarnation: _builtins.int
+    """Incarnation it joined with."""
+    region: _builtins.str
+    """Region it named; empty when it named none."""
+    pool: _builtins.str
+    """Pool it named; empty when it named none."""
+    max_concurrent_tasks: _builtins.int
+    """Tasks it can run at once."""
+    engine_restarts: _builtins.int
+    """Engine restarts since its start, as it reports."""
+    drain_reason: _builtins.str
+    """Why it must drain: the reason given to DrainNode; empty when it need not."""
     @_builtins.property
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Version each policy serves on it, as it reports."""
@@ -275,6 +222,14 @@ class NodeStatus(_message.Message):
     @_builtins.property
     def last_seen_time(self) -> _timestamp_pb2.Timestamp:
         """When it was last heard of."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engine kinds it can serve."""
+
+    @_builtins.property
+    def join_time(self) -> _timestamp_pb2.Timestamp:
+        """When it joined with this incarnation."""
 
     def __init__(
         self,
@@ -289,10 +244,18 @@ class NodeStatus(_message.Message):
         last_seen_time: _timestamp_pb2.Timestamp | None = ...,
         waiting_for: _builtins.str = ...,
         connected: _builtins.bool = ...,
+        incarnation: _builtins.int = ...,
+        region: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        engines: _abc.Iterable[_builtins.str] | None = ...,
+        max_concurrent_tasks: _builtins.int = ...,
+        engine_restarts: _builtins.int = ...,
+        drain_reason: _builtins.str = ...,
+        join_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen_time", b"last_seen_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["join_time", b"join_time", "last_seen_time", b"last_seen_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "episodes", b"episodes", "last_seen_time", b"last_seen_time", "leases", b"leases", "node_id", b"node_id", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "trajectories", b"trajectories", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "drain_reason", b"drain_reason", "engine_restarts", b"engine_restarts", "engines", b"engines", "episodes", b"episodes", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "node_id", b"node_id", "pool", b"pool", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "trajectories", b"trajectories", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -361,17 +324,25 @@ class Wait(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     WAITED_DURATION_FIELD_NUMBER: _builtins.int
+    SINCE_TIME_FIELD_NUMBER: _builtins.int
+    RELEASED_BY_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `evaluate`."""
     policy_id: _builtins.str
     """Policy concerned; empty when it is the run."""
     reason: _builtins.str
-    """Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_version`, `no_trainer`."""
+    """Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_capable_node`, `no_version`, `no_trainer`."""
     detail: _builtins.str
-    """For people: the figures and what would release it."""
+    """For people: the figures."""
+    released_by: _builtins.str
+    """For people: what would release it."""
     @_builtins.property
     def waited_duration(self) -> _duration_pb2.Duration:
         """How long it has waited."""
+
+    @_builtins.property
+    def since_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when, by the server's clock."""
 
     def __init__(
         self,
@@ -381,10 +352,12 @@ class Wait(_message.Message):
         reason: _builtins.str = ...,
         detail: _builtins.str = ...,
         waited_duration: _duration_pb2.Duration | None = ...,
+        since_time: _timestamp_pb2.Timestamp | None = ...,
+        released_by: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["waited_duration", b"waited_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since_time", b"since_time", "waited_duration", b"waited_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "policy_id", b"policy_id", "reason", b"reason", "stage", b"stage", "waited_duration", b"waited_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "policy_id", b"policy_id", "reason", b"reason", "released_by", b"released_by", "since_time", b"since_time", "stage", b"stage", "waited_duration", b"waited_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -411,7 +384,7 @@ class StatusResponse(_message.Message):
     dead_letters: _builtins.int
     """Tasks in the dead-letter stream."""
     @_builtins.property
-    def trajectories(self) -> Global___TrajectoryAccount:
+    def trajectories(self) -> _account_pb2.TrajectoryAccount:
         """Accounts over all policies."""
 
     @_builtins.property
@@ -435,7 +408,7 @@ class StatusResponse(_message.Message):
         *,
         state: _run_pb2.RunState.ValueType = ...,
         run_id: _builtins.str = ...,
-        trajectories: Global___TrajectoryAccount | None = ...,
+        trajectories: _account_pb2.TrajectoryAccount | None = ...,
         policies: _abc.Iterable[Global___PolicyStatus] | None = ...,
         nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
         evaluations: _abc.Iterable[Global___Evaluation] | None = ...,
@@ -449,3 +422,559 @@ class StatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class AdminServiceWatchRequest(_message.Message):
+    """Request of Watch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    INTERVAL_DURATION_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; empty means the only run."""
+    @_builtins.property
+    def interval_duration(self) -> _duration_pb2.Duration:
+        """Least time between two messages; default 1 s, at least 0.1 s."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        interval_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["interval_duration", b"interval_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_duration", b"interval_duration", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceWatchRequest: _TypeAlias = AdminServiceWatchRequest  # noqa: Y015
+
+@_typing.final
+class AdminServiceWatchResponse(_message.Message):
+    """One change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___StatusResponse:
+        """The status now."""
+
+    @_builtins.property
+    def changed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the fields of `status` that differ from the message before; all that are set, in the first message."""
+
+    def __init__(
+        self,
+        *,
+        status: Global___StatusResponse | None = ...,
+        changed: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceWatchResponse: _TypeAlias = AdminServiceWatchResponse  # noqa: Y015
+
+@_typing.final
+class WhyRequest(_message.Message):
+    """Request of Why."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; empty means the only run."""
+    task_id: _builtins.str
+    """Task to trace; empty asks only for the waits."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        task_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhyRequest: _TypeAlias = WhyRequest  # noqa: Y015
+
+@_typing.final
+class WhyResponse(_message.Message):
+    """Response of Why."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run id."""
+    state: _run_pb2.RunState.ValueType
+    """Life of the run."""
+    @_builtins.property
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
+        """What stages wait for now; empty when all flows."""
+
+    @_builtins.property
+    def task(self) -> _trace_pb2.TaskTrace:
+        """The task asked for; unset when none was."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        state: _run_pb2.RunState.ValueType = ...,
+        waits: _abc.Iterable[Global___Wait] | None = ...,
+        task: _trace_pb2.TaskTrace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "state", b"state", "task", b"task", "waits", b"waits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhyResponse: _TypeAlias = WhyResponse  # noqa: Y015
+
+@_typing.final
+class ListNodesRequest(_message.Message):
+    """Request of ListNodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; empty means the only run."""
+    page_size: _builtins.int
+    """At most this many; default 50, at most 1,000."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty for the first."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListNodesRequest: _TypeAlias = ListNodesRequest  # noqa: Y015
+
+@_typing.final
+class ListNodesResponse(_message.Message):
+    """Response of ListNodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]:
+        """Nodes, by id."""
+
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListNodesResponse: _TypeAlias = ListNodesResponse  # noqa: Y015
+
+@_typing.final
+class DrainNodeRequest(_message.Message):
+    """Request of DrainNode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; empty means the only run."""
+    node_id: _builtins.str
+    """Node to drain."""
+    reason: _builtins.str
+    """Why, a slug that the node is told; default `operator`. At most 64 characters."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        node_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainNodeRequest: _TypeAlias = DrainNodeRequest  # noqa: Y015
+
+@_typing.final
+class DrainNodeResponse(_message.Message):
+    """Response of DrainNode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    leases: _builtins.int
+    """Leases the node holds at this moment and will finish."""
+    connected: _builtins.bool
+    """Whether it has an open working session now."""
+    def __init__(
+        self,
+        *,
+        leases: _builtins.int = ...,
+        connected: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "leases", b"leases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainNodeResponse: _TypeAlias = DrainNodeResponse  # noqa: Y015
+
+@_typing.final
+class DeadLetter(_message.Message):
+    """A task that nobody will try again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEAD_LETTER_ID_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    PAYLOAD_REF_FIELD_NUMBER: _builtins.int
+    EVALUATION_ID_FIELD_NUMBER: _builtins.int
+    dead_letter_id: _builtins.str
+    """Id of the letter; ascending in time."""
+    task_id: _builtins.str
+    """The task."""
+    reason: _builtins.str
+    """Slug of the last failure, for example `lease_expired`, `workflow_error`."""
+    detail: _builtins.str
+    """For people."""
+    attempt: _builtins.int
+    """Attempt that failed last."""
+    node_id: _builtins.str
+    """Node that held it last."""
+    payload_ref: _builtins.str
+    """Where Redis keeps it: key and entry."""
+    evaluation_id: _builtins.str
+    """Evaluation it belongs to; empty for training. Evaluation tasks are not requeued: their evaluation has counted them as failed."""
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was given up."""
+
+    @_builtins.property
+    def task(self) -> _task_pb2.Task:
+        """The task as submitted; unset unless asked for."""
+
+    def __init__(
+        self,
+        *,
+        dead_letter_id: _builtins.str = ...,
+        task_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        node_id: _builtins.str = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        task: _task_pb2.Task | None = ...,
+        payload_ref: _builtins.str = ...,
+        evaluation_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "task", b"task"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "create_time", b"create_time", "dead_letter_id", b"dead_letter_id", "detail", b"detail", "evaluation_id", b"evaluation_id", "node_id", b"node_id", "payload_ref", b"payload_ref", "reason", b"reason", "task", b"task", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeadLetter: _TypeAlias = DeadLetter  # noqa: Y015
+
+@_typing.final
+class ListDeadLettersRequest(_message.Message):
+    """Request of ListDeadLetters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    INCLUDE_TASKS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; empty means the only run."""
+    page_size: _builtins.int
+    """At most this many; default 50, at most 500."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty for the first."""
+    include_tasks: _builtins.bool
+    """Return the tasks too."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        include_tasks: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_tasks", b"include_tasks", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeadLettersRequest: _TypeAlias = ListDeadLettersRequest  # noqa: Y015
+
+@_typing.final
+class ListDeadLettersResponse(_message.Message):
+    """Response of ListDeadLetters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    total: _builtins.int
+    """All letters of the run."""
+    @_builtins.property
+    def dead_letters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeadLetter]:
+        """Letters, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        dead_letters: _abc.Iterable[Global___DeadLetter] | None = ...,
+        next_page_token: _builtins.str = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "next_page_token", b"next_page_token", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeadLettersResponse: _TypeAlias = ListDeadLettersResponse  # noqa: Y015
+
+@_typing.final
+class RequeueDeadLettersRequest(_message.Message):
+    """Request of RequeueDeadLetters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    DEAD_LETTER_IDS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; empty means the only run."""
+    @_builtins.property
+    def dead_letter_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Letters to requeue, at most 500; empty means the oldest 500."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        dead_letter_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letter_ids", b"dead_letter_ids", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequeueDeadLettersRequest: _TypeAlias = RequeueDeadLettersRequest  # noqa: Y015
+
+@_typing.final
+class RequeueDeadLettersResponse(_message.Message):
+    """Response of RequeueDeadLetters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEUED_FIELD_NUMBER: _builtins.int
+    UNKNOWN_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    requeued: _builtins.int
+    """Tasks that will be leased again."""
+    unknown: _builtins.int
+    """Letters that no longer exist."""
+    kept: _builtins.int
+    """Letters left as they are: of evaluation tasks, or of tasks whose groups are being settled at this moment."""
+    def __init__(
+        self,
+        *,
+        requeued: _builtins.int = ...,
+        unknown: _builtins.int = ...,
+        kept: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "requeued", b"requeued", "unknown", b"unknown"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequeueDeadLettersResponse: _TypeAlias = RequeueDeadLettersResponse  # noqa: Y015
+
+@_typing.final
+class PurgeDeadLettersRequest(_message.Message):
+    """Request of PurgeDeadLetters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    DEAD_LETTER_IDS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; empty means the only run."""
+    @_builtins.property
+    def dead_letter_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Letters to forget, at most 500; empty means all."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        dead_letter_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letter_ids", b"dead_letter_ids", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeDeadLettersRequest: _TypeAlias = PurgeDeadLettersRequest  # noqa: Y015
+
+@_typing.final
+class PurgeDeadLettersResponse(_message.Message):
+    """Response of PurgeDeadLetters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PURGED_FIELD_NUMBER: _builtins.int
+    purged: _builtins.int
+    """Letters forgotten."""
+    def __init__(
+        self,
+        *,
+        purged: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["purged", b"purged"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeDeadLettersResponse: _TypeAlias = PurgeDeadLettersResponse  # noqa: Y015
+
+@_typing.final
+class PoolReportRequest(_message.Message):
+    """Request of PoolReport."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; empty means the only run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolReportRequest: _TypeAlias = PoolReportRequest  # noqa: Y015
+
+@_typing.final
+class PoolLoad(_message.Message):
+    """One pool of nodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Name of the pool; empty for nodes that named none."""
+    nodes: _builtins.int
+    """Nodes with an open working session."""
+    capacity: _builtins.int
+    """Tasks these can run at once."""
+    leases: _builtins.int
+    """Tasks they hold now."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        nodes: _builtins.int = ...,
+        capacity: _builtins.int = ...,
+        leases: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "leases", b"leases", "nodes", b"nodes", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolLoad: _TypeAlias = PoolLoad  # noqa: Y015
+
+@_typing.final
+class PoolReportResponse(_message.Message):
+    """Response of PoolReport."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLS_FIELD_NUMBER: _builtins.int
+    LEASABLE_TASKS_FIELD_NUMBER: _builtins.int
+    leasable_tasks: _builtins.int
+    """Tasks that could be leased at this moment if a node asked: queued or waiting to be tried again, within every window."""
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolLoad]:
+        """Pools, by name."""
+
+    def __init__(
+        self,
+        *,
+        pools: _abc.Iterable[Global___PoolLoad] | None = ...,
+        leasable_tasks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leasable_tasks", b"leasable_tasks", "pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolReportResponse: _TypeAlias = PoolReportResponse  # noqa: Y015

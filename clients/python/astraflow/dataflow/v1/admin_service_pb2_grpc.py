@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """Status for people and tools.
+    """Status and care for people and tools.
     """
 
     def __init__(self, channel):
@@ -40,14 +40,114 @@ class AdminServiceStub:
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.StatusRequest.SerializeToString,
                 response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/Watch',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.AdminServiceWatchRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.AdminServiceWatchResponse.FromString,
+                _registered_method=True)
+        self.Why = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/Why',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.WhyRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.WhyResponse.FromString,
+                _registered_method=True)
+        self.ListNodes = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/ListNodes',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListNodesRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListNodesResponse.FromString,
+                _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/DrainNode',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.DrainNodeResponse.FromString,
+                _registered_method=True)
+        self.ListDeadLetters = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/ListDeadLetters',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListDeadLettersRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListDeadLettersResponse.FromString,
+                _registered_method=True)
+        self.RequeueDeadLetters = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/RequeueDeadLetters',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.RequeueDeadLettersRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.RequeueDeadLettersResponse.FromString,
+                _registered_method=True)
+        self.PurgeDeadLetters = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/PurgeDeadLetters',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PurgeDeadLettersRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PurgeDeadLettersResponse.FromString,
+                _registered_method=True)
+        self.PoolReport = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/PoolReport',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
-    """Status for people and tools.
+    """Status and care for people and tools.
     """
 
     def Status(self, request, context):
         """Returns the state of a run: accounts, policies, nodes, evaluations and what each stage waits for. Read only; the accounts are one atomic snapshot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """Streams the status: at once, then whenever it differs from the one sent before. Times that merely pass do not count as a change. Read only;
+        reconnect freely.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Why(self, request, context):
+        """Says what each stage waits for, since when and what would release it; with `task_id`, also everything known of that task. Read only. A task
+        never submitted answers NOT_FOUND; of a task that finished long ago only its id and state may be left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListNodes(self, request, context):
+        """Lists the nodes that joined, by id. Read only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """Tells a node to finish what it holds, take no more and leave. It gets nothing more from this moment on; the order reaches it on its Work
+        stream, now or when it connects again, and ends with its next incarnation. Atomic, idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDeadLetters(self, request, context):
+        """Lists tasks that nobody will try again, oldest first, with reason and payload. Read only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RequeueDeadLetters(self, request, context):
+        """Puts dead tasks back into the training lane with all their members open and their tries forgotten. Atomic per call, idempotent: a letter
+        that was requeued or purged counts as `unknown`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PurgeDeadLetters(self, request, context):
+        """Forgets dead letters. Atomic per call, idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PoolReport(self, request, context):
+        """Says per pool of nodes what it does and what it could do: the input of autoscalers. Read only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,6 +161,46 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.StatusRequest.FromString,
                     response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.StatusResponse.SerializeToString,
             ),
+            'Watch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.AdminServiceWatchRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.AdminServiceWatchResponse.SerializeToString,
+            ),
+            'Why': grpc.unary_unary_rpc_method_handler(
+                    servicer.Why,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.WhyRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.WhyResponse.SerializeToString,
+            ),
+            'ListNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNodes,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListNodesRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.DrainNodeRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.DrainNodeResponse.SerializeToString,
+            ),
+            'ListDeadLetters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDeadLetters,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListDeadLettersRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListDeadLettersResponse.SerializeToString,
+            ),
+            'RequeueDeadLetters': grpc.unary_unary_rpc_method_handler(
+                    servicer.RequeueDeadLetters,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.RequeueDeadLettersRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.RequeueDeadLettersResponse.SerializeToString,
+            ),
+            'PurgeDeadLetters': grpc.unary_unary_rpc_method_handler(
+                    servicer.PurgeDeadLetters,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PurgeDeadLettersRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PurgeDeadLettersResponse.SerializeToString,
+            ),
+            'PoolReport': grpc.unary_unary_rpc_method_handler(
+                    servicer.PoolReport,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'astraflow.dataflow.v1.AdminService', rpc_method_handlers)
@@ -70,7 +210,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Status for people and tools.
+    """Status and care for people and tools.
     """
 
     @staticmethod
@@ -90,6 +230,222 @@ class AdminService:
             '/astraflow.dataflow.v1.AdminService/Status',
             astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.StatusRequest.SerializeToString,
             astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/Watch',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.AdminServiceWatchRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.AdminServiceWatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Why(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/Why',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.WhyRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.WhyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/ListNodes',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListNodesRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/DrainNode',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.DrainNodeRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.DrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDeadLetters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/ListDeadLetters',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListDeadLettersRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RequeueDeadLetters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/RequeueDeadLetters',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.RequeueDeadLettersRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.RequeueDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PurgeDeadLetters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/PurgeDeadLetters',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PurgeDeadLettersRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PurgeDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PoolReport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/PoolReport',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,30 @@ BATCH_STAGE_SKIPPED: BatchStage.ValueType  # 3
 """A guard refused the step; no version is published for it. The trajectories end as dropped{skipped}."""
 Global___BatchStage: _TypeAlias = BatchStage  # noqa: Y015
 
+class _VoidAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _VoidActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VoidAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VOID_ACTION_UNSPECIFIED: _VoidAction.ValueType  # 0
+    """Refused."""
+    VOID_ACTION_RETURN: _VoidAction.ValueType  # 1
+    """Groups return to the ready set in their old order."""
+    VOID_ACTION_DISCARD: _VoidAction.ValueType  # 2
+    """Groups are dropped as `voided`; nothing reads them again."""
+
+class VoidAction(_VoidAction, metaclass=_VoidActionEnumTypeWrapper):
+    """What becomes of the groups of a voided batch."""
+
+VOID_ACTION_UNSPECIFIED: VoidAction.ValueType  # 0
+"""Refused."""
+VOID_ACTION_RETURN: VoidAction.ValueType  # 1
+"""Groups return to the ready set in their old order."""
+VOID_ACTION_DISCARD: VoidAction.ValueType  # 2
+"""Groups are dropped as `voided`; nothing reads them again."""
+Global___VoidAction: _TypeAlias = VoidAction  # noqa: Y015
+
 @_typing.final
 class ClaimPolicyRequest(_message.Message):
     """Request of ClaimPolicy."""
@@ -58,22 +82,26 @@ class ClaimPolicyRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     POLICY_ID_FIELD_NUMBER: _builtins.int
     TRAINER_ID_FIELD_NUMBER: _builtins.int
+    KNOWN_EPOCH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
     """Policy to claim."""
     trainer_id: _builtins.str
     """Name of the trainer for people."""
+    known_epoch: _builtins.int
+    """Newest epoch the caller has seen anywhere, for example in the policy's manifests; the new epoch is above it, whatever Redis lost. 0 when none."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         policy_id: _builtins.str = ...,
         trainer_id: _builtins.str = ...,
+        known_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "run_id", b"run_id", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_epoch", b"known_epoch", "policy_id", b"policy_id", "run_id", b"run_id", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -497,3 +525,71 @@ class MarkDurableResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MarkDurableResponse: _TypeAlias = MarkDurableResponse  # noqa: Y015
+
+@_typing.final
+class VoidBatchRequest(_message.Message):
+    """Request of VoidBatch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    policy_id: _builtins.str
+    """Policy of the batch."""
+    step: _builtins.int
+    """Step the batch is bound to."""
+    batch_id: _builtins.str
+    """The batch, so that a repeated call can never void the next one."""
+    action: Global___VoidAction.ValueType
+    """What becomes of its groups."""
+    reason: _builtins.str
+    """Why, for people; the trainer is told. At most 256 characters."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+        batch_id: _builtins.str = ...,
+        action: Global___VoidAction.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "batch_id", b"batch_id", "policy_id", b"policy_id", "reason", b"reason", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VoidBatchRequest: _TypeAlias = VoidBatchRequest  # noqa: Y015
+
+@_typing.final
+class VoidBatchResponse(_message.Message):
+    """Response of VoidBatch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETURNED_GROUPS_FIELD_NUMBER: _builtins.int
+    DROPPED_TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    returned_groups: _builtins.int
+    """Groups that returned to the ready set."""
+    dropped_trajectories: _builtins.int
+    """Trajectories that ended as dropped{voided}."""
+    def __init__(
+        self,
+        *,
+        returned_groups: _builtins.int = ...,
+        dropped_trajectories: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_trajectories", b"dropped_trajectories", "returned_groups", b"returned_groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VoidBatchResponse: _TypeAlias = VoidBatchResponse  # noqa: Y015

@@ -66,6 +66,11 @@ class BatchServiceStub:
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.RenewBatchRequest.SerializeToString,
                 response_deserializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.RenewBatchResponse.FromString,
                 _registered_method=True)
+        self.VoidBatch = channel.unary_unary(
+                '/astraflow.dataflow.v1.BatchService/VoidBatch',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.VoidBatchRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.VoidBatchResponse.FromString,
+                _registered_method=True)
         self.MarkDurable = channel.unary_unary(
                 '/astraflow.dataflow.v1.BatchService/MarkDurable',
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.MarkDurableRequest.SerializeToString,
@@ -122,6 +127,15 @@ class BatchServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VoidBatch(self, request, context):
+        """Takes a bound batch away from its trainer, whatever its epoch: its groups return to the ready set, or their trajectories end as dropped{voided}.
+        A step that is TRAINED or SKIPPED answers FAILED_PRECONDITION. The trainer's next call on the voided batch answers FAILED_PRECONDITION (its
+        message and metadata say `voided`); acquiring the step again binds another batch. Atomic, idempotent per batch_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def MarkDurable(self, request, context):
         """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never moves back.
         """
@@ -161,6 +175,11 @@ def add_BatchServiceServicer_to_server(servicer, server):
                     servicer.RenewBatch,
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.RenewBatchRequest.FromString,
                     response_serializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.RenewBatchResponse.SerializeToString,
+            ),
+            'VoidBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.VoidBatch,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.VoidBatchRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.VoidBatchResponse.SerializeToString,
             ),
             'MarkDurable': grpc.unary_unary_rpc_method_handler(
                     servicer.MarkDurable,
@@ -332,6 +351,33 @@ class BatchService:
             '/astraflow.dataflow.v1.BatchService/RenewBatch',
             astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.RenewBatchRequest.SerializeToString,
             astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.RenewBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VoidBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.BatchService/VoidBatch',
+            astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.VoidBatchRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.VoidBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,11 @@ class BatchServiceStub:
     """Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent."""
     RenewBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.RenewBatchRequest, _batch_service_pb2.RenewBatchResponse]
     """Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent."""
+    VoidBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.VoidBatchRequest, _batch_service_pb2.VoidBatchResponse]
+    """Takes a bound batch away from its trainer, whatever its epoch: its groups return to the ready set, or their trajectories end as dropped{voided}.
+    A step that is TRAINED or SKIPPED answers FAILED_PRECONDITION. The trainer's next call on the voided batch answers FAILED_PRECONDITION (its
+    message and metadata say `voided`); acquiring the step again binds another batch. Atomic, idempotent per batch_id.
+    """
     MarkDurable: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.MarkDurableRequest, _batch_service_pb2.MarkDurableResponse]
     """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never moves back."""
 
@@ -77,6 +82,11 @@ class BatchServiceAsyncStub(BatchServiceStub):
     """Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent."""
     RenewBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.RenewBatchRequest, _batch_service_pb2.RenewBatchResponse]  # type: ignore[assignment]
     """Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent."""
+    VoidBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.VoidBatchRequest, _batch_service_pb2.VoidBatchResponse]  # type: ignore[assignment]
+    """Takes a bound batch away from its trainer, whatever its epoch: its groups return to the ready set, or their trajectories end as dropped{voided}.
+    A step that is TRAINED or SKIPPED answers FAILED_PRECONDITION. The trainer's next call on the voided batch answers FAILED_PRECONDITION (its
+    message and metadata say `voided`); acquiring the step again binds another batch. Atomic, idempotent per batch_id.
+    """
     MarkDurable: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.MarkDurableRequest, _batch_service_pb2.MarkDurableResponse]  # type: ignore[assignment]
     """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never moves back."""
 
@@ -136,6 +146,17 @@ class BatchServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_batch_service_pb2.RenewBatchResponse, _abc.Awaitable[_batch_service_pb2.RenewBatchResponse]]:
         """Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def VoidBatch(
+        self,
+        request: _batch_service_pb2.VoidBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_batch_service_pb2.VoidBatchResponse, _abc.Awaitable[_batch_service_pb2.VoidBatchResponse]]:
+        """Takes a bound batch away from its trainer, whatever its epoch: its groups return to the ready set, or their trajectories end as dropped{voided}.
+        A step that is TRAINED or SKIPPED answers FAILED_PRECONDITION. The trainer's next call on the voided batch answers FAILED_PRECONDITION (its
+        message and metadata say `voided`); acquiring the step again binds another batch. Atomic, idempotent per batch_id.
+        """
 
     @_abc_1.abstractmethod
     def MarkDurable(

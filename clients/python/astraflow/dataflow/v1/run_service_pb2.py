@@ -22,13 +22,14 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from astraflow.dataflow.v1 import account_pb2 as astraflow_dot_dataflow_dot_v1_dot_account__pb2
 from astraflow.dataflow.v1 import run_pb2 as astraflow_dot_dataflow_dot_v1_dot_run__pb2
 from astraflow.dataflow.v1 import version_pb2 as astraflow_dot_dataflow_dot_v1_dot_version__pb2
 from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot_options__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'astraflow/dataflow/v1/run_service.proto\x12\x15\x61straflow.dataflow.v1\x1a\x1f\x61straflow/dataflow/v1/run.proto\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\";\n\x10\x43reateRunRequest\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"<\n\x11\x43reateRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"R\n\x10UpdateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12.\n\x05state\x18\x02 \x01(\x0e\x32\x1f.astraflow.dataflow.v1.RunState\"<\n\x11UpdateRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"9\n\x0eGetRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"8\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"U\n\x10ListRunsResponse\x12(\n\x04runs\x18\x01 \x03(\x0b\x32\x1a.astraflow.dataflow.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x93\x01\n\x0eJoinRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06region\x18\x04 \x01(\t\x12\x0c\n\x04pool\x18\x05 \x01(\t\x12\x1c\n\x14max_concurrent_tasks\x18\x06 \x01(\r\x12\x0f\n\x07\x65ngines\x18\x07 \x03(\t\"\xbd\x01\n\x0fJoinRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\x12\x30\n\x08versions\x18\x02 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x35\n\x12lease_ttl_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x64\x61ta_incarnation\x18\x04 \x01(\t2\xc4\x06\n\nRunService\x12\xa8\x01\n\tCreateRun\x12\'.astraflow.dataflow.v1.CreateRunRequest\x1a(.astraflow.dataflow.v1.CreateRunResponse\"H\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18;\n\x10INVALID_ARGUMENT\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILED\n\x08\x43ONFLICT\x12\xbe\x01\n\tUpdateRun\x12\'.astraflow.dataflow.v1.UpdateRunRequest\x1a(.astraflow.dataflow.v1.UpdateRunResponse\"^\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18Q\n\x10INVALID_ARGUMENT\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILED\x12\x87\x01\n\x06GetRun\x12$.astraflow.dataflow.v1.GetRunRequest\x1a%.astraflow.dataflow.v1.GetRunResponse\"0\xca\xf3\x18\x04\x03\x04\x01\x02\xd0\xf3\x18\x01\xda\xf3\x18 \n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\x12}\n\x08ListRuns\x12&.astraflow.dataflow.v1.ListRunsRequest\x1a\'.astraflow.dataflow.v1.ListRunsResponse\" \xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\xda\xf3\x18\x12\n\x10INVALID_ARGUMENT\x12\xc0\x01\n\x07JoinRun\x12%.astraflow.dataflow.v1.JoinRunRequest\x1a&.astraflow.dataflow.v1.JoinRunResponse\"f\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18Y\n\x10INVALID_ARGUMENT\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILED\n\x06\x46\x45NCEDb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'astraflow/dataflow/v1/run_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/account.proto\x1a\x1f\x61straflow/dataflow/v1/run.proto\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\";\n\x10\x43reateRunRequest\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"<\n\x11\x43reateRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"R\n\x10UpdateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12.\n\x05state\x18\x02 \x01(\x0e\x32\x1f.astraflow.dataflow.v1.RunState\"<\n\x11UpdateRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"9\n\x0eGetRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"8\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"U\n\x10ListRunsResponse\x12(\n\x04runs\x18\x01 \x03(\x0b\x32\x1a.astraflow.dataflow.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"1\n\x10\x44\x65leteRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"i\n\x11\x44\x65leteRunResponse\x12>\n\x0ctrajectories\x18\x01 \x01(\x0b\x32(.astraflow.dataflow.v1.TrajectoryAccount\x12\x14\n\x0c\x64\x65leted_keys\x18\x02 \x01(\x04\"\x93\x01\n\x0eJoinRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06region\x18\x04 \x01(\t\x12\x0c\n\x04pool\x18\x05 \x01(\t\x12\x1c\n\x14max_concurrent_tasks\x18\x06 \x01(\r\x12\x0f\n\x07\x65ngines\x18\x07 \x03(\t\"\xbd\x01\n\x0fJoinRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\x12\x30\n\x08versions\x18\x02 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x35\n\x12lease_ttl_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x64\x61ta_incarnation\x18\x04 \x01(\t2\x98\x08\n\nRunService\x12\xa8\x01\n\tCreateRun\x12\'.astraflow.dataflow.v1.CreateRunRequest\x1a(.astraflow.dataflow.v1.CreateRunResponse\"H\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18;\n\x10INVALID_ARGUMENT\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILED\n\x08\x43ONFLICT\x12\xbe\x01\n\tUpdateRun\x12\'.astraflow.dataflow.v1.UpdateRunRequest\x1a(.astraflow.dataflow.v1.UpdateRunResponse\"^\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18Q\n\x10INVALID_ARGUMENT\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILED\x12\x87\x01\n\x06GetRun\x12$.astraflow.dataflow.v1.GetRunRequest\x1a%.astraflow.dataflow.v1.GetRunResponse\"0\xca\xf3\x18\x04\x03\x04\x01\x02\xd0\xf3\x18\x01\xda\xf3\x18 \n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\x12}\n\x08ListRuns\x12&.astraflow.dataflow.v1.ListRunsRequest\x1a\'.astraflow.dataflow.v1.ListRunsResponse\" \xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\xda\xf3\x18\x12\n\x10INVALID_ARGUMENT\x12\xc0\x01\n\x07JoinRun\x12%.astraflow.dataflow.v1.JoinRunRequest\x1a&.astraflow.dataflow.v1.JoinRunResponse\"f\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18Y\n\x10INVALID_ARGUMENT\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILED\n\x06\x46\x45NCED\x12\xd1\x01\n\tDeleteRun\x12\'.astraflow.dataflow.v1.DeleteRunRequest\x1a(.astraflow.dataflow.v1.DeleteRunResponse\"q\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x32\n\x10INVALID_ARGUMENT\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\xe2\xf3\x18.\n\x0crun_deletion\x12\x1estart the run under another idb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,26 +46,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNSERVICE'].methods_by_name['ListRuns']._serialized_options = b'\312\363\030\002\003\004\320\363\030\001\332\363\030\022\n\020INVALID_ARGUMENT'
   _globals['_RUNSERVICE'].methods_by_name['JoinRun']._loaded_options = None
   _globals['_RUNSERVICE'].methods_by_name['JoinRun']._serialized_options = b'\312\363\030\001\001\320\363\030\002\332\363\030Y\n\020INVALID_ARGUMENT\n\tNOT_FOUND\n\023FAILED_PRECONDITION\n\016INVALID_RECIPE\n\rPLUGIN_FAILED\n\006FENCED'
-  _globals['_CREATERUNREQUEST']._serialized_start=204
-  _globals['_CREATERUNREQUEST']._serialized_end=263
-  _globals['_CREATERUNRESPONSE']._serialized_start=265
-  _globals['_CREATERUNRESPONSE']._serialized_end=325
-  _globals['_UPDATERUNREQUEST']._serialized_start=327
-  _globals['_UPDATERUNREQUEST']._serialized_end=409
-  _globals['_UPDATERUNRESPONSE']._serialized_start=411
-  _globals['_UPDATERUNRESPONSE']._serialized_end=471
-  _globals['_GETRUNREQUEST']._serialized_start=473
-  _globals['_GETRUNREQUEST']._serialized_end=504
-  _globals['_GETRUNRESPONSE']._serialized_start=506
-  _globals['_GETRUNRESPONSE']._serialized_end=563
-  _globals['_LISTRUNSREQUEST']._serialized_start=565
-  _globals['_LISTRUNSREQUEST']._serialized_end=621
-  _globals['_LISTRUNSRESPONSE']._serialized_start=623
-  _globals['_LISTRUNSRESPONSE']._serialized_end=708
-  _globals['_JOINRUNREQUEST']._serialized_start=711
-  _globals['_JOINRUNREQUEST']._serialized_end=858
-  _globals['_JOINRUNRESPONSE']._serialized_start=861
-  _globals['_JOINRUNRESPONSE']._serialized_end=1050
-  _globals['_RUNSERVICE']._serialized_start=1053
-  _globals['_RUNSERVICE']._serialized_end=1889
+  _globals['_RUNSERVICE'].methods_by_name['DeleteRun']._loaded_options = None
+  _globals['_RUNSERVICE'].methods_by_name['DeleteRun']._serialized_options = b'\312\363\030\001\003\320\363\030\002\332\363\0302\n\020INVALID_ARGUMENT\n\tNOT_FOUND\n\023FAILED_PRECONDITION\342\363\030.\n\014run_deletion\022\036start the run under another id'
+  _globals['_CREATERUNREQUEST']._serialized_start=241
+  _globals['_CREATERUNREQUEST']._serialized_end=300
+  _globals['_CREATERUNRESPONSE']._serialized_start=302
+  _globals['_CREATERUNRESPONSE']._serialized_end=362
+  _globals['_UPDATERUNREQUEST']._serialized_start=364
+  _globals['_UPDATERUNREQUEST']._serialized_end=446
+  _globals['_UPDATERUNRESPONSE']._serialized_start=448
+  _globals['_UPDATERUNRESPONSE']._serialized_end=508
+  _globals['_GETRUNREQUEST']._serialized_start=510
+  _globals['_GETRUNREQUEST']._serialized_end=541
+  _globals['_GETRUNRESPONSE']._serialized_start=543
+  _globals['_GETRUNRESPONSE']._serialized_end=600
+  _globals['_LISTRUNSREQUEST']._serialized_start=602
+  _globals['_LISTRUNSREQUEST']._serialized_end=658
+  _globals['_LISTRUNSRESPONSE']._serialized_start=660
+  _globals['_LISTRUNSRESPONSE']._serialized_end=745
+  _globals['_DELETERUNREQUEST']._serialized_start=747
+  _globals['_DELETERUNREQUEST']._serialized_end=796
+  _globals['_DELETERUNRESPONSE']._serialized_start=798
+  _globals['_DELETERUNRESPONSE']._serialized_end=903
+  _globals['_JOINRUNREQUEST']._serialized_start=906
+  _globals['_JOINRUNREQUEST']._serialized_end=1053
+  _globals['_JOINRUNRESPONSE']._serialized_start=1056
+  _globals['_JOINRUNRESPONSE']._serialized_end=1245
+  _globals['_RUNSERVICE']._serialized_start=1248
+  _globals['_RUNSERVICE']._serialized_end=2296
 # @@protoc_insertion_point(module_scope)

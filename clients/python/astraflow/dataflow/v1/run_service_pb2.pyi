@@ -3,6 +3,7 @@
 isort:skip_file
 Creating, joining and ending runs."""
 
+from astraflow.dataflow.v1 import account_pb2 as _account_pb2
 from astraflow.dataflow.v1 import run_pb2 as _run_pb2
 from astraflow.dataflow.v1 import version_pb2 as _version_pb2
 from collections import abc as _abc
@@ -220,6 +221,60 @@ class ListRunsResponse(_message.Message):
 Global___ListRunsResponse: _TypeAlias = ListRunsResponse  # noqa: Y015
 
 @_typing.final
+class DeleteRunRequest(_message.Message):
+    """Request of DeleteRun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run to delete; never empty."""
+    force: _builtins.bool
+    """Delete it although nodes or trainers work on it."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunRequest: _TypeAlias = DeleteRunRequest  # noqa: Y015
+
+@_typing.final
+class DeleteRunResponse(_message.Message):
+    """Response of DeleteRun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    DELETED_KEYS_FIELD_NUMBER: _builtins.int
+    deleted_keys: _builtins.int
+    """Stored keys removed by this call."""
+    @_builtins.property
+    def trajectories(self) -> _account_pb2.TrajectoryAccount:
+        """The last account of the run: live trajectories have become dropped{run_deleted}."""
+
+    def __init__(
+        self,
+        *,
+        trajectories: _account_pb2.TrajectoryAccount | None = ...,
+        deleted_keys: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["trajectories", b"trajectories"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted_keys", b"deleted_keys", "trajectories", b"trajectories"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunResponse: _TypeAlias = DeleteRunResponse  # noqa: Y015
+
+@_typing.final
 class JoinRunRequest(_message.Message):
     """Request of JoinRun."""
 
@@ -278,7 +333,9 @@ class JoinRunResponse(_message.Message):
     LEASE_TTL_DURATION_FIELD_NUMBER: _builtins.int
     DATA_INCARNATION_FIELD_NUMBER: _builtins.int
     data_incarnation: _builtins.str
-    """Identity of the Redis data set; a change means that pushed episodes above the durable watermark must be pushed again."""
+    """Identity of the Redis data set; another one than before means that writes may have been lost: push every episode again that the durable
+    watermark had not passed. Positions and watermarks are comparable within one identity only.
+    """
     @_builtins.property
     def run(self) -> _run_pb2.Run:
         """The run with recipe, code and store."""

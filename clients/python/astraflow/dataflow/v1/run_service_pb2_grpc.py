@@ -60,6 +60,11 @@ class RunServiceStub:
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_run__service__pb2.JoinRunRequest.SerializeToString,
                 response_deserializer=astraflow_dot_dataflow_dot_v1_dot_run__service__pb2.JoinRunResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/astraflow.dataflow.v1.RunService/DeleteRun',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_run__service__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_run__service__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
 
 
 class RunServiceServicer:
@@ -103,6 +108,16 @@ class RunServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once; any other answers
+        FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not trained yet end as dropped{run_deleted}. From
+        the first moment on, every call on the run answers NOT_FOUND. Idempotent: a call that was cut off is finished by the next one; once all is
+        gone the answer is NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RunServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +145,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.JoinRun,
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_run__service__pb2.JoinRunRequest.FromString,
                     response_serializer=astraflow_dot_dataflow_dot_v1_dot_run__service__pb2.JoinRunResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_run__service__pb2.DeleteRunRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_run__service__pb2.DeleteRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +288,33 @@ class RunService:
             '/astraflow.dataflow.v1.RunService/JoinRun',
             astraflow_dot_dataflow_dot_v1_dot_run__service__pb2.JoinRunRequest.SerializeToString,
             astraflow_dot_dataflow_dot_v1_dot_run__service__pb2.JoinRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.RunService/DeleteRun',
+            astraflow_dot_dataflow_dot_v1_dot_run__service__pb2.DeleteRunRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_run__service__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,12 @@ class RunServiceStub:
     """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it needs:
     recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation answers FENCED.
     """
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.DeleteRunRequest, _run_service_pb2.DeleteRunResponse]
+    """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once; any other answers
+    FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not trained yet end as dropped{run_deleted}. From
+    the first moment on, every call on the run answers NOT_FOUND. Idempotent: a call that was cut off is finished by the next one; once all is
+    gone the answer is NOT_FOUND.
+    """
 
 @_typing.type_check_only
 class RunServiceAsyncStub(RunServiceStub):
@@ -66,6 +72,12 @@ class RunServiceAsyncStub(RunServiceStub):
     JoinRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.JoinRunRequest, _run_service_pb2.JoinRunResponse]  # type: ignore[assignment]
     """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it needs:
     recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation answers FENCED.
+    """
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.DeleteRunRequest, _run_service_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once; any other answers
+    FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not trained yet end as dropped{run_deleted}. From
+    the first moment on, every call on the run answers NOT_FOUND. Idempotent: a call that was cut off is finished by the next one; once all is
+    gone the answer is NOT_FOUND.
     """
 
 class RunServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -113,6 +125,18 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_run_service_pb2.JoinRunResponse, _abc.Awaitable[_run_service_pb2.JoinRunResponse]]:
         """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it needs:
         recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation answers FENCED.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _run_service_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_service_pb2.DeleteRunResponse, _abc.Awaitable[_run_service_pb2.DeleteRunResponse]]:
+        """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once; any other answers
+        FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not trained yet end as dropped{run_deleted}. From
+        the first moment on, every call on the run answers NOT_FOUND. Idempotent: a call that was cut off is finished by the next one; once all is
+        gone the answer is NOT_FOUND.
         """
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

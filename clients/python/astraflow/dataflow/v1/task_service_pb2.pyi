@@ -3,6 +3,7 @@
 isort:skip_file
 Submitting tasks and leasing them to nodes."""
 
+from astraflow.dataflow.v1 import durability_pb2 as _durability_pb2
 from astraflow.dataflow.v1 import version_pb2 as _version_pb2
 from astraflow.rollout.v1 import task_pb2 as _task_pb2
 from collections import abc as _abc
@@ -84,22 +85,30 @@ class Hello(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run the node works for."""
     node_id: _builtins.str
     """Node as joined."""
     incarnation: _builtins.int
     """Incarnation as joined."""
+    @_builtins.property
+    def held(self) -> Global___Renewal:
+        """Leases the node holds now, at most 4,096. They are renewed; those it has lost are cancelled; leases that the server gave it and that are
+        not listed never arrived, and are given back without costing an attempt. Unset says nothing about leases.
+        """
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         node_id: _builtins.str = ...,
         incarnation: _builtins.int = ...,
+        held: Global___Renewal | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "node_id", b"node_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "incarnation", b"incarnation", "node_id", b"node_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -209,6 +218,7 @@ class WorkRequest(_message.Message):
     CREDITS_FIELD_NUMBER: _builtins.int
     RENEWAL_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """Opens the session; must come first and once."""
@@ -225,6 +235,10 @@ class WorkRequest(_message.Message):
     def failure(self) -> Global___LeaseFailure:
         """A lease given back."""
 
+    @_builtins.property
+    def receipt(self) -> Global___Receipt:
+        """Leases that arrived; send it on receipt. What is not confirmed when the stream breaks is given back at once."""
+
     def __init__(
         self,
         *,
@@ -232,16 +246,41 @@ class WorkRequest(_message.Message):
         credits: Global___Credits | None = ...,
         renewal: Global___Renewal | None = ...,
         failure: Global___LeaseFailure | None = ...,
+        receipt: Global___Receipt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "failure", b"failure", "hello", b"hello", "kind", b"kind", "renewal", b"renewal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "failure", b"failure", "hello", b"hello", "kind", b"kind", "receipt", b"receipt", "renewal", b"renewal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "failure", b"failure", "hello", b"hello", "kind", b"kind", "renewal", b"renewal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "failure", b"failure", "hello", b"hello", "kind", b"kind", "receipt", b"receipt", "renewal", b"renewal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "credits", "renewal", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "credits", "renewal", "failure", "receipt"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___WorkRequest: _TypeAlias = WorkRequest  # noqa: Y015
+
+@_typing.final
+class Receipt(_message.Message):
+    """Leases that arrived at the node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Lease ids; at most 4,096."""
+
+    def __init__(
+        self,
+        *,
+        lease_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ids", b"lease_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
 @_typing.final
 class Renewal(_message.Message):
@@ -303,6 +342,7 @@ class WorkResponse(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    WATERMARK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> _task_pb2.Lease:
         """Work to do."""
@@ -319,6 +359,10 @@ class WorkResponse(_message.Message):
     def drain(self) -> Global___Drain:
         """The node must drain: finish what it holds, take no more, leave."""
 
+    @_builtins.property
+    def watermark(self) -> _durability_pb2.Watermark:
+        """What is durable by now."""
+
     def __init__(
         self,
         *,
@@ -326,12 +370,13 @@ class WorkResponse(_message.Message):
         cancel: Global___Cancel | None = ...,
         version: _version_pb2.Version | None = ...,
         drain: Global___Drain | None = ...,
+        watermark: _durability_pb2.Watermark | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "kind", b"kind", "lease", b"lease", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "kind", b"kind", "lease", b"lease", "version", b"version", "watermark", b"watermark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "kind", b"kind", "lease", b"lease", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "kind", b"kind", "lease", b"lease", "version", b"version", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["lease", "cancel", "version", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["lease", "cancel", "version", "drain", "watermark"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -77,8 +77,9 @@ class TaskServiceServicer:
 
     def Work(self, request_iterator, context):
         """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends leases (never more than the
-        credits given), cancels and version notices. Closing the stream keeps the leases until they expire; a new stream of the same
-        (node_id, incarnation) continues them. Not retried by the library: the node reconnects itself.
+        credits given), cancels, version notices and the durable watermark. Closing the stream keeps the leases the node has confirmed (receipt,
+        renewal) until they expire, and gives the others back; a new stream of the same (node_id, incarnation) continues them and replaces the
+        older stream, which answers FENCED. Not retried by the library: the node reconnects itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,8 +39,9 @@ class TaskServiceStub:
     """Adds tasks to the run's lane. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and not touched."""
     Work: _grpc.StreamStreamMultiCallable[_task_service_pb2.WorkRequest, _task_service_pb2.WorkResponse]
     """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends leases (never more than the
-    credits given), cancels and version notices. Closing the stream keeps the leases until they expire; a new stream of the same
-    (node_id, incarnation) continues them. Not retried by the library: the node reconnects itself.
+    credits given), cancels, version notices and the durable watermark. Closing the stream keeps the leases the node has confirmed (receipt,
+    renewal) until they expire, and gives the others back; a new stream of the same (node_id, incarnation) continues them and replaces the
+    older stream, which answers FENCED. Not retried by the library: the node reconnects itself.
     """
     LeaseTasks: _grpc.UnaryUnaryMultiCallable[_task_service_pb2.LeaseTasksRequest, _task_service_pb2.LeaseTasksResponse]
     """Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`. Atomic per task. Not
@@ -64,8 +65,9 @@ class TaskServiceAsyncStub(TaskServiceStub):
     """Adds tasks to the run's lane. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and not touched."""
     Work: _aio.StreamStreamMultiCallable[_task_service_pb2.WorkRequest, _task_service_pb2.WorkResponse]  # type: ignore[assignment]
     """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends leases (never more than the
-    credits given), cancels and version notices. Closing the stream keeps the leases until they expire; a new stream of the same
-    (node_id, incarnation) continues them. Not retried by the library: the node reconnects itself.
+    credits given), cancels, version notices and the durable watermark. Closing the stream keeps the leases the node has confirmed (receipt,
+    renewal) until they expire, and gives the others back; a new stream of the same (node_id, incarnation) continues them and replaces the
+    older stream, which answers FENCED. Not retried by the library: the node reconnects itself.
     """
     LeaseTasks: _aio.UnaryUnaryMultiCallable[_task_service_pb2.LeaseTasksRequest, _task_service_pb2.LeaseTasksResponse]  # type: ignore[assignment]
     """Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`. Atomic per task. Not
@@ -98,8 +100,9 @@ class TaskServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_task_service_pb2.WorkResponse], _abc.AsyncIterator[_task_service_pb2.WorkResponse]]:
         """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends leases (never more than the
-        credits given), cancels and version notices. Closing the stream keeps the leases until they expire; a new stream of the same
-        (node_id, incarnation) continues them. Not retried by the library: the node reconnects itself.
+        credits given), cancels, version notices and the durable watermark. Closing the stream keeps the leases the node has confirmed (receipt,
+        renewal) until they expire, and gives the others back; a new stream of the same (node_id, incarnation) continues them and replaces the
+        older stream, which answers FENCED. Not retried by the library: the node reconnects itself.
         """
 
     @_abc_1.abstractmethod

@@ -22,11 +22,12 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from astraflow.dataflow.v1 import durability_pb2 as astraflow_dot_dataflow_dot_v1_dot_durability__pb2
 from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot_options__pb2
 from astraflow.rollout.v1 import trajectory_pb2 as astraflow_dot_rollout_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.astraflow/dataflow/v1/trajectory_service.proto\x12\x15\x61straflow.dataflow.v1\x1a\"astraflow/options/v1/options.proto\x1a%astraflow/rollout/v1/trajectory.proto\"O\n\x0bPushRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12.\n\x07\x65pisode\x18\x02 \x01(\x0b\x32\x1d.astraflow.rollout.v1.Episode\"\x94\x01\n\nPushResult\x12/\n\x07outcome\x18\x01 \x01(\x0e\x32\x1e.astraflow.dataflow.v1.Outcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x35\n\ndurability\x18\x04 \x01(\x0e\x32!.astraflow.dataflow.v1.Durability\"S\n\x0cPushResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x31\n\x06result\x18\x02 \x01(\x0b\x32!.astraflow.dataflow.v1.PushResult\"D\n\x12PushEpisodeRequest\x12.\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1d.astraflow.rollout.v1.Episode\"H\n\x13PushEpisodeResponse\x12\x31\n\x06result\x18\x01 \x01(\x0b\x32!.astraflow.dataflow.v1.PushResult*\xc3\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x19\n\x15OUTCOME_ACCEPTED_LATE\x10\x02\x12\x15\n\x11OUTCOME_DUPLICATE\x10\x03\x12\x16\n\x12OUTCOME_SUPERSEDED\x10\x04\x12\x12\n\x0eOUTCOME_FENCED\x10\x05\x12\x17\n\x13OUTCOME_LATE_CLOSED\x10\x06\x12\x12\n\x0eOUTCOME_POISON\x10\x07*r\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x01\x12\x16\n\x12\x44URABILITY_FSYNCED\x10\x02\x12\x19\n\x15\x44URABILITY_REPLICATED\x10\x03\x32\x9b\x03\n\x11TrajectoryService\x12\x96\x01\n\x04Push\x12\".astraflow.dataflow.v1.PushRequest\x1a#.astraflow.dataflow.v1.PushResponse\"A\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18\x34\n\x10INVALID_ARGUMENT\n\x0fUNKNOWN_VERSION\n\x0fPAYLOAD_MISSING(\x01\x30\x01\x12\xa7\x01\n\x0bPushEpisode\x12).astraflow.dataflow.v1.PushEpisodeRequest\x1a*.astraflow.dataflow.v1.PushEpisodeResponse\"A\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18\x34\n\x10INVALID_ARGUMENT\n\x0fUNKNOWN_VERSION\n\x0fPAYLOAD_MISSING\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.astraflow/dataflow/v1/trajectory_service.proto\x12\x15\x61straflow.dataflow.v1\x1a&astraflow/dataflow/v1/durability.proto\x1a\"astraflow/options/v1/options.proto\x1a%astraflow/rollout/v1/trajectory.proto\"O\n\x0bPushRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12.\n\x07\x65pisode\x18\x02 \x01(\x0b\x32\x1d.astraflow.rollout.v1.Episode\"\xa6\x01\n\nPushResult\x12/\n\x07outcome\x18\x01 \x01(\x0e\x32\x1e.astraflow.dataflow.v1.Outcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x35\n\ndurability\x18\x04 \x01(\x0e\x32!.astraflow.dataflow.v1.Durability\x12\x10\n\x08position\x18\x05 \x01(\x04\"\x88\x01\n\x0cPushResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x31\n\x06result\x18\x02 \x01(\x0b\x32!.astraflow.dataflow.v1.PushResult\x12\x33\n\twatermark\x18\x03 \x01(\x0b\x32 .astraflow.dataflow.v1.Watermark\"D\n\x12PushEpisodeRequest\x12.\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1d.astraflow.rollout.v1.Episode\"}\n\x13PushEpisodeResponse\x12\x31\n\x06result\x18\x01 \x01(\x0b\x32!.astraflow.dataflow.v1.PushResult\x12\x33\n\twatermark\x18\x02 \x01(\x0b\x32 .astraflow.dataflow.v1.Watermark*\xc3\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x19\n\x15OUTCOME_ACCEPTED_LATE\x10\x02\x12\x15\n\x11OUTCOME_DUPLICATE\x10\x03\x12\x16\n\x12OUTCOME_SUPERSEDED\x10\x04\x12\x12\n\x0eOUTCOME_FENCED\x10\x05\x12\x17\n\x13OUTCOME_LATE_CLOSED\x10\x06\x12\x12\n\x0eOUTCOME_POISON\x10\x07\x32\x9b\x03\n\x11TrajectoryService\x12\x96\x01\n\x04Push\x12\".astraflow.dataflow.v1.PushRequest\x1a#.astraflow.dataflow.v1.PushResponse\"A\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18\x34\n\x10INVALID_ARGUMENT\n\x0fUNKNOWN_VERSION\n\x0fPAYLOAD_MISSING(\x01\x30\x01\x12\xa7\x01\n\x0bPushEpisode\x12).astraflow.dataflow.v1.PushEpisodeRequest\x1a*.astraflow.dataflow.v1.PushEpisodeResponse\"A\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18\x34\n\x10INVALID_ARGUMENT\n\x0fUNKNOWN_VERSION\n\x0fPAYLOAD_MISSING\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,20 +40,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAJECTORYSERVICE'].methods_by_name['Push']._serialized_options = b'\312\363\030\001\001\320\363\030\002\332\363\0304\n\020INVALID_ARGUMENT\n\017UNKNOWN_VERSION\n\017PAYLOAD_MISSING'
   _globals['_TRAJECTORYSERVICE'].methods_by_name['PushEpisode']._loaded_options = None
   _globals['_TRAJECTORYSERVICE'].methods_by_name['PushEpisode']._serialized_options = b'\312\363\030\001\001\320\363\030\002\332\363\0304\n\020INVALID_ARGUMENT\n\017UNKNOWN_VERSION\n\017PAYLOAD_MISSING'
-  _globals['_OUTCOME']._serialized_start=610
-  _globals['_OUTCOME']._serialized_end=805
-  _globals['_DURABILITY']._serialized_start=807
-  _globals['_DURABILITY']._serialized_end=921
-  _globals['_PUSHREQUEST']._serialized_start=148
-  _globals['_PUSHREQUEST']._serialized_end=227
-  _globals['_PUSHRESULT']._serialized_start=230
-  _globals['_PUSHRESULT']._serialized_end=378
-  _globals['_PUSHRESPONSE']._serialized_start=380
-  _globals['_PUSHRESPONSE']._serialized_end=463
-  _globals['_PUSHEPISODEREQUEST']._serialized_start=465
-  _globals['_PUSHEPISODEREQUEST']._serialized_end=533
-  _globals['_PUSHEPISODERESPONSE']._serialized_start=535
-  _globals['_PUSHEPISODERESPONSE']._serialized_end=607
-  _globals['_TRAJECTORYSERVICE']._serialized_start=924
-  _globals['_TRAJECTORYSERVICE']._serialized_end=1335
+  _globals['_OUTCOME']._serialized_start=775
+  _globals['_OUTCOME']._serialized_end=970
+  _globals['_PUSHREQUEST']._serialized_start=188
+  _globals['_PUSHREQUEST']._serialized_end=267
+  _globals['_PUSHRESULT']._serialized_start=270
+  _globals['_PUSHRESULT']._serialized_end=436
+  _globals['_PUSHRESPONSE']._serialized_start=439
+  _globals['_PUSHRESPONSE']._serialized_end=575
+  _globals['_PUSHEPISODEREQUEST']._serialized_start=577
+  _globals['_PUSHEPISODEREQUEST']._serialized_end=645
+  _globals['_PUSHEPISODERESPONSE']._serialized_start=647
+  _globals['_PUSHEPISODERESPONSE']._serialized_end=772
+  _globals['_TRAJECTORYSERVICE']._serialized_start=973
+  _globals['_TRAJECTORYSERVICE']._serialized_end=1384
 # @@protoc_insertion_point(module_scope)

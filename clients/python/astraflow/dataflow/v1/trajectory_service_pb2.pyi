@@ -3,6 +3,7 @@
 isort:skip_file
 Pushing finished episodes."""
 
+from astraflow.dataflow.v1 import durability_pb2 as _durability_pb2
 from astraflow.rollout.v1 import trajectory_pb2 as _trajectory_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -62,34 +63,6 @@ OUTCOME_POISON: Outcome.ValueType  # 7
 """Fails validation; quarantined with `reason`, never trained on. The member stays open for another attempt."""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
-class _Durability:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _DurabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Durability.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    DURABILITY_UNSPECIFIED: _Durability.ValueType  # 0
-    """Never sent."""
-    DURABILITY_MEMORY: _Durability.ValueType  # 1
-    """In Redis memory; on disk within about one second."""
-    DURABILITY_FSYNCED: _Durability.ValueType  # 2
-    """On the Redis host's disk."""
-    DURABILITY_REPLICATED: _Durability.ValueType  # 3
-    """On a replica."""
-
-class Durability(_Durability, metaclass=_DurabilityEnumTypeWrapper):
-    """What an acknowledgement survives."""
-
-DURABILITY_UNSPECIFIED: Durability.ValueType  # 0
-"""Never sent."""
-DURABILITY_MEMORY: Durability.ValueType  # 1
-"""In Redis memory; on disk within about one second."""
-DURABILITY_FSYNCED: Durability.ValueType  # 2
-"""On the Redis host's disk."""
-DURABILITY_REPLICATED: Durability.ValueType  # 3
-"""On a replica."""
-Global___Durability: _TypeAlias = Durability  # noqa: Y015
-
 @_typing.final
 class PushRequest(_message.Message):
     """One numbered push."""
@@ -128,25 +101,29 @@ class PushResult(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     outcome: Global___Outcome.ValueType
     """What became of it."""
     reason: _builtins.str
     """Slug when the outcome is POISON (`nan_logprob`, `length_mismatch`, `future_version`, …); empty otherwise."""
     detail: _builtins.str
     """For people: value, limit and remedy when the outcome is POISON."""
-    durability: Global___Durability.ValueType
+    durability: _durability_pb2.Durability.ValueType
     """What the acknowledgement survives."""
+    position: _builtins.int
+    """Position of the commit in the run: keep the episode until a watermark reaches it."""
     def __init__(
         self,
         *,
         outcome: Global___Outcome.ValueType = ...,
         reason: _builtins.str = ...,
         detail: _builtins.str = ...,
-        durability: Global___Durability.ValueType = ...,
+        durability: _durability_pb2.Durability.ValueType = ...,
+        position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "durability", b"durability", "outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "durability", b"durability", "outcome", b"outcome", "position", b"position", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -160,21 +137,27 @@ class PushResponse(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    WATERMARK_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The request's sequence."""
     @_builtins.property
     def result(self) -> Global___PushResult:
         """What became of it."""
 
+    @_builtins.property
+    def watermark(self) -> _durability_pb2.Watermark:
+        """What is durable by now; unset while the server cannot tell (docs/dataflow.md says when)."""
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         result: Global___PushResult | None = ...,
+        watermark: _durability_pb2.Watermark | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "watermark", b"watermark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "sequence", b"sequence", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,18 +194,24 @@ class PushEpisodeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESULT_FIELD_NUMBER: _builtins.int
+    WATERMARK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def result(self) -> Global___PushResult:
         """What became of it."""
+
+    @_builtins.property
+    def watermark(self) -> _durability_pb2.Watermark:
+        """What is durable by now; unset while the server cannot tell."""
 
     def __init__(
         self,
         *,
         result: Global___PushResult | None = ...,
+        watermark: _durability_pb2.Watermark | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "watermark", b"watermark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,3 +76,35 @@ class Version(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Version: _TypeAlias = Version  # noqa: Y015
+
+@_typing.final
+class Pin(_message.Message):
+    """A version that must be kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PIN_TIME_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The version."""
+    reason: _builtins.str
+    """Why, for people."""
+    @_builtins.property
+    def pin_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was pinned, by the server's clock."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        pin_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin_time", b"pin_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_time", b"pin_time", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pin: _TypeAlias = Pin  # noqa: Y015

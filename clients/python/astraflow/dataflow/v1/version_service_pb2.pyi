@@ -165,22 +165,138 @@ class ListVersionsResponse(_message.Message):
 
     VERSIONS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty on the last page."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.Version]:
         """Versions, newest first."""
 
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.Pin]:
+        """Pins among the listed versions, newest first."""
+
     def __init__(
         self,
         *,
         versions: _abc.Iterable[_version_pb2.Version] | None = ...,
         next_page_token: _builtins.str = ...,
+        pins: _abc.Iterable[_version_pb2.Pin] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "pins", b"pins", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListVersionsResponse: _TypeAlias = ListVersionsResponse  # noqa: Y015
+
+@_typing.final
+class PinVersionRequest(_message.Message):
+    """Request of PinVersion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    policy_id: _builtins.str
+    """Policy."""
+    version: _builtins.int
+    """An announced version."""
+    reason: _builtins.str
+    """Why, for people; at most 256 characters."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "reason", b"reason", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinVersionRequest: _TypeAlias = PinVersionRequest  # noqa: Y015
+
+@_typing.final
+class PinVersionResponse(_message.Message):
+    """Response of PinVersion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pin(self) -> _version_pb2.Pin:
+        """The pin as kept."""
+
+    def __init__(
+        self,
+        *,
+        pin: _version_pb2.Pin | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinVersionResponse: _TypeAlias = PinVersionResponse  # noqa: Y015
+
+@_typing.final
+class UnpinVersionRequest(_message.Message):
+    """Request of UnpinVersion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    policy_id: _builtins.str
+    """Policy."""
+    version: _builtins.int
+    """Version."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinVersionRequest: _TypeAlias = UnpinVersionRequest  # noqa: Y015
+
+@_typing.final
+class UnpinVersionResponse(_message.Message):
+    """Response of UnpinVersion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAS_PINNED_FIELD_NUMBER: _builtins.int
+    was_pinned: _builtins.bool
+    """Whether it was pinned."""
+    def __init__(
+        self,
+        *,
+        was_pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_pinned", b"was_pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinVersionResponse: _TypeAlias = UnpinVersionResponse  # noqa: Y015

@@ -50,6 +50,16 @@ class VersionServiceStub:
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.ListVersionsRequest.SerializeToString,
                 response_deserializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.ListVersionsResponse.FromString,
                 _registered_method=True)
+        self.PinVersion = channel.unary_unary(
+                '/astraflow.dataflow.v1.VersionService/PinVersion',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.PinVersionRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.PinVersionResponse.FromString,
+                _registered_method=True)
+        self.UnpinVersion = channel.unary_unary(
+                '/astraflow.dataflow.v1.VersionService/UnpinVersion',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.UnpinVersionRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.UnpinVersionResponse.FromString,
+                _registered_method=True)
 
 
 class VersionServiceServicer:
@@ -58,7 +68,8 @@ class VersionServiceServicer:
 
     def Publish(self, request, context):
         """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other content answers ALREADY_EXISTS (CONFLICT); an older
-        epoch answers FENCED; a gap in the numbers answers INVALID_ARGUMENT.
+        epoch answers FENCED. A number above the next one answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
+        announce the versions in between first, which is what a trainer does after Redis lost its last announcements.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,6 +84,20 @@ class VersionServiceServicer:
 
     def ListVersions(self, request, context):
         """Lists announced versions of a policy, newest first. Read only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinVersion(self, request, context):
+        """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces the reason.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinVersion(self, request, context):
+        """Removes a pin; a version that is not pinned is success. Atomic, idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,6 +120,16 @@ def add_VersionServiceServicer_to_server(servicer, server):
                     servicer.ListVersions,
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.ListVersionsRequest.FromString,
                     response_serializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.ListVersionsResponse.SerializeToString,
+            ),
+            'PinVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinVersion,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.PinVersionRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.PinVersionResponse.SerializeToString,
+            ),
+            'UnpinVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinVersion,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.UnpinVersionRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.UnpinVersionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +214,60 @@ class VersionService:
             '/astraflow.dataflow.v1.VersionService/ListVersions',
             astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.ListVersionsRequest.SerializeToString,
             astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.ListVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.VersionService/PinVersion',
+            astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.PinVersionRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.PinVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.VersionService/UnpinVersion',
+            astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.UnpinVersionRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.UnpinVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,12 +35,17 @@ class VersionServiceStub:
     def __new__(cls, channel: _aio.Channel) -> VersionServiceAsyncStub: ...
     Publish: _grpc.UnaryUnaryMultiCallable[_version_service_pb2.PublishRequest, _version_service_pb2.PublishResponse]
     """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other content answers ALREADY_EXISTS (CONFLICT); an older
-    epoch answers FENCED; a gap in the numbers answers INVALID_ARGUMENT.
+    epoch answers FENCED. A number above the next one answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
+    announce the versions in between first, which is what a trainer does after Redis lost its last announcements.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_version_service_pb2.WatchRequest, _version_service_pb2.WatchResponse]
     """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only; reconnect freely."""
     ListVersions: _grpc.UnaryUnaryMultiCallable[_version_service_pb2.ListVersionsRequest, _version_service_pb2.ListVersionsResponse]
     """Lists announced versions of a policy, newest first. Read only."""
+    PinVersion: _grpc.UnaryUnaryMultiCallable[_version_service_pb2.PinVersionRequest, _version_service_pb2.PinVersionResponse]
+    """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces the reason."""
+    UnpinVersion: _grpc.UnaryUnaryMultiCallable[_version_service_pb2.UnpinVersionRequest, _version_service_pb2.UnpinVersionResponse]
+    """Removes a pin; a version that is not pinned is success. Atomic, idempotent."""
 
 @_typing.type_check_only
 class VersionServiceAsyncStub(VersionServiceStub):
@@ -49,12 +54,17 @@ class VersionServiceAsyncStub(VersionServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Publish: _aio.UnaryUnaryMultiCallable[_version_service_pb2.PublishRequest, _version_service_pb2.PublishResponse]  # type: ignore[assignment]
     """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other content answers ALREADY_EXISTS (CONFLICT); an older
-    epoch answers FENCED; a gap in the numbers answers INVALID_ARGUMENT.
+    epoch answers FENCED. A number above the next one answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
+    announce the versions in between first, which is what a trainer does after Redis lost its last announcements.
     """
     Watch: _aio.UnaryStreamMultiCallable[_version_service_pb2.WatchRequest, _version_service_pb2.WatchResponse]  # type: ignore[assignment]
     """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only; reconnect freely."""
     ListVersions: _aio.UnaryUnaryMultiCallable[_version_service_pb2.ListVersionsRequest, _version_service_pb2.ListVersionsResponse]  # type: ignore[assignment]
     """Lists announced versions of a policy, newest first. Read only."""
+    PinVersion: _aio.UnaryUnaryMultiCallable[_version_service_pb2.PinVersionRequest, _version_service_pb2.PinVersionResponse]  # type: ignore[assignment]
+    """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces the reason."""
+    UnpinVersion: _aio.UnaryUnaryMultiCallable[_version_service_pb2.UnpinVersionRequest, _version_service_pb2.UnpinVersionResponse]  # type: ignore[assignment]
+    """Removes a pin; a version that is not pinned is success. Atomic, idempotent."""
 
 class VersionServiceServicer(metaclass=_abc_1.ABCMeta):
     """Versions become visible to nodes here; their bytes are in the store."""
@@ -66,7 +76,8 @@ class VersionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_version_service_pb2.PublishResponse, _abc.Awaitable[_version_service_pb2.PublishResponse]]:
         """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other content answers ALREADY_EXISTS (CONFLICT); an older
-        epoch answers FENCED; a gap in the numbers answers INVALID_ARGUMENT.
+        epoch answers FENCED. A number above the next one answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
+        announce the versions in between first, which is what a trainer does after Redis lost its last announcements.
         """
 
     @_abc_1.abstractmethod
@@ -84,5 +95,21 @@ class VersionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_version_service_pb2.ListVersionsResponse, _abc.Awaitable[_version_service_pb2.ListVersionsResponse]]:
         """Lists announced versions of a policy, newest first. Read only."""
+
+    @_abc_1.abstractmethod
+    def PinVersion(
+        self,
+        request: _version_service_pb2.PinVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_version_service_pb2.PinVersionResponse, _abc.Awaitable[_version_service_pb2.PinVersionResponse]]:
+        """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces the reason."""
+
+    @_abc_1.abstractmethod
+    def UnpinVersion(
+        self,
+        request: _version_service_pb2.UnpinVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_version_service_pb2.UnpinVersionResponse, _abc.Awaitable[_version_service_pb2.UnpinVersionResponse]]:
+        """Removes a pin; a version that is not pinned is success. Atomic, idempotent."""
 
 def add_VersionServiceServicer_to_server(servicer: VersionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
