@@ -30,7 +30,7 @@ from astraflow_trainer.rows import TrainingRow
 
 log = get_logger(__name__)
 
-__all__ = ["BatchSource", "Claim", "Ledger", "StepBatch"]
+__all__ = ["BatchSource", "Claim", "Ledger", "StepBatch", "message_of", "step_batch"]
 
 _LONG_POLL_S = 5.0
 _FETCH_TIMEOUT_S = 120.0
@@ -104,6 +104,8 @@ class BatchSource:
         self._trainer_id = trainer_id
         self._ledger = ledger
         self.epoch = 0
+        self.fetched_bytes = 0
+        """Payload bytes that the latest `fetch` received."""
 
     def claim(self) -> Claim:
         """Start a new epoch, fencing every older trainer of the policy."""
@@ -147,7 +149,7 @@ class BatchSource:
                 self._client.batches.AcquireBatch, request, timeout_s=_LONG_POLL_S + 10.0
             )
             if response.HasField("batch"):
-                return _step_batch(response)
+                return step_batch(response)
             waiting(response.waiting_for or "ready_groups")
         return None
 
@@ -157,16 +159,20 @@ class BatchSource:
             self._ack(batch, batch_service_pb2.BATCH_STAGE_INTENT)
         failpoints.hit("trainer.intent_recorded")
 
-    def fetch(self, batch: StepBatch) -> list[TrainingRow]:
-        """Return the batch's rows in its order."""
-        by_id = dict(self._payloads(batch))
-        missing = [item.trajectory_id for item in batch.items if item.trajectory_id not in by_id]
+    def fetch(
+        self, batch: StepBatch, *, items: Sequence[batch_pb2.BatchItem] | None = None
+    ) -> list[TrainingRow]:
+        """Return the rows of `items`, some of the batch's, in their order; None means all of them."""
+        wanted = batch.items if items is None else items
+        self.fetched_bytes = 0
+        by_id = dict(self._payloads(batch, wanted)) if wanted else {}
+        missing = [item.trajectory_id for item in wanted if item.trajectory_id not in by_id]
         if missing:
             raise InternalError(
-                f"batch {batch.batch_id} of step {batch.step}: {len(missing)} of {len(batch.items)} payloads "
+                f"batch {batch.batch_id} of step {batch.step}: {len(missing)} of {len(wanted)} payloads "
                 f"did not arrive, the first is {missing[0]}; the server's log says why"
             )
-        return [_row(item, by_id[item.trajectory_id]) for item in batch.items]
+        return [_row(item, by_id[item.trajectory_id]) for item in wanted]
 
     def finish(self, batch: StepBatch, *, skipped: bool) -> None:
         """Record, in the ledger and at the server, that the optimizer step was taken or skipped."""
@@ -231,15 +237,36 @@ class BatchSource:
             ),
         )
 
-    def _payloads(self, batch: StepBatch) -> Iterator[tuple[str, trajectory_pb2.Trajectory]]:
+    def _payloads(
+        self, batch: StepBatch, items: Sequence[batch_pb2.BatchItem]
+    ) -> Iterator[tuple[str, trajectory_pb2.Trajectory]]:
         request = batch_service_pb2.FetchBatchRequest(
-            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=batch.step
+            run_id=self._run_id,
+            policy_id=self._policy_id,
+            trainer_epoch=self.epoch,
+            step=batch.step,
+            trajectory_ids=[item.trajectory_id for item in items],
         )
         for item in self._client.stream(self._client.batches.FetchBatch, request, timeout_s=_FETCH_TIMEOUT_S):
+            self.fetched_bytes += len(item.body)
             yield item.trajectory_id, trajectory_pb2.Trajectory.FromString(item.body)
 
 
-def _step_batch(response: batch_service_pb2.AcquireBatchResponse) -> StepBatch:
+def message_of(batch: StepBatch) -> batch_service_pb2.AcquireBatchResponse:
+    """Return a batch as a message for another rank; `step_batch` reads it."""
+    bound = batch_pb2.Batch(
+        batch_id=batch.batch_id,
+        step=batch.step,
+        base_version=batch.base_version,
+        items=batch.items,
+        digest=batch.digest,
+    )
+    stage = TRAINED if batch.finished_before else batch_service_pb2.BATCH_STAGE_UNSPECIFIED
+    return batch_service_pb2.AcquireBatchResponse(batch=bound, stage=stage)
+
+
+def step_batch(response: batch_service_pb2.AcquireBatchResponse) -> StepBatch:
+    """Return the batch of an answer that has one."""
     batch = response.batch
     return StepBatch(
         step=batch.step,

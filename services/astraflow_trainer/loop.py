@@ -3,7 +3,8 @@
 Invariant: the order above holds for every step; publishing runs beside the next step, at most `max_behind`
 versions behind, and a step's payloads are released only after a durable checkpoint covers it and its version
 is announced. After a restart the loop replays the retained batches from the checkpoint on, verbatim, and
-continues. `server` runs it in a thread of its own.
+continues. Every rank runs it alike; `RankBatches` lets the first one decide. `server` runs it in a thread of
+its own.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Protocol
 
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
-from astraflow_trainer.batch_source import BatchSource, Claim, StepBatch
+from astraflow_trainer.batch_source import Claim, StepBatch
 from astraflow_trainer.progress import Phase, Progress, StepRecord
 from astraflow_trainer.publish import ModelBytes, PublishWorker
+from astraflow_trainer.rank_batches import RankBatches
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.step import Outcome, StepMetrics
 
@@ -61,7 +63,7 @@ class TrainingLoop:
     def __init__(
         self,
         *,
-        source: BatchSource,
+        source: RankBatches,
         learner: Learner,
         publisher: PublishWorker,
         progress: Progress,
@@ -83,7 +85,8 @@ class TrainingLoop:
     def run(self, settings: LoopSettings) -> None:
         """Train to the last step, or until stopped; returns when everything is published and checkpointed."""
         version, step, saved = settings.version, settings.first_step - 1, settings.first_step - 1
-        while step < settings.last_step and not self._stop.is_set():
+        # A wish to stop is seen in `_take`: the first rank decides there, the others hear of it.
+        while step < settings.last_step:
             with self._source.unit_of_work(step + 1):
                 record = self._take(step + 1, base_version=version)
             if record is None:
@@ -136,7 +139,7 @@ class TrainingLoop:
             batch_id=batch.batch_id,
             version=version,
             reward_mean=round(metrics.reward_mean, 4),
-            num_trajectories=len(rows),
+            num_trajectories=metrics.num_rows,
         )
         return StepRecord(
             step=step,
@@ -144,7 +147,7 @@ class TrainingLoop:
             finished_at_s=time.time(),
             wait_s=trained_from - started,
             train_s=time.monotonic() - trained_from,
-            metrics=_named(metrics, batch, rows),
+            metrics=_named(metrics, batch) | self._source.measured(),
         )
 
     def _checkpoint(self, step: int, *, version: int) -> int:
@@ -157,7 +160,7 @@ class TrainingLoop:
         return step
 
 
-def _named(metrics: StepMetrics, batch: StepBatch, rows: Sequence[TrainingRow]) -> dict[str, float]:
+def _named(metrics: StepMetrics, batch: StepBatch) -> dict[str, float]:
     """Flatten what is worth a curve into named numbers."""
     staleness = batch.staleness()
     named = {
@@ -169,8 +172,7 @@ def _named(metrics: StepMetrics, batch: StepBatch, rows: Sequence[TrainingRow]) 
         "num_trajectories": float(metrics.num_rows),
         "num_trained_trajectories": float(metrics.num_trained_rows),
         "num_zero_variance_groups": float(metrics.num_zero_variance_groups),
-        "num_tokens": float(sum(row.num_tokens for row in rows)),
-        "num_version_spans_max": float(max((len(row.version_spans) for row in rows), default=0)),
+        "num_tokens": float(sum(item.num_tokens for item in batch.items)),
         "staleness_mean": fmean(staleness) if staleness else 0.0,
         "staleness_max": float(max(staleness, default=0)),
         "skipped": float(metrics.outcome is Outcome.SKIPPED),

@@ -1,12 +1,14 @@
 """The ranks of one policy's trainer: what they agree on, behind one small interface.
 
-Invariant: every method is a collective and gives all ranks the same answer, so guards and bounds derived from
-it are taken alike everywhere. `OneRank` is the single process, `GroupRanks` a torch process group. Called by
-the training step and the publisher; statistics are small CPU tensors whatever the device of the model.
+Invariant: every method but `send` and `receive` is a collective and gives all ranks the same answer, so
+guards and bounds derived from it are taken alike everywhere. `OneRank` is the single process, `GroupRanks` a
+torch process group. Called by the training step, the loop and the publisher, each with a group of its own
+per thread; statistics are small CPU tensors whatever the device of the model.
 """
 
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,6 +33,12 @@ class Ranks(Protocol):
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """One-dimensional values of all ranks in rank order; lengths may differ."""
 
+    def tell(self, message: bytes) -> bytes:
+        """The first rank's message, on every rank; what the others pass is ignored."""
+
+    def share(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks in rank order."""
+
 
 class OneRank:
     """A trainer of one process: everything is already known."""
@@ -49,6 +57,14 @@ class OneRank:
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """`values` themselves."""
         return values
+
+    def tell(self, message: bytes) -> bytes:
+        """`message` itself."""
+        return message
+
+    def share(self, message: bytes) -> list[bytes]:
+        """`message` alone."""
+        return [message]
 
 
 class GroupRanks:
@@ -90,3 +106,32 @@ class GroupRanks:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self._group)
         return torch.cat([part[:length] for part, length in zip(parts, lengths.tolist(), strict=True)])
+
+    def tell(self, message: bytes) -> bytes:
+        """The first rank's message, on every rank."""
+        length = torch.tensor([len(message)], dtype=torch.int64)
+        dist.broadcast(length, group=self._group, group_src=0)
+        values = _values(message) if self.index == 0 else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(values, group=self._group, group_src=0)
+        return values.numpy().tobytes()
+
+    def share(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks in rank order."""
+        values = _values(message)
+        lengths = self.gather(torch.tensor([len(message)], dtype=torch.int64)).tolist()
+        return [part.numpy().tobytes() for part in self.gather(values).split(lengths)]
+
+    def send(self, data: bytes | memoryview, *, to: int) -> None:
+        """Hand `data` to one rank, which calls `receive` for as many bytes; returns once it has them."""
+        dist.send(_values(data), group=self._group, group_dst=to)
+
+    def receive(self, num_bytes: int, *, source: int) -> memoryview:
+        """What `source` sends to this rank."""
+        values = torch.empty(num_bytes, dtype=torch.uint8)
+        dist.recv(values, group=self._group, group_src=source)
+        return values.numpy().data
+
+
+def _values(data: bytes | memoryview) -> torch.Tensor:
+    """A copy, because torch wants memory that it may write to."""
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())

@@ -36,6 +36,8 @@ from astraflow_trainer.loop import LoopSettings, TrainingLoop
 from astraflow_trainer.memory import keep_freed_memory
 from astraflow_trainer.progress import Progress
 from astraflow_trainer.publish import Announcer, PublishWorker
+from astraflow_trainer.rank_batches import RankBatches
+from astraflow_trainer.ranks import OneRank
 from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.starting_model import asset_files, starting_model
@@ -182,7 +184,11 @@ class _Training:
                 worker.submit(step, learner.published_bytes())
                 worker.wait_until_done()
             self._loop = TrainingLoop(
-                source=source, learner=learner, publisher=worker, progress=self._progress, claim=claim
+                source=RankBatches(source, OneRank()),
+                learner=learner,
+                publisher=worker,
+                progress=self._progress,
+                claim=claim,
             )
             if self._stop_wanted:
                 self._loop.stop_after_step()

@@ -88,6 +88,8 @@ class ScriptedBatches(
     acks: list[batch_service_pb2.AckBatchRequest] = field(default_factory=list)
     announced: list[version_pb2.Version] = field(default_factory=list)
     renewals: list[batch_service_pb2.RenewBatchRequest] = field(default_factory=list)
+    fetched: list[list[str]] = field(default_factory=list)
+    """Trajectories that each fetch named."""
     epochs: set[int] = field(default_factory=set)
     """Epochs under which a trainer acted."""
 
@@ -131,7 +133,13 @@ class ScriptedBatches(
     ) -> Iterator[batch_service_pb2.FetchBatchResponse]:
         self._act("FetchBatch", context, epoch=request.trainer_epoch)
         self.events.append(f"fetch {request.step}")
-        items = batch_of(request.step).items[: BATCH_SIZE - self.num_lost]
+        self.fetched.append(list(request.trajectory_ids))
+        chosen = [
+            item
+            for item in batch_of(request.step).items
+            if not request.trajectory_ids or item.trajectory_id in request.trajectory_ids
+        ]
+        items = chosen[: BATCH_SIZE - self.num_lost]
         # In another order than the batch's: rows must not depend on how payloads travel.
         for item in reversed(items):
             yield batch_service_pb2.FetchBatchResponse(

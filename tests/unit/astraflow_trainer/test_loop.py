@@ -22,6 +22,8 @@ from astraflow_trainer.batch_source import BatchSource, Ledger
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
 from astraflow_trainer.progress import Phase, Progress
 from astraflow_trainer.publish import Announcer, ModelBytes, PublishWorker
+from astraflow_trainer.rank_batches import RankBatches
+from astraflow_trainer.ranks import OneRank
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.step import Outcome, SkipReason, StepMetrics
 from astraflow_weights.version_writer import CommittedVersion
@@ -170,7 +172,13 @@ def _bench(
             max_behind=max_behind,
             published=lambda committed: progress.published(committed.version),
         )
-        loop = TrainingLoop(source=source, learner=learner, publisher=worker, progress=progress, claim=claim)
+        loop = TrainingLoop(
+            source=RankBatches(source, OneRank()),
+            learner=learner,
+            publisher=worker,
+            progress=progress,
+            claim=claim,
+        )
         try:
             yield Bench(script, learner, store, progress, worker, loop, ledger_path)
         finally:
