@@ -22,9 +22,15 @@ class BatchStore:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def claim(self, run_id: str, policy_id: str, *, trainer_id: str) -> Claim:
-        """Start a new trainer epoch. Raises NotFoundError for an unknown policy."""
-        reply = as_list(await self._connection.call(Keys(run_id), "claim", policy_id, trainer_id))
+    async def claim(
+        self, run_id: str, policy_id: str, *, trainer_id: str, known_epoch: int = 0, held_epoch: int = 0
+    ) -> Claim:
+        """Start a new trainer epoch, above `known_epoch` too. Raises NotFoundError for an unknown policy.
+
+        With `held_epoch`, raises FencedError when another trainer has a newer one.
+        """
+        arguments = (policy_id, trainer_id, known_epoch, held_epoch)
+        reply = as_list(await self._connection.call(Keys(run_id), "claim", *arguments))
         version = as_text(reply[3])
         return Claim(
             epoch=as_int(reply[0]),
@@ -163,10 +169,11 @@ class VersionStore:
         manifest_sha256: bytes,
         step: int,
         epoch: int,
+        writer_epoch: int,
         body: bytes,
     ) -> StoredVersion:
         """Announce a version once. Raises FencedError, ConflictError, InvalidArgumentError for a gap."""
-        arguments = (policy_id, version, manifest_sha256.hex(), step, epoch, body)
+        arguments = (policy_id, version, manifest_sha256.hex(), step, epoch, writer_epoch, body)
         reply = as_list(await self._connection.call(Keys(run_id), "publish", *arguments))
         return StoredVersion(body=as_bytes(reply[1]), publish_ms=as_int(reply[0]))
 

@@ -32,8 +32,10 @@ class Versions:
 
     store: Store
 
-    async def publish(self, context: RunContext, version: version_pb2.Version) -> version_pb2.Version:
-        """Announce a version. Raises FencedError, ConflictError, InvalidArgumentError."""
+    async def publish(
+        self, context: RunContext, version: version_pb2.Version, *, epoch: int
+    ) -> version_pb2.Version:
+        """Announce a version for the trainer of `epoch`. Raises FencedError, ConflictError, InvalidArgumentError."""
         _require_sane(version)
         context.require_policy(version.policy_id)
         stored = version_pb2.Version()
@@ -45,7 +47,8 @@ class Versions:
             version=version.version,
             manifest_sha256=version.manifest_sha256,
             step=version.step,
-            epoch=version.trainer_epoch,
+            epoch=epoch,
+            writer_epoch=version.trainer_epoch,
             body=stored.SerializeToString(deterministic=True),
         )
         failpoints.hit("dataflow.published")

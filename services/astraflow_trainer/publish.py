@@ -67,12 +67,14 @@ class Announcer:
             sequence=committed.sequence,
             manifest_sha256=committed.manifest_sha256,
             step=committed.step,
-            trainer_epoch=self._epoch,
+            trainer_epoch=committed.writer_epoch,
             delta_bytes=committed.delta_bytes,
             snapshot_bytes=committed.snapshot_bytes,
             density=committed.density,
         )
-        request = version_service_pb2.PublishRequest(run_id=self._run_id, version=version)
+        request = version_service_pb2.PublishRequest(
+            run_id=self._run_id, version=version, trainer_epoch=self._epoch
+        )
         self._client.call(self._client.versions.Publish, request)
 
 

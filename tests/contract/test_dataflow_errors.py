@@ -185,7 +185,7 @@ def durable(step: int) -> Call:
     return call
 
 
-def publish(**fields: object) -> Call:
+def publish(*, caller_epoch: int | None = None, **fields: object) -> Call:
     """Publish with these fields of the version, under the current epoch unless given."""
 
     async def call(world: World) -> object:
@@ -198,7 +198,8 @@ def publish(**fields: object) -> Call:
             "trainer_epoch": trainer.epoch,
         }
         version = version_pb2.Version(**(merged | fields))  # type: ignore[arg-type]
-        request = versions.PublishRequest(run_id="run", version=version)
+        caller = trainer.epoch if caller_epoch is None else caller_epoch
+        request = versions.PublishRequest(run_id="run", version=version, trainer_epoch=caller)
         return await world.client.call(world.client.versions.Publish, request)
 
     return call
@@ -308,7 +309,8 @@ ROWS: dict[str, tuple[Call, str, str]] = {
     "publish with a short digest": (publish(manifest_sha256=b"x"), INVALID, INVALID),
     "publish a gap": (publish(version=7), STATE, "VERSION_GAP"),
     "publish before the step is trained": (publish(), INVALID, INVALID),
-    "publish under an older epoch": (publish(trainer_epoch=0), STATE, "FENCED"),
+    "publish under an older epoch": (publish(caller_epoch=0), STATE, "FENCED"),
+    "publish what a newer epoch wrote": (publish(trainer_epoch=99), INVALID, INVALID),
     "publish of an unknown policy": (publish(policy_id="nobody"), MISSING, MISSING),
     "publish other bytes under a known number": (
         publish(version=0, step=0, manifest_sha256=b"x" * 32),

@@ -315,3 +315,31 @@ async def test_the_window_closes_at_equation_5_1_and_opens_on_publish(world: Wor
     assert (await node.lease_reply()).waiting_for == "staleness_window"
     await trainer.publish(version=1, step=1)
     assert len(await node.lease(16)) == 2
+
+
+async def test_a_claim_is_above_every_epoch_that_the_trainer_knows_of(world: World) -> None:
+    await world.create_run()
+    trainer = await world.trainer()
+    assert (await trainer.claim(known_epoch=7)).trainer_epoch == 8
+    assert (await trainer.claim(known_epoch=3)).trainer_epoch == 9
+
+
+async def test_a_trainer_claims_again_only_when_no_other_has_a_newer_epoch(world: World) -> None:
+    await world.create_run()
+    trainer = await world.trainer()
+    held = trainer.epoch
+    assert (await trainer.claim(held_epoch=held)).trainer_epoch == held + 1
+    # The answer of that claim got lost: the same trainer may repeat it.
+    assert (await trainer.claim(held_epoch=held)).trainer_epoch == held + 2
+    # Redis lost the claims: what the trainer holds is newer than what Redis knows.
+    assert (await trainer.claim(held_epoch=held + 5)).trainer_epoch == held + 6
+    with pytest.raises(FencedError, match="of trainer test"):
+        await trainer.claim(trainer_id="frozen", held_epoch=held + 2)
+    assert (await world.status()).policies[0].trainer_epoch == held + 6
+
+
+async def test_a_claim_says_which_life_of_redis_it_belongs_to(world: World) -> None:
+    await world.create_run()
+    trainer = await world.trainer()
+    claim = await trainer.claim()
+    assert claim.data_incarnation == await world.dataflow.connection.data_incarnation()

@@ -137,3 +137,20 @@ async def test_a_version_that_cannot_exist_is_poison(world: World) -> None:
     node = await world.node()
     (lease,) = await node.lease()
     assert (await node.push(node.episode(lease, 0, version=1000))).reason == "future_version"
+
+
+async def test_a_version_of_an_older_epoch_that_redis_forgot_is_announced_again(world: World) -> None:
+    """Its step was forgotten too and is taken again; the credit of what is bound now stays taken."""
+    await world.create_run(dataset="Counting")
+    trainer, node = await world.trainer(), await world.node()
+    for lease in await node.lease(2):
+        await node.complete(lease)
+    await trainer.claim()
+    batch = (await trainer.acquire(1)).batch
+    announced = await trainer.publish(version=1, step=1, writer_epoch=trainer.epoch - 1)
+    assert (announced.version, announced.trainer_epoch) == (1, trainer.epoch - 1)
+    assert (await world.status()).policies[0].unpublished_groups == 2
+    await trainer.ack(batch, TRAINED)
+    await trainer.publish(version=2, step=1)
+    policy = (await world.status()).policies[0]
+    assert (policy.version.version, policy.unpublished_groups) == (2, 0)

@@ -254,10 +254,16 @@ class Trainer:
     policy_id: str
     epoch: int = 0
 
-    async def claim(self) -> batch_service_pb2.ClaimPolicyResponse:
+    async def claim(
+        self, *, trainer_id: str = "test", known_epoch: int = 0, held_epoch: int = 0
+    ) -> batch_service_pb2.ClaimPolicyResponse:
         """Start a new epoch."""
         request = batch_service_pb2.ClaimPolicyRequest(
-            run_id=self.world.run_id, policy_id=self.policy_id, trainer_id="test"
+            run_id=self.world.run_id,
+            policy_id=self.policy_id,
+            trainer_id=trainer_id,
+            known_epoch=known_epoch,
+            held_epoch=held_epoch,
         )
         claim = await self.world.client.call(self.world.client.batches.ClaimPolicy, request)
         self.epoch = claim.trainer_epoch
@@ -314,7 +320,9 @@ class Trainer:
         )
         return (await self.world.client.call(self.world.client.batches.NackBatch, request)).returned_groups
 
-    async def publish(self, *, version: int, step: int, content: bytes = b"") -> version_pb2.Version:
+    async def publish(
+        self, *, version: int, step: int, content: bytes = b"", writer_epoch: int | None = None
+    ) -> version_pb2.Version:
         """Announce a version."""
         message = version_pb2.Version(
             policy_id=self.policy_id,
@@ -322,9 +330,11 @@ class Trainer:
             sequence=version,
             manifest_sha256=(content or b"%d" % version).ljust(32, b"."),
             step=step,
-            trainer_epoch=self.epoch,
+            trainer_epoch=self.epoch if writer_epoch is None else writer_epoch,
         )
-        request = version_service_pb2.PublishRequest(run_id=self.world.run_id, version=message)
+        request = version_service_pb2.PublishRequest(
+            run_id=self.world.run_id, version=message, trainer_epoch=self.epoch
+        )
         return (await self.world.client.call(self.world.client.versions.Publish, request)).version
 
     async def mark_durable(self, step: int) -> int:

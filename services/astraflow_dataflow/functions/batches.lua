@@ -1,22 +1,27 @@
 -- Batches: bound to (policy, step) until acked or given back. Every call carries the trainer epoch.
 
 local function fenced(P, policy, epoch)
-  local current = call('HGET', K.policy(P, policy), 'epoch')
+  local f = call('HMGET', K.policy(P, policy), 'epoch', 'trainer')
+  local current = f[1]
   if not current then return refuse('NOTFOUND', 'no policy ' .. policy .. ' in this run') end
   if tonumber(epoch) ~= tonumber(current) then
-    return refuse('FENCED', 'trainer epoch ' .. epoch .. ' of ' .. policy .. ' is not the current one (' .. current ..
-      '); another trainer claimed the policy: stop, or claim it again')
+    return refuse('FENCED', 'trainer epoch ' .. epoch .. ' of ' .. policy .. ' is not the current one (' .. current .. ', of trainer ' ..
+      (f[2] or 'none yet') .. '); that trainer claimed the policy: stop, or claim it again')
   end
   return nil
 end
 
--- claim: policy, trainer. Returns { epoch, last finished step, last durable step, newest version or '' }.
+-- claim: policy, trainer, an epoch to be above, the epoch the trainer holds or 0. Returns { epoch, last finished step, last durable step, newest version or '' }.
 local function claim(keys, a)
   local P, Q = keys[1], K.policy(keys[1], a[1])
   if call('EXISTS', Q) == 0 then return refuse('NOTFOUND', 'no policy ' .. a[1] .. ' in this run') end
-  local epoch = call('HINCRBY', Q, 'epoch', 1)
-  call('HSET', Q, 'trainer', a[2], 'claim_ms', now_ms())
-  local f = call('HMGET', Q, 'finished', 'durable', 'version')
+  local f = call('HMGET', Q, 'epoch', 'trainer')
+  local current, held = tonumber(f[1]), tonumber(a[4])
+  -- A claim of the same trainer that is newer than what it holds is one whose answer it did not get.
+  if held > 0 and current > held and f[2] ~= a[2] then return fenced(P, a[1], held) end
+  local epoch = math.max(current, tonumber(a[3]), held) + 1
+  call('HSET', Q, 'epoch', epoch, 'trainer', a[2], 'claim_ms', now_ms())
+  f = call('HMGET', Q, 'finished', 'durable', 'version')
   return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '' }
 end
 

@@ -5,30 +5,33 @@ local function stored_version(text)
   return ms, sha, body
 end
 
--- Why the step may not publish this number, or nil. Step 0 is the initial version.
-local function wrong_step(P, policy, number, step, epoch)
-  local f = call('HMGET', K.policy(P, policy), 'finished')
-  if step > tonumber(f[1]) then
-    return refuse('INVALID', 'step ' .. step .. ' is not finished (last finished: ' .. f[1] .. '); ack it as trained before publishing')
+-- Why the step may not publish this number, or nil. Step 0 is the initial version. A version that an older epoch wrote was announced before and
+-- forgotten with the tail of Redis, perhaps together with the end of its step: it is in the store, so it is known again.
+local function wrong_step(P, policy, step, writer, epoch, finished)
+  if writer > epoch then
+    return refuse('INVALID', 'step ' .. step .. ' was written under epoch ' .. writer .. ', newer than the caller (' .. epoch .. '); claim the policy again')
+  end
+  if writer == epoch and step > finished then
+    return refuse('INVALID', 'step ' .. step .. ' is not finished (last finished: ' .. finished .. '); ack it as trained before publishing')
   end
   local id = call('HGET', K.steps(P, policy), step)
-  if id and call('HGET', K.batch(P, id), 'stage') == 'skipped' then
+  if writer == epoch and id and call('HGET', K.batch(P, id), 'stage') == 'skipped' then
     return refuse('INVALID', 'step ' .. step .. ' was skipped and publishes no version')
   end
   local earlier = call('HGET', K.version_steps(P, policy), step)
   if earlier then
     local version, by = string.match(earlier, '^(%d+) (%d+)$')
-    if tonumber(by) == epoch then
-      return refuse('CONFLICT', 'step ' .. step .. ' already published version ' .. version .. ' in this epoch')
+    if tonumber(by) == writer then
+      return refuse('CONFLICT', 'step ' .. step .. ' already published version ' .. version .. ' in epoch ' .. by)
     end
   end
   return nil
 end
 
--- publish: policy, version, manifest sha256 (hex), step, epoch, body. Returns { ms, body } of the announced version.
+-- publish: policy, version, manifest sha256 (hex), step, caller's epoch, writer's epoch, body. Returns { ms, body } of the announced version.
 local function publish(keys, a)
   local P, policy, Q = keys[1], a[1], K.policy(keys[1], a[1])
-  local number, step, epoch = tonumber(a[2]), tonumber(a[4]), tonumber(a[5])
+  local number, step, epoch, writer = tonumber(a[2]), tonumber(a[4]), tonumber(a[5]), tonumber(a[6])
   local refusal = fenced(P, policy, a[5])
   if refusal then return refusal end
   local known = call('HGET', K.versions(P, policy), a[2])
@@ -43,16 +46,17 @@ local function publish(keys, a)
     return refuse('GAP', 'version ' .. a[2] .. ' of ' .. policy .. ' leaves a gap: the next number is ' .. next_number ..
       '; announce the versions before it first', 'newest_version=' .. next_number - 1)
   end
-  local wrong = wrong_step(P, policy, number, step, epoch)
+  local finished = tonumber(call('HGET', Q, 'finished'))
+  local wrong = wrong_step(P, policy, step, writer, epoch, finished)
   if wrong then return wrong end
   local ms = now_ms()
-  call('HSET', K.versions(P, policy), a[2], ms .. ' ' .. a[3] .. ' ' .. a[6])
-  call('HSET', K.version_steps(P, policy), a[4], a[2] .. ' ' .. a[5])
+  call('HSET', K.versions(P, policy), a[2], ms .. ' ' .. a[3] .. ' ' .. a[7])
+  call('HSET', K.version_steps(P, policy), a[4], a[2] .. ' ' .. a[6])
   call('HSET', Q, 'version', a[2], 'publish_ms', ms)
   for _, bound in ipairs(call('HKEYS', K.unpublished(P, policy))) do
-    if tonumber(bound) <= step then call('HDEL', K.unpublished(P, policy), bound) end
+    if tonumber(bound) <= math.min(step, finished) then call('HDEL', K.unpublished(P, policy), bound) end
   end
   emit(P, 'version ' .. policy)
   emit(P, 'work')
-  return { tostring(ms), a[6] }
+  return { tostring(ms), a[7] }
 end

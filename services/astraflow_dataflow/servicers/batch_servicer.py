@@ -43,7 +43,13 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def ClaimPolicy(self, request: pb.ClaimPolicyRequest, context: Context) -> pb.ClaimPolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
-        claim = await self.store.batches.claim(run.run_id, request.policy_id, trainer_id=request.trainer_id)
+        claim = await self.store.batches.claim(
+            run.run_id,
+            request.policy_id,
+            trainer_id=request.trainer_id,
+            known_epoch=request.known_epoch,
+            held_epoch=request.held_epoch,
+        )
         log.info(
             "policy.claimed",
             policy_id=request.policy_id,
@@ -58,6 +64,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             last_durable_step=claim.durable_step,
             version=claim.version,
             batch_lease_duration=lease,
+            data_incarnation=await self.store.connection.data_incarnation(),
         )
 
     async def AcquireBatch(

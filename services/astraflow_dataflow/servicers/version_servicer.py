@@ -24,7 +24,8 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
 
     async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:
         run = await self.registry.get(request.run_id)
-        return pb.PublishResponse(version=await self.versions.publish(run, request.version))
+        announced = await self.versions.publish(run, request.version, epoch=request.trainer_epoch)
+        return pb.PublishResponse(version=announced)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
         run = await self.registry.get(request.run_id)

@@ -27,7 +27,7 @@ from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)astraflow/dataflow/v1/batch_service.proto\x12\x15\x61straflow.dataflow.v1\x1a!astraflow/dataflow/v1/batch.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\"`\n\x12\x43laimPolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x12\n\ntrainer_id\x18\x03 \x01(\t\x12\x13\n\x0bknown_epoch\x18\x04 \x01(\x04\"\xbe\x01\n\x13\x43laimPolicyResponse\x12\x15\n\rtrainer_epoch\x18\x01 \x01(\x04\x12\x1a\n\x12last_finished_step\x18\x02 \x01(\x04\x12\x19\n\x11last_durable_step\x18\x03 \x01(\x04\x12\x14\n\x07version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x37\n\x14\x62\x61tch_lease_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\n\n\x08_version\"\xa5\x01\n\x13\x41\x63quireBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x05 \x01(\x04\x12\x30\n\rwait_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8a\x01\n\x14\x41\x63quireBatchResponse\x12+\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.Batch\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\x12\x30\n\x05stage\x18\x03 \x01(\x0e\x32!.astraflow.dataflow.v1.BatchStage\"s\n\x11\x46\x65tchBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x16\n\x0etrajectory_ids\x18\x05 \x03(\t\"9\n\x12\x46\x65tchBatchResponse\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\"\xad\x01\n\x0f\x41\x63kBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x10\n\x08\x62\x61tch_id\x18\x05 \x01(\t\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x12\x30\n\x05stage\x18\x07 \x01(\x0e\x32!.astraflow.dataflow.v1.BatchStage\"D\n\x10\x41\x63kBatchResponse\x12\x30\n\x05stage\x18\x01 \x01(\x0e\x32!.astraflow.dataflow.v1.BatchStage\"j\n\x10NackBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x0e\n\x06reason\x18\x05 \x01(\t\",\n\x11NackBatchResponse\x12\x17\n\x0freturned_groups\x18\x01 \x01(\r\"[\n\x11RenewBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\"\x14\n\x12RenewBatchResponse\"\\\n\x12MarkDurableRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\"4\n\x13MarkDurableResponse\x12\x1d\n\x15released_trajectories\x18\x01 \x01(\r\"\x98\x01\n\x10VoidBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x10\n\x08\x62\x61tch_id\x18\x04 \x01(\t\x12\x31\n\x06\x61\x63tion\x18\x05 \x01(\x0e\x32!.astraflow.dataflow.v1.VoidAction\x12\x0e\n\x06reason\x18\x06 \x01(\t\"J\n\x11VoidBatchResponse\x12\x17\n\x0freturned_groups\x18\x01 \x01(\r\x12\x1c\n\x14\x64ropped_trajectories\x18\x02 \x01(\r*s\n\nBatchStage\x12\x1b\n\x17\x42\x41TCH_STAGE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42\x41TCH_STAGE_INTENT\x10\x01\x12\x17\n\x13\x42\x41TCH_STAGE_TRAINED\x10\x02\x12\x17\n\x13\x42\x41TCH_STAGE_SKIPPED\x10\x03*Z\n\nVoidAction\x12\x1b\n\x17VOID_ACTION_UNSPECIFIED\x10\x00\x12\x16\n\x12VOID_ACTION_RETURN\x10\x01\x12\x17\n\x13VOID_ACTION_DISCARD\x10\x02\x32\xd7\t\n\x0c\x42\x61tchService\x12o\n\x0b\x43laimPolicy\x12).astraflow.dataflow.v1.ClaimPolicyRequest\x1a*.astraflow.dataflow.v1.ClaimPolicyResponse\"\t\xca\xf3\x18\x01\x02\xd0\xf3\x18\x03\x12\x90\x01\n\x0c\x41\x63quireBatch\x12*.astraflow.dataflow.v1.AcquireBatchRequest\x1a+.astraflow.dataflow.v1.AcquireBatchResponse\"\'\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x1a\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\x12\x8c\x01\n\nFetchBatch\x12(.astraflow.dataflow.v1.FetchBatchRequest\x1a).astraflow.dataflow.v1.FetchBatchResponse\"\'\xca\xf3\x18\x01\x02\xd0\xf3\x18\x01\xda\xf3\x18\x1a\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED0\x01\x12\x8e\x01\n\x08\x41\x63kBatch\x12&.astraflow.dataflow.v1.AckBatchRequest\x1a\'.astraflow.dataflow.v1.AckBatchResponse\"1\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18$\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\n\x08\x43ONFLICT\x12\x87\x01\n\tNackBatch\x12\'.astraflow.dataflow.v1.NackBatchRequest\x1a(.astraflow.dataflow.v1.NackBatchResponse\"\'\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x1a\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\x12\x8a\x01\n\nRenewBatch\x12(.astraflow.dataflow.v1.RenewBatchRequest\x1a).astraflow.dataflow.v1.RenewBatchResponse\"\'\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x1a\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\x12\xb6\x01\n\tVoidBatch\x12\'.astraflow.dataflow.v1.VoidBatchRequest\x1a(.astraflow.dataflow.v1.VoidBatchResponse\"V\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x12\n\x10INVALID_ARGUMENT\xe2\xf3\x18\x33\n\rbatch_voiding\x12\"give the batch back with NackBatch\x12\x8d\x01\n\x0bMarkDurable\x12).astraflow.dataflow.v1.MarkDurableRequest\x1a*.astraflow.dataflow.v1.MarkDurableResponse\"\'\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x1a\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)astraflow/dataflow/v1/batch_service.proto\x12\x15\x61straflow.dataflow.v1\x1a!astraflow/dataflow/v1/batch.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\"t\n\x12\x43laimPolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x12\n\ntrainer_id\x18\x03 \x01(\t\x12\x13\n\x0bknown_epoch\x18\x04 \x01(\x04\x12\x12\n\nheld_epoch\x18\x05 \x01(\x04\"\xd8\x01\n\x13\x43laimPolicyResponse\x12\x15\n\rtrainer_epoch\x18\x01 \x01(\x04\x12\x1a\n\x12last_finished_step\x18\x02 \x01(\x04\x12\x19\n\x11last_durable_step\x18\x03 \x01(\x04\x12\x14\n\x07version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x37\n\x14\x62\x61tch_lease_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x64\x61ta_incarnation\x18\x06 \x01(\tB\n\n\x08_version\"\xa5\x01\n\x13\x41\x63quireBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x05 \x01(\x04\x12\x30\n\rwait_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8a\x01\n\x14\x41\x63quireBatchResponse\x12+\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.Batch\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\x12\x30\n\x05stage\x18\x03 \x01(\x0e\x32!.astraflow.dataflow.v1.BatchStage\"s\n\x11\x46\x65tchBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x16\n\x0etrajectory_ids\x18\x05 \x03(\t\"9\n\x12\x46\x65tchBatchResponse\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\"\xad\x01\n\x0f\x41\x63kBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x10\n\x08\x62\x61tch_id\x18\x05 \x01(\t\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x12\x30\n\x05stage\x18\x07 \x01(\x0e\x32!.astraflow.dataflow.v1.BatchStage\"D\n\x10\x41\x63kBatchResponse\x12\x30\n\x05stage\x18\x01 \x01(\x0e\x32!.astraflow.dataflow.v1.BatchStage\"j\n\x10NackBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x0e\n\x06reason\x18\x05 \x01(\t\",\n\x11NackBatchResponse\x12\x17\n\x0freturned_groups\x18\x01 \x01(\r\"[\n\x11RenewBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\"\x14\n\x12RenewBatchResponse\"\\\n\x12MarkDurableRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\"4\n\x13MarkDurableResponse\x12\x1d\n\x15released_trajectories\x18\x01 \x01(\r\"\x98\x01\n\x10VoidBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x10\n\x08\x62\x61tch_id\x18\x04 \x01(\t\x12\x31\n\x06\x61\x63tion\x18\x05 \x01(\x0e\x32!.astraflow.dataflow.v1.VoidAction\x12\x0e\n\x06reason\x18\x06 \x01(\t\"J\n\x11VoidBatchResponse\x12\x17\n\x0freturned_groups\x18\x01 \x01(\r\x12\x1c\n\x14\x64ropped_trajectories\x18\x02 \x01(\r*s\n\nBatchStage\x12\x1b\n\x17\x42\x41TCH_STAGE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42\x41TCH_STAGE_INTENT\x10\x01\x12\x17\n\x13\x42\x41TCH_STAGE_TRAINED\x10\x02\x12\x17\n\x13\x42\x41TCH_STAGE_SKIPPED\x10\x03*Z\n\nVoidAction\x12\x1b\n\x17VOID_ACTION_UNSPECIFIED\x10\x00\x12\x16\n\x12VOID_ACTION_RETURN\x10\x01\x12\x17\n\x13VOID_ACTION_DISCARD\x10\x02\x32\xe3\t\n\x0c\x42\x61tchService\x12{\n\x0b\x43laimPolicy\x12).astraflow.dataflow.v1.ClaimPolicyRequest\x1a*.astraflow.dataflow.v1.ClaimPolicyResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12\x90\x01\n\x0c\x41\x63quireBatch\x12*.astraflow.dataflow.v1.AcquireBatchRequest\x1a+.astraflow.dataflow.v1.AcquireBatchResponse\"\'\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x1a\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\x12\x8c\x01\n\nFetchBatch\x12(.astraflow.dataflow.v1.FetchBatchRequest\x1a).astraflow.dataflow.v1.FetchBatchResponse\"\'\xca\xf3\x18\x01\x02\xd0\xf3\x18\x01\xda\xf3\x18\x1a\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED0\x01\x12\x8e\x01\n\x08\x41\x63kBatch\x12&.astraflow.dataflow.v1.AckBatchRequest\x1a\'.astraflow.dataflow.v1.AckBatchResponse\"1\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18$\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\n\x08\x43ONFLICT\x12\x87\x01\n\tNackBatch\x12\'.astraflow.dataflow.v1.NackBatchRequest\x1a(.astraflow.dataflow.v1.NackBatchResponse\"\'\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x1a\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\x12\x8a\x01\n\nRenewBatch\x12(.astraflow.dataflow.v1.RenewBatchRequest\x1a).astraflow.dataflow.v1.RenewBatchResponse\"\'\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x1a\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\x12\xb6\x01\n\tVoidBatch\x12\'.astraflow.dataflow.v1.VoidBatchRequest\x1a(.astraflow.dataflow.v1.VoidBatchResponse\"V\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x12\n\x10INVALID_ARGUMENT\xe2\xf3\x18\x33\n\rbatch_voiding\x12\"give the batch back with NackBatch\x12\x8d\x01\n\x0bMarkDurable\x12).astraflow.dataflow.v1.MarkDurableRequest\x1a*.astraflow.dataflow.v1.MarkDurableResponse\"\'\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x1a\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,7 +37,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BATCHSERVICE']._loaded_options = None
   _globals['_BATCHSERVICE']._serialized_options = b'\352\363\030?\n\tNOT_FOUND\n\023FAILED_PRECONDITION\n\016INVALID_RECIPE\n\rPLUGIN_FAILED'
   _globals['_BATCHSERVICE'].methods_by_name['ClaimPolicy']._loaded_options = None
-  _globals['_BATCHSERVICE'].methods_by_name['ClaimPolicy']._serialized_options = b'\312\363\030\001\002\320\363\030\003'
+  _globals['_BATCHSERVICE'].methods_by_name['ClaimPolicy']._serialized_options = b'\312\363\030\001\002\320\363\030\003\332\363\030\010\n\006FENCED'
   _globals['_BATCHSERVICE'].methods_by_name['AcquireBatch']._loaded_options = None
   _globals['_BATCHSERVICE'].methods_by_name['AcquireBatch']._serialized_options = b'\312\363\030\001\002\320\363\030\002\332\363\030\032\n\020INVALID_ARGUMENT\n\006FENCED'
   _globals['_BATCHSERVICE'].methods_by_name['FetchBatch']._loaded_options = None
@@ -52,42 +52,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BATCHSERVICE'].methods_by_name['VoidBatch']._serialized_options = b'\312\363\030\001\003\320\363\030\002\332\363\030\022\n\020INVALID_ARGUMENT\342\363\0303\n\rbatch_voiding\022\"give the batch back with NackBatch'
   _globals['_BATCHSERVICE'].methods_by_name['MarkDurable']._loaded_options = None
   _globals['_BATCHSERVICE'].methods_by_name['MarkDurable']._serialized_options = b'\312\363\030\001\002\320\363\030\002\332\363\030\032\n\020INVALID_ARGUMENT\n\006FENCED'
-  _globals['_BATCHSTAGE']._serialized_start=1841
-  _globals['_BATCHSTAGE']._serialized_end=1956
-  _globals['_VOIDACTION']._serialized_start=1958
-  _globals['_VOIDACTION']._serialized_end=2048
+  _globals['_BATCHSTAGE']._serialized_start=1887
+  _globals['_BATCHSTAGE']._serialized_end=2002
+  _globals['_VOIDACTION']._serialized_start=2004
+  _globals['_VOIDACTION']._serialized_end=2094
   _globals['_CLAIMPOLICYREQUEST']._serialized_start=171
-  _globals['_CLAIMPOLICYREQUEST']._serialized_end=267
-  _globals['_CLAIMPOLICYRESPONSE']._serialized_start=270
-  _globals['_CLAIMPOLICYRESPONSE']._serialized_end=460
-  _globals['_ACQUIREBATCHREQUEST']._serialized_start=463
-  _globals['_ACQUIREBATCHREQUEST']._serialized_end=628
-  _globals['_ACQUIREBATCHRESPONSE']._serialized_start=631
-  _globals['_ACQUIREBATCHRESPONSE']._serialized_end=769
-  _globals['_FETCHBATCHREQUEST']._serialized_start=771
-  _globals['_FETCHBATCHREQUEST']._serialized_end=886
-  _globals['_FETCHBATCHRESPONSE']._serialized_start=888
-  _globals['_FETCHBATCHRESPONSE']._serialized_end=945
-  _globals['_ACKBATCHREQUEST']._serialized_start=948
-  _globals['_ACKBATCHREQUEST']._serialized_end=1121
-  _globals['_ACKBATCHRESPONSE']._serialized_start=1123
-  _globals['_ACKBATCHRESPONSE']._serialized_end=1191
-  _globals['_NACKBATCHREQUEST']._serialized_start=1193
-  _globals['_NACKBATCHREQUEST']._serialized_end=1299
-  _globals['_NACKBATCHRESPONSE']._serialized_start=1301
-  _globals['_NACKBATCHRESPONSE']._serialized_end=1345
-  _globals['_RENEWBATCHREQUEST']._serialized_start=1347
-  _globals['_RENEWBATCHREQUEST']._serialized_end=1438
-  _globals['_RENEWBATCHRESPONSE']._serialized_start=1440
-  _globals['_RENEWBATCHRESPONSE']._serialized_end=1460
-  _globals['_MARKDURABLEREQUEST']._serialized_start=1462
-  _globals['_MARKDURABLEREQUEST']._serialized_end=1554
-  _globals['_MARKDURABLERESPONSE']._serialized_start=1556
-  _globals['_MARKDURABLERESPONSE']._serialized_end=1608
-  _globals['_VOIDBATCHREQUEST']._serialized_start=1611
-  _globals['_VOIDBATCHREQUEST']._serialized_end=1763
-  _globals['_VOIDBATCHRESPONSE']._serialized_start=1765
-  _globals['_VOIDBATCHRESPONSE']._serialized_end=1839
-  _globals['_BATCHSERVICE']._serialized_start=2051
-  _globals['_BATCHSERVICE']._serialized_end=3290
+  _globals['_CLAIMPOLICYREQUEST']._serialized_end=287
+  _globals['_CLAIMPOLICYRESPONSE']._serialized_start=290
+  _globals['_CLAIMPOLICYRESPONSE']._serialized_end=506
+  _globals['_ACQUIREBATCHREQUEST']._serialized_start=509
+  _globals['_ACQUIREBATCHREQUEST']._serialized_end=674
+  _globals['_ACQUIREBATCHRESPONSE']._serialized_start=677
+  _globals['_ACQUIREBATCHRESPONSE']._serialized_end=815
+  _globals['_FETCHBATCHREQUEST']._serialized_start=817
+  _globals['_FETCHBATCHREQUEST']._serialized_end=932
+  _globals['_FETCHBATCHRESPONSE']._serialized_start=934
+  _globals['_FETCHBATCHRESPONSE']._serialized_end=991
+  _globals['_ACKBATCHREQUEST']._serialized_start=994
+  _globals['_ACKBATCHREQUEST']._serialized_end=1167
+  _globals['_ACKBATCHRESPONSE']._serialized_start=1169
+  _globals['_ACKBATCHRESPONSE']._serialized_end=1237
+  _globals['_NACKBATCHREQUEST']._serialized_start=1239
+  _globals['_NACKBATCHREQUEST']._serialized_end=1345
+  _globals['_NACKBATCHRESPONSE']._serialized_start=1347
+  _globals['_NACKBATCHRESPONSE']._serialized_end=1391
+  _globals['_RENEWBATCHREQUEST']._serialized_start=1393
+  _globals['_RENEWBATCHREQUEST']._serialized_end=1484
+  _globals['_RENEWBATCHRESPONSE']._serialized_start=1486
+  _globals['_RENEWBATCHRESPONSE']._serialized_end=1506
+  _globals['_MARKDURABLEREQUEST']._serialized_start=1508
+  _globals['_MARKDURABLEREQUEST']._serialized_end=1600
+  _globals['_MARKDURABLERESPONSE']._serialized_start=1602
+  _globals['_MARKDURABLERESPONSE']._serialized_end=1654
+  _globals['_VOIDBATCHREQUEST']._serialized_start=1657
+  _globals['_VOIDBATCHREQUEST']._serialized_end=1809
+  _globals['_VOIDBATCHRESPONSE']._serialized_start=1811
+  _globals['_VOIDBATCHRESPONSE']._serialized_end=1885
+  _globals['_BATCHSERVICE']._serialized_start=2097
+  _globals['_BATCHSERVICE']._serialized_end=3348
 # @@protoc_insertion_point(module_scope)

@@ -83,14 +83,17 @@ class ClaimPolicyRequest(_message.Message):
     POLICY_ID_FIELD_NUMBER: _builtins.int
     TRAINER_ID_FIELD_NUMBER: _builtins.int
     KNOWN_EPOCH_FIELD_NUMBER: _builtins.int
+    HELD_EPOCH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
     """Policy to claim."""
     trainer_id: _builtins.str
-    """Name of the trainer for people."""
+    """Name of the trainer, of this process alone."""
     known_epoch: _builtins.int
     """Newest epoch the caller has seen anywhere, for example in the policy's manifests; the new epoch is above it, whatever Redis lost. 0 when none."""
+    held_epoch: _builtins.int
+    """Set by a trainer that claims again after Redis lost data: the epoch it holds. Another trainer's newer epoch answers FENCED, and nothing changes."""
     def __init__(
         self,
         *,
@@ -98,10 +101,11 @@ class ClaimPolicyRequest(_message.Message):
         policy_id: _builtins.str = ...,
         trainer_id: _builtins.str = ...,
         known_epoch: _builtins.int = ...,
+        held_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_epoch", b"known_epoch", "policy_id", b"policy_id", "run_id", b"run_id", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_epoch", b"held_epoch", "known_epoch", b"known_epoch", "policy_id", b"policy_id", "run_id", b"run_id", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -118,6 +122,7 @@ class ClaimPolicyResponse(_message.Message):
     LAST_DURABLE_STEP_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     BATCH_LEASE_DURATION_FIELD_NUMBER: _builtins.int
+    DATA_INCARNATION_FIELD_NUMBER: _builtins.int
     trainer_epoch: _builtins.int
     """Carried by every later call; ≥ 1."""
     last_finished_step: _builtins.int
@@ -126,6 +131,8 @@ class ClaimPolicyResponse(_message.Message):
     """Last step covered by MarkDurable; 0 when none. Payloads of later steps are retained."""
     version: _builtins.int
     """Newest published version; unset when none was published."""
+    data_incarnation: _builtins.str
+    """Changes when Redis was restarted and may have lost its last second."""
     @_builtins.property
     def batch_lease_duration(self) -> _duration_pb2.Duration:
         """Lease time of a batch."""
@@ -138,10 +145,11 @@ class ClaimPolicyResponse(_message.Message):
         last_durable_step: _builtins.int = ...,
         version: _builtins.int | None = ...,
         batch_lease_duration: _duration_pb2.Duration | None = ...,
+        data_incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "batch_lease_duration", b"batch_lease_duration", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "batch_lease_duration", b"batch_lease_duration", "last_durable_step", b"last_durable_step", "last_finished_step", b"last_finished_step", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "batch_lease_duration", b"batch_lease_duration", "data_incarnation", b"data_incarnation", "last_durable_step", b"last_durable_step", "last_finished_step", b"last_finished_step", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015

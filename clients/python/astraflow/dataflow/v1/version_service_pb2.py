@@ -26,7 +26,7 @@ from astraflow.dataflow.v1 import version_pb2 as astraflow_dot_dataflow_dot_v1_d
 from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+astraflow/dataflow/v1/version_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\"Q\n\x0ePublishRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12/\n\x07version\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"B\n\x0fPublishResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"2\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\npolicy_ids\x18\x02 \x03(\t\"@\n\rWatchResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"_\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\t\"\x8b\x01\n\x14ListVersionsResponse\x12\x30\n\x08versions\x18\x01 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12(\n\x04pins\x18\x03 \x03(\x0b\x32\x1a.astraflow.dataflow.v1.Pin\"W\n\x11PinVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\"=\n\x12PinVersionResponse\x12\'\n\x03pin\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Pin\"I\n\x13UnpinVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\"*\n\x14UnpinVersionResponse\x12\x12\n\nwas_pinned\x18\x01 \x01(\x08\x32\xc6\x06\n\x0eVersionService\x12\x98\x01\n\x07Publish\x12%.astraflow.dataflow.v1.PublishRequest\x1a&.astraflow.dataflow.v1.PublishResponse\">\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x31\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\n\x08\x43ONFLICT\n\x0bVERSION_GAP\x12\x62\n\x05Watch\x12#.astraflow.dataflow.v1.WatchRequest\x1a$.astraflow.dataflow.v1.WatchResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x30\x01\x12\x8b\x01\n\x0cListVersions\x12*.astraflow.dataflow.v1.ListVersionsRequest\x1a+.astraflow.dataflow.v1.ListVersionsResponse\"\"\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\xda\xf3\x18\x12\n\x10INVALID_ARGUMENT\x12\xb7\x01\n\nPinVersion\x12(.astraflow.dataflow.v1.PinVersionRequest\x1a).astraflow.dataflow.v1.PinVersionResponse\"T\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x12\n\x10INVALID_ARGUMENT\xe2\xf3\x18\x31\n\x0cversion_pins\x12!keep enough versions in the store\x12\xa7\x01\n\x0cUnpinVersion\x12*.astraflow.dataflow.v1.UnpinVersionRequest\x1a+.astraflow.dataflow.v1.UnpinVersionResponse\">\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xe2\xf3\x18\x31\n\x0cversion_pins\x12!keep enough versions in the store\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+astraflow/dataflow/v1/version_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\"h\n\x0ePublishRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12/\n\x07version\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\"B\n\x0fPublishResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"2\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\npolicy_ids\x18\x02 \x03(\t\"@\n\rWatchResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"_\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\t\"\x8b\x01\n\x14ListVersionsResponse\x12\x30\n\x08versions\x18\x01 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12(\n\x04pins\x18\x03 \x03(\x0b\x32\x1a.astraflow.dataflow.v1.Pin\"W\n\x11PinVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\"=\n\x12PinVersionResponse\x12\'\n\x03pin\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Pin\"I\n\x13UnpinVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\"*\n\x14UnpinVersionResponse\x12\x12\n\nwas_pinned\x18\x01 \x01(\x08\x32\xc6\x06\n\x0eVersionService\x12\x98\x01\n\x07Publish\x12%.astraflow.dataflow.v1.PublishRequest\x1a&.astraflow.dataflow.v1.PublishResponse\">\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x31\n\x10INVALID_ARGUMENT\n\x06\x46\x45NCED\n\x08\x43ONFLICT\n\x0bVERSION_GAP\x12\x62\n\x05Watch\x12#.astraflow.dataflow.v1.WatchRequest\x1a$.astraflow.dataflow.v1.WatchResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x30\x01\x12\x8b\x01\n\x0cListVersions\x12*.astraflow.dataflow.v1.ListVersionsRequest\x1a+.astraflow.dataflow.v1.ListVersionsResponse\"\"\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\xda\xf3\x18\x12\n\x10INVALID_ARGUMENT\x12\xb7\x01\n\nPinVersion\x12(.astraflow.dataflow.v1.PinVersionRequest\x1a).astraflow.dataflow.v1.PinVersionResponse\"T\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x12\n\x10INVALID_ARGUMENT\xe2\xf3\x18\x31\n\x0cversion_pins\x12!keep enough versions in the store\x12\xa7\x01\n\x0cUnpinVersion\x12*.astraflow.dataflow.v1.UnpinVersionRequest\x1a+.astraflow.dataflow.v1.UnpinVersionResponse\">\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xe2\xf3\x18\x31\n\x0cversion_pins\x12!keep enough versions in the store\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,25 +46,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERSIONSERVICE'].methods_by_name['UnpinVersion']._loaded_options = None
   _globals['_VERSIONSERVICE'].methods_by_name['UnpinVersion']._serialized_options = b'\312\363\030\001\003\320\363\030\002\342\363\0301\n\014version_pins\022!keep enough versions in the store'
   _globals['_PUBLISHREQUEST']._serialized_start=143
-  _globals['_PUBLISHREQUEST']._serialized_end=224
-  _globals['_PUBLISHRESPONSE']._serialized_start=226
-  _globals['_PUBLISHRESPONSE']._serialized_end=292
-  _globals['_WATCHREQUEST']._serialized_start=294
-  _globals['_WATCHREQUEST']._serialized_end=344
-  _globals['_WATCHRESPONSE']._serialized_start=346
-  _globals['_WATCHRESPONSE']._serialized_end=410
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=412
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=507
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=510
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=649
-  _globals['_PINVERSIONREQUEST']._serialized_start=651
-  _globals['_PINVERSIONREQUEST']._serialized_end=738
-  _globals['_PINVERSIONRESPONSE']._serialized_start=740
-  _globals['_PINVERSIONRESPONSE']._serialized_end=801
-  _globals['_UNPINVERSIONREQUEST']._serialized_start=803
-  _globals['_UNPINVERSIONREQUEST']._serialized_end=876
-  _globals['_UNPINVERSIONRESPONSE']._serialized_start=878
-  _globals['_UNPINVERSIONRESPONSE']._serialized_end=920
-  _globals['_VERSIONSERVICE']._serialized_start=923
-  _globals['_VERSIONSERVICE']._serialized_end=1761
+  _globals['_PUBLISHREQUEST']._serialized_end=247
+  _globals['_PUBLISHRESPONSE']._serialized_start=249
+  _globals['_PUBLISHRESPONSE']._serialized_end=315
+  _globals['_WATCHREQUEST']._serialized_start=317
+  _globals['_WATCHREQUEST']._serialized_end=367
+  _globals['_WATCHRESPONSE']._serialized_start=369
+  _globals['_WATCHRESPONSE']._serialized_end=433
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=435
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=530
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=533
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=672
+  _globals['_PINVERSIONREQUEST']._serialized_start=674
+  _globals['_PINVERSIONREQUEST']._serialized_end=761
+  _globals['_PINVERSIONRESPONSE']._serialized_start=763
+  _globals['_PINVERSIONRESPONSE']._serialized_end=824
+  _globals['_UNPINVERSIONREQUEST']._serialized_start=826
+  _globals['_UNPINVERSIONREQUEST']._serialized_end=899
+  _globals['_UNPINVERSIONRESPONSE']._serialized_start=901
+  _globals['_UNPINVERSIONRESPONSE']._serialized_end=943
+  _globals['_VERSIONSERVICE']._serialized_start=946
+  _globals['_VERSIONSERVICE']._serialized_end=1784
 # @@protoc_insertion_point(module_scope)

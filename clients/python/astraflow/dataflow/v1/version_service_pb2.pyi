@@ -27,21 +27,25 @@ class PublishRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
+    trainer_epoch: _builtins.int
+    """Epoch of the caller, from ClaimPolicy."""
     @_builtins.property
     def version(self) -> _version_pb2.Version:
-        """The version; `publish_time` is ignored, `trainer_epoch` must be the caller's."""
+        """The version; `publish_time` is ignored. Its `trainer_epoch` is the one that wrote the manifest: the caller's, or an older one when the server lost the announcement."""
 
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         version: _version_pb2.Version | None = ...,
+        trainer_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
