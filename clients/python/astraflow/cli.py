@@ -33,7 +33,7 @@ class Subcommand:
     panel: str
 
 
-_START, _DAEMONS = "Start here", "Daemons"
+_START, _LOOK, _DAEMONS = "Start here", "What is it doing?", "Daemons"
 
 COMMANDS: dict[str, Subcommand] = {
     "dev": Subcommand(
@@ -43,6 +43,7 @@ COMMANDS: dict[str, Subcommand] = {
         "astraflow_launcher.commands.doctor", "Check this machine and name remedies.", "dev", _START
     ),
     "recipe": Subcommand("astraflow.recipe_command", "Check a recipe, or print the schema.", "", _START),
+    "status": Subcommand("astraflow.commands.status", "Show what a run has done and holds.", "", _LOOK),
     "dataflow": Subcommand("astraflow_dataflow.__main__", "Start a dataflow server.", "dataflow", _DAEMONS),
     "raas": Subcommand("astraflow_raas.__main__", "Start a RaaS node and join a run.", "raas", _DAEMONS),
     "trainer": Subcommand("astraflow_trainer.__main__", "Start a policy's trainer.", "trainer", _DAEMONS),

@@ -1,0 +1,197 @@
+"""`astraflow status`: the state of a run on one page, or as JSON; `--watch` follows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from astraflow.commands.server import (
+    DataDirOption,
+    JoinOption,
+    JsonOption,
+    RunIdOption,
+    TokenFileOption,
+    connected,
+)
+from astraflow.commands.wording import (
+    as_json,
+    console,
+    count_text,
+    enum_text,
+    heading,
+    number_text,
+    print_json,
+    seconds_of,
+    span_text,
+    table,
+)
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
+from astraflow.dataflow.v1 import run_pb2
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(add_completion=False)
+
+_PLACES = (
+    ("trained", "trained"),
+    ("in_batch", "in a batch"),
+    ("ready", "ready"),
+    ("assembling", "in unfinished groups"),
+    ("evaluated", "evaluated"),
+)
+_MAX_EVALUATIONS = 6
+
+
+@app.command()
+def status(
+    join: JoinOption = None,
+    data_dir: DataDirOption = None,
+    run_id: RunIdOption = "",
+    token_file: TokenFileOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Show what a run has done and holds: policies, trajectories, nodes, evaluations, waits."""
+    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+        answer = client.call(client.admin.Status, pb.StatusRequest(run_id=run_id))
+    if json_:
+        print_json(as_json(answer))
+    else:
+        console().print(status_page(answer))
+
+
+def status_page(status: pb.StatusResponse) -> RenderableType:
+    """Return the page; parts that have nothing to say are left out."""
+    parts: list[RenderableType] = [_title(status)]
+    parts += [*_policies(status), *_trajectories(status), *_nodes(status), *_evaluations(status)]
+    parts += [*_waits(status), *_dead_letters(status)]
+    return Group(*parts)
+
+
+def _title(status: pb.StatusResponse) -> Text:
+    state = enum_text(run_pb2.RunState.DESCRIPTOR, status.state)
+    return Text.assemble(("run ", "bold"), (status.run_id, "bold"), f" is {state}")
+
+
+def _policies(status: pb.StatusResponse) -> list[RenderableType]:
+    if not status.policies:
+        return []
+    shown = table(
+        *("policy", "step", "version", "reward", "staleness", "ready", "sampling", "unpublished", "room"),
+        right=("step", "version", "reward", "ready", "sampling", "unpublished", "room"),
+    )
+    for policy in status.policies:
+        shown.add_row(
+            policy.policy_id,
+            str(policy.last_finished_step),
+            str(policy.version.version) if policy.HasField("version") else "–",
+            number_text(policy.recent_training_reward),
+            _staleness(policy),
+            *(str(policy.ready_groups), str(policy.outstanding_groups)),
+            *(str(policy.unpublished_groups), str(policy.credit)),
+        )
+    note = "  groups: ready to train, being sampled, trained or batched but unpublished, room for new ones"
+    return [heading("policies"), shown, Text(note, style="dim")]
+
+
+def _staleness(policy: pb.PolicyStatus) -> str:
+    ages = policy.staleness
+    return f"median {ages.p50:g}, largest {ages.max}" if policy.last_finished_step else "–"
+
+
+def _trajectories(status: pb.StatusResponse) -> list[RenderableType]:
+    account = status.trajectories
+    if not account.ingested:
+        return []
+    terms = [
+        f"{count_text(getattr(account, name))} {word}" for name, word in _PLACES if getattr(account, name)
+    ]
+    dropped = sum(account.dropped.values())
+    if dropped:
+        reasons = ", ".join(f"{reason} {count_text(count)}" for reason, count in _largest(account.dropped))
+        terms.append(f"{count_text(dropped)} dropped ({reasons})")
+    verdict = (
+        Text("  conservation: nothing is lost, the figures add up", style="green")
+        if not account.conservation_error
+        else Text(
+            f"  conservation error {account.conservation_error}: see docs/debugging.md", style="bold red"
+        )
+    )
+    line = f"  {count_text(account.ingested)} arrived = {' + '.join(terms)}"
+    return [heading("trajectories"), Text(line), verdict]
+
+
+def _largest(dropped: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(((reason, count) for reason, count in dropped.items() if count), key=lambda item: -item[1])
+
+
+def _nodes(status: pb.StatusResponse) -> list[RenderableType]:
+    if not status.nodes:
+        return []
+    shown = table(
+        *("node", "state", "serves", "leases", "episodes", "tokens", "restarts"),
+        right=("leases", "episodes", "tokens", "restarts"),
+    )
+    for node in status.nodes:
+        shown.add_row(*node_cells(node))
+    return [heading("nodes"), shown]
+
+
+def node_cells(node: pb.NodeStatus) -> tuple[str, ...]:
+    """Return a node's row: id, state, what it serves, and its figures."""
+    serves = ", ".join(f"{policy} {version}" for policy, version in sorted(node.serving_versions.items()))
+    figures = (str(node.leases), count_text(node.episodes), count_text(node.tokens), str(node.restarts))
+    return (node.node_id, node_state(node), serves or "–", *figures)
+
+
+def node_state(node: pb.NodeStatus) -> str:
+    """Return what a node does, in words."""
+    if not node.connected:
+        return f"gone since {span_text(max(0.0, time.time() - node.last_seen_time.ToNanoseconds() / 1e9))}"
+    return f"waits: {node.waiting_for}" if node.waiting_for else "working" if node.leases else "idle"
+
+
+def _evaluations(status: pb.StatusResponse) -> list[RenderableType]:
+    if not status.evaluations:
+        return []
+    shown = table("evaluation", "version", "held-out reward", "samples", right=("version", "held-out reward"))
+    left_out = len(status.evaluations) - _MAX_EVALUATIONS
+    for item in status.evaluations[-_MAX_EVALUATIONS:]:
+        samples = f"{item.num_samples} of {item.num_planned}"
+        name = f"{item.policy_id}, final" if item.final else item.policy_id
+        shown.add_row(name, str(item.version), number_text(item.mean_reward), samples)
+    more = [Text(f"  and {left_out} earlier ones", style="dim")] if left_out > 0 else []
+    return [heading("evaluations"), shown, *more]
+
+
+def _waits(status: pb.StatusResponse) -> list[RenderableType]:
+    if status.state == run_pb2.RUN_STATE_FINISHED:
+        return []
+    if not status.waits:
+        return [heading("waits"), Text("  nothing waits")]
+    return [
+        heading("waits"),
+        wait_table(status.waits),
+        Text("  `astraflow why` says what would release them", "dim"),
+    ]
+
+
+def wait_table(waits: Iterable[pb.Wait]) -> Table:
+    """Return one row per wait: who waits for what, since when, and the figures."""
+    shown = table("stage", "policy", "waits for", "since", "figures", right=("since",))
+    for wait in waits:
+        since = span_text(seconds_of(wait.waited_duration))
+        shown.add_row(wait.stage, wait.policy_id, wait.reason, since, wait.detail)
+    return shown
+
+
+def _dead_letters(status: pb.StatusResponse) -> list[RenderableType]:
+    if not status.dead_letters:
+        return []
+    text = f"\n{status.dead_letters} tasks were given up: `astraflow dead-letters list` says why"
+    return [Text(text, style="yellow")]

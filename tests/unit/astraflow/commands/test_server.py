@@ -1,0 +1,89 @@
+"""Which server a command asks, and what is said when there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from astraflow.commands.server import Server, connected, find_server
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
+from astraflow.errors import InvalidArgumentError, NotFoundError, UnavailableError
+
+
+def publish(folder: Path, *, address: str, pid: int, written_s: int) -> None:
+    """What a run's server leaves in its folder."""
+    path = folder / "addresses" / "dataflow.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"pid": pid, "grpc": address, "http": ""}))
+    os.utime(path, (written_s, written_s))
+
+
+@pytest.fixture
+def ended_pid() -> int:
+    """The id of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        pass
+    return process.pid
+
+
+def test_the_named_server_wins_over_any_folder(tmp_path: Path) -> None:
+    publish(tmp_path / "a", address="127.0.0.1:1", pid=os.getpid(), written_s=1)
+    assert find_server("host:7", data_dir=None, runs=tmp_path) == Server("host:7", "--join")
+
+
+def test_the_newest_folder_whose_server_lives_is_asked(tmp_path: Path, ended_pid: int) -> None:
+    publish(tmp_path / "a", address="127.0.0.1:1", pid=os.getpid(), written_s=1)
+    publish(tmp_path / "b", address="127.0.0.1:2", pid=os.getpid(), written_s=2)
+    publish(tmp_path / "c", address="127.0.0.1:3", pid=ended_pid, written_s=3)
+    (tmp_path / "d").mkdir()
+    found = find_server(None, data_dir=None, runs=tmp_path)
+    assert found == Server("127.0.0.1:2", f"run folder {tmp_path / 'b'}")
+
+
+def test_a_named_folder_is_asked_whatever_else_runs(tmp_path: Path) -> None:
+    publish(tmp_path / "a", address="127.0.0.1:1", pid=os.getpid(), written_s=1)
+    publish(tmp_path / "b", address="127.0.0.1:2", pid=os.getpid(), written_s=2)
+    assert find_server(None, data_dir=tmp_path / "a", runs=tmp_path).address == "127.0.0.1:1"
+
+
+def test_without_any_run_the_ways_to_name_one_are_told(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"--join HOST:PORT, set ASTRAFLOW_JOIN.*astraflow dev"):
+        find_server(None, data_dir=None, runs=tmp_path)
+    with pytest.raises(NotFoundError, match=r"dataflow\.json does not exist"):
+        find_server(None, data_dir=tmp_path, runs=tmp_path)
+
+
+def test_a_run_that_has_ended_is_told_as_such_and_where_its_traces_are(
+    tmp_path: Path, ended_pid: int
+) -> None:
+    publish(tmp_path / "a", address="127.0.0.1:1", pid=ended_pid, written_s=1)
+    with pytest.raises(
+        UnavailableError, match=rf"has ended.*{ended_pid}.*support-bundle --data-dir"
+    ) as error:
+        find_server(None, data_dir=None, runs=tmp_path)
+    assert str(tmp_path / "a") in error.value.message
+
+
+def test_a_server_that_does_not_answer_is_named_with_how_it_was_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(tmp_path / "a", address="127.0.0.1:1", pid=os.getpid(), written_s=1)
+    with (
+        pytest.raises(UnavailableError, match=r"no dataflow server answers at 127\.0\.0\.1:1 \(run folder"),
+        connected(None, data_dir=tmp_path / "a", token_file=None) as (client, _),
+    ):
+        client.call(client.admin.Status, pb.StatusRequest(), timeout_s=1.0)
+    assert capsys.readouterr().err == f"asking 127.0.0.1:1 (run folder {tmp_path / 'a'})\n"
+
+
+def test_a_token_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InvalidArgumentError, match=r"--token-file .*token does not exist"),
+        connected("127.0.0.1:1", data_dir=None, token_file=tmp_path / "token"),
+    ):
+        pass

@@ -1,0 +1,105 @@
+"""The status page says what there is, and nothing about what there is not."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from astraflow.commands.status import status_page
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
+from astraflow.dataflow.v1 import run_pb2, version_pb2
+
+
+def text_of(status: pb.StatusResponse) -> str:
+    """The page as a pipe gets it."""
+    output = io.StringIO()
+    Console(file=output, width=160, highlight=False).print(status_page(status))
+    return output.getvalue()
+
+
+def full_status() -> pb.StatusResponse:
+    """A run in the middle of its work."""
+    node = pb.NodeStatus(
+        node_id="node-1",
+        leases=4,
+        episodes=1200,
+        tokens=48_000,
+        connected=True,
+        serving_versions={"solver": 3},
+    )
+    policy = pb.PolicyStatus(
+        policy_id="solver",
+        version=version_pb2.Version(version=3),
+        last_finished_step=3,
+        ready_groups=2,
+        outstanding_groups=4,
+        unpublished_groups=8,
+        credit=6,
+        recent_training_reward=0.5,
+        staleness=pb.StalenessSummary(p50=1, max=2),
+    )
+    wait = pb.Wait(stage="batch", policy_id="solver", reason="ready_groups", detail="2 of 8 groups are ready")
+    wait.waited_duration.FromMilliseconds(4200)
+    return pb.StatusResponse(
+        run_id="quickstart",
+        state=run_pb2.RUN_STATE_ACTIVE,
+        trajectories=pb.TrajectoryAccount(
+            ingested=1200, trained=1000, ready=100, dropped={"stale": 60, "incomplete": 40, "poison": 0}
+        ),
+        policies=[policy],
+        nodes=[node],
+        evaluations=[
+            pb.Evaluation(policy_id="solver", num_samples=32, num_planned=32, mean_reward=0.46, complete=True)
+        ],
+        waits=[wait],
+    )
+
+
+def test_the_page_shows_every_part_of_a_working_run() -> None:
+    page = text_of(full_status())
+    for said in (
+        "run quickstart is active",
+        "median 1, largest 2",
+        "1,200 arrived = 1,000 trained + 100 ready + 100 dropped (stale 60, incomplete 40)",
+        "nothing is lost",
+        "solver 3",
+        "32 of 32",
+        "ready_groups",
+        "4.2 s",
+        "2 of 8 groups are ready",
+    ):
+        assert said in page, said
+    assert "given up" not in page
+
+
+def test_a_run_that_has_just_begun_shows_no_empty_tables() -> None:
+    page = text_of(pb.StatusResponse(run_id="quickstart", state=run_pb2.RUN_STATE_ACTIVE))
+    for absent in ("policies", "trajectories", "nodes", "evaluations", "dead-letters"):
+        assert absent not in page, absent
+    assert "nothing waits" in page
+
+
+def test_a_conservation_error_is_said_with_where_to_read_on() -> None:
+    status = full_status()
+    status.trajectories.conservation_error = 3
+    page = text_of(status)
+    assert "conservation error 3: see docs/debugging.md" in page
+    assert "nothing is lost" not in page
+
+
+def test_given_up_tasks_are_said_with_the_command_that_lists_them() -> None:
+    status = full_status()
+    status.dead_letters = 2
+    assert "2 tasks were given up: `astraflow dead-letters list`" in text_of(status)
+
+
+def test_a_finished_run_waits_for_nothing_and_says_nothing_of_it() -> None:
+    assert "waits" not in text_of(pb.StatusResponse(run_id="r", state=run_pb2.RUN_STATE_FINISHED))
+
+
+def test_a_node_that_left_says_since_when() -> None:
+    status = full_status()
+    status.nodes[0].connected = False
+    status.nodes[0].last_seen_time.GetCurrentTime()
+    assert "gone since 0.0 s" in text_of(status)

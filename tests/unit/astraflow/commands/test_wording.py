@@ -1,0 +1,57 @@
+"""JSON has the contract's fields by fixed rules; figures are told as people say them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from astraflow.commands.wording import as_json, count_text, number_text, span_text
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
+from astraflow.dataflow.v1 import run_pb2, version_pb2
+
+
+def test_json_has_every_field_of_the_message_and_null_where_nothing_is_set() -> None:
+    assert set(as_json(pb.StatusResponse())) == {field.name for field in pb.StatusResponse.DESCRIPTOR.fields}
+    assert as_json(pb.PolicyStatus())["version"] is None
+
+
+def test_each_kind_of_value_has_its_form() -> None:
+    wait = pb.Wait(stage="lease", policy_id="solver")
+    wait.waited_duration.FromMilliseconds(1500)
+    node = pb.NodeStatus(node_id="n", serving_versions={"solver": 3})
+    node.last_seen_time.FromSeconds(0)
+    status = pb.StatusResponse(
+        state=run_pb2.RUN_STATE_FINISHING,
+        waits=[wait],
+        nodes=[node],
+        policies=[
+            pb.PolicyStatus(
+                version=version_pb2.Version(version=2**60, manifest_sha256=b"\x01\xff"),
+                recent_training_reward=math.nan,
+            )
+        ],
+    )
+    told = as_json(status)
+    assert told["state"] == "finishing"
+    assert told["waits"][0]["waited_s"] == 1.5
+    assert "waited_duration" not in told["waits"][0]
+    assert told["nodes"][0]["serving_versions"] == {"solver": 3}
+    assert told["nodes"][0]["last_seen_time"] == "1970-01-01T00:00:00Z"
+    assert told["policies"][0]["version"]["version"] == 2**60
+    assert told["policies"][0]["version"]["manifest_sha256"] == "01ff"
+    assert told["policies"][0]["recent_training_reward"] is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (4.26, "4.3 s"), (75, "75 s"), (245, "4 min 05 s"), (9000, "2 h 30 min")],
+)
+def test_a_length_of_time_is_told_in_the_unit_that_fits(seconds: float, text: str) -> None:
+    assert span_text(seconds) == text
+
+
+def test_figures() -> None:
+    assert count_text(1234567) == "1,234,567"
+    assert number_text(0.5) == "0.500"
+    assert number_text(math.nan) == "–"
