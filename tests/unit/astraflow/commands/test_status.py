@@ -8,7 +8,7 @@ from rich.console import Console
 
 from astraflow.commands.status import status_page
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
-from astraflow.dataflow.v1 import run_pb2, version_pb2
+from astraflow.dataflow.v1 import account_pb2, run_pb2, version_pb2
 
 
 def text_of(status: pb.StatusResponse) -> str:
@@ -44,7 +44,7 @@ def full_status() -> pb.StatusResponse:
     return pb.StatusResponse(
         run_id="quickstart",
         state=run_pb2.RUN_STATE_ACTIVE,
-        trajectories=pb.TrajectoryAccount(
+        trajectories=account_pb2.TrajectoryAccount(
             ingested=1200, trained=1000, ready=100, dropped={"stale": 60, "incomplete": 40, "poison": 0}
         ),
         policies=[policy],
