@@ -7,8 +7,8 @@ import io
 from rich.console import Console
 
 from astraflow.commands.status import status_page
-from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import account_pb2, run_pb2, version_pb2
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
 
 
 def text_of(status: pb.StatusResponse) -> str:
