@@ -40,7 +40,7 @@ class AdminServiceStub:
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.StatusRequest.SerializeToString,
                 response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.StatusResponse.FromString,
                 _registered_method=True)
-        self.Watch = channel.unary_unary(
+        self.Watch = channel.unary_stream(
                 '/astraflow.dataflow.v1.AdminService/Watch',
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.AdminServiceWatchRequest.SerializeToString,
                 response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.AdminServiceWatchResponse.FromString,
@@ -161,7 +161,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.StatusRequest.FromString,
                     response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.StatusResponse.SerializeToString,
             ),
-            'Watch': grpc.unary_unary_rpc_method_handler(
+            'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.AdminServiceWatchRequest.FromString,
                     response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.AdminServiceWatchResponse.SerializeToString,
@@ -251,7 +251,7 @@ class AdminService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/astraflow.dataflow.v1.AdminService/Watch',

@@ -35,7 +35,7 @@ class AdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.StatusRequest, _admin_service_pb2.StatusResponse]
     """Returns the state of a run: accounts, policies, nodes, evaluations and what each stage waits for. Read only; the accounts are one atomic snapshot."""
-    Watch: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.AdminServiceWatchRequest, _admin_service_pb2.AdminServiceWatchResponse]
+    Watch: _grpc.UnaryStreamMultiCallable[_admin_service_pb2.AdminServiceWatchRequest, _admin_service_pb2.AdminServiceWatchResponse]
     """Streams the status: at once, then whenever it differs from the one sent before. Times that merely pass do not count as a change. Read only;
     reconnect freely.
     """
@@ -67,7 +67,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.StatusRequest, _admin_service_pb2.StatusResponse]  # type: ignore[assignment]
     """Returns the state of a run: accounts, policies, nodes, evaluations and what each stage waits for. Read only; the accounts are one atomic snapshot."""
-    Watch: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.AdminServiceWatchRequest, _admin_service_pb2.AdminServiceWatchResponse]  # type: ignore[assignment]
+    Watch: _aio.UnaryStreamMultiCallable[_admin_service_pb2.AdminServiceWatchRequest, _admin_service_pb2.AdminServiceWatchResponse]  # type: ignore[assignment]
     """Streams the status: at once, then whenever it differs from the one sent before. Times that merely pass do not count as a change. Read only;
     reconnect freely.
     """
@@ -108,7 +108,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _admin_service_pb2.AdminServiceWatchRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_service_pb2.AdminServiceWatchResponse, _abc.Awaitable[_admin_service_pb2.AdminServiceWatchResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_admin_service_pb2.AdminServiceWatchResponse], _abc.AsyncIterator[_admin_service_pb2.AdminServiceWatchResponse]]:
         """Streams the status: at once, then whenever it differs from the one sent before. Times that merely pass do not count as a change. Read only;
         reconnect freely.
         """
