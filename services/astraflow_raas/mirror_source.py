@@ -34,6 +34,10 @@ class MirrorSource:
         """What was fetched since the process started."""
         return self._mirror.counts
 
+    def versions(self) -> list[int]:
+        """Versions that lie in the mirror whole, ascending."""
+        return self._mirror.versions()
+
     def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
         """Bring the mirror to the announced version, verified tensor by tensor.
 

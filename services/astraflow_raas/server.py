@@ -6,20 +6,21 @@ after its last finished episode was pushed or its drain ran out of time. `__main
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
 from google.protobuf.json_format import MessageToDict
 
 from astraflow.client import AsyncClient
-from astraflow.raas.v1 import node_service_pb2_grpc
+from astraflow.raas.v1 import environment_service_pb2_grpc, node_service_pb2_grpc
 from astraflow_kit import failpoints, lifecycle
 from astraflow_kit.http import HttpServer, ReadinessCheck, create_app
 from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.recipe_code import install_code
+from astraflow_kit.rpc_contracts import Registration
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
 from astraflow_raas.assembly import assemble_node
@@ -117,11 +118,8 @@ def _told_to_drain(reason: str, *, settings: NodeSettings, life: Lifecycle) -> N
 
 
 async def _serve_node(node: Node, *, settings: NodeSettings, life: Lifecycle, metrics: Metrics) -> None:
-    servicer = NodeServicer(node, begin_drain=life.begin_drain)
     grpc_server = GrpcServer(
-        [(node_service_pb2_grpc.add_NodeServiceServicer_to_server, servicer)],
-        settings=settings,
-        metrics=metrics,
+        registrations_of(node, begin_drain=life.begin_drain), settings=settings, metrics=metrics
     )
 
     async def status() -> Mapping[str, object]:
@@ -140,6 +138,16 @@ async def _serve_node(node: Node, *, settings: NodeSettings, life: Lifecycle, me
 
     services: list[Service] = [pages, grpc_server, _Gauges(node, metrics), *node.services]
     await lifecycle.run_services(services, lifecycle=life, on_started=publish)
+
+
+def registrations_of(node: Node, *, begin_drain: Callable[[], None]) -> list[Registration]:
+    """The services of a node. EnvironmentService is declared missing as a whole: the kit answers its calls."""
+    add_node = node_service_pb2_grpc.add_NodeServiceServicer_to_server
+    add_environment = environment_service_pb2_grpc.add_EnvironmentServiceServicer_to_server
+    return [
+        (add_node, NodeServicer(node, begin_drain=begin_drain)),
+        (add_environment, environment_service_pb2_grpc.EnvironmentServiceServicer()),
+    ]
 
 
 def _readiness(node: Node) -> Mapping[str, ReadinessCheck]:

@@ -57,6 +57,9 @@ class WeightSource(Protocol):
     def version(self) -> int | None:
         """Version the mirror holds."""
 
+    def versions(self) -> list[int]:
+        """Versions that lie on this machine whole. Reads the disk; may be called from any thread."""
+
     def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
         """Bring the mirror to the version, verified. Blocks; runs in a thread. Old versions stay loadable.
 
@@ -100,6 +103,15 @@ class WeightSync(LoopService):
     def mirror_version(self) -> int | None:
         """Version the mirror holds; None before the first fetch."""
         return self._source.version
+
+    @property
+    def announced_version(self) -> int | None:
+        """Newest version this node was told of."""
+        return self._announced.version if self._announced is not None else None
+
+    def mirrored_versions(self) -> list[int]:
+        """Versions that lie in the mirror whole, ascending. Blocks."""
+        return self._source.versions()
 
     @property
     def waiting_for(self) -> str:

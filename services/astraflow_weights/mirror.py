@@ -95,6 +95,10 @@ class Mirror:
         """What this object fetched since it was opened."""
         return self._counts
 
+    def versions(self) -> list[int]:
+        """Versions whose folders lie here, ascending; each was verified when it was written. Any thread."""
+        return sorted(int(folder.name) for folder in self._versions.iterdir())
+
     def load(self) -> dict[str, Array]:
         """Writable copy of the tensors of the held version. Raises ValueError when nothing is held."""
         if self.directory is None:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,16 @@ import numpy as np
 import psutil
 import pytest
 
+from astraflow._status import from_rpc_error
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
-from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
+from astraflow.errors import AstraflowError
+from astraflow.raas.v1 import (
+    environment_service_pb2,
+    environment_service_pb2_grpc,
+    node_service_pb2,
+    node_service_pb2_grpc,
+)
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.lifecycle import read_address_file
@@ -118,16 +125,36 @@ class NodeProcess:
             return [child for child in children if "--model-path" in child.cmdline()]
         return []
 
-    async def status(self) -> node_service_pb2.StatusResponse:
-        """What NodeService says."""
+    @asynccontextmanager
+    async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
+        """A channel to the node's own services."""
         addresses = read_address_file(self.folder / "node.json")
         assert addresses is not None
         async with grpc.aio.insecure_channel(addresses.grpc) as channel:
+            yield channel
+
+    async def status(self) -> node_service_pb2.StatusResponse:
+        """What NodeService says."""
+        async with self.channel() as channel:
             stub = node_service_pb2_grpc.NodeServiceStub(channel)
             answer: node_service_pb2.StatusResponse = await stub.Status(
                 node_service_pb2.StatusRequest(), timeout=10
             )
             return answer
+
+    async def versions(self) -> dict[int, tuple[bool, bool, bool]]:
+        """Whether each version the node has is (served, mirrored, the newest announced)."""
+        async with self.channel() as channel:
+            stub = node_service_pb2_grpc.NodeServiceStub(channel)
+            answer = await stub.ListVersions(node_service_pb2.ListVersionsRequest(), timeout=10)
+        return {v.version: (v.serving, v.mirrored, v.newest_announced) for v in answer.versions}
+
+    async def refuses(self, call: Callable[[grpc.aio.Channel], Awaitable[object]]) -> AstraflowError:
+        """The typed error of a call to the node."""
+        async with self.channel() as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(channel)
+        return from_rpc_error(refused.value)
 
     async def ends_with(self) -> int:
         """The exit code."""
@@ -194,6 +221,20 @@ async def test_a_nodes_life_from_joining_to_leaving(
         assert {item.header.min_version for pushed in script.pushes[4:] for item in pushed.trajectories} == {
             1
         }
+
+        assert await node.versions() == {1: (True, True, True), 0: (False, True, False)}
+        foreign = await node.refuses(
+            lambda channel: node_service_pb2_grpc.NodeServiceStub(channel).ListVersions(
+                node_service_pb2.ListVersionsRequest(policy_id="nobody"), timeout=10
+            )
+        )
+        assert (foreign.reason, POLICY in foreign.message) == ("NOT_FOUND", True)
+        missing = await node.refuses(
+            lambda channel: environment_service_pb2_grpc.EnvironmentServiceStub(channel).Reset(
+                environment_service_pb2.ResetRequest(), timeout=10
+            )
+        )
+        assert (missing.reason, missing.metadata["capability"]) == ("UNIMPLEMENTED", "environment_sessions")
 
         for engine in node.engines:
             engine.kill()

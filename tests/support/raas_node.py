@@ -36,6 +36,10 @@ class BytelessWeights:
     version: int | None = None
     counts: PullCounts = field(default_factory=PullCounts)
 
+    def versions(self) -> list[int]:
+        """The one it was asked for last."""
+        return [] if self.version is None else [self.version]
+
     def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
         """Nothing to fetch."""
         self.version = announced.version

@@ -1,11 +1,13 @@
 """`astraflow.raas.v1.NodeService`: looking at and draining this node. Reads the node, changes nothing but the
 drain."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
+from astraflow.errors import NotFoundError
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow_raas.node import Node, PolicyParts
 
@@ -32,6 +34,36 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         leases = self._node.worker.num_held
         self._begin_drain()
         return node_service_pb2.DrainResponse(leases=leases)
+
+    async def ListVersions(
+        self, request: node_service_pb2.ListVersionsRequest, context: _Context
+    ) -> node_service_pb2.ListVersionsResponse:
+        """Versions this node has."""
+        parts = self._node.policies.parts
+        if request.policy_id and request.policy_id not in parts:
+            raise NotFoundError(
+                f"node {self._node.node_id} serves no policy {request.policy_id!r}; it serves {', '.join(parts)}"
+            )
+        names = [request.policy_id] if request.policy_id else sorted(parts)
+        found = [version for name in names for version in await _versions(name, parts[name])]
+        return node_service_pb2.ListVersionsResponse(versions=found)
+
+
+async def _versions(name: str, part: PolicyParts) -> list[node_service_pb2.NodeVersion]:
+    mirrored = await asyncio.to_thread(part.weights.mirrored_versions)
+    serving = part.policy.version if part.policy.engine is not None else None
+    newest = part.weights.announced_version
+    known = {number for number in (*mirrored, serving, newest) if number is not None}
+    return [
+        node_service_pb2.NodeVersion(
+            policy_id=name,
+            version=number,
+            serving=number == serving,
+            mirrored=number in mirrored,
+            newest_announced=number == newest,
+        )
+        for number in sorted(known, reverse=True)
+    ]
 
 
 def node_status(node: Node) -> node_service_pb2.StatusResponse:

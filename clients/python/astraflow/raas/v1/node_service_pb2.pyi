@@ -190,3 +190,87 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class ListVersionsRequest(_message.Message):
+    """Request of ListVersions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    """Policy; empty means all that the node serves."""
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListVersionsRequest: _TypeAlias = ListVersionsRequest  # noqa: Y015
+
+@_typing.final
+class NodeVersion(_message.Message):
+    """One version of one policy on this node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SERVING_FIELD_NUMBER: _builtins.int
+    MIRRORED_FIELD_NUMBER: _builtins.int
+    NEWEST_ANNOUNCED_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    """Policy."""
+    version: _builtins.int
+    """Number of the version."""
+    serving: _builtins.bool
+    """True when the engine answers with it now."""
+    mirrored: _builtins.bool
+    """True when a verified copy lies in the mirror."""
+    newest_announced: _builtins.bool
+    """True when it is the newest one announced to this node."""
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        serving: _builtins.bool = ...,
+        mirrored: _builtins.bool = ...,
+        newest_announced: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mirrored", b"mirrored", "newest_announced", b"newest_announced", "policy_id", b"policy_id", "serving", b"serving", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeVersion: _TypeAlias = NodeVersion  # noqa: Y015
+
+@_typing.final
+class ListVersionsResponse(_message.Message):
+    """Response of ListVersions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeVersion]:
+        """Versions by policy, newest first; at most a few per policy, because the mirror keeps few."""
+
+    def __init__(
+        self,
+        *,
+        versions: _abc.Iterable[Global___NodeVersion] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListVersionsResponse: _TypeAlias = ListVersionsResponse  # noqa: Y015

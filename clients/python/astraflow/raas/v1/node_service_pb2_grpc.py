@@ -45,6 +45,11 @@ class NodeServiceStub:
                 request_serializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.DrainRequest.SerializeToString,
                 response_deserializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ListVersions = channel.unary_unary(
+                '/astraflow.raas.v1.NodeService/ListVersions',
+                request_serializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.ListVersionsRequest.SerializeToString,
+                response_deserializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.ListVersionsResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer:
@@ -65,6 +70,13 @@ class NodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListVersions(self, request, context):
+        """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what it was told of. Read only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.DrainRequest.FromString,
                     response_serializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.DrainResponse.SerializeToString,
+            ),
+            'ListVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListVersions,
+                    request_deserializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.ListVersionsRequest.FromString,
+                    response_serializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.ListVersionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class NodeService:
             '/astraflow.raas.v1.NodeService/Drain',
             astraflow_dot_raas_dot_v1_dot_node__service__pb2.DrainRequest.SerializeToString,
             astraflow_dot_raas_dot_v1_dot_node__service__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.raas.v1.NodeService/ListVersions',
+            astraflow_dot_raas_dot_v1_dot_node__service__pb2.ListVersionsRequest.SerializeToString,
+            astraflow_dot_raas_dot_v1_dot_node__service__pb2.ListVersionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class NodeServiceStub:
     """Returns what the node does. Read only."""
     Drain: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.DrainRequest, _node_service_pb2.DrainResponse]
     """Starts a drain: no new leases, what is held is finished and pushed, then the process exits with status 0. Idempotent."""
+    ListVersions: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.ListVersionsRequest, _node_service_pb2.ListVersionsResponse]
+    """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what it was told of. Read only."""
 
 @_typing.type_check_only
 class NodeServiceAsyncStub(NodeServiceStub):
@@ -47,6 +49,8 @@ class NodeServiceAsyncStub(NodeServiceStub):
     """Returns what the node does. Read only."""
     Drain: _aio.UnaryUnaryMultiCallable[_node_service_pb2.DrainRequest, _node_service_pb2.DrainResponse]  # type: ignore[assignment]
     """Starts a drain: no new leases, what is held is finished and pushed, then the process exits with status 0. Idempotent."""
+    ListVersions: _aio.UnaryUnaryMultiCallable[_node_service_pb2.ListVersionsRequest, _node_service_pb2.ListVersionsResponse]  # type: ignore[assignment]
+    """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what it was told of. Read only."""
 
 class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
     """Looking at and draining one node. Nodes dial out; this service is optional and for people on the node's own network."""
@@ -66,5 +70,13 @@ class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_node_service_pb2.DrainResponse, _abc.Awaitable[_node_service_pb2.DrainResponse]]:
         """Starts a drain: no new leases, what is held is finished and pushed, then the process exits with status 0. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def ListVersions(
+        self,
+        request: _node_service_pb2.ListVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_service_pb2.ListVersionsResponse, _abc.Awaitable[_node_service_pb2.ListVersionsResponse]]:
+        """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what it was told of. Read only."""
 
 def add_NodeServiceServicer_to_server(servicer: NodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

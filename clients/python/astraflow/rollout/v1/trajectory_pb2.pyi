@@ -3,6 +3,7 @@
 isort:skip_file
 Nouns of finished rollout work. Per-token columns are little-endian bytes so that any language reads them without a loop."""
 
+from astraflow.rollout.v1 import blob_pb2 as _blob_pb2
 from astraflow.rollout.v1 import task_pb2 as _task_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
@@ -129,6 +130,38 @@ class TurnSpan(_message.Message):
 Global___TurnSpan: _TypeAlias = TurnSpan  # noqa: Y015
 
 @_typing.final
+class MediaSpan(_message.Message):
+    """Something other than text (an image, a sound) that the tokens [start, end) stand for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    BLOB_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """First position, inclusive."""
+    end: _builtins.int
+    """Last position, exclusive; > start."""
+    @_builtins.property
+    def blob(self) -> _blob_pb2.BlobRef:
+        """Its bytes."""
+
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        blob: _blob_pb2.BlobRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "end", b"end", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaSpan: _TypeAlias = MediaSpan  # noqa: Y015
+
+@_typing.final
 class Trajectory(_message.Message):
     """One policy's token sequence from one episode, exactly as sampled: T tokens, never re-tokenised.
     This is the `body` of a TrajectoryItem: the server stores and streams the serialized bytes as they arrived.
@@ -144,6 +177,8 @@ class Trajectory(_message.Message):
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     TURN_SPANS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    EXPERT_ROUTING_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Unique in its run; 1–128 characters."""
     token_ids: _builtins.bytes
@@ -166,6 +201,16 @@ class Trajectory(_message.Message):
     def sampling(self) -> _task_pb2.SamplingParams:
         """Sampling parameters the log-probs refer to."""
 
+    @_builtins.property
+    def expert_routing(self) -> _blob_pb2.BlobRef:
+        """Expert routing, for replay in training: T × layers × k expert ids of mixture-of-experts layers, uint8 or little-endian uint16 as the media
+        type's parameters say (`application/x-astraflow-expert-routing; layers=L; k=K; dtype=uint8`). Unset for dense models.
+        """
+
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaSpan]:
+        """Media the prompt holds, ascending and disjoint; at most 256."""
+
     def __init__(
         self,
         *,
@@ -177,10 +222,12 @@ class Trajectory(_message.Message):
         version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
         turn_spans: _abc.Iterable[Global___TurnSpan] | None = ...,
         sampling: _task_pb2.SamplingParams | None = ...,
+        expert_routing: _blob_pb2.BlobRef | None = ...,
+        media: _abc.Iterable[Global___MediaSpan] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expert_routing", b"expert_routing", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob_dtype", b"logprob_dtype", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "sampling", b"sampling", "token_ids", b"token_ids", "trajectory_id", b"trajectory_id", "turn_spans", b"turn_spans", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_routing", b"expert_routing", "logprob_dtype", b"logprob_dtype", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "media", b"media", "sampling", b"sampling", "token_ids", b"token_ids", "trajectory_id", b"trajectory_id", "turn_spans", b"turn_spans", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*astraflow/trainer/v1/trainer_service.proto\x12\x14\x61straflow.trainer.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x0f\n\rStatusRequest\"\xe4\x01\n\x0eStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12*\n\x05phase\x18\x03 \x01(\x0e\x32\x1b.astraflow.trainer.v1.Phase\x12\x13\n\x0bwaiting_for\x18\x04 \x01(\t\x12\x10\n\x08progress\x18\x05 \x01(\x01\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x14\n\x07version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rtrainer_epoch\x18\x08 \x01(\x04\x12\x15\n\rwait_fraction\x18\t \x01(\x01\x42\n\n\x08_version\"\x16\n\x14StopAfterStepRequest\"%\n\x15StopAfterStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\")\n\x13WatchMetricsRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x04\"\xd6\x02\n\x14WatchMetricsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12/\n\x0b\x66inish_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\rwait_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etrain_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12H\n\x07metrics\x18\x06 \x03(\x0b\x32\x37.astraflow.trainer.v1.WatchMetricsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_version*\x81\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x11\n\rPHASE_WAITING\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x12\n\x0ePHASE_STOPPING\x10\x04\x12\x12\n\x0ePHASE_FINISHED\x10\x05\x32\xdb\x02\n\x0eTrainerService\x12_\n\x06Status\x12#.astraflow.trainer.v1.StatusRequest\x1a$.astraflow.trainer.v1.StatusResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x12s\n\rStopAfterStep\x12*.astraflow.trainer.v1.StopAfterStepRequest\x1a+.astraflow.trainer.v1.StopAfterStepResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12s\n\x0cWatchMetrics\x12).astraflow.trainer.v1.WatchMetricsRequest\x1a*.astraflow.trainer.v1.WatchMetricsResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*astraflow/trainer/v1/trainer_service.proto\x12\x14\x61straflow.trainer.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x0f\n\rStatusRequest\"\xbd\x02\n\x0eStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12*\n\x05phase\x18\x03 \x01(\x0e\x32\x1b.astraflow.trainer.v1.Phase\x12\x13\n\x0bwaiting_for\x18\x04 \x01(\t\x12\x10\n\x08progress\x18\x05 \x01(\x01\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x14\n\x07version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rtrainer_epoch\x18\x08 \x01(\x04\x12\x15\n\rwait_fraction\x18\t \x01(\x01\x12\x19\n\x0cpause_reason\x18\n \x01(\tH\x01\x88\x01\x01\x12\x14\n\x0c\x64urable_step\x18\x0b \x01(\x04\x12\x15\n\rlearning_rate\x18\x0c \x01(\x01\x42\n\n\x08_versionB\x0f\n\r_pause_reason\"\x1e\n\x0cPauseRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x1d\n\rPauseResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\x0f\n\rResumeRequest\"\x1e\n\x0eResumeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\x13\n\x11\x43heckpointRequest\"\"\n\x12\x43heckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\"/\n\x16SetLearningRateRequest\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\"M\n\x17SetLearningRateResponse\x12\x12\n\nfirst_step\x18\x01 \x01(\x04\x12\x1e\n\x16previous_learning_rate\x18\x02 \x01(\x01\"\x16\n\x14StopAfterStepRequest\"%\n\x15StopAfterStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\")\n\x13WatchMetricsRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x04\"\xd6\x02\n\x14WatchMetricsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12/\n\x0b\x66inish_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\rwait_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etrain_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12H\n\x07metrics\x18\x06 \x03(\x0b\x32\x37.astraflow.trainer.v1.WatchMetricsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_version*\x81\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x11\n\rPHASE_WAITING\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x12\n\x0ePHASE_STOPPING\x10\x04\x12\x12\n\x0ePHASE_FINISHED\x10\x05\x32\xab\x08\n\x0eTrainerService\x12_\n\x06Status\x12#.astraflow.trainer.v1.StatusRequest\x1a$.astraflow.trainer.v1.StatusResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x12\xae\x01\n\x05Pause\x12\".astraflow.trainer.v1.PauseRequest\x1a#.astraflow.trainer.v1.PauseResponse\"\\\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\'\n\x10INVALID_ARGUMENT\n\x13\x46\x41ILED_PRECONDITION\xe2\xf3\x18$\n\x0ftrainer_control\x12\x11use StopAfterStep\x12\x9f\x01\n\x06Resume\x12#.astraflow.trainer.v1.ResumeRequest\x1a$.astraflow.trainer.v1.ResumeResponse\"J\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x15\n\x13\x46\x41ILED_PRECONDITION\xe2\xf3\x18$\n\x0ftrainer_control\x12\x11use StopAfterStep\x12\xab\x01\n\nCheckpoint\x12\'.astraflow.trainer.v1.CheckpointRequest\x1a(.astraflow.trainer.v1.CheckpointResponse\"J\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x15\n\x13\x46\x41ILED_PRECONDITION\xe2\xf3\x18$\n\x0ftrainer_control\x12\x11use StopAfterStep\x12\xcc\x01\n\x0fSetLearningRate\x12,.astraflow.trainer.v1.SetLearningRateRequest\x1a-.astraflow.trainer.v1.SetLearningRateResponse\"\\\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\'\n\x10INVALID_ARGUMENT\n\x13\x46\x41ILED_PRECONDITION\xe2\xf3\x18$\n\x0ftrainer_control\x12\x11use StopAfterStep\x12s\n\rStopAfterStep\x12*.astraflow.trainer.v1.StopAfterStepRequest\x1a+.astraflow.trainer.v1.StopAfterStepResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12s\n\x0cWatchMetrics\x12).astraflow.trainer.v1.WatchMetricsRequest\x1a*.astraflow.trainer.v1.WatchMetricsResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,26 +38,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHMETRICSRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_TRAINERSERVICE'].methods_by_name['Status']._loaded_options = None
   _globals['_TRAINERSERVICE'].methods_by_name['Status']._serialized_options = b'\312\363\030\002\003\004\320\363\030\001'
+  _globals['_TRAINERSERVICE'].methods_by_name['Pause']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['Pause']._serialized_options = b'\312\363\030\001\003\320\363\030\002\332\363\030\'\n\020INVALID_ARGUMENT\n\023FAILED_PRECONDITION\342\363\030$\n\017trainer_control\022\021use StopAfterStep'
+  _globals['_TRAINERSERVICE'].methods_by_name['Resume']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['Resume']._serialized_options = b'\312\363\030\001\003\320\363\030\002\332\363\030\025\n\023FAILED_PRECONDITION\342\363\030$\n\017trainer_control\022\021use StopAfterStep'
+  _globals['_TRAINERSERVICE'].methods_by_name['Checkpoint']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['Checkpoint']._serialized_options = b'\312\363\030\001\003\320\363\030\002\332\363\030\025\n\023FAILED_PRECONDITION\342\363\030$\n\017trainer_control\022\021use StopAfterStep'
+  _globals['_TRAINERSERVICE'].methods_by_name['SetLearningRate']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['SetLearningRate']._serialized_options = b'\312\363\030\001\003\320\363\030\002\332\363\030\'\n\020INVALID_ARGUMENT\n\023FAILED_PRECONDITION\342\363\030$\n\017trainer_control\022\021use StopAfterStep'
   _globals['_TRAINERSERVICE'].methods_by_name['StopAfterStep']._loaded_options = None
   _globals['_TRAINERSERVICE'].methods_by_name['StopAfterStep']._serialized_options = b'\312\363\030\001\003\320\363\030\002'
   _globals['_TRAINERSERVICE'].methods_by_name['WatchMetrics']._loaded_options = None
   _globals['_TRAINERSERVICE'].methods_by_name['WatchMetrics']._serialized_options = b'\312\363\030\002\003\004\320\363\030\001'
-  _globals['_PHASE']._serialized_start=869
-  _globals['_PHASE']._serialized_end=998
+  _globals['_PHASE']._serialized_start=1255
+  _globals['_PHASE']._serialized_end=1384
   _globals['_STATUSREQUEST']._serialized_start=169
   _globals['_STATUSREQUEST']._serialized_end=184
   _globals['_STATUSRESPONSE']._serialized_start=187
-  _globals['_STATUSRESPONSE']._serialized_end=415
-  _globals['_STOPAFTERSTEPREQUEST']._serialized_start=417
-  _globals['_STOPAFTERSTEPREQUEST']._serialized_end=439
-  _globals['_STOPAFTERSTEPRESPONSE']._serialized_start=441
-  _globals['_STOPAFTERSTEPRESPONSE']._serialized_end=478
-  _globals['_WATCHMETRICSREQUEST']._serialized_start=480
-  _globals['_WATCHMETRICSREQUEST']._serialized_end=521
-  _globals['_WATCHMETRICSRESPONSE']._serialized_start=524
-  _globals['_WATCHMETRICSRESPONSE']._serialized_end=866
-  _globals['_WATCHMETRICSRESPONSE_METRICSENTRY']._serialized_start=808
-  _globals['_WATCHMETRICSRESPONSE_METRICSENTRY']._serialized_end=854
-  _globals['_TRAINERSERVICE']._serialized_start=1001
-  _globals['_TRAINERSERVICE']._serialized_end=1348
+  _globals['_STATUSRESPONSE']._serialized_end=504
+  _globals['_PAUSEREQUEST']._serialized_start=506
+  _globals['_PAUSEREQUEST']._serialized_end=536
+  _globals['_PAUSERESPONSE']._serialized_start=538
+  _globals['_PAUSERESPONSE']._serialized_end=567
+  _globals['_RESUMEREQUEST']._serialized_start=569
+  _globals['_RESUMEREQUEST']._serialized_end=584
+  _globals['_RESUMERESPONSE']._serialized_start=586
+  _globals['_RESUMERESPONSE']._serialized_end=616
+  _globals['_CHECKPOINTREQUEST']._serialized_start=618
+  _globals['_CHECKPOINTREQUEST']._serialized_end=637
+  _globals['_CHECKPOINTRESPONSE']._serialized_start=639
+  _globals['_CHECKPOINTRESPONSE']._serialized_end=673
+  _globals['_SETLEARNINGRATEREQUEST']._serialized_start=675
+  _globals['_SETLEARNINGRATEREQUEST']._serialized_end=722
+  _globals['_SETLEARNINGRATERESPONSE']._serialized_start=724
+  _globals['_SETLEARNINGRATERESPONSE']._serialized_end=801
+  _globals['_STOPAFTERSTEPREQUEST']._serialized_start=803
+  _globals['_STOPAFTERSTEPREQUEST']._serialized_end=825
+  _globals['_STOPAFTERSTEPRESPONSE']._serialized_start=827
+  _globals['_STOPAFTERSTEPRESPONSE']._serialized_end=864
+  _globals['_WATCHMETRICSREQUEST']._serialized_start=866
+  _globals['_WATCHMETRICSREQUEST']._serialized_end=907
+  _globals['_WATCHMETRICSRESPONSE']._serialized_start=910
+  _globals['_WATCHMETRICSRESPONSE']._serialized_end=1252
+  _globals['_WATCHMETRICSRESPONSE_METRICSENTRY']._serialized_start=1194
+  _globals['_WATCHMETRICSRESPONSE_METRICSENTRY']._serialized_end=1240
+  _globals['_TRAINERSERVICE']._serialized_start=1387
+  _globals['_TRAINERSERVICE']._serialized_end=2454
 # @@protoc_insertion_point(module_scope)

@@ -32,7 +32,7 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     PHASE_STARTING: _Phase.ValueType  # 1
     """Loading, or making the warm start."""
     PHASE_WAITING: _Phase.ValueType  # 2
-    """Waiting for a batch, or for the publisher."""
+    """Waiting for a batch, for the publisher, or for Resume."""
     PHASE_TRAINING: _Phase.ValueType  # 3
     """Forward, backward, optimizer step."""
     PHASE_STOPPING: _Phase.ValueType  # 4
@@ -48,7 +48,7 @@ PHASE_UNSPECIFIED: Phase.ValueType  # 0
 PHASE_STARTING: Phase.ValueType  # 1
 """Loading, or making the warm start."""
 PHASE_WAITING: Phase.ValueType  # 2
-"""Waiting for a batch, or for the publisher."""
+"""Waiting for a batch, for the publisher, or for Resume."""
 PHASE_TRAINING: Phase.ValueType  # 3
 """Forward, backward, optimizer step."""
 PHASE_STOPPING: Phase.ValueType  # 4
@@ -89,6 +89,9 @@ class StatusResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     WAIT_FRACTION_FIELD_NUMBER: _builtins.int
+    PAUSE_REASON_FIELD_NUMBER: _builtins.int
+    DURABLE_STEP_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -96,7 +99,7 @@ class StatusResponse(_message.Message):
     phase: Global___Phase.ValueType
     """What it is doing."""
     waiting_for: _builtins.str
-    """What it waits for, a slug such as `ready_groups`, `publish`, `warm_start`; empty when it works."""
+    """What it waits for, a slug such as `ready_groups`, `publish`, `warm_start`, `paused`; empty when it works."""
     progress: _builtins.float
     """How far a long phase has come in [0, 1]; the warm start reports it."""
     step: _builtins.int
@@ -106,7 +109,13 @@ class StatusResponse(_message.Message):
     trainer_epoch: _builtins.int
     """Epoch it holds."""
     wait_fraction: _builtins.float
-    """Share of the time since the first batch was asked for that the trainer waited for batches or publishing, in [0, 1]."""
+    """Share of the time since the first batch was asked for that the trainer waited for batches or publishing, in [0, 1]. Pauses do not count."""
+    pause_reason: _builtins.str
+    """Why it was asked to pause; unset when it was not."""
+    durable_step: _builtins.int
+    """Last step that a durable checkpoint covers."""
+    learning_rate: _builtins.float
+    """Peak learning rate of the next step."""
     def __init__(
         self,
         *,
@@ -119,16 +128,194 @@ class StatusResponse(_message.Message):
         version: _builtins.int | None = ...,
         trainer_epoch: _builtins.int = ...,
         wait_fraction: _builtins.float = ...,
+        pause_reason: _builtins.str | None = ...,
+        durable_step: _builtins.int = ...,
+        learning_rate: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pause_reason", b"_pause_reason", "_version", b"_version", "pause_reason", b"pause_reason", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "phase", b"phase", "policy_id", b"policy_id", "progress", b"progress", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch", "version", b"version", "wait_fraction", b"wait_fraction", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pause_reason", b"_pause_reason", "_version", b"_version", "durable_step", b"durable_step", "learning_rate", b"learning_rate", "pause_reason", b"pause_reason", "phase", b"phase", "policy_id", b"policy_id", "progress", b"progress", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch", "version", b"version", "wait_fraction", b"wait_fraction", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__pause_reason: _TypeAlias = _typing.Literal["pause_reason"]  # noqa: Y015
+    _WhichOneofArgType__pause_reason: _TypeAlias = _typing.Literal["_pause_reason", b"_pause_reason"]  # noqa: Y015
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pause_reason) -> _WhichOneofReturnType__pause_reason | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class PauseRequest(_message.Message):
+    """Request of Pause."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why, for people; at most 200 characters."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
+
+@_typing.final
+class PauseResponse(_message.Message):
+    """Response of Pause."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """The last step that will be taken before the pause."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseResponse: _TypeAlias = PauseResponse  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    """Request of Resume."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeResponse(_message.Message):
+    """Response of Resume."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """The last step taken."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
+class CheckpointRequest(_message.Message):
+    """Request of Checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointRequest: _TypeAlias = CheckpointRequest  # noqa: Y015
+
+@_typing.final
+class CheckpointResponse(_message.Message):
+    """Response of Checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Step that the checkpoint resumes after."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointResponse: _TypeAlias = CheckpointResponse  # noqa: Y015
+
+@_typing.final
+class SetLearningRateRequest(_message.Message):
+    """Request of SetLearningRate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    learning_rate: _builtins.float
+    """Peak learning rate in [0, 1]; the schedule's factor still applies."""
+    def __init__(
+        self,
+        *,
+        learning_rate: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learning_rate", b"learning_rate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetLearningRateRequest: _TypeAlias = SetLearningRateRequest  # noqa: Y015
+
+@_typing.final
+class SetLearningRateResponse(_message.Message):
+    """Response of SetLearningRate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    PREVIOUS_LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    first_step: _builtins.int
+    """First step that is taken with it."""
+    previous_learning_rate: _builtins.float
+    """Peak before."""
+    def __init__(
+        self,
+        *,
+        first_step: _builtins.int = ...,
+        previous_learning_rate: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "previous_learning_rate", b"previous_learning_rate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetLearningRateResponse: _TypeAlias = SetLearningRateResponse  # noqa: Y015
 
 @_typing.final
 class StopAfterStepRequest(_message.Message):

@@ -40,6 +40,26 @@ class TrainerServiceStub:
                 request_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.StatusRequest.SerializeToString,
                 response_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/astraflow.trainer.v1.TrainerService/Pause',
+                request_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.PauseRequest.SerializeToString,
+                response_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/astraflow.trainer.v1.TrainerService/Resume',
+                request_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.Checkpoint = channel.unary_unary(
+                '/astraflow.trainer.v1.TrainerService/Checkpoint',
+                request_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.CheckpointResponse.FromString,
+                _registered_method=True)
+        self.SetLearningRate = channel.unary_unary(
+                '/astraflow.trainer.v1.TrainerService/SetLearningRate',
+                request_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.SetLearningRateRequest.SerializeToString,
+                response_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.SetLearningRateResponse.FromString,
+                _registered_method=True)
         self.StopAfterStep = channel.unary_unary(
                 '/astraflow.trainer.v1.TrainerService/StopAfterStep',
                 request_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.StopAfterStepRequest.SerializeToString,
@@ -58,6 +78,37 @@ class TrainerServiceServicer:
 
     def Status(self, request, context):
         """Returns the trainer's phase and last step. Read only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pause(self, request, context):
+        """Pauses after the step in hand, whose version is still published; the trainer then waits with reason `paused` until Resume or StopAfterStep.
+        Idempotent: the reason given last is shown. A restarted trainer is not paused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Ends a pause. Idempotent: a trainer that is not paused goes on as it does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Checkpoint(self, request, context):
+        """Writes a durable checkpoint after the step in hand and answers when the dataflow server has been told that it covers its steps. Idempotent: with
+        no step since the last checkpoint, that one is the answer. Also while paused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLearningRate(self, request, context):
+        """Changes the peak learning rate of the run's schedule from the next step on. Answers when a durable checkpoint holds it, so that no crash undoes it and no
+        replay crosses it. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +135,26 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.StatusRequest.FromString,
                     response_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.StatusResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.PauseRequest.FromString,
+                    response_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.PauseResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.ResumeRequest.FromString,
+                    response_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Checkpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Checkpoint,
+                    request_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.CheckpointRequest.FromString,
+                    response_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.CheckpointResponse.SerializeToString,
+            ),
+            'SetLearningRate': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLearningRate,
+                    request_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.SetLearningRateRequest.FromString,
+                    response_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.SetLearningRateResponse.SerializeToString,
             ),
             'StopAfterStep': grpc.unary_unary_rpc_method_handler(
                     servicer.StopAfterStep,
@@ -124,6 +195,114 @@ class TrainerService:
             '/astraflow.trainer.v1.TrainerService/Status',
             astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.StatusRequest.SerializeToString,
             astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.trainer.v1.TrainerService/Pause',
+            astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.PauseRequest.SerializeToString,
+            astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.trainer.v1.TrainerService/Resume',
+            astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.ResumeRequest.SerializeToString,
+            astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Checkpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.trainer.v1.TrainerService/Checkpoint',
+            astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.CheckpointRequest.SerializeToString,
+            astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.CheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLearningRate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.trainer.v1.TrainerService/SetLearningRate',
+            astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.SetLearningRateRequest.SerializeToString,
+            astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.SetLearningRateResponse.FromString,
             options,
             channel_credentials,
             insecure,

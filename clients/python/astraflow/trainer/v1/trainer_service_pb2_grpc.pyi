@@ -35,6 +35,20 @@ class TrainerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TrainerServiceAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.StatusRequest, _trainer_service_pb2.StatusResponse]
     """Returns the trainer's phase and last step. Read only."""
+    Pause: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.PauseRequest, _trainer_service_pb2.PauseResponse]
+    """Pauses after the step in hand, whose version is still published; the trainer then waits with reason `paused` until Resume or StopAfterStep.
+    Idempotent: the reason given last is shown. A restarted trainer is not paused.
+    """
+    Resume: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ResumeRequest, _trainer_service_pb2.ResumeResponse]
+    """Ends a pause. Idempotent: a trainer that is not paused goes on as it does."""
+    Checkpoint: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.CheckpointRequest, _trainer_service_pb2.CheckpointResponse]
+    """Writes a durable checkpoint after the step in hand and answers when the dataflow server has been told that it covers its steps. Idempotent: with
+    no step since the last checkpoint, that one is the answer. Also while paused.
+    """
+    SetLearningRate: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.SetLearningRateRequest, _trainer_service_pb2.SetLearningRateResponse]
+    """Changes the peak learning rate of the run's schedule from the next step on. Answers when a durable checkpoint holds it, so that no crash undoes it and no
+    replay crosses it. Idempotent.
+    """
     StopAfterStep: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.StopAfterStepRequest, _trainer_service_pb2.StopAfterStepResponse]
     """Ends training after the step in progress: the version is published, a checkpoint is written and the process exits with status 0. Idempotent."""
     WatchMetrics: _grpc.UnaryStreamMultiCallable[_trainer_service_pb2.WatchMetricsRequest, _trainer_service_pb2.WatchMetricsResponse]
@@ -47,6 +61,20 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.StatusRequest, _trainer_service_pb2.StatusResponse]  # type: ignore[assignment]
     """Returns the trainer's phase and last step. Read only."""
+    Pause: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.PauseRequest, _trainer_service_pb2.PauseResponse]  # type: ignore[assignment]
+    """Pauses after the step in hand, whose version is still published; the trainer then waits with reason `paused` until Resume or StopAfterStep.
+    Idempotent: the reason given last is shown. A restarted trainer is not paused.
+    """
+    Resume: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ResumeRequest, _trainer_service_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Ends a pause. Idempotent: a trainer that is not paused goes on as it does."""
+    Checkpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.CheckpointRequest, _trainer_service_pb2.CheckpointResponse]  # type: ignore[assignment]
+    """Writes a durable checkpoint after the step in hand and answers when the dataflow server has been told that it covers its steps. Idempotent: with
+    no step since the last checkpoint, that one is the answer. Also while paused.
+    """
+    SetLearningRate: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.SetLearningRateRequest, _trainer_service_pb2.SetLearningRateResponse]  # type: ignore[assignment]
+    """Changes the peak learning rate of the run's schedule from the next step on. Answers when a durable checkpoint holds it, so that no crash undoes it and no
+    replay crosses it. Idempotent.
+    """
     StopAfterStep: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.StopAfterStepRequest, _trainer_service_pb2.StopAfterStepResponse]  # type: ignore[assignment]
     """Ends training after the step in progress: the version is published, a checkpoint is written and the process exits with status 0. Idempotent."""
     WatchMetrics: _aio.UnaryStreamMultiCallable[_trainer_service_pb2.WatchMetricsRequest, _trainer_service_pb2.WatchMetricsResponse]  # type: ignore[assignment]
@@ -62,6 +90,44 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.StatusResponse, _abc.Awaitable[_trainer_service_pb2.StatusResponse]]:
         """Returns the trainer's phase and last step. Read only."""
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _trainer_service_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_service_pb2.PauseResponse, _abc.Awaitable[_trainer_service_pb2.PauseResponse]]:
+        """Pauses after the step in hand, whose version is still published; the trainer then waits with reason `paused` until Resume or StopAfterStep.
+        Idempotent: the reason given last is shown. A restarted trainer is not paused.
+        """
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _trainer_service_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_service_pb2.ResumeResponse, _abc.Awaitable[_trainer_service_pb2.ResumeResponse]]:
+        """Ends a pause. Idempotent: a trainer that is not paused goes on as it does."""
+
+    @_abc_1.abstractmethod
+    def Checkpoint(
+        self,
+        request: _trainer_service_pb2.CheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_service_pb2.CheckpointResponse, _abc.Awaitable[_trainer_service_pb2.CheckpointResponse]]:
+        """Writes a durable checkpoint after the step in hand and answers when the dataflow server has been told that it covers its steps. Idempotent: with
+        no step since the last checkpoint, that one is the answer. Also while paused.
+        """
+
+    @_abc_1.abstractmethod
+    def SetLearningRate(
+        self,
+        request: _trainer_service_pb2.SetLearningRateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_service_pb2.SetLearningRateResponse, _abc.Awaitable[_trainer_service_pb2.SetLearningRateResponse]]:
+        """Changes the peak learning rate of the run's schedule from the next step on. Answers when a durable checkpoint holds it, so that no crash undoes it and no
+        replay crosses it. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def StopAfterStep(
