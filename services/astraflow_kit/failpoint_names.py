@@ -22,6 +22,7 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "raas.joined": "the server counts on the node, nothing of it runs yet",
         "raas.leased": "a lease arrived and is about to be run",
         "raas.generating": "an episode is about to call its engine",
+        "raas.spooled": "a finished episode is in the node's spool, nothing of it is sent",
         "raas.push": "an episode is about to be written to the push stream",
         "raas.pushed": "an episode is written and its acknowledgement is not read yet",
         "raas.draining": "a drain began: no new leases are taken, those held still run",

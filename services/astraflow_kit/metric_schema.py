@@ -76,6 +76,9 @@ _ENTRIES = (
     Metric("astraflow_raas_episode_seconds", Kind.HISTOGRAM, "Duration of episodes, waiting included."),
     Metric("astraflow_raas_pushes_total", Kind.COUNTER, "Pushes by the server's outcome.", ("outcome",)),
     Metric("astraflow_raas_unacked_episodes", Kind.GAUGE, "Episodes finished but not acknowledged."),
+    Metric("astraflow_raas_start_seconds", Kind.GAUGE, "Process start to each stage of joining.", ("stage",)),
+    Metric("astraflow_raas_spool_episodes", Kind.GAUGE, "Episodes kept, not yet safe ones included."),
+    Metric("astraflow_raas_spool_faults_total", Kind.COUNTER, "Episodes that the disk did not take."),
     Metric("astraflow_raas_tokens", Kind.GAUGE, "Tokens sampled since the node started.", ("policy",)),
     Metric("astraflow_raas_serving_version", Kind.GAUGE, "Weight version the engine serves.", ("policy",)),
     Metric(

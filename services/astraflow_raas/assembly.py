@@ -8,6 +8,7 @@ accepted the node.
 import asyncio
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from astraflow.client import AsyncClient
@@ -21,13 +22,15 @@ from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import EngineProcess, start_engine
 from astraflow_raas.joining import FoundRun
 from astraflow_raas.mirror_source import MirrorSource
-from astraflow_raas.node import Node, PolicyParts, PolicyTable
+from astraflow_raas.node import Node, NodeState, PolicyParts, PolicyTable
 from astraflow_raas.node_folder import NodeFolder
 from astraflow_raas.push import Pusher
 from astraflow_raas.served_policy import ServedPolicy
 from astraflow_raas.session import Session, SessionSettings
 from astraflow_raas.settings import NodeSettings
 from astraflow_raas.spool import SpoolLimits
+from astraflow_raas.spool_files import SpoolFiles
+from astraflow_raas.timeline import Stage, Timeline
 from astraflow_raas.weight_sync import FetchedVersion, WeightSync
 from astraflow_raas.worker import Membership, Worker, WorkerHooks
 from astraflow_weights.mirror import Mirror
@@ -51,16 +54,24 @@ async def assemble_node(
     settings: NodeSettings,
     folder: NodeFolder,
     metrics: Metrics,
+    timeline: Timeline,
     told_to_drain: Callable[[str], None],
 ) -> Node:
     """Return the node, not started. Raises StoreRefused, MirrorMismatch, InvalidArgumentError."""
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     maker = _PolicyMaker(
-        found, store=store, membership=membership, settings=settings, folder=folder, metrics=metrics
+        found,
+        store=store,
+        membership=membership,
+        settings=settings,
+        folder=folder,
+        metrics=metrics,
+        timeline=timeline,
     )
     policies = PolicyTable({name: await maker.make(name) for name in found.recipe.policies})
     limits = SpoolLimits(max_episodes=settings.spool_episodes, max_bytes=settings.spool_bytes)
-    pusher = Pusher(client, metrics=metrics, limits=limits)
+    files = SpoolFiles(folder.spool(membership.run_id))
+    pusher = Pusher(client, metrics=metrics, limits=limits, files=files)
     session = Session(
         workflow,
         policies={name: part.policy for name, part in policies.parts.items()},
@@ -72,19 +83,23 @@ async def assemble_node(
         ),
         metrics=metrics,
     )
+    state = NodeState(policies=policies, pusher=pusher)
     worker = Worker(
         client,
         membership,
         joined=joined,
         runner=session,
-        state=policies,
+        state=state,
         hooks=WorkerHooks(
-            announce=policies.announce, data_lost=pusher.push_recent_again, drained_by_server=told_to_drain
+            announce=policies.announce,
+            data_lost=pusher.push_recent_again,
+            drained_by_server=told_to_drain,
+            first_lease=partial(timeline.mark, Stage.FIRST_LEASE),
         ),
         default_sampling=found.sampling,
         metrics=metrics,
     )
-    policies.tell_changes_to(worker.state_changed)
+    state.tell_changes_to(worker.state_changed)
     for version in joined.versions:
         policies.announce(version)
     return Node(
@@ -109,7 +124,9 @@ class _PolicyMaker:
         settings: NodeSettings,
         folder: NodeFolder,
         metrics: Metrics,
+        timeline: Timeline,
     ) -> None:
+        self._timeline = timeline
         self._found = found
         self._store = store
         self._membership = membership
@@ -123,7 +140,7 @@ class _PolicyMaker:
         )
 
     async def make(self, name: str) -> PolicyParts:
-        policy = ServedPolicy(name)
+        policy = ServedPolicy(name, timeline=self._timeline)
         weights = WeightSync(
             policy,
             source=await asyncio.to_thread(self._source, name),

@@ -84,6 +84,39 @@ class PolicyTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeState:
+    """What the worker tells the server: what is served, and what keeps the node from new work."""
+
+    policies: PolicyTable
+    pusher: Pusher
+
+    @property
+    def serving_versions(self) -> Mapping[str, int]:
+        """Version each ready policy serves."""
+        return self.policies.serving_versions
+
+    @property
+    def tokens_sampled(self) -> int:
+        """Tokens since the process started."""
+        return self.policies.tokens_sampled
+
+    @property
+    def engine_restarts(self) -> int:
+        """Engines lost since the process started."""
+        return self.policies.engine_restarts
+
+    @property
+    def waiting_for(self) -> str:
+        """What keeps the node from new work, a slug; empty when nothing does."""
+        return self.policies.waiting_for or self.pusher.waiting_for
+
+    def tell_changes_to(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called whenever one of these changes, but for the counts."""
+        self.policies.tell_changes_to(listener)
+        self.pusher.on_change = listener
+
+
+@dataclass(frozen=True, kw_only=True)
 class Node:
     """A joined node."""
 
@@ -107,11 +140,14 @@ class Node:
         """What the node waits for, as a slug; empty when it works."""
         if self.worker.draining:
             return "drain"
-        return self.policies.waiting_for
+        if not self.worker.connected:
+            return "server"
+        return self.policies.waiting_for or self.pusher.waiting_for
 
     def publish_gauges(self, metrics: Metrics) -> None:
         """Bring the gauges of the metrics page up to date."""
         metrics.set("astraflow_raas_unacked_episodes", self.pusher.num_unacked)
+        metrics.set("astraflow_raas_spool_episodes", self.pusher.num_kept)
         for name, part in self.policies.parts.items():
             metrics.set("astraflow_raas_tokens", part.policy.num_tokens, policy=name)
             if part.policy.version is not None:

@@ -32,6 +32,10 @@ class NodeFolder:
         """Where recipe code is written."""
         return self.path / "code"
 
+    def spool(self, run_id: str) -> Path:
+        """Where finished episodes of a run are kept until the server has them safely."""
+        return self.path / "spool" / run_id
+
     def engine_log(self, policy_id: str) -> Path:
         """Where an engine's output goes."""
         return self.path / f"engine-{policy_id}.log"

@@ -1,11 +1,14 @@
 """Pushing finished episodes over one stream until the server has answered for each.
 
 Invariant: an episode that `push` accepted is sent again on every new stream until it is acknowledged (the
-server recognises repetitions), at most the contract's window is unacknowledged, and memory is bounded: a full
-spool makes `push` wait, which stops sampling. `session` calls `push`; the lifecycle runs the stream.
+server recognises repetitions), also by the node's next process, which finds it on disk; at most the contract's
+window is unacknowledged; memory and disk are bounded: a full spool makes `push` wait, which stops sampling.
+`session` calls `push`; the lifecycle runs the stream.
 """
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from astraflow.client import AsyncClient, RetryPolicy
@@ -19,6 +22,7 @@ from astraflow_kit.metrics import Metrics
 from astraflow_kit.unit_of_work import task_correlation
 from astraflow_raas.loops import LoopService
 from astraflow_raas.spool import Spool, Spooled, SpoolLimits
+from astraflow_raas.spool_files import SpoolFiles
 from astraflow_raas.streams import converse
 
 if TYPE_CHECKING:
@@ -32,11 +36,16 @@ PushCall: TypeAlias = (
 _JOURNAL_S = 0.25
 _FLUSH_SHARE = 0.6
 """Of the time for stopping: the engines, which stop afterwards, need the rest."""
+_LOOK_AGAIN_S = 0.25
+"""How often a full spool lets go of what became safe by time alone."""
 _RECONNECT = RetryPolicy(first_wait_s=0.1, max_wait_s=2.0)
 
 
 class Pusher(LoopService):
-    """A lifecycle `Service`. `push` may be called by any number of tasks of the loop."""
+    """A lifecycle `Service`. `push` may be called by any number of tasks of the loop.
+
+    What `files` hold from an earlier process is pushed first. Without `files` episodes are only in memory.
+    """
 
     def __init__(
         self,
@@ -45,21 +54,44 @@ class Pusher(LoopService):
         metrics: Metrics,
         limits: SpoolLimits | None = None,
         clock: Clock | None = None,
+        files: SpoolFiles | None = None,
     ) -> None:
         super().__init__()
         self._client = client
         self._metrics = metrics
-        self._spool = Spool(limits=limits or SpoolLimits(), clock=clock or SystemClock())
+        self._files = files
+        self._spool = Spool(
+            limits=limits or SpoolLimits(), clock=clock or SystemClock(), released=self._released
+        )
+        self._num_left_over = 0
+        self._num_blocked = 0
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever `waiting_for` may have changed."""
         self._to_send = asyncio.Event()
         self._has_room = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._journal = _Journal()
+        for number, episode in files.recover() if files else ():
+            self._left_over(number, episode)
 
     @property
     def num_unacked(self) -> int:
         """Episodes finished but not yet acknowledged."""
         return self._spool.num_waiting
+
+    @property
+    def num_kept(self) -> int:
+        """Episodes in the spool, acknowledged ones included that the server's disk may not have yet."""
+        return self._spool.num_kept
+
+    @property
+    def waiting_for(self) -> str:
+        """Why no new work should be taken: `spool_recovery` while an earlier process's episodes have no answer,
+        `spool_full` while finished ones find no room; empty otherwise."""
+        if self._num_left_over:
+            return "spool_recovery"
+        return "spool_full" if self._num_blocked else ""
 
     async def push(self, episode: trajectory_pb2.Episode) -> trajectory_service_pb2.PushResult:
         """Return what became of the episode. Waits while the spool is full and until the server answers.
@@ -68,16 +100,11 @@ class Pusher(LoopService):
         waits.
         """
         size_bytes = episode.ByteSize()
-        while not self._spool.has_room(size_bytes):
-            self._has_room.clear()
-            await self._has_room.wait()
-        outcome: asyncio.Future[trajectory_service_pb2.PushResult] = (
-            asyncio.get_running_loop().create_future()
-        )
-        self._spool.add(Spooled(episode=episode, size_bytes=size_bytes, outcome=outcome))
-        self._idle.clear()
-        self._to_send.set()
-        return await asyncio.shield(outcome)
+        if not self._spool.has_room(size_bytes):
+            await self._wait_for_room(size_bytes)
+        spooled = self._add(episode, size_bytes=size_bytes, file=self._written(episode))
+        failpoints.hit("raas.spooled")
+        return await asyncio.shield(spooled.outcome)
 
     def push_recent_again(self) -> None:
         """The server has another data set than before: whatever its disk may have missed is pushed again."""
@@ -86,6 +113,57 @@ class Pusher(LoopService):
         if again:
             self._idle.clear()
             self._to_send.set()
+
+    async def _wait_for_room(self, size_bytes: int) -> None:
+        self._num_blocked += 1
+        if self._num_blocked == 1:
+            log.warning("spool.full", episodes=self.num_kept, unacked=self.num_unacked)
+            self.on_change()
+        try:
+            while not self._spool.has_room(size_bytes):
+                self._has_room.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._has_room.wait(), _LOOK_AGAIN_S)
+        finally:
+            self._num_blocked -= 1
+            self.on_change()
+
+    def _written(self, episode: trajectory_pb2.Episode) -> int | None:
+        """The file the episode is in now; None when the disk is in the way: then it is only in memory."""
+        if self._files is None:
+            return None
+        try:
+            return self._files.add(episode)
+        except OSError as error:
+            self._metrics.increment("astraflow_raas_spool_faults_total")
+            log.error("spool.not_written", message=f"{error}; free space or fix the mode of the work folder")
+            return None
+
+    def _left_over(self, number: int, episode: trajectory_pb2.Episode) -> None:
+        """Push what an earlier process finished, before anything is leased anew."""
+        self._num_left_over += 1
+        spooled = self._add(episode, size_bytes=episode.ByteSize(), file=number)
+        spooled.outcome.add_done_callback(self._left_over_answered)
+
+    def _left_over_answered(self, _outcome: object) -> None:
+        self._num_left_over -= 1
+        if not self._num_left_over:
+            log.info("spool.recovered")
+            self.on_change()
+
+    def _add(self, episode: trajectory_pb2.Episode, *, size_bytes: int, file: int | None) -> Spooled:
+        outcome: asyncio.Future[trajectory_service_pb2.PushResult] = (
+            asyncio.get_running_loop().create_future()
+        )
+        spooled = Spooled(episode=episode, size_bytes=size_bytes, outcome=outcome, file=file)
+        self._spool.add(spooled)
+        self._idle.clear()
+        self._to_send.set()
+        return spooled
+
+    def _released(self, spooled: Spooled) -> None:
+        if self._files is not None and spooled.file is not None:
+            self._files.release(spooled.file)
 
     async def flush(self, *, deadline_s: float) -> bool:
         """Wait until every episode is acknowledged; False when `deadline_s` passed first."""
@@ -104,6 +182,8 @@ class Pusher(LoopService):
         await self.flush(deadline_s=deadline_s * _FLUSH_SHARE)
         await super().stop(deadline_s=max(0.1, give_up_s - loop.time()))
         self._journal.write()
+        if self._files is not None:
+            self._files.close()
 
     async def _loop(self) -> None:
         """Keep one stream from the first episode on. Raises when the server refuses the node."""

@@ -15,6 +15,7 @@ from astraflow.errors import StateError
 from astraflow_kit.log import get_logger
 from astraflow_raas.engine.base import Engine, EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.engine.batcher import CallBatcher
+from astraflow_raas.timeline import Stage, Timeline
 from astraflow_raas.tokenizer import Tokenizer, load_tokenizer
 
 log = get_logger(__name__)
@@ -31,8 +32,10 @@ class VersionUnavailable(StateError):
 class ServedPolicy:
     """One policy of the run on this node. Owned by the event loop."""
 
-    def __init__(self, policy_id: str) -> None:
+    def __init__(self, policy_id: str, *, timeline: Timeline | None = None) -> None:
         self.policy_id = policy_id
+        self.timeline = timeline or Timeline()
+        """Where the stages of the node's start are noted."""
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever the policy is served, lost, or served at another version."""
         self.version: int | None = None
@@ -131,6 +134,7 @@ class ServedPolicy:
         """An engine serves `version`: calls flow."""
         self._engine, self.version = engine, version
         self._ready.set()
+        self.timeline.mark(Stage.ENGINE_READY)
         self.on_change()
 
     def engine_lost(self) -> None:

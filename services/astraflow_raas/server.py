@@ -24,6 +24,7 @@ from astraflow_kit.rpc_contracts import Registration
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
 from astraflow_raas.assembly import assemble_node
+from astraflow_raas.engine.command import require_engine
 from astraflow_raas.joining import find_run, join_run, membership_of
 from astraflow_raas.loops import LoopService
 from astraflow_raas.node import Node
@@ -31,12 +32,14 @@ from astraflow_raas.node_folder import NodeFolder, claim_folder
 from astraflow_raas.recipe_code import load_workflow
 from astraflow_raas.servicers.node_service import NodeServicer, node_status
 from astraflow_raas.settings import NodeSettings
+from astraflow_raas.timeline import Stage, Timeline, process_age_s
 from astraflow_weights.store import open_store
 
 log = get_logger(__name__)
 
 _CHECK_PATIENCE_S = 5.0
-_GAUGES_EVERY_S = 1.0
+_WATCH_EVERY_S = 1.0
+_TELL_EVERY_S = 30.0
 RUN_FINISHED = "run_finished"
 
 
@@ -68,6 +71,7 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
     Raises the error that would stop the node.
     """
     async with _claimed(settings) as folder, _client(settings) as client:
+        await require_engine(settings.engine, python=settings.engine_python)
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
         code = install_code(found.run.code, into=folder.code, allowed=settings.allow_recipe_code)
         load_workflow(found.recipe, folder=code)
@@ -88,6 +92,8 @@ async def _join(
     settings: NodeSettings, client: AsyncClient, *, folder: NodeFolder, life: Lifecycle
 ) -> tuple[Node, Metrics]:
     metrics = Metrics()
+    timeline = Timeline(metrics=metrics, age_s=process_age_s())
+    await require_engine(settings.engine, python=settings.engine_python)
     found = await find_run(client, settings.run_id, patience_s=settings.join_timeout_s)
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
@@ -95,6 +101,7 @@ async def _join(
     workflow = load_workflow(found.recipe, folder=code)
     membership = membership_of(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
     joined = await join_run(client, membership, patience_s=settings.join_timeout_s)
+    timeline.mark(Stage.JOINED)
     failpoints.hit("raas.joined")
     node = await assemble_node(
         found,
@@ -105,6 +112,7 @@ async def _join(
         settings=settings,
         folder=folder,
         metrics=metrics,
+        timeline=timeline,
         told_to_drain=lambda reason: _told_to_drain(reason, settings=settings, life=life),
     )
     return node, metrics
@@ -136,7 +144,7 @@ async def _serve_node(node: Node, *, settings: NodeSettings, life: Lifecycle, me
             lifecycle.write_address_file(settings.address_file, addresses)
         log.info("node.started", grpc=grpc_server.address, http=pages.address)
 
-    services: list[Service] = [pages, grpc_server, _Gauges(node, metrics), *node.services]
+    services: list[Service] = [pages, grpc_server, _Watch(node, metrics), *node.services]
     await lifecycle.run_services(services, lifecycle=life, on_started=publish)
 
 
@@ -161,18 +169,39 @@ def _readiness(node: Node) -> Mapping[str, ReadinessCheck]:
     return {"session": session, "policies": policies}
 
 
-class _Gauges(LoopService):
-    """Keeps the gauges of the metrics page up to date."""
+class _Watch(LoopService):
+    """Keeps the gauges up to date, and the log true about what the node waits for and since when."""
 
     def __init__(self, node: Node, metrics: Metrics) -> None:
         super().__init__()
         self._node = node
         self._metrics = metrics
+        self._waiting_for = ""
+        self._since_s = 0.0
+        self._tell_next_s = 0.0
 
     async def _loop(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             self._node.publish_gauges(self._metrics)
-            await asyncio.sleep(_GAUGES_EVERY_S)
+            self._look(loop.time())
+            await asyncio.sleep(_WATCH_EVERY_S)
+
+    def _look(self, now_s: float) -> None:
+        waiting_for = self._node.waiting_for
+        if waiting_for != self._waiting_for:
+            self._waiting_for, self._since_s, self._tell_next_s = waiting_for, now_s, now_s
+            if not waiting_for:
+                log.info("node.works")
+        if waiting_for and now_s >= self._tell_next_s:
+            self._tell_next_s = now_s + _TELL_EVERY_S
+            log.info(
+                "node.waits",
+                waiting_for=waiting_for,
+                since_s=round(now_s - self._since_s, 1),
+                leases=self._node.worker.num_held,
+                episodes_kept=self._node.pusher.num_kept,
+            )
 
 
 @asynccontextmanager

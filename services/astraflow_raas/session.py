@@ -27,6 +27,7 @@ from astraflow_raas.served_policy import ServedPolicy, VersionUnavailable
 
 log = get_logger(__name__)
 
+MISSING_CAPABILITY = "missing_capability"
 _MAX_DETAIL_BYTES = 2048
 _MAX_TEXT_CHARS = 500
 _SHOW_EVERY_S = 0.5
@@ -201,6 +202,8 @@ class Session:
 def _of_error(error: Exception, *, member: int) -> Failure:
     """The failure that stands for an exception of a workflow or of what it returned."""
     detail = f"member {member}: {type(error).__name__}: {error}"
+    if isinstance(error, plugins.MissingCapability):
+        return Failure(reason=MISSING_CAPABILITY, detail=f"member {member}: {error}", retryable=True)
     if isinstance(error, VersionMoved):
         return Failure(reason="version_unavailable", detail=detail, retryable=True)
     if isinstance(error, EngineFaulty):
@@ -223,8 +226,8 @@ def _of_result(result: trajectory_service_pb2.PushResult, *, member: int) -> Fai
 
 
 def _worst(failures: Sequence[Failure]) -> Failure:
-    """The failure reported for the lease: one that no retry mends wins, then the first."""
-    final = [failure for failure in failures if not failure.retryable]
-    chosen = (final or failures)[0]
+    """The failure reported for the lease: one that no retry mends wins, then one that only another node mends,
+    then the first."""
+    chosen = min(failures, key=lambda failure: (failure.retryable, failure.reason != MISSING_CAPABILITY))
     more = f" (and {len(failures) - 1} more members)" if len(failures) > 1 else ""
     return replace(chosen, detail=f"{chosen.detail}{more}")

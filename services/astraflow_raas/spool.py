@@ -1,13 +1,14 @@
 """Finished episodes that the server may not have safely yet.
 
 Invariant: an episode is in exactly one place: unsent, in flight, or acknowledged but kept a little longer,
-because an acknowledgement in memory survives a server restart and not the loss of its disk; order of arrival
-is kept, also when a broken stream sends the unacknowledged ones back. Pure apart from the futures that
-callers wait on; owned by `push`.
+because an acknowledgement in memory survives a server restart and not the loss of its disk; all three together
+are bounded; order of arrival is kept, also when a broken stream sends the unacknowledged ones back. Pure apart
+from the futures that callers wait on; owned by `push`, which keeps the same episodes on disk (`spool_files`).
 """
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from astraflow.dataflow.v1 import durability_pb2, trajectory_service_pb2
@@ -35,16 +36,20 @@ class Spooled:
     episode: trajectory_pb2.Episode
     size_bytes: int
     outcome: asyncio.Future[trajectory_service_pb2.PushResult]
+    file: int | None = None
+    """Its file on disk; None when it could not be written."""
     acked_s: float = 0.0
 
 
 @dataclass(kw_only=True)
 class Spool:
-    """The three places. `num_waiting` and `num_bytes` count episodes without an acknowledgement."""
+    """The three places. `released` is told of each episode that nobody can need any more."""
 
     limits: SpoolLimits
     clock: Clock
+    released: Callable[[Spooled], None] = lambda _spooled: None
     num_bytes: int = 0
+    """Bytes of all episodes in the spool."""
     _unsent: deque[Spooled] = field(default_factory=deque)
     _in_flight: deque[Spooled] = field(default_factory=deque)
     _acked: deque[Spooled] = field(default_factory=deque)
@@ -55,10 +60,16 @@ class Spool:
         """Episodes without an acknowledgement."""
         return len(self._unsent) + len(self._in_flight)
 
+    @property
+    def num_kept(self) -> int:
+        """All episodes in the spool, those included that are acknowledged and not yet safe."""
+        return self.num_waiting + len(self._acked)
+
     def has_room(self, size_bytes: int) -> bool:
         """Whether one more episode fits; an empty spool takes any."""
+        self.forget_safe()
         fits = self.num_bytes + size_bytes <= self.limits.max_bytes
-        return not self.num_waiting or (fits and self.num_waiting < self.limits.max_episodes)
+        return not self.num_kept or (fits and self.num_kept < self.limits.max_episodes)
 
     def add(self, spooled: Spooled) -> None:
         """Append an unsent episode."""
@@ -95,12 +106,17 @@ class Spool:
     def data_was_lost(self) -> int:
         """The server's data set is another one: push what was acknowledged recently again. Returns how
         many."""
-        self._forget_old()
+        self.forget_safe()
         again = list(self._acked)
         self._acked.clear()
         self._unsent.extendleft(reversed(again))
-        self.num_bytes += sum(spooled.size_bytes for spooled in again)
         return len(again)
+
+    def forget_safe(self) -> None:
+        """Let go of the acknowledged episodes that the server's disk has by now."""
+        horizon_s = self.clock.monotonic_s() - self.limits.retain_acked_s
+        while self._acked and self._acked[0].acked_s < horizon_s:
+            self._release(self._acked.popleft())
 
     def _window_takes(self, size_bytes: int) -> bool:
         fits = self._flight_bytes + size_bytes <= self.limits.window_bytes
@@ -109,18 +125,16 @@ class Spool:
     def _leave_flight(self) -> Spooled:
         spooled = self._in_flight.popleft()
         self._flight_bytes -= spooled.size_bytes
-        self.num_bytes -= spooled.size_bytes
         return spooled
 
     def _retain(self, spooled: Spooled, *, durability: int) -> None:
-        self._forget_old()
+        self.forget_safe()
         if durability < durability_pb2.DURABILITY_FSYNCED:
             spooled.acked_s = self.clock.monotonic_s()
             self._acked.append(spooled)
+        else:
+            self._release(spooled)
 
-    def _forget_old(self) -> None:
-        horizon_s = self.clock.monotonic_s() - self.limits.retain_acked_s
-        while self._acked and (
-            self._acked[0].acked_s < horizon_s or len(self._acked) > self.limits.max_episodes
-        ):
-            self._acked.popleft()
+    def _release(self, spooled: Spooled) -> None:
+        self.num_bytes -= spooled.size_bytes
+        self.released(spooled)

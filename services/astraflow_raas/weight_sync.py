@@ -20,6 +20,7 @@ from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import Engine, EngineUnavailable
 from astraflow_raas.loops import LoopService
 from astraflow_raas.served_policy import ServedPolicy
+from astraflow_raas.timeline import Stage
 from astraflow_weights.errors import CorruptManifest, CorruptPart, VerificationFailed
 from astraflow_weights.pull import PullCounts
 
@@ -123,6 +124,8 @@ class WeightSync(LoopService):
     def announce(self, announced: AnnouncedVersion) -> None:
         """The server announced a version; one that is not newer than those known changes nothing."""
         if self._announced is None or announced.version > self._announced.version:
+            if self._announced is None:
+                self._policy.timeline.mark(Stage.VERSION)
             self._announced = announced
             self._news.set()
 
@@ -184,7 +187,9 @@ class WeightSync(LoopService):
                 await self._swap(engine, fetched)
             # Without an engine there is nothing to swap: the next one is started with this version.
             self._current = fetched
-        self._has_weights.set()
+        if not self._has_weights.is_set():
+            self._policy.timeline.mark(Stage.WEIGHTS)
+            self._has_weights.set()
 
     async def _wait_for_evaluations(self) -> None:
         self.holding = True

@@ -31,6 +31,8 @@ log = get_logger(__name__)
 
 WorkCall: TypeAlias = "grpc.aio.StreamStreamCall[task_service_pb2.WorkRequest, task_service_pb2.WorkResponse]"
 _RECONNECT = RetryPolicy(first_wait_s=0.1, max_wait_s=2.0)
+_TELL_EVERY = 15
+"""Failed attempts to reach the server of which one is worth a line: one in half a minute."""
 _REPORT_PATIENCE = RetryPolicy(total_s=10.0)
 _MAX_RENEWALS = 4096
 _HEARTBEAT_S = 2.0
@@ -92,6 +94,7 @@ class WorkerHooks:
     announce: Callable[[version_pb2.Version], None]
     data_lost: Callable[[], None]
     drained_by_server: Callable[[str], None]
+    first_lease: Callable[[], None] = lambda: None
 
 
 @dataclass(eq=False)
@@ -177,7 +180,8 @@ class Worker(LoopService):
                 await self._session()
             except (RetryableError, InternalError) as error:
                 failures += 1
-                log.info("session.lost", reason=error.reason, message=error.message, leases=self.num_held)
+                tell = log.info if failures % _TELL_EVERY == 1 else log.debug
+                tell("session.lost", reason=error.reason, message=error.message, leases=self.num_held)
             await asyncio.sleep(_RECONNECT.wait_s(max(1, failures)))
 
     async def _rejoin(self) -> None:
@@ -192,7 +196,6 @@ class Worker(LoopService):
 
     async def _session(self) -> None:
         call: WorkCall = self._client.open(self._client.tasks.Work)
-        self.connected = True
         try:
             await converse(call, write=self._write(call), read=self._read(call))
         finally:
@@ -204,6 +207,7 @@ class Worker(LoopService):
         me = self._membership
         hello = task_service_pb2.Hello(run_id=me.run_id, node_id=me.node_id, incarnation=me.incarnation)
         await call.write(task_service_pb2.WorkRequest(hello=hello))
+        self.connected = True
         loop, last = asyncio.get_running_loop(), None
         renew_s = beat_s = loop.time()
         while True:
@@ -273,6 +277,7 @@ class Worker(LoopService):
             failure = Failure(reason="drain", detail="leased to a node that drains", retryable=True)
             self._spawn(self._report(lease, failure))
             return
+        self._hooks.first_lease()
         work = asyncio.create_task(self._work(lease))
         self._held[lease.lease_id] = _Held(lease=lease, work=work)
         self._metrics.increment("astraflow_raas_leases_total", purpose=_purpose(lease))

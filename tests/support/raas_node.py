@@ -16,12 +16,13 @@ from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.engine.host import HostSettings, RemoteHost
 from astraflow_raas.joining import find_run, join_run, membership_of
-from astraflow_raas.node import Node, PolicyParts, PolicyTable
+from astraflow_raas.node import Node, NodeState, PolicyParts, PolicyTable
 from astraflow_raas.push import Pusher
 from astraflow_raas.recipe_code import load_workflow
 from astraflow_raas.served_policy import ServedPolicy
 from astraflow_raas.session import Session, SessionSettings
 from astraflow_raas.settings import NodeSettings
+from astraflow_raas.spool_files import SpoolFiles
 from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
 from astraflow_raas.worker import Worker, WorkerHooks
 from astraflow_weights.pull import PullCounts
@@ -74,7 +75,8 @@ async def local_node(
         engines = {name: FakeEngine() for name in found.recipe.policies}
         parts = {name: _parts(name, engines[name], folder / name, metrics) for name in engines}
         table = PolicyTable(parts)
-        pusher = Pusher(client, metrics=metrics)
+        pusher = Pusher(client, metrics=metrics, files=SpoolFiles(folder / "spool" / node_id))
+        state = NodeState(policies=table, pusher=pusher)
         session = Session(
             load_workflow(found.recipe, folder=None),
             policies={name: part.policy for name, part in parts.items()},
@@ -91,7 +93,7 @@ async def local_node(
             membership,
             joined=joined,
             runner=session,
-            state=table,
+            state=state,
             hooks=WorkerHooks(
                 announce=table.announce,
                 data_lost=pusher.push_recent_again,
@@ -100,7 +102,7 @@ async def local_node(
             default_sampling=found.sampling,
             metrics=metrics,
         )
-        table.tell_changes_to(worker.state_changed)
+        state.tell_changes_to(worker.state_changed)
         for version in joined.versions:
             table.announce(version)
         node = Node(

@@ -19,6 +19,7 @@ __all__ = [
     "Filter",
     "GenerateResult",
     "Message",
+    "MissingCapability",
     "Policy",
     "Reward",
     "TaskSpec",
@@ -76,6 +77,14 @@ class Demonstrations(Protocol):
 
     def __call__(self, seed: int) -> Iterator[Demonstration]:
         """Return the stream for `seed`; equal seeds give equal streams."""
+
+
+class MissingCapability(Exception):  # noqa: N818 - it says what is missing, nothing went wrong
+    """Raised by a workflow or reward for a task that this machine cannot run: no sandbox, no browser.
+
+    The node gives the task back, it is leased to another node, and it loses no attempt. A plug-in that can run
+    no task at all here raises when it is made instead: then the node ends with status 2.
+    """
 
 
 @runtime_checkable

@@ -1,17 +1,26 @@
 """The command line that starts an engine, by kind.
 
 Invariant: an engine listens on loopback only, under a weight version that is a number, so every token it
-samples is attributable. `process` runs the command.
+samples is attributable. `process` runs the command; `server` asks `require_engine` before it joins.
 """
 
+import asyncio
+import importlib.util
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from astraflow_raas.settings import EMBEDDED_ENGINE
+from astraflow.errors import InvalidArgumentError
+from astraflow_raas.settings import EMBEDDED_ENGINE, SGLANG_ENGINE
 
 HOST = "127.0.0.1"
+_NEEDS = {EMBEDDED_ENGINE: ("astraflow_engine", "torch"), SGLANG_ENGINE: ("sglang",)}
+_REMEDIES = {
+    EMBEDDED_ENGINE: "pip install 'astraflow[engine]'",
+    SGLANG_ENGINE: "in an environment of its own, not in this one",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +67,32 @@ class EngineCommand:
     def _sglang_args(self) -> list[str]:
         # The node decodes text itself and probes health itself.
         return ["sglang.launch_server", "--skip-tokenizer-init", "--skip-server-warmup"]
+
+
+async def require_engine(kind: str, *, python: Path | None) -> None:
+    """Refuse a kind of engine that its interpreter cannot start. Raises InvalidArgumentError with the remedy."""
+    if "://" in kind:
+        return
+    missing = [name for name in _NEEDS[kind] if not await _has_module(name, python=python)]
+    if missing:
+        interpreter = python or Path(sys.executable)
+        raise InvalidArgumentError(
+            f"the engine {kind!r} cannot run here: {interpreter} has no module {', '.join(missing)}; install it "
+            f"there ({_REMEDIES[kind]}), name another interpreter with --engine-python, or choose another --engine"
+        )
+
+
+async def _has_module(name: str, *, python: Path | None) -> bool:
+    if python is None:
+        return importlib.util.find_spec(name) is not None
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
+    try:
+        process = await asyncio.create_subprocess_exec(
+            str(python), "-c", code, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        )
+    except OSError as error:
+        raise InvalidArgumentError(f"--engine-python {python} cannot be started: {error}") from error
+    return await process.wait() == 0
 
 
 def free_port() -> int:

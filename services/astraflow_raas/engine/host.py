@@ -18,6 +18,7 @@ from astraflow_raas.engine.base import Engine, EngineFaulty, EngineUnavailable
 from astraflow_raas.engine.process import EngineProcess
 from astraflow_raas.loops import LoopService
 from astraflow_raas.served_policy import ServedPolicy
+from astraflow_raas.timeline import Stage
 from astraflow_raas.weight_sync import FetchedVersion, WeightSync
 
 log = get_logger(__name__)
@@ -129,6 +130,7 @@ class ChildHost(_Host):
         try:
             async with self._policy.changing:
                 fetched = await self._weights.loadable()
+                self._policy.timeline.mark(Stage.ENGINE_LAUNCHED)
                 process = await self._launch(fetched)
                 await process.wait_healthy(timeout_s=self._settings.start_timeout_s)
                 await _require_version(process.engine, fetched.version)

@@ -11,7 +11,7 @@ import pytest
 from astraflow import plugins
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import trajectory_service_pb2
-from astraflow.plugins import TaskSpec
+from astraflow.plugins import MissingCapability, TaskSpec
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable
@@ -117,6 +117,16 @@ async def test_a_plug_in_that_raises_fails_its_own_member_and_no_other(setup: Se
     assert failure is not None
     assert (failure.reason, failure.retryable) == ("workflow_error", True)
     assert "member 1: ValueError: no such gold answer" in failure.detail
+
+
+async def test_a_task_that_this_machine_cannot_run_is_for_another_node(setup: Setup) -> None:
+    setup.workflow.script[0] = RuntimeError("also in trouble")
+    setup.workflow.script[1] = MissingCapability("no sandbox: install bubblewrap")
+    failure = await setup.run(leased(members=(0, 1, 2)))
+    assert setup.members == [2]
+    assert failure is not None
+    assert (failure.reason, failure.retryable) == ("missing_capability", True)
+    assert "member 1: no sandbox: install bubblewrap" in failure.detail
 
 
 async def test_a_workflow_that_hangs_times_out_alone(setup: Setup) -> None:

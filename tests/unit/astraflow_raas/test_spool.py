@@ -98,6 +98,27 @@ async def test_room_is_bounded_by_episodes_and_bytes(spool: Spool) -> None:
     assert not spool.has_room(10)
 
 
+async def test_what_is_not_safe_yet_takes_room_and_is_released_once(
+    clock: ManualClock,
+) -> None:
+    released: list[str] = []
+    spool = Spool(limits=LIMITS, clock=clock, released=lambda item: released.append(item.episode.episode_id))
+    loop = asyncio.get_running_loop()
+    for name in "abcdef":
+        spool.add(spooled(name, loop=loop))
+        spool.next_to_send()
+        spool.acknowledge(FSYNCED if name == "b" else MEMORY)
+    assert released == ["b"]
+    assert (spool.num_kept, spool.num_waiting, spool.num_bytes) == (5, 0, 50)
+    assert spool.has_room(10)
+    spool.add(spooled("g", loop=loop))
+    assert not spool.has_room(10)
+    clock.now_s += 3.5
+    assert spool.has_room(10)
+    assert released == ["b", "a", "c", "d", "e", "f"]
+    assert (spool.num_kept, spool.num_bytes) == (1, 10)
+
+
 class SpoolMachine(RuleBasedStateMachine):
     """Any interleaving: nothing is lost, nothing is acknowledged twice to its waiter, order is kept."""
 
