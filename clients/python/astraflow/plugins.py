@@ -79,7 +79,7 @@ class Demonstrations(Protocol):
         """Return the stream for `seed`; equal seeds give equal streams."""
 
 
-class MissingCapability(Exception):  # noqa: N818 - it says what is missing, nothing went wrong
+class MissingCapability(Exception):
     """Raised by a workflow or reward for a task that this machine cannot run: no sandbox, no browser.
 
     The node gives the task back, it is leased to another node, and it loses no attempt. A plug-in that can run
