@@ -111,11 +111,11 @@ class Dataflow:
     def registrations(self) -> list[Registration]:
         """The six services with their servicers."""
         store, registry, versions = self.store, self.registry, self.versions
-        runs = RunServicer(store, registry, versions)  # type: ignore[abstract]
+        runs = RunServicer(store, registry, versions)
         tasks = TaskServicer(store, registry, Leasing(store, self.metrics), versions)
         ingests = Ingests(store=store, registry=registry, settling=self.settling, metrics=self.metrics)
         batching = Batching(store, self.settings.batch_lease_s)
-        batches = BatchServicer(store, registry, batching, self.metrics)  # type: ignore[abstract]
+        batches = BatchServicer(store, registry, batching, self.metrics)
         return [
             (run_service_pb2_grpc.add_RunServiceServicer_to_server, runs),
             (task_service_pb2_grpc.add_TaskServiceServicer_to_server, tasks),
@@ -126,11 +126,11 @@ class Dataflow:
             (batch_service_pb2_grpc.add_BatchServiceServicer_to_server, batches),
             (
                 version_service_pb2_grpc.add_VersionServiceServicer_to_server,
-                VersionServicer(registry, versions),  # type: ignore[abstract]
+                VersionServicer(registry, versions),
             ),
             (
                 admin_service_pb2_grpc.add_AdminServiceServicer_to_server,
-                AdminServicer(registry, self.reporting),  # type: ignore[abstract]
+                AdminServicer(registry, self.reporting),
             ),
         ]
 

@@ -92,10 +92,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     PoolReport: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PoolReportRequest, _admin_service_pb2.PoolReportResponse]  # type: ignore[assignment]
     """Says per pool of nodes what it does and what it could do: the input of autoscalers. Read only."""
 
-class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
+class AdminServiceServicer:
     """Status and care for people and tools."""
 
-    @_abc_1.abstractmethod
     def Status(
         self,
         request: _admin_service_pb2.StatusRequest,
@@ -103,7 +102,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.StatusResponse, _abc.Awaitable[_admin_service_pb2.StatusResponse]]:
         """Returns the state of a run: accounts, policies, nodes, evaluations and what each stage waits for. Read only; the accounts are one atomic snapshot."""
 
-    @_abc_1.abstractmethod
     def Watch(
         self,
         request: _admin_service_pb2.AdminServiceWatchRequest,
@@ -113,7 +111,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         reconnect freely.
         """
 
-    @_abc_1.abstractmethod
     def Why(
         self,
         request: _admin_service_pb2.WhyRequest,
@@ -123,7 +120,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         never submitted answers NOT_FOUND; of a task that finished long ago only its id and state may be left.
         """
 
-    @_abc_1.abstractmethod
     def ListNodes(
         self,
         request: _admin_service_pb2.ListNodesRequest,
@@ -131,7 +127,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.ListNodesResponse, _abc.Awaitable[_admin_service_pb2.ListNodesResponse]]:
         """Lists the nodes that joined, by id. Read only."""
 
-    @_abc_1.abstractmethod
     def DrainNode(
         self,
         request: _admin_service_pb2.DrainNodeRequest,
@@ -141,7 +136,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         stream, now or when it connects again, and ends with its next incarnation. Atomic, idempotent.
         """
 
-    @_abc_1.abstractmethod
     def ListDeadLetters(
         self,
         request: _admin_service_pb2.ListDeadLettersRequest,
@@ -149,7 +143,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.ListDeadLettersResponse, _abc.Awaitable[_admin_service_pb2.ListDeadLettersResponse]]:
         """Lists tasks that nobody will try again, oldest first, with reason and payload. Read only."""
 
-    @_abc_1.abstractmethod
     def RequeueDeadLetters(
         self,
         request: _admin_service_pb2.RequeueDeadLettersRequest,
@@ -159,7 +152,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         that was requeued or purged counts as `unknown`.
         """
 
-    @_abc_1.abstractmethod
     def PurgeDeadLetters(
         self,
         request: _admin_service_pb2.PurgeDeadLettersRequest,
@@ -167,7 +159,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.PurgeDeadLettersResponse, _abc.Awaitable[_admin_service_pb2.PurgeDeadLettersResponse]]:
         """Forgets dead letters. Atomic per call, idempotent."""
 
-    @_abc_1.abstractmethod
     def PoolReport(
         self,
         request: _admin_service_pb2.PoolReportRequest,

@@ -90,12 +90,11 @@ class BatchServiceAsyncStub(BatchServiceStub):
     MarkDurable: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.MarkDurableRequest, _batch_service_pb2.MarkDurableResponse]  # type: ignore[assignment]
     """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never moves back."""
 
-class BatchServiceServicer(metaclass=_abc_1.ABCMeta):
+class BatchServiceServicer:
     """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one answers
     FAILED_PRECONDITION (FENCED) and changes nothing.
     """
 
-    @_abc_1.abstractmethod
     def ClaimPolicy(
         self,
         request: _batch_service_pb2.ClaimPolicyRequest,
@@ -103,7 +102,6 @@ class BatchServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_batch_service_pb2.ClaimPolicyResponse, _abc.Awaitable[_batch_service_pb2.ClaimPolicyResponse]]:
         """Starts a new trainer epoch for the policy, fencing every older one, and says where to go on. Atomic. Not idempotent: each call is a new epoch."""
 
-    @_abc_1.abstractmethod
     def AcquireBatch(
         self,
         request: _batch_service_pb2.AcquireBatchRequest,
@@ -113,7 +111,6 @@ class BatchServiceServicer(metaclass=_abc_1.ABCMeta):
         (policy, step) always returns the same batch. No batch in time answers an empty response with `waiting_for`.
         """
 
-    @_abc_1.abstractmethod
     def FetchBatch(
         self,
         request: _batch_service_pb2.FetchBatchRequest,
@@ -121,7 +118,6 @@ class BatchServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_batch_service_pb2.FetchBatchResponse], _abc.AsyncIterator[_batch_service_pb2.FetchBatchResponse]]:
         """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only."""
 
-    @_abc_1.abstractmethod
     def AckBatch(
         self,
         request: _batch_service_pb2.AckBatchRequest,
@@ -131,7 +127,6 @@ class BatchServiceServicer(metaclass=_abc_1.ABCMeta):
         answers ALREADY_EXISTS (CONFLICT).
         """
 
-    @_abc_1.abstractmethod
     def NackBatch(
         self,
         request: _batch_service_pb2.NackBatchRequest,
@@ -139,7 +134,6 @@ class BatchServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_batch_service_pb2.NackBatchResponse, _abc.Awaitable[_batch_service_pb2.NackBatchResponse]]:
         """Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent."""
 
-    @_abc_1.abstractmethod
     def RenewBatch(
         self,
         request: _batch_service_pb2.RenewBatchRequest,
@@ -147,7 +141,6 @@ class BatchServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_batch_service_pb2.RenewBatchResponse, _abc.Awaitable[_batch_service_pb2.RenewBatchResponse]]:
         """Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent."""
 
-    @_abc_1.abstractmethod
     def VoidBatch(
         self,
         request: _batch_service_pb2.VoidBatchRequest,
@@ -158,7 +151,6 @@ class BatchServiceServicer(metaclass=_abc_1.ABCMeta):
         message and metadata say `voided`); acquiring the step again binds another batch. Atomic, idempotent per batch_id.
         """
 
-    @_abc_1.abstractmethod
     def MarkDurable(
         self,
         request: _batch_service_pb2.MarkDurableRequest,

@@ -80,10 +80,9 @@ class RunServiceAsyncStub(RunServiceStub):
     gone the answer is NOT_FOUND.
     """
 
-class RunServiceServicer(metaclass=_abc_1.ABCMeta):
+class RunServiceServicer:
     """Runs and membership. Callers: launcher and operators create and end runs, nodes and trainers join."""
 
-    @_abc_1.abstractmethod
     def CreateRun(
         self,
         request: _run_service_pb2.CreateRunRequest,
@@ -93,7 +92,6 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT (INVALID_RECIPE) and stores nothing.
         """
 
-    @_abc_1.abstractmethod
     def UpdateRun(
         self,
         request: _run_service_pb2.UpdateRunRequest,
@@ -101,7 +99,6 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_run_service_pb2.UpdateRunResponse, _abc.Awaitable[_run_service_pb2.UpdateRunResponse]]:
         """Moves a run forward in its life: ACTIVE → FINISHING. Atomic, idempotent. Moving back answers FAILED_PRECONDITION."""
 
-    @_abc_1.abstractmethod
     def GetRun(
         self,
         request: _run_service_pb2.GetRunRequest,
@@ -109,7 +106,6 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_run_service_pb2.GetRunResponse, _abc.Awaitable[_run_service_pb2.GetRunResponse]]:
         """Returns one run. Read only."""
 
-    @_abc_1.abstractmethod
     def ListRuns(
         self,
         request: _run_service_pb2.ListRunsRequest,
@@ -117,7 +113,6 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_run_service_pb2.ListRunsResponse, _abc.Awaitable[_run_service_pb2.ListRunsResponse]]:
         """Lists runs by creation time. Read only."""
 
-    @_abc_1.abstractmethod
     def JoinRun(
         self,
         request: _run_service_pb2.JoinRunRequest,
@@ -127,7 +122,6 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation answers FENCED.
         """
 
-    @_abc_1.abstractmethod
     def DeleteRun(
         self,
         request: _run_service_pb2.DeleteRunRequest,

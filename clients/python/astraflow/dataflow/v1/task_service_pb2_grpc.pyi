@@ -80,12 +80,11 @@ class TaskServiceAsyncStub(TaskServiceStub):
     drain, version_unavailable) leaves the count as it was; else the task is dead-lettered after the bound.
     """
 
-class TaskServiceServicer(metaclass=_abc_1.ABCMeta):
+class TaskServiceServicer:
     """Task lanes. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound of attempts the
     task ends in the dead-letter stream with its reason.
     """
 
-    @_abc_1.abstractmethod
     def SubmitTasks(
         self,
         request: _task_service_pb2.SubmitTasksRequest,
@@ -93,7 +92,6 @@ class TaskServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_task_service_pb2.SubmitTasksResponse, _abc.Awaitable[_task_service_pb2.SubmitTasksResponse]]:
         """Adds tasks to the run's lane. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and not touched."""
 
-    @_abc_1.abstractmethod
     def Work(
         self,
         request_iterator: _MaybeAsyncIterator[_task_service_pb2.WorkRequest],
@@ -105,7 +103,6 @@ class TaskServiceServicer(metaclass=_abc_1.ABCMeta):
         older stream, which answers FENCED. Not retried by the library: the node reconnects itself.
         """
 
-    @_abc_1.abstractmethod
     def LeaseTasks(
         self,
         request: _task_service_pb2.LeaseTasksRequest,
@@ -115,7 +112,6 @@ class TaskServiceServicer(metaclass=_abc_1.ABCMeta):
         idempotent: a repeated call may lease more.
         """
 
-    @_abc_1.abstractmethod
     def RenewLeases(
         self,
         request: _task_service_pb2.RenewLeasesRequest,
@@ -123,7 +119,6 @@ class TaskServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_task_service_pb2.RenewLeasesResponse, _abc.Awaitable[_task_service_pb2.RenewLeasesResponse]]:
         """Extends leases to a full time to live. Idempotent. Leases lost to expiry or another attempt are listed, not refused as a whole."""
 
-    @_abc_1.abstractmethod
     def FailTask(
         self,
         request: _task_service_pb2.FailTaskRequest,

@@ -52,10 +52,9 @@ class TrajectoryServiceAsyncStub(TrajectoryServiceStub):
     PushEpisode: _aio.UnaryUnaryMultiCallable[_trajectory_service_pb2.PushEpisodeRequest, _trajectory_service_pb2.PushEpisodeResponse]  # type: ignore[assignment]
     """Unary form for simple clients. Atomic, idempotent. An invalid episode answers OUTCOME_POISON, not an error."""
 
-class TrajectoryServiceServicer(metaclass=_abc_1.ABCMeta):
+class TrajectoryServiceServicer:
     """Receives episodes. Idempotent by (member, episode_id), atomic per episode across policies."""
 
-    @_abc_1.abstractmethod
     def Push(
         self,
         request_iterator: _MaybeAsyncIterator[_trajectory_service_pb2.PushRequest],
@@ -65,7 +64,6 @@ class TrajectoryServiceServicer(metaclass=_abc_1.ABCMeta):
         requests or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
         """
 
-    @_abc_1.abstractmethod
     def PushEpisode(
         self,
         request: _trajectory_service_pb2.PushEpisodeRequest,

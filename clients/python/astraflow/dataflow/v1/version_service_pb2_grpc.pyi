@@ -66,10 +66,9 @@ class VersionServiceAsyncStub(VersionServiceStub):
     UnpinVersion: _aio.UnaryUnaryMultiCallable[_version_service_pb2.UnpinVersionRequest, _version_service_pb2.UnpinVersionResponse]  # type: ignore[assignment]
     """Removes a pin; a version that is not pinned is success. Atomic, idempotent."""
 
-class VersionServiceServicer(metaclass=_abc_1.ABCMeta):
+class VersionServiceServicer:
     """Versions become visible to nodes here; their bytes are in the store."""
 
-    @_abc_1.abstractmethod
     def Publish(
         self,
         request: _version_service_pb2.PublishRequest,
@@ -80,7 +79,6 @@ class VersionServiceServicer(metaclass=_abc_1.ABCMeta):
         announce the versions in between first, which is what a trainer does after Redis lost its last announcements.
         """
 
-    @_abc_1.abstractmethod
     def Watch(
         self,
         request: _version_service_pb2.WatchRequest,
@@ -88,7 +86,6 @@ class VersionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_version_service_pb2.WatchResponse], _abc.AsyncIterator[_version_service_pb2.WatchResponse]]:
         """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only; reconnect freely."""
 
-    @_abc_1.abstractmethod
     def ListVersions(
         self,
         request: _version_service_pb2.ListVersionsRequest,
@@ -96,7 +93,6 @@ class VersionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_version_service_pb2.ListVersionsResponse, _abc.Awaitable[_version_service_pb2.ListVersionsResponse]]:
         """Lists announced versions of a policy, newest first. Read only."""
 
-    @_abc_1.abstractmethod
     def PinVersion(
         self,
         request: _version_service_pb2.PinVersionRequest,
@@ -104,7 +100,6 @@ class VersionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_version_service_pb2.PinVersionResponse, _abc.Awaitable[_version_service_pb2.PinVersionResponse]]:
         """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces the reason."""
 
-    @_abc_1.abstractmethod
     def UnpinVersion(
         self,
         request: _version_service_pb2.UnpinVersionRequest,

@@ -64,12 +64,11 @@ class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
     Close: _aio.UnaryUnaryMultiCallable[_environment_service_pb2.CloseRequest, _environment_service_pb2.CloseResponse]  # type: ignore[assignment]
     """Ends a session and frees what it holds. Idempotent: closing a closed session returns the same summary until the episode's lease ends."""
 
-class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
+class EnvironmentServiceServicer:
     """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and ends with the lease. Turns of a
     session are numbered; repeating the last turn with the same action returns the same observation and acts once.
     """
 
-    @_abc_1.abstractmethod
     def Reset(
         self,
         request: _environment_service_pb2.ResetRequest,
@@ -79,7 +78,6 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         seed return the same session while it is at turn 0; other content answers ALREADY_EXISTS (CONFLICT).
         """
 
-    @_abc_1.abstractmethod
     def Step(
         self,
         request: _environment_service_pb2.StepRequest,
@@ -89,7 +87,6 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         ALREADY_EXISTS (CONFLICT); a turn that is neither the last nor the next, or one after the end, answers FAILED_PRECONDITION.
         """
 
-    @_abc_1.abstractmethod
     def Close(
         self,
         request: _environment_service_pb2.CloseRequest,

@@ -52,10 +52,9 @@ class NodeServiceAsyncStub(NodeServiceStub):
     ListVersions: _aio.UnaryUnaryMultiCallable[_node_service_pb2.ListVersionsRequest, _node_service_pb2.ListVersionsResponse]  # type: ignore[assignment]
     """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what it was told of. Read only."""
 
-class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
+class NodeServiceServicer:
     """Looking at and draining one node. Nodes dial out; this service is optional and for people on the node's own network."""
 
-    @_abc_1.abstractmethod
     def Status(
         self,
         request: _node_service_pb2.StatusRequest,
@@ -63,7 +62,6 @@ class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_node_service_pb2.StatusResponse, _abc.Awaitable[_node_service_pb2.StatusResponse]]:
         """Returns what the node does. Read only."""
 
-    @_abc_1.abstractmethod
     def Drain(
         self,
         request: _node_service_pb2.DrainRequest,
@@ -71,7 +69,6 @@ class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_node_service_pb2.DrainResponse, _abc.Awaitable[_node_service_pb2.DrainResponse]]:
         """Starts a drain: no new leases, what is held is finished and pushed, then the process exits with status 0. Idempotent."""
 
-    @_abc_1.abstractmethod
     def ListVersions(
         self,
         request: _node_service_pb2.ListVersionsRequest,

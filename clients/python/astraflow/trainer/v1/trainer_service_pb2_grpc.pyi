@@ -80,10 +80,9 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     WatchMetrics: _aio.UnaryStreamMultiCallable[_trainer_service_pb2.WatchMetricsRequest, _trainer_service_pb2.WatchMetricsResponse]  # type: ignore[assignment]
     """Streams the metrics of every finished step from `after_step` on. Read only; reconnect with the last step seen."""
 
-class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
+class TrainerServiceServicer:
     """Looking at and steering one trainer."""
 
-    @_abc_1.abstractmethod
     def Status(
         self,
         request: _trainer_service_pb2.StatusRequest,
@@ -91,7 +90,6 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_service_pb2.StatusResponse, _abc.Awaitable[_trainer_service_pb2.StatusResponse]]:
         """Returns the trainer's phase and last step. Read only."""
 
-    @_abc_1.abstractmethod
     def Pause(
         self,
         request: _trainer_service_pb2.PauseRequest,
@@ -101,7 +99,6 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent: the reason given last is shown. A restarted trainer is not paused.
         """
 
-    @_abc_1.abstractmethod
     def Resume(
         self,
         request: _trainer_service_pb2.ResumeRequest,
@@ -109,7 +106,6 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_service_pb2.ResumeResponse, _abc.Awaitable[_trainer_service_pb2.ResumeResponse]]:
         """Ends a pause. Idempotent: a trainer that is not paused goes on as it does."""
 
-    @_abc_1.abstractmethod
     def Checkpoint(
         self,
         request: _trainer_service_pb2.CheckpointRequest,
@@ -119,7 +115,6 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         no step since the last checkpoint, that one is the answer. Also while paused.
         """
 
-    @_abc_1.abstractmethod
     def SetLearningRate(
         self,
         request: _trainer_service_pb2.SetLearningRateRequest,
@@ -129,7 +124,6 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         replay crosses it. Idempotent.
         """
 
-    @_abc_1.abstractmethod
     def StopAfterStep(
         self,
         request: _trainer_service_pb2.StopAfterStepRequest,
@@ -137,7 +131,6 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_service_pb2.StopAfterStepResponse, _abc.Awaitable[_trainer_service_pb2.StopAfterStepResponse]]:
         """Ends training after the step in progress: the version is published, a checkpoint is written and the process exits with status 0. Idempotent."""
 
-    @_abc_1.abstractmethod
     def WatchMetrics(
         self,
         request: _trainer_service_pb2.WatchMetricsRequest,
