@@ -23,7 +23,10 @@ from pathlib import Path
 
 import psutil
 
+from astraflow.errors import AstraflowError
+from astraflow_kit.settings import load
 from astraflow_launcher.embedded_redis import find_server
+from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store, probe_create_only
 
 __all__ = ["CHECKS", "Finding", "State", "run_checks"]
@@ -56,9 +59,10 @@ class Finding:
     remedy: str = ""
 
 
-def run_checks() -> list[Finding]:
-    """Run every check in order."""
-    return [check() for check in CHECKS]
+def run_checks(*, store_uri: str | None = None) -> list[Finding]:
+    """Run every check in order; then, where one is given, look at the weight store of a run to be."""
+    findings = [check() for check in CHECKS]
+    return findings if store_uri is None else [*findings, check_weight_store(store_uri)]
 
 
 def check_python() -> Finding:
@@ -130,6 +134,19 @@ def check_store() -> Finding:
         except Exception as error:  # noqa: BLE001 - a doctor reports whatever is wrong with the disk
             return Finding("store", State.FAILED, str(error), "use a local disk for --store and --data-dir")
     return Finding("store", State.OK, "create-only writes are kept")
+
+
+def check_weight_store(uri: str) -> Finding:
+    """The store a run is to use can be reached and written, and keeps its one promise, create-only writes.
+
+    Its endpoint and credentials come from the same `ASTRAFLOW_STORE_*` variables as a trainer's.
+    """
+    try:
+        probe_create_only(open_store(uri, settings=load(StoreAccess).store))
+    except AstraflowError as error:
+        found, _, remedy = error.message.rpartition("; ")
+        return Finding("weight store", State.FAILED, found or error.message, remedy)
+    return Finding("weight store", State.OK, f"create-only writes are kept by {uri}")
 
 
 def check_torch() -> Finding:

@@ -68,6 +68,7 @@ WorkDir = Annotated[
 MirrorDir = Annotated[Path | None, _option(_PLACES, "Folder for weight mirrors, such as /dev/shm/astraflow.")]
 MaxTasks = Annotated[int | None, _option(_PLACES, "Tasks run at once. Default: the recipe's figure.")]
 StoreUrl = Annotated[str | None, _option(_PLACES, "Address of the S3-compatible weight store.")]
+StoreRegion = Annotated[str | None, _option(_PLACES, "Region of the weight store. Default: us-east-1.")]
 StoreCredentials = Annotated[Path | None, _option(_PLACES, "Shared credentials file for the weight store.")]
 Host = Annotated[str | None, _option(_PEOPLE, "Address of NodeService. Default: 127.0.0.1.")]
 GrpcPort = Annotated[
@@ -105,6 +106,7 @@ def raas(
     mirror_dir: MirrorDir = None,
     max_concurrent_tasks: MaxTasks = None,
     store_endpoint_url: StoreUrl = None,
+    store_region: StoreRegion = None,
     store_credentials_file: StoreCredentials = None,
     host: Host = None,
     grpc_port: GrpcPort = None,

@@ -10,15 +10,15 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from astraflow_kit.settings import ENV_PREFIX, DaemonSettings
-from astraflow_weights.settings import StoreSettings
+from astraflow_kit.settings import ENV_PREFIX
+from astraflow_weights.daemon_settings import StoreAccess
 
 _ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[^\s:/]+):[0-9]{1,5}$"
 EMBEDDED_ENGINE = "astraflow_engine"
 SGLANG_ENGINE = "sglang"
 
 
-class NodeSettings(DaemonSettings):
+class NodeSettings(StoreAccess):
     """What a node can be told. Only `join` is required."""
 
     join: Annotated[str, Field(pattern=_ADDRESS)]
@@ -59,11 +59,6 @@ class NodeSettings(DaemonSettings):
     """Folder for mirrors, the recipe's code and engine logs; one sub-folder per node."""
     mirror_dir: Path | None = None
     """Folder for the weight mirrors; unset keeps them in the work folder. /dev/shm makes swaps fastest."""
-    store_endpoint_url: str | None = None
-    """Address of the S3-compatible service that holds the weights; unset means AWS. `file://` stores need
-    none."""
-    store_credentials_file: Path | None = None
-    """Shared credentials file for the store; unset uses the default chain."""
     allow_recipe_code: bool = False
     """Run the Python files that come with the recipe. They may do anything this user may do."""
     max_concurrent_tasks: Annotated[int, Field(ge=0, le=65_536)] = 0
@@ -80,13 +75,6 @@ class NodeSettings(DaemonSettings):
     """Finished episodes kept until the server has acknowledged them; sampling pauses when it is full."""
     spool_bytes: Annotated[int, Field(ge=2**24, le=2**40)] = 2**28
     """The same bound in bytes."""
-
-    @property
-    def store(self) -> StoreSettings:
-        """How to talk to the weight store."""
-        return StoreSettings(
-            endpoint_url=self.store_endpoint_url, credentials_file=self.store_credentials_file
-        )
 
     @field_validator("work_dir", "mirror_dir")
     @classmethod

@@ -25,6 +25,15 @@ def trainer(
     ] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Folder for warm starts that runs share.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the token for the server.")] = None,
+    store_endpoint_url: Annotated[
+        str | None, typer.Option(help="Address of the S3-compatible weight store. Default: AWS.")
+    ] = None,
+    store_region: Annotated[
+        str | None, typer.Option(help="Region of the weight store. Default: us-east-1.")
+    ] = None,
+    store_credentials_file: Annotated[
+        Path | None, typer.Option(help="Shared credentials file for the weight store.")
+    ] = None,
     allow_recipe_code: Annotated[
         bool, typer.Option("--allow-recipe-code", help="Import the Python files that come with the recipe.")
     ] = False,
@@ -52,6 +61,9 @@ def trainer(
         "work_dir": work_dir,
         "cache_dir": cache_dir,
         "token_file": token_file,
+        "store_endpoint_url": store_endpoint_url,
+        "store_region": store_region,
+        "store_credentials_file": store_credentials_file,
         "allow_recipe_code": allow_recipe_code or None,
         "threads": threads,
         "grpc_port": grpc_port,

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from astraflow.client import Client
-from astraflow.errors import AstraflowError
+from astraflow.errors import AstraflowError, RetryableError
 from astraflow.plugins import Demonstrations
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit import lifecycle, plugins
@@ -44,7 +44,7 @@ from astraflow_trainer.starting_model import asset_files, starting_model
 from astraflow_weights.mirror import Mirror
 from astraflow_weights.publisher import Publisher
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.store import ObjectStore, open_store, probe_create_only
 from astraflow_weights.version_log import VersionLog
 from astraflow_weights.version_writer import CommittedVersion, VersionWriter
 
@@ -59,8 +59,8 @@ def run(settings: TrainerSettings) -> int:
 
 
 def check(settings: TrainerSettings) -> int:
-    """Join, load what the recipe names, open the store, and report; nothing is claimed or written to the
-    store.
+    """Join, load what the recipe names, probe the store, and report; nothing is claimed, and nothing stays
+    in the store.
     """
     try:
         with _client(settings) as client:
@@ -69,10 +69,11 @@ def check(settings: TrainerSettings) -> int:
         if warm_start is not None:
             require_installed(warm_start.demonstrations, folder=joined.recipe_dir)
             plugins.load(warm_start.demonstrations, protocol=Demonstrations, recipe_dir=joined.recipe_dir)
-        VersionLog(open_store(joined.store_uri), run_id=joined.run_id, policy_id=joined.policy_id).refresh()
+        store = _usable_store(settings, joined)
+        VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id).refresh()
     except AstraflowError as error:
         log.error("check.failed", reason=error.reason, message=error.message)
-        return int(ExitCode.USAGE)
+        return int(ExitCode.UNAVAILABLE if isinstance(error, RetryableError) else ExitCode.USAGE)
     log.info("check.passed", run_id=joined.run_id, policy_id=joined.policy_id, store=joined.store_uri)
     return int(ExitCode.OK)
 
@@ -82,7 +83,9 @@ async def _serve(settings: TrainerSettings, life: Lifecycle) -> None:
     with _client(settings) as client:
         joined = await asyncio.to_thread(_join, client, settings)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
-        training = _Training(settings, client=client, joined=joined, progress=progress)
+        # Before the warm start, which takes long: a store that cannot be used will not become usable.
+        store = await asyncio.to_thread(_usable_store, settings, joined)
+        training = _Training(settings, client=client, joined=joined, store=store, progress=progress)
         servicer = TrainerServicer(
             progress,
             run_id=joined.run_id,
@@ -110,9 +113,16 @@ class _Training:
     """The training thread as a service of the lifecycle."""
 
     def __init__(
-        self, settings: TrainerSettings, *, client: Client, joined: JoinedRun, progress: Progress
+        self,
+        settings: TrainerSettings,
+        *,
+        client: Client,
+        joined: JoinedRun,
+        store: ObjectStore,
+        progress: Progress,
     ) -> None:
         self._settings = settings
+        self._store = store
         self._client = client
         self._joined = joined
         self._progress = progress
@@ -148,8 +158,7 @@ class _Training:
         position = learner.restore()
         source = self._batch_source()
         claim = source.claim()
-        store = open_store(self._joined.store_uri)
-        publisher = self._publisher(store, claim, assets=asset_files(model_dir))
+        publisher = self._publisher(self._store, claim, assets=asset_files(model_dir))
         step, version = (position.step, position.version) if position else (0, 0)
         self._progress.claimed(epoch=claim.epoch, step=step, version=claim.version)
         log.info("policy.claimed", epoch=claim.epoch, step=step, version=version)
@@ -254,6 +263,13 @@ def _join(client: Client, settings: TrainerSettings) -> JoinedRun:
         work_dir=settings.work_dir,
         allow_recipe_code=settings.allow_recipe_code,
     )
+
+
+def _usable_store(settings: TrainerSettings, joined: JoinedRun) -> ObjectStore:
+    """The run's store, proven to be writable and to honour create-only PUT."""
+    store = open_store(joined.store_uri, settings=settings.store)
+    probe_create_only(store)
+    return store
 
 
 def _status_of(progress: Progress) -> StatusSource:

@@ -12,14 +12,14 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from astraflow_kit.settings import DaemonSettings
+from astraflow_weights.daemon_settings import StoreAccess
 
 __all__ = ["TrainerSettings"]
 
 _ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[^\s:/]+):[0-9]{1,5}$"
 
 
-class TrainerSettings(DaemonSettings):
+class TrainerSettings(StoreAccess):
     """What a trainer can be told. Only `join` is required."""
 
     join: Annotated[str, Field(pattern=_ADDRESS)]

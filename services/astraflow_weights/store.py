@@ -91,12 +91,14 @@ def open_store(uri: str, *, settings: StoreSettings | None = None) -> ObjectStor
 def probe_create_only(store: ObjectStore) -> None:
     """Prove that the store honours create-only PUT; leaves nothing behind.
 
-    Run once before the first publication. Raises StoreRefused when an existing object could be overwritten.
+    Run once before the first publication. Raises StoreRefused when an existing object could be overwritten,
+    and as the store does when it cannot be written at all.
     """
     key = f"probe/{secrets.token_hex(16)}"
     first, second = b"first", b"second"
+    created = store.put_if_absent(key, first)
     try:
-        answers = (store.put_if_absent(key, first), store.put_if_absent(key, second))
+        answers = (created, store.put_if_absent(key, second))
         content = store.get(key)
     finally:
         store.delete(key)

@@ -21,6 +21,8 @@ from astraflow_weights.store import ObjectInfo, PutResult
 
 _SCRATCH = ".scratch"
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV)
+_LINKS_REMEDY = "use a file system with hard links, or an s3:// store"
+_FOLDER_REMEDY = "check the folder's owner, mode, free space and mount"
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EOPNOTSUPP, errno.ENOTDIR, errno.EXDEV)
 
 T = TypeVar("T")
@@ -30,10 +32,15 @@ class FileStore:
     """`ObjectStore` over a folder; see there for the contract."""
 
     def __init__(self, root: Path) -> None:
-        """Creates `root`. Raises StoreRefused when that is not allowed."""
+        """Creates `root`. Raises StoreRefused when that is not possible."""
         self._root = root.absolute()
         self._scratch = self._root / _SCRATCH
-        self._guard(lambda: self._scratch.mkdir(parents=True, exist_ok=True), key="")
+        try:
+            self._scratch.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreRefused(
+                f"{self.uri}: the folder cannot be made: {error.strerror or error}; {_FOLDER_REMEDY}"
+            ) from error
 
     @classmethod
     def at_uri(cls, uri: str) -> "FileStore":
@@ -115,10 +122,7 @@ class FileStore:
             raise self._translated(error, key=key) from error
 
     def _translated(self, error: OSError, *, key: str) -> StoreRefused | Unavailable:
-        if error.errno in _NO_LINKS:
-            remedy = "use a file system with hard links, or an s3:// store"
-        else:
-            remedy = "check the folder's owner, mode, free space and mount"
+        remedy = _LINKS_REMEDY if error.errno in _NO_LINKS else _FOLDER_REMEDY
         kind = StoreRefused if error.errno in _REFUSED else Unavailable
         return kind(f"{self.uri}: {error.strerror or error} at {key!r}; {remedy}")
 

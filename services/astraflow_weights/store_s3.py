@@ -14,6 +14,7 @@ import boto3
 import botocore.session
 from botocore.config import Config
 from botocore.exceptions import (
+    BotoCoreError,
     ClientError,
     HTTPClientError,
     IncompleteReadError,
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
 _NOT_FOUND = frozenset({"NoSuchKey", "404", "NotFound"})
 _EXISTS = frozenset({"PreconditionFailed", "412"})
 _REFUSED_STATUS = frozenset({400, 401, 403, 404, 405, 501})
+_REMEDIES = {
+    "NoSuchBucket": "create the bucket or correct its name; check bucket name, endpoint_url and region",
+    "AccessDenied": "let these credentials get, put, list and delete below the prefix",
+    "InvalidAccessKeyId": "correct the credentials; check store_credentials_file or the default chain",
+    "SignatureDoesNotMatch": "correct the credentials; check store_credentials_file or the default chain",
+    "NotImplemented": "use a store that supports PUT with `If-None-Match: *`",
+}
+_ANY_REMEDY = "check bucket name, endpoint_url, region and credentials"
 # Answered with 400 when the network, not the request, was at fault.
 _PASSING = frozenset({"RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"})
 _RANGE_PAST_END = 416
@@ -56,9 +65,9 @@ class S3Store:
     """`ObjectStore` over a bucket; see there for the contract."""
 
     def __init__(self, *, bucket: str, prefix: str, settings: StoreSettings) -> None:
-        """Sends no request. Raises StoreRefused for an unknown profile."""
+        """Sends no request. Raises StoreRefused for an unknown profile, a malformed endpoint or prefix."""
         self._bucket = bucket
-        self._prefix = f"{check_key(prefix)}/" if prefix else ""
+        self._prefix = _checked_prefix(prefix, bucket=bucket)
         self._settings = settings
         self._client = _client(settings)
 
@@ -110,23 +119,30 @@ class S3Store:
         return self._prefix + check_key(key)
 
     def _page(self, prefix: str, *, after: str) -> "ListObjectsV2OutputTypeDef":
-        return self._repeat(
-            lambda _: self._client.list_objects_v2(
-                Bucket=self._bucket,
-                Prefix=self._prefix + prefix,
-                StartAfter=self._prefix + after if after else "",
-            ),
-            key=prefix,
+        return self._repeat(lambda _: self._list_once(prefix, after=after), key=prefix)
+
+    def _list_once(self, prefix: str, *, after: str) -> "ListObjectsV2OutputTypeDef":
+        page = self._client.list_objects_v2(
+            Bucket=self._bucket,
+            Prefix=self._prefix + prefix,
+            StartAfter=self._prefix + after if after else "",
         )
+        if "IsTruncated" not in page:
+            raise _Passing("the answer is no listing; something between here and the store made it")
+        return page
 
     def _create(self, key: str, data: bytes, *, attempt: int) -> PutResult:
         try:
-            self._client.put_object(Bucket=self._bucket, Key=self._name(key), Body=data, IfNoneMatch="*")
+            answer = self._client.put_object(
+                Bucket=self._bucket, Key=self._name(key), Body=data, IfNoneMatch="*"
+            )
         except ClientError as error:
             if _code(error) not in _EXISTS:
                 raise
             # On a repeated attempt the object may be what an earlier, unanswered attempt of this call wrote.
             return PutResult.CREATED if attempt and self._holds(key, data) else PutResult.EXISTS
+        if not answer.get("ETag"):
+            raise _Passing("the answer is not a store's; something between here and the store made it")
         return PutResult.CREATED
 
     def _holds(self, key: str, data: bytes) -> bool:
@@ -157,8 +173,8 @@ class S3Store:
             except _Passing as fault:
                 if attempt == attempts - 1:
                     raise Unavailable(
-                        f"{self.uri}: {key!r} failed {attempts} times, last: {fault}; "
-                        "check the store's health, or raise max_attempts"
+                        f"{self.uri}: {key!r} failed {attempts} times, last: {fault}; check that the store "
+                        f"at {self._settings.endpoint_url or 'AWS'} is healthy and can be reached"
                     ) from fault.__cause__
             self._wait(attempt)
         raise AssertionError("the loop returns or raises: max_attempts is at least 1")
@@ -169,19 +185,21 @@ class S3Store:
         except ClientError as error:
             raise self._translated(error, key=key) from error
         except _CREDENTIAL_ERRORS as error:
-            raise StoreRefused(f"{self.uri}: {error}; set credentials_file or the default chain") from error
+            raise StoreRefused(
+                f"{self.uri}: {error}; give store_credentials_file or set up the default chain"
+            ) from error
         except _UNCERTAIN_ERRORS as error:
             raise _Passing(str(error)) from error
+        except BotoCoreError as error:
+            raise StoreRefused(f"{self.uri}: {error}; {_ANY_REMEDY}") from error
 
     def _translated(self, error: ClientError, *, key: str) -> Exception:
         code, status = _code(error), _status(error)
         if code in _NOT_FOUND:
             return ObjectNotFound(f"{self.uri} has no object {key!r}")
         if status in _REFUSED_STATUS and code not in _PASSING:
-            return StoreRefused(
-                f"{self.uri}: {code} ({status}) at {key!r}; "
-                "check bucket name, endpoint_url, region and credentials"
-            )
+            remedy = _REMEDIES.get(code, _ANY_REMEDY)
+            return StoreRefused(f"{self.uri}: {code} ({status}) at {key!r}; {remedy}")
         return _Passing(f"{code} ({status})")
 
     def _wait(self, attempt: int) -> None:
@@ -202,6 +220,17 @@ def _client(settings: StoreSettings) -> "S3Client":
         )
     except ProfileNotFound as error:
         raise StoreRefused(f"{error}; name a profile of the credentials file") from error
+    except ValueError as error:  # botocore's own answer to an endpoint that is no address
+        raise StoreRefused(
+            f"store endpoint {settings.endpoint_url!r} is not understood ({error}); use http://HOST:PORT or https://HOST"
+        ) from error
+
+
+def _checked_prefix(prefix: str, *, bucket: str) -> str:
+    try:
+        return f"{check_key(prefix)}/" if prefix else ""
+    except ValueError as error:
+        raise StoreRefused(f"store address s3://{bucket}/{prefix}: {error}") from error
 
 
 def _config(settings: StoreSettings) -> Config:

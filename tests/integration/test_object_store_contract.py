@@ -1,73 +1,48 @@
-"""What every object store must do, over a folder and over S3 (moto), and how S3 faults are met."""
+"""What every object store must do, over a folder and over S3 (moto), and how faults of an S3 service are met."""
+
+from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
-from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable
+from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable, VerificationFailed
 from astraflow_weights.mirror import Mirror
 from astraflow_weights.publisher import Publisher
 from astraflow_weights.settings import StoreSettings
 from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult, open_store, probe_create_only
 from astraflow_weights.version_log import VersionLog
 from astraflow_weights.version_writer import VersionWriter
+from support.s3_server import S3Server
+from support.store_proxy import Fault, StoreProxy
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
 
 pytestmark = pytest.mark.integration
 
-CREDENTIALS = "[default]\naws_access_key_id = test\naws_secret_access_key = test\n"
-
 
 @pytest.fixture(scope="module")
-def s3_endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """moto, in a process of its own."""
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
 
 
 @pytest.fixture
-def credentials_file(tmp_path: Path) -> Path:
-    path = tmp_path / "credentials"
-    path.write_text(CREDENTIALS)
-    return path
-
-
-@pytest.fixture
-def s3_settings(s3_endpoint: str, credentials_file: Path) -> StoreSettings:
-    return StoreSettings(
-        endpoint_url=s3_endpoint,
-        region="us-east-1",
-        credentials_file=credentials_file,
-        max_attempts=2,
-        backoff_s=0.01,
-    )
+def bucket(s3_server: S3Server, tmp_path: Path) -> str:
+    """An empty bucket."""
+    return s3_server.create_bucket(f"bucket-{abs(hash(tmp_path)):x}")
 
 
 @pytest.fixture(params=["file", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    """An empty store of each kind."""
     if request.param == "file":
         return open_store((tmp_path / "store").as_uri())
-    settings: StoreSettings = request.getfixturevalue("s3_settings")
-    client = boto3.client(
-        "s3",
-        endpoint_url=settings.endpoint_url,
-        region_name="us-east-1",
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-    )
-    bucket = f"bucket-{abs(hash(tmp_path)):x}"
-    client.create_bucket(Bucket=bucket)
-    client.close()
-    return open_store(f"s3://{bucket}/some/prefix", settings=settings)
+    server: S3Server = request.getfixturevalue("s3_server")
+    return open_store(f"s3://{request.getfixturevalue('bucket')}/some/prefix", settings=server.settings())
 
 
 def test_a_key_is_created_once(store: ObjectStore) -> None:
@@ -168,169 +143,302 @@ def test_versions_travel_from_publisher_to_mirror(store: ObjectStore, tmp_path: 
     assert same_model(mirror.load(), model)
 
 
-def test_a_listing_of_many_pages_is_whole(s3_settings: StoreSettings) -> None:
-    client = boto3.client(
-        "s3",
-        endpoint_url=s3_settings.endpoint_url,
-        region_name="us-east-1",
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-    )
+def test_writers_of_many_keys_do_not_disturb_each_other(store: ObjectStore) -> None:
+    contents = {f"folder-{number % 7}/{number}": bytes([number]) * number for number in range(60)}
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda item: store.put_if_absent(*item), contents.items()))
+    assert set(results) == {PutResult.CREATED}
+    assert {info.key: info.size_bytes for info in store.list("")} == {
+        key: len(content) for key, content in contents.items()
+    }
+    assert {key: store.get(key) for key in contents} == contents
+
+
+def test_a_reader_beside_overwriting_writers_sees_only_whole_hints(store: ObjectStore) -> None:
+    store.put("latest", b"a" * 50_000)
+    with ThreadPoolExecutor(4) as pool:
+        writing = [pool.submit(store.put, "latest", letter * 50_000) for letter in (b"b", b"c", b"d") * 3]
+        seen = [store.get("latest") for _ in range(20)]
+        for write in writing:
+            write.result()
+    assert {(len(content), len(set(content))) for content in seen} == {(50_000, 1)}
+
+
+def test_of_the_bytes_of_a_loser_nothing_is_left(store: ObjectStore) -> None:
+    store.put_if_absent("key", b"short")
+    assert store.put_if_absent("key", b"x" * 100_000) is PutResult.EXISTS
+    assert store.head("key").size_bytes == 5
+    assert [info.key for info in store.list("")] == ["key"]
+
+
+def test_a_listing_is_taken_while_others_write(store: ObjectStore) -> None:
+    for number in range(0, 40, 2):
+        store.put_if_absent(f"seq/{number:03d}", b"")
+    listing = iter(store.list("seq/"))
+    first = next(listing)
+    for number in range(1, 40, 2):
+        store.put_if_absent(f"seq/{number:03d}", b"")
+    keys = [first.key, *(info.key for info in listing)]
+    assert keys == sorted(keys)
+    assert {f"seq/{number:03d}" for number in range(0, 40, 2)} <= set(keys)
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 1), (0, -1)])
+def test_negative_ranges_are_the_callers_mistake(store: ObjectStore, start: int, length: int) -> None:
+    with pytest.raises(ValueError, match="must not be negative"):
+        store.get_range("key", start=start, length=length)
+
+
+def test_addresses_in_messages_carry_no_secret(store: ObjectStore) -> None:
+    assert store.uri.startswith(("file:///", "s3://bucket-"))
+    assert "test:" not in store.uri
+
+
+def test_a_listing_of_many_pages_is_whole(s3_server: S3Server) -> None:
+    client = s3_server.client()
     client.create_bucket(Bucket="many")
     for number in range(1005):
         client.put_object(Bucket="many", Key=f"seq/{number:05d}", Body=b"")
     client.close()
-    store = open_store("s3://many", settings=s3_settings)
+    store = open_store("s3://many", settings=s3_server.settings())
     assert [info.key for info in store.list("seq/")] == [f"seq/{number:05d}" for number in range(1005)]
 
 
-def test_a_missing_bucket_is_refused_with_the_remedy(s3_settings: StoreSettings) -> None:
-    store = open_store("s3://no-such-bucket", settings=s3_settings)
-    with pytest.raises(StoreRefused, match=r"NoSuchBucket.*check bucket name"):
-        store.put_if_absent("key", b"x")
-
-
-def test_an_unknown_profile_is_refused(s3_settings: StoreSettings) -> None:
-    with pytest.raises(StoreRefused, match="nobody"):
-        open_store("s3://bucket", settings=s3_settings.model_copy(update={"profile": "nobody"}))
-
-
-@dataclass
-class Script:
-    """What a fake S3 endpoint does: one answer per request, then 200 with what it holds."""
-
-    answers: list[str | int] = field(default_factory=list)
-    objects: dict[str, bytes] = field(default_factory=dict)
-    requests: list[tuple[str, str | None]] = field(default_factory=list)
-
-
-@pytest.fixture
-def script() -> Script:
-    return Script()
-
-
-@pytest.fixture
-def faulty(script: Script, credentials_file: Path) -> Iterator[ObjectStore]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(script))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    settings = StoreSettings(
-        endpoint_url=f"http://127.0.0.1:{server.server_port}",
-        credentials_file=credentials_file,
-        max_attempts=3,
-        backoff_s=0.001,
-        read_timeout_s=0.3,
+def test_a_prefix_separates_stores_of_one_bucket(s3_server: S3Server, bucket: str) -> None:
+    one, other = (
+        open_store(f"s3://{bucket}/{name}", settings=s3_server.settings()) for name in ("a", "a-longer")
     )
-    yield open_store("s3://bucket", settings=settings)
-    server.shutdown()
-    server.server_close()
-    thread.join(timeout=5)
+    assert one.put_if_absent("key", b"1") is PutResult.CREATED
+    assert other.put_if_absent("key", b"2") is PutResult.CREATED
+    assert (one.get("key"), [info.key for info in one.list("")]) == (b"1", ["key"])
 
 
-def handler(script: Script) -> type[BaseHTTPRequestHandler]:
-    """A request handler that follows the script. `lost` does the work and drops the connection; `stall` and
-    `cut` answer too late or too little.
-    """
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_PUT(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            script.requests.append(("PUT", self.headers.get("If-None-Match")))
-            answer = script.answers.pop(0) if script.answers else 200
-            if answer in (200, "lost"):
-                if self.path in script.objects and self.headers.get("If-None-Match") == "*":
-                    answer = 412
-                else:
-                    script.objects[self.path] = body
-            self.answer(answer, b"")
-
-        def do_GET(self) -> None:
-            script.requests.append(("GET", None))
-            answer = script.answers.pop(0) if script.answers else 200
-            if answer == 200 and self.path not in script.objects:
-                answer = 404
-            self.answer(answer, script.objects.get(self.path, b""))
-
-        def answer(self, answer: str | int, body: bytes) -> None:
-            if answer == "lost":
-                self.close_connection = True
-                return
-            if answer == "stall":
-                threading.Event().wait(0.6)
-                self.close_connection = True
-                return
-            content = body if answer in (200, "cut") else error_body(int(answer))
-            self.send_response(200 if answer == "cut" else int(answer))
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content[: len(content) // 2] if answer == "cut" else content)
-            self.close_connection = answer == "cut"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    return Handler
+Change = Callable[[StoreSettings], StoreSettings]
 
 
-def error_body(status: int) -> bytes:
-    code = {
-        404: "NoSuchKey",
-        409: "ConditionalRequestConflict",
-        412: "PreconditionFailed",
-        403: "AccessDenied",
-    }
-    return f"<Error><Code>{code.get(status, 'SlowDown')}</Code><Message/></Error>".encode()
+def changed(**values: object) -> Change:
+    """Settings with these values instead."""
+    return lambda settings: settings.model_copy(update=values)
 
 
-@pytest.mark.parametrize("fault", [500, 503, 429, 409, "stall"])
-def test_a_passing_fault_is_retried_with_the_same_condition(
-    faulty: ObjectStore, script: Script, fault: str | int
+REFUSALS: dict[str, tuple[str, Change, str]] = {
+    "bucket missing": ("s3://no-such-bucket", changed(), r"NoSuchBucket \(404\).*create the bucket"),
+    "bucket with an impossible name": ("s3://No_Such", changed(), r"No_Such.*check bucket name"),
+    "prefix that leaves the bucket": ("s3://b/../c", changed(), r"s3://b/\.\./c.*segments that do not begin"),
+    "endpoint without a scheme": (
+        "s3://b",
+        changed(endpoint_url="127.0.0.1:9000"),
+        r"'127\.0\.0\.1:9000' is not understood.*use http://HOST:PORT",
+    ),
+    "no credentials": (
+        "s3://b",
+        changed(credentials_file=Path("/nowhere/credentials")),
+        "Unable to locate credentials; give store_credentials_file",
+    ),
+    "unknown profile": ("s3://b", changed(profile="nobody"), "nobody.*name a profile"),
+}
+
+
+@pytest.mark.parametrize("row", REFUSALS)
+def test_a_store_that_cannot_be_used_is_refused_with_the_remedy(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, row: str
 ) -> None:
-    script.answers = [fault]
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    uri, change, words = REFUSALS[row]
+    with pytest.raises(StoreRefused, match=words):
+        probe_create_only(open_store(uri, settings=change(s3_server.settings())))
+
+
+def test_nothing_that_listens_is_unavailable_and_names_the_endpoint(s3_server: S3Server) -> None:
+    settings = s3_server.settings(endpoint_url="http://127.0.0.1:9", max_attempts=2)
+    with pytest.raises(
+        Unavailable, match=r"failed 2 times.*check that the store at http://127\.0\.0\.1:9 is"
+    ):
+        probe_create_only(open_store("s3://bucket", settings=settings))
+
+
+def test_a_service_that_ignores_create_only_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with S3Server(tmp_path, ignore_create_only=True) as server:
+        store = open_store(f"s3://{server.create_bucket('careless')}/x", settings=server.settings())
+        with pytest.raises(StoreRefused, match="two trainers could overwrite each other; use a store that"):
+            probe_create_only(store)
+        assert list(store.list("")) == []
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[StoreProxy]:
+    """A proxy in front of moto; give it faults."""
+    with StoreProxy(s3_server.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def faulty(proxy: StoreProxy, s3_server: S3Server, bucket: str) -> ObjectStore:
+    """A store behind the proxy, three attempts patient."""
+    settings = s3_server.settings(endpoint_url=proxy.url, read_timeout_s=0.4)
+    return open_store(f"s3://{bucket}", settings=settings)
+
+
+@pytest.fixture
+def honest(s3_server: S3Server, bucket: str) -> ObjectStore:
+    """The same store without the proxy."""
+    return open_store(f"s3://{bucket}", settings=s3_server.settings())
+
+
+PASSING = [500, 503, 429, 409, Fault.RESET, Fault.STALL]
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=str)
+def test_a_passing_fault_is_retried_with_the_same_condition(
+    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, fault: Fault | int
+) -> None:
+    proxy.faults = [fault, fault]
     assert faulty.put_if_absent("key", b"mine") is PutResult.CREATED
-    assert script.objects["/bucket/key"] == b"mine"
-    assert set(script.requests) == {("PUT", "*")}
+    assert honest.get("key") == b"mine"
+    assert proxy.requests == [("PUT", "*")] * 3
 
 
-def test_a_lost_answer_is_settled_by_reading_back(faulty: ObjectStore, script: Script) -> None:
-    script.answers = ["lost"]
+@pytest.mark.parametrize("fault", [Fault.LOST, Fault.LATE, Fault.GARBAGE], ids=str)
+def test_a_create_whose_answer_is_lost_is_settled_by_reading_back(
+    faulty: ObjectStore, proxy: StoreProxy, fault: Fault
+) -> None:
+    proxy.faults = [fault]
     assert faulty.put_if_absent("key", b"mine") is PutResult.CREATED
-    assert script.requests == [("PUT", "*"), ("PUT", "*"), ("GET", None)]
+    assert proxy.requests == [("PUT", "*"), ("PUT", "*"), ("GET", None)]
 
 
-def test_a_lost_answer_does_not_hide_that_another_won(faulty: ObjectStore, script: Script) -> None:
-    script.objects["/bucket/key"] = b"theirs"
-    script.answers = [500]
+def test_a_create_is_settled_also_when_reading_back_fails_at_first(
+    faulty: ObjectStore, proxy: StoreProxy
+) -> None:
+    proxy.faults = [Fault.LOST, 503]
+    assert faulty.put_if_absent("key", b"mine") is PutResult.CREATED
+    assert [method for method, _ in proxy.requests] == ["PUT", "PUT", "PUT", "GET"]
+
+
+@pytest.mark.parametrize("fault", [500, Fault.RESET, Fault.STALL, Fault.LOST], ids=str)
+def test_an_unclear_answer_does_not_hide_that_another_won(
+    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, fault: Fault | int
+) -> None:
+    honest.put_if_absent("key", b"theirs")
+    proxy.faults = [fault]
     assert faulty.put_if_absent("key", b"mine") is PutResult.EXISTS
-    assert script.objects["/bucket/key"] == b"theirs"
+    assert honest.get("key") == b"theirs"
 
 
-@pytest.mark.parametrize("fault", ["cut", "stall", "lost", 503])
-def test_an_answer_cut_short_is_read_again(faulty: ObjectStore, script: Script, fault: str | int) -> None:
-    script.objects["/bucket/key"] = b"content" * 100
-    script.answers = [fault]
-    assert faulty.get("key") == b"content" * 100
+def test_of_racing_creators_behind_a_bad_network_one_wins(
+    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy
+) -> None:
+    proxy.faults = [Fault.LOST, 503, Fault.RESET, Fault.LOST]
+    contents = [b"writer %d" % writer for writer in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda content: outcome_of(faulty, content), contents))
+    assert results.count(PutResult.CREATED) <= 1
+    winner = honest.get("race")
+    assert results[contents.index(winner)] in (PutResult.CREATED, None)
+    assert [result for result in results if result is not None].count(PutResult.EXISTS) >= 2
 
 
-def test_a_lasting_fault_ends_as_unavailable(faulty: ObjectStore, script: Script) -> None:
-    script.answers = [503] * 10
-    with pytest.raises(Unavailable, match=r"'key' failed 3 times, last: SlowDown \(503\)"):
+def outcome_of(store: ObjectStore, content: bytes) -> PutResult | None:
+    """What a creator was told; None when it may never know."""
+    try:
+        return store.put_if_absent("race", content)
+    except Unavailable:
+        return None
+
+
+@pytest.mark.parametrize("fault", [*PASSING, Fault.LOST, Fault.LATE, Fault.CUT, Fault.SLOW], ids=str)
+def test_reading_outlasts_a_bad_answer(
+    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, fault: Fault | int
+) -> None:
+    content = b"content" * 1000
+    honest.put_if_absent("key", content)
+    for read in (
+        lambda: faulty.get("key"),
+        lambda: faulty.get_range("key", start=0, length=len(content)),
+        lambda: content if faulty.head("key").size_bytes == len(content) else b"",
+    ):
+        proxy.faults = [fault]
+        assert read() == content
+
+
+@pytest.mark.parametrize("fault", [*PASSING, Fault.LOST, Fault.CUT, Fault.GARBAGE], ids=str)
+def test_a_listing_outlasts_a_bad_answer(
+    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, fault: Fault | int
+) -> None:
+    honest.put_if_absent("a/key", b"x")
+    proxy.faults = [fault]
+    assert [info.key for info in faulty.list("a/")] == ["a/key"]
+
+
+@pytest.mark.parametrize("fault", [503, Fault.RESET, Fault.LOST, Fault.STALL], ids=str)
+def test_a_lasting_fault_ends_as_unavailable_after_the_attempts_allowed(
+    faulty: ObjectStore, proxy: StoreProxy, fault: Fault | int
+) -> None:
+    proxy.faults = [fault] * 3
+    with pytest.raises(Unavailable, match=r"'key' failed 3 times, last: .*check that the store at http://"):
         faulty.put_if_absent("key", b"x")
-    assert len(script.requests) == 3
+    assert len(proxy.requests) == 3
 
 
-def test_refused_credentials_are_not_retried(faulty: ObjectStore, script: Script) -> None:
-    script.answers = [403]
-    with pytest.raises(StoreRefused, match=r"AccessDenied \(403\).*credentials"):
-        faulty.get("key")
-    assert len(script.requests) == 1
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (403, r"AccessDenied \(403\).*let these credentials get, put, list and delete"),
+        (501, r"NotImplemented \(501\).*supports PUT with `If-None-Match: \*`"),
+    ],
+)
+def test_a_refusal_is_not_retried(faulty: ObjectStore, proxy: StoreProxy, status: int, words: str) -> None:
+    proxy.faults = [status]
+    with pytest.raises(StoreRefused, match=words):
+        faulty.put_if_absent("key", b"x")
+    assert len(proxy.requests) == 1
 
 
-def test_nothing_listens_is_unavailable(credentials_file: Path) -> None:
-    settings = StoreSettings(
-        endpoint_url="http://127.0.0.1:9", credentials_file=credentials_file, max_attempts=2, backoff_s=0.001
-    )
-    with pytest.raises(Unavailable, match="check the store's health"):
-        open_store("s3://bucket", settings=settings).get("key")
+def published(store: ObjectStore, *, versions: int) -> VersionLog:
+    """A log of so many versions in the store."""
+    publisher = Publisher(VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1), base=None)
+    model = make_model()
+    for step in range(versions):
+        model = trained(model, step) if step else model
+        publisher.publish(model, step=step)
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log.refresh()
+    return log
+
+
+def test_a_part_that_arrives_wrong_once_is_fetched_again(
+    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, tmp_path: Path
+) -> None:
+    log = published(honest, versions=2)
+    proxy.only, proxy.faults = "/parts/", [Fault.WRONG]
+    result = Mirror(tmp_path / "mirror").advance(faulty, log, target=1)
+    assert (result.version, result.rejected, proxy.faults) == (1, frozenset(), [])
+
+
+def test_a_store_that_sends_wrong_parts_leaves_the_old_version(
+    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, tmp_path: Path
+) -> None:
+    log = published(honest, versions=2)
+    mirror = Mirror(tmp_path / "mirror")
+    mirror.advance(honest, log, target=0)
+    proxy.only, proxy.faults = "/parts/", [Fault.WRONG] * 20
+    with pytest.raises(VerificationFailed, match=r"delta from version 0 of version 1 .*sha256"):
+        mirror.advance(faulty, log, target=1)
+    assert mirror.version == 0
+    assert same_model(mirror.load(), make_model())
+
+
+def test_versions_are_published_once_over_a_bad_network(
+    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, tmp_path: Path
+) -> None:
+    publisher = Publisher(VersionWriter.open(faulty, run_id=RUN, policy_id=POLICY, epoch=1), base=None)
+    model = make_model()
+    for step, fault in enumerate([Fault.LOST, 503, Fault.RESET, Fault.LATE]):
+        model = trained(model, step) if step else model
+        proxy.faults = [fault]
+        assert publisher.publish(model, step=step).version == step
+    log = VersionLog(honest, run_id=RUN, policy_id=POLICY)
+    assert log.refresh() == 3
+    mirror = Mirror(tmp_path / "mirror")
+    mirror.advance(honest, log, target=3)
+    assert same_model(mirror.load(), model)

@@ -15,11 +15,14 @@ from rich.console import Console
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe_file import load_recipe
 from astraflow_kit.log import configure
+from astraflow_kit.settings import load
 from astraflow_launcher.development_run import DevelopmentRun, Options, Part
 from astraflow_launcher.observation import parse_goal
 from astraflow_launcher.run_folder import open_run_folder
 from astraflow_launcher.summary import Summary, as_json, as_table
 from astraflow_launcher.view import LineView, LiveView, QuietView, View
+from astraflow_weights.daemon_settings import StoreAccess
+from astraflow_weights.store import open_store, probe_create_only
 
 app = typer.Typer(add_completion=False)
 
@@ -80,6 +83,9 @@ def dev(
     if nodes == 0 and Part.RAAS not in (without or []):
         raise InvalidArgumentError("--nodes 0 leaves nobody to run tasks; give at least 1, or --without raas")
     goal = parse_goal(until) if until else None
+    if store:
+        # Refused here rather than by the trainer, after servers were started and a model was warmed up.
+        probe_create_only(open_store(store, settings=load(StoreAccess).store))
     folder = open_run_folder(loaded, data_dir=data_dir)
     configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))
     options = Options(

@@ -19,10 +19,18 @@ _STYLES = {State.OK: "green", State.WARNING: "yellow", State.FAILED: "red"}
 
 @app.command()
 def doctor(
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="URI", help="Also probe this weight store, file:///… or s3://bucket/prefix."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check this machine and name remedies. Changes nothing."""
-    findings = run_checks()
+    """Check this machine and name remedies. Changes nothing.
+
+    Status 1: something failed. How to reach an S3 store comes from ASTRAFLOW_STORE_ENDPOINT_URL,
+    ASTRAFLOW_STORE_REGION and ASTRAFLOW_STORE_CREDENTIALS_FILE, as for a trainer.
+    """
+    findings = run_checks(store_uri=store)
     if as_json:
         typer.echo(json.dumps([_as_json(finding) for finding in findings], indent=2))
     else:

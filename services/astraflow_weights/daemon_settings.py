@@ -1,0 +1,33 @@
+"""What a daemon that reads or writes weights can be told of its store, beside what every daemon can be told.
+
+Invariant: where the weights are comes from the run, never from here; these settings only say how to reach the
+service and who asks. Nodes, trainers and `astraflow doctor` build on it, so that all three take the same
+`ASTRAFLOW_STORE_*` variables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from astraflow_kit.settings import DaemonSettings
+from astraflow_weights.settings import StoreSettings
+
+
+class StoreAccess(DaemonSettings):
+    """How to reach an S3-compatible store. `file://` stores need none of it."""
+
+    store_endpoint_url: str | None = None
+    """Address of the S3-compatible service that holds the weights; unset means AWS."""
+    store_region: str | None = None
+    """Its region; unset leaves it to the credentials' configuration, then `us-east-1`."""
+    store_credentials_file: Path | None = None
+    """Shared credentials file for the store; unset uses the default chain (environment, profile, instance role)."""
+
+    @property
+    def store(self) -> StoreSettings:
+        """How to talk to the weight store."""
+        return StoreSettings(
+            endpoint_url=self.store_endpoint_url,
+            region=self.store_region,
+            credentials_file=self.store_credentials_file,
+        )

@@ -1,0 +1,22 @@
+"""Daemons that read or write weights take one set of store settings, from options or from variables."""
+
+from pathlib import Path
+
+import pytest
+
+from astraflow_kit.settings import load
+from astraflow_weights.daemon_settings import StoreAccess
+from astraflow_weights.settings import StoreSettings
+
+
+def test_a_file_store_needs_nothing() -> None:
+    assert load(StoreAccess).store == StoreSettings()
+
+
+def test_variables_say_how_to_reach_an_s3_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASTRAFLOW_STORE_ENDPOINT_URL", "http://127.0.0.1:9000")
+    monkeypatch.setenv("ASTRAFLOW_STORE_REGION", "eu-1")
+    monkeypatch.setenv("ASTRAFLOW_STORE_CREDENTIALS_FILE", "/run/secrets/store")
+    assert load(StoreAccess, {"store_region": "eu-2"}).store == StoreSettings(
+        endpoint_url="http://127.0.0.1:9000", region="eu-2", credentials_file=Path("/run/secrets/store")
+    )
