@@ -5,7 +5,8 @@ nothing. Trainers, nodes and tools import from here.
 """
 
 from astraflow_weights.delta import DeltaSummary, apply_delta, encode_delta, summarize_delta
-from astraflow_weights.errors import CorruptPart, ModelMismatch
+from astraflow_weights.errors import CorruptPart, ModelMismatch, NeedsBase
+from astraflow_weights.merge import invert_delta, merge_deltas
 from astraflow_weights.snapshot import decode_snapshot, encode_snapshot
 from astraflow_weights.tensors import Array, Model
 
@@ -15,9 +16,12 @@ __all__ = [
     "DeltaSummary",
     "Model",
     "ModelMismatch",
+    "NeedsBase",
     "apply_delta",
     "decode_snapshot",
     "encode_delta",
     "encode_snapshot",
+    "invert_delta",
+    "merge_deltas",
     "summarize_delta",
 ]

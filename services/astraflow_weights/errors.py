@@ -4,6 +4,7 @@
     RequestError      ObjectNotFound     no object under that key
                       StoreRefused       the store cannot hold weight versions, or its settings are wrong
                       ModelMismatch      two models differ in names, dtypes or shapes: a new policy
+                      NeedsBase          a delta cannot be merged or inverted without the model before it
     StateError        Fenced             a writer with a higher epoch owns the log
                       NoPath             nothing in the log leads to that version
                       MirrorBusy         another process is changing this mirror
@@ -49,6 +50,12 @@ class ModelMismatch(RequestError):
     """A delta was asked for between models that differ in tensor names, dtypes or shapes."""
 
     reason, code = "MODEL_MISMATCH", "INVALID_ARGUMENT"
+
+
+class NeedsBase(RequestError):
+    """A delta counts inside classes of its base's values, and the base was not given."""
+
+    reason, code = "NEEDS_BASE", "FAILED_PRECONDITION"
 
 
 class Fenced(FencedError):

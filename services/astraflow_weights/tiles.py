@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from astraflow_weights.tensors import TensorSpec
+from astraflow_weights.tensors import DTYPE_BY_NAME, TensorSpec
 
 
 class PartKind(IntEnum):
@@ -23,18 +23,20 @@ class PartKind(IntEnum):
 
 
 class TileCodec(IntEnum):
-    """Encodings of a tile. Numbers are part of the format; 2 to 5 are reserved for codecs that do not exist
-    yet.
-    """
+    """Encodings of a tile. Numbers are part of the format (docs/weight-format.md)."""
 
     RAW = 0
-    """Elements (snapshot) or wrapped differences (delta), little endian."""
+    """Elements (snapshot) or differences (delta), little endian."""
     ZERO = 1
     """All elements zero (snapshot) or nothing changed (delta); no body."""
-    GAP_ZSTD = 6
-    """Gaps between changed elements and their steps, in compressed byte planes; delta only."""
-    RAW_ZSTD = 7
-    """As RAW, in compressed byte planes; in a delta the differences are zigzag-mapped first."""
+    RICE = 2
+    """Rice-coded gaps between changed elements, and their steps; bfloat16, delta only."""
+    RICE_CTX = 3
+    """As RICE, inside classes of equal exponent of the base; bfloat16, delta only."""
+    EXP_PLANE = 4
+    """Compressed plane of exponents beside the plane of signs and mantissas; bfloat16, snapshot only."""
+    XOR_ZSTD = 5
+    """Compressed byte planes of the elements (snapshot) or of their exclusive or (delta); not for bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,11 @@ class StoredTile:
     params: tuple[int, int, int]
     aux: int
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Unsigned twin of the tensor's dtype."""
+        return DTYPE_BY_NAME[self.spec.dtype].unsigned
+
     def __str__(self) -> str:
         return (
             f"{self.codec.name} tile [{self.start}, {self.start + self.num_elements}) of {self.spec.name!r}"
@@ -74,16 +81,27 @@ class StoredTile:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Wrapped differences of one tile. `positions` (ascending, inside the tile) is None when `values` has
-    one per element.
+    """Differences of one tile: wrapped for bfloat16, exclusive or for other dtypes.
+
+    `positions` (each once, inside the tile) is None when `values` has one per element.
     """
 
     values: npt.NDArray[Any]
-    positions: npt.NDArray[np.int64] | None = None
+    positions: npt.NDArray[np.uint32] | None = None
 
-    def add_to(self, tile: npt.NDArray[Any]) -> None:
-        """Add to the unsigned elements of a tile, in place; sums wrap around."""
-        if self.positions is None:
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are held."""
+        return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
+
+    def apply_to(self, tile: npt.NDArray[Any]) -> None:
+        """Go from the base to the target, in place, on the unsigned elements of a tile."""
+        if tile.dtype != np.uint16:
+            if self.positions is None:
+                np.bitwise_xor(tile, self.values, out=tile)
+            else:
+                tile[self.positions] ^= self.values
+        elif self.positions is None:
             np.add(tile, self.values, out=tile)
         else:
             tile[self.positions] += self.values

@@ -1,6 +1,7 @@
 """The bytes of parts and log entries, as files: made by this release, to be read by every later one.
 
-A vector never changes. A new format gets new files beside these, and a reader that still takes the old ones.
+A vector never changes once the format is released. A new format gets new files beside these, and a reader that
+still takes the old ones. docs/weight-format.md tells how to read them.
 """
 
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from astraflow_weights import kernel
 from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot
 from astraflow_weights.digest import model_root
+from astraflow_weights.kernel import Isa
 from astraflow_weights.manifest import (
     Asset,
     DeltaRef,
@@ -36,6 +39,7 @@ BASE: dict[str, Array] = {
     "empty": np.zeros((2, 0), dtype=np.uint16),
     "still": np.arange(10, dtype=np.uint16),
     "sparse": np.full(600, 0x3C00, dtype=np.uint16),
+    "large": np.full(600, 0x3C00, dtype=np.uint16),
 }
 
 
@@ -46,18 +50,32 @@ def target() -> dict[str, Array]:
     after["layer.norm"][1] = np.float32(0.0)
     after["codes"] += np.uint8(1)
     after["sparse"][[0, 7, 300, 599]] += np.array([1, 0xFFFF, 1, 2], dtype=np.uint16)
+    after["large"][::3] += np.arange(200, dtype=np.uint16) + np.uint16(1)
+    return after
+
+
+# Weights of two sizes, of which the small ones move: what RICE_CTX is for.
+MIXED: dict[str, Array] = {
+    "w": np.where(np.arange(900) ** 2 % 11 < 4, np.uint16(0x3800), np.uint16(0xBF80)).astype(np.uint16)
+}
+
+
+def mixed_target() -> dict[str, Array]:
+    """`MIXED` after a step: every other small weight moved up or down by one, a few large ones by more."""
+    after = {"w": MIXED["w"].copy()}
+    small = np.flatnonzero(MIXED["w"] == 0x3800)[::2]
+    after["w"][small] += np.where(small % 3 == 0, 0xFFFF, 1).astype(np.uint16)
+    after["w"][np.flatnonzero(MIXED["w"] == 0xBF80)[5::100]] += np.uint16(40)
     return after
 
 
 # Long enough that its planes are stored as zstandard frames.
 COMPRESSIBLE: dict[str, Array] = {
     "w": np.tile(np.array([0x3F80, 0xBF81], dtype=np.uint16), 300),
+    "f": np.arange(300, dtype=np.float32),
     "z": np.zeros(70, dtype=np.float32),
 }
-COMPRESSIBLE_TARGET: dict[str, Array] = {
-    "w": COMPRESSIBLE["w"] + np.tile(np.array([0, 0, 1, 0xFFFF], dtype=np.uint16), 150),
-    "z": COMPRESSIBLE["z"],
-}
+COMPRESSIBLE_TARGET: dict[str, Array] = {**COMPRESSIBLE, "f": COMPRESSIBLE["f"] + np.float32(0.5)}
 
 
 def ref(name: str, size_bytes: int) -> PartRef:
@@ -81,7 +99,7 @@ MANIFEST = Manifest(
     model_root=model_root(TENSORS),
     assets=(Asset(file_name="config.json", blob=ref("dd", 2)),),
     num_changed=12,
-    num_elements=619,
+    num_elements=1219,
     learning_rate=1e-6,
     created_time_s=1_767_225_600.5,
 )
@@ -114,21 +132,32 @@ def test_the_delta_vector_turns_the_base_into_the_target() -> None:
     assert same_model(mirror, target())
 
 
-def test_the_delta_vector_shows_three_encodings() -> None:
+def test_the_delta_vector_shows_the_encodings_that_need_no_base() -> None:
     assert codecs(vector("delta.hex")) == {
         "codes": TileCodec.RAW,
+        "large": TileCodec.RICE,
         "layer.norm": TileCodec.RAW,
-        "layer.weight": TileCodec.RAW,
-        "sparse": TileCodec.GAP_ZSTD,
+        "layer.weight": TileCodec.RICE,
+        "sparse": TileCodec.RICE,
         "still": TileCodec.ZERO,
     }
+
+
+@pytest.mark.parametrize("isa", [None, *Isa], ids=str)
+def test_the_vector_with_context_is_what_the_encoder_makes_and_leads_to_the_target(isa: Isa | None) -> None:
+    with kernel.using(isa):
+        assert encode_delta(MIXED, mixed_target(), context=True) == [vector("delta_context.hex")]
+        mirror = {"w": MIXED["w"].copy()}
+        apply_delta(mirror, [vector("delta_context.hex")])
+    assert same_model(mirror, mixed_target())
+    assert codecs(vector("delta_context.hex")) == {"w": TileCodec.RICE_CTX}
 
 
 def test_compressed_vectors_unfold_to_their_models() -> None:
     """Frames depend on the release of zstandard that made them, so these are only read."""
     snapshot, delta = vector("snapshot_zstd.hex"), vector("delta_zstd.hex")
-    assert codecs(snapshot) == {"w": TileCodec.RAW_ZSTD, "z": TileCodec.ZERO}
-    assert codecs(delta) == {"w": TileCodec.RAW_ZSTD, "z": TileCodec.ZERO}
+    assert codecs(snapshot) == {"f": TileCodec.XOR_ZSTD, "w": TileCodec.EXP_PLANE, "z": TileCodec.ZERO}
+    assert codecs(delta) == {"f": TileCodec.XOR_ZSTD, "w": TileCodec.ZERO, "z": TileCodec.ZERO}
     model = decode_snapshot([snapshot])
     assert same_model(model, COMPRESSIBLE)
     apply_delta(model, [delta])
@@ -149,6 +178,7 @@ def write_vectors() -> None:
     """How the files were made; run by hand for a new format only."""
     contents = {
         "delta.hex": encode_delta(BASE, target(), base_version=1, target_version=2)[0],
+        "delta_context.hex": encode_delta(MIXED, mixed_target(), context=True)[0],
         "snapshot_zstd.hex": encode_snapshot(COMPRESSIBLE)[0],
         "delta_zstd.hex": encode_delta(COMPRESSIBLE, COMPRESSIBLE_TARGET)[0],
         "manifest.hex": encode_entry(MANIFEST),

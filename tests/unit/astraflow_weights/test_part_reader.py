@@ -131,7 +131,7 @@ def test_headers_out_of_bounds_are_refused(offset: int, value: bytes, message: s
         ("num_elements", 2**21 + 1, "no element"),
         ("num_elements", 39, "cover 39 of 40"),
         ("num_changed", 41, "more changes than elements"),
-        ("codec", 2, "a codec this release does not know"),
+        ("codec", 9, "a codec this release does not know"),
         ("reserved", 1, "a codec this release does not know"),
         ("body_start", 1, "do not follow each other"),
         ("body_bytes", 2**32 - 1, "do not follow each other"),

@@ -1,0 +1,552 @@
+/* The inner loops of the delta codecs: find what changed, pack it into bit planes, and the way back.
+
+   Every function is given lengths and stays inside them; what a caller read from the network is checked here
+   before it is used as an index. Results are those of the numpy code in rice.py and context.py, bit for bit.
+   The widest instructions that the processor has are chosen at the first call; `af_use` overrides that. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAVE_X86 1
+#include <immintrin.h>
+#endif
+
+enum { ABI = 1, BLOCK = 64, CLASSES = 16 };
+enum { SCALAR = 0, AVX2 = 1, AVX512 = 2 };
+enum { OK = 0, CUT_SHORT = -1, LEFT_OVER = -2, OUT_OF_RANGE = -3, NO_ROOM = -4 };
+
+static int chosen = -1;
+
+static int best_isa(void) {
+#ifdef HAVE_X86
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2")) return SCALAR;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) return AVX512;
+  return AVX2;
+#else
+  return SCALAR;
+#endif
+}
+
+static int isa(void) {
+  if (chosen < 0) chosen = best_isa();
+  return chosen;
+}
+
+int af_abi(void) { return ABI; }
+
+int af_isa(void) { return isa(); }
+
+/* Uses at most `wanted`; returns what is used from now on. */
+int af_use(int wanted) {
+  int best = best_isa();
+  chosen = wanted < best ? wanted : best;
+  return chosen;
+}
+
+/* ------------------------------------------------------------------ which elements of a block changed */
+
+static inline uint64_t changed_scalar(const uint16_t *a, const uint16_t *b) {
+  uint64_t mask = 0;
+  for (int word = 0; word < BLOCK / 4; word++) {
+    uint64_t x, y;
+    memcpy(&x, a + 4 * word, 8);
+    memcpy(&y, b + 4 * word, 8);
+    if (x == y) continue;
+    for (int i = 4 * word; i < 4 * word + 4; i++) mask |= (uint64_t)(a[i] != b[i]) << i;
+  }
+  return mask;
+}
+
+static inline unsigned class_of(uint16_t bits, unsigned first_exponent) {
+  unsigned exponent = (bits >> 7) & 0xff;
+  if (exponent <= first_exponent) return 0;
+  unsigned distance = exponent - first_exponent;
+  return distance < CLASSES - 1 ? distance : CLASSES - 1;
+}
+
+#ifdef HAVE_X86
+#define TARGET_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt,lzcnt")))
+#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx2,bmi,bmi2,popcnt,lzcnt")))
+
+TARGET_AVX2 static inline uint32_t equal32_avx2(const uint16_t *a, const uint16_t *b) {
+  __m256i low = _mm256_cmpeq_epi16(_mm256_loadu_si256((const __m256i *)a), _mm256_loadu_si256((const __m256i *)b));
+  __m256i high = _mm256_cmpeq_epi16(_mm256_loadu_si256((const __m256i *)(a + 16)),
+                                    _mm256_loadu_si256((const __m256i *)(b + 16)));
+  __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8);
+  return (uint32_t)_mm256_movemask_epi8(bytes);
+}
+
+TARGET_AVX2 static inline uint64_t changed_avx2(const uint16_t *a, const uint16_t *b) {
+  return ~(((uint64_t)equal32_avx2(a + 32, b + 32) << 32) | equal32_avx2(a, b));
+}
+
+TARGET_AVX512 static inline uint64_t changed_avx512(const uint16_t *a, const uint16_t *b) {
+  uint32_t low = _mm512_cmpneq_epu16_mask(_mm512_loadu_si512(a), _mm512_loadu_si512(b));
+  uint32_t high = _mm512_cmpneq_epu16_mask(_mm512_loadu_si512(a + 32), _mm512_loadu_si512(b + 32));
+  return ((uint64_t)high << 32) | low;
+}
+
+/* Classes of 32 elements as bytes, in order. */
+TARGET_AVX2 static inline __m256i classes32_avx2(const uint16_t *bits, unsigned first_exponent) {
+  const __m256i first = _mm256_set1_epi16((short)first_exponent), last = _mm256_set1_epi16(CLASSES - 1);
+  const __m256i exponent_bits = _mm256_set1_epi16(0xff);
+  __m256i half[2];
+  for (int i = 0; i < 2; i++) {
+    __m256i x = _mm256_loadu_si256((const __m256i *)(bits + 16 * i));
+    __m256i exponent = _mm256_and_si256(_mm256_srli_epi16(x, 7), exponent_bits);
+    half[i] = _mm256_min_epu16(_mm256_subs_epu16(exponent, first), last);
+  }
+  return _mm256_permute4x64_epi64(_mm256_packus_epi16(half[0], half[1]), 0xd8);
+}
+
+TARGET_AVX512 static inline __m512i classes64_avx512(const uint16_t *bits, unsigned first_exponent) {
+  const __m512i first = _mm512_set1_epi16((short)first_exponent), last = _mm512_set1_epi16(CLASSES - 1);
+  const __m512i exponent_bits = _mm512_set1_epi16(0xff);
+  __m256i half[2];
+  for (int i = 0; i < 2; i++) {
+    __m512i exponent = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(bits + 32 * i), 7), exponent_bits);
+    half[i] = _mm512_cvtepi16_epi8(_mm512_min_epu16(_mm512_subs_epu16(exponent, first), last));
+  }
+  return _mm512_inserti64x4(_mm512_castsi256_si512(half[0]), half[1], 1);
+}
+
+/* The members of each class in a block of 64, as masks. */
+TARGET_AVX2 static inline void members_avx2(const uint16_t *bits, unsigned first_exponent, uint64_t *members) {
+  __m256i low = classes32_avx2(bits, first_exponent), high = classes32_avx2(bits + 32, first_exponent);
+  for (int c = 0; c < CLASSES; c++) {
+    __m256i wanted = _mm256_set1_epi8((char)c);
+    uint32_t a = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(low, wanted));
+    uint32_t b = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(high, wanted));
+    members[c] = ((uint64_t)b << 32) | a;
+  }
+}
+
+TARGET_AVX512 static inline void members_avx512(const uint16_t *bits, unsigned first_exponent, uint64_t *members) {
+  __m512i classes = classes64_avx512(bits, first_exponent);
+  for (int c = 0; c < CLASSES; c++) members[c] = _mm512_cmpeq_epi8_mask(classes, _mm512_set1_epi8((char)c));
+}
+#endif
+
+/* ------------------------------------------------------------------ scan */
+
+#define DEFINE_SCAN(NAME, TARGET, CHANGED)                                                                       \
+  TARGET static int64_t NAME(const uint16_t *base, const uint16_t *target, size_t n, uint32_t *positions,        \
+                             uint16_t *steps) {                                                                  \
+    size_t found = 0, i = 0;                                                                                     \
+    for (; i + BLOCK <= n; i += BLOCK) {                                                                         \
+      for (uint64_t changed = CHANGED(base + i, target + i); changed; changed &= changed - 1) {                  \
+        size_t at = i + (size_t)__builtin_ctzll(changed);                                                        \
+        positions[found] = (uint32_t)at;                                                                         \
+        steps[found++] = (uint16_t)(target[at] - base[at]);                                                      \
+      }                                                                                                          \
+    }                                                                                                            \
+    for (; i < n; i++) {                                                                                         \
+      if (base[i] == target[i]) continue;                                                                        \
+      positions[found] = (uint32_t)i;                                                                            \
+      steps[found++] = (uint16_t)(target[i] - base[i]);                                                          \
+    }                                                                                                            \
+    return (int64_t)found;                                                                                       \
+  }
+
+DEFINE_SCAN(scan_scalar, , changed_scalar)
+#ifdef HAVE_X86
+DEFINE_SCAN(scan_avx2, TARGET_AVX2, changed_avx2)
+DEFINE_SCAN(scan_avx512, TARGET_AVX512, changed_avx512)
+#endif
+
+/* Positions and wrapped steps of the changed elements, ascending; both arrays hold n. Returns their number. */
+int64_t af_scan(const uint16_t *base, const uint16_t *target, size_t n, uint32_t *positions, uint16_t *steps) {
+#ifdef HAVE_X86
+  if (isa() == AVX512) return scan_avx512(base, target, n, positions, steps);
+  if (isa() == AVX2) return scan_avx2(base, target, n, positions, steps);
+#endif
+  return scan_scalar(base, target, n, positions, steps);
+}
+
+/* ------------------------------------------------------------------ ranks inside classes, and back */
+
+typedef struct {
+  uint32_t *ranks;
+  uint16_t *steps;
+  uint8_t *classes;
+} Found;
+
+static size_t rank_tail(const uint16_t *base, const uint16_t *target, size_t from, size_t n, unsigned first_exponent,
+                        uint32_t *seen, Found found, size_t count) {
+  for (size_t i = from; i < n; i++) {
+    unsigned c = class_of(base[i], first_exponent);
+    if (base[i] != target[i]) {
+      found.ranks[count] = seen[c];
+      found.steps[count] = (uint16_t)(target[i] - base[i]);
+      found.classes[count++] = (uint8_t)c;
+    }
+    seen[c]++;
+  }
+  return count;
+}
+
+#define DEFINE_RANK(NAME, TARGET, CHANGED, MEMBERS)                                                              \
+  TARGET static size_t NAME(const uint16_t *base, const uint16_t *target, size_t n, unsigned first_exponent,     \
+                            uint32_t *seen, Found found) {                                                       \
+    uint64_t members[CLASSES];                                                                                   \
+    size_t count = 0, i = 0;                                                                                     \
+    for (; i + BLOCK <= n; i += BLOCK) {                                                                         \
+      uint64_t changed = CHANGED(base + i, target + i);                                                          \
+      MEMBERS(base + i, first_exponent, members);                                                                \
+      for (; changed; changed &= changed - 1) {                                                                  \
+        unsigned bit = (unsigned)__builtin_ctzll(changed);                                                       \
+        size_t at = i + bit;                                                                                     \
+        unsigned c = class_of(base[at], first_exponent);                                                         \
+        uint64_t before = members[c] & ((1ull << bit) - 1);                                                      \
+        found.ranks[count] = seen[c] + (uint32_t)__builtin_popcountll(before);                                   \
+        found.steps[count] = (uint16_t)(target[at] - base[at]);                                                  \
+        found.classes[count++] = (uint8_t)c;                                                                     \
+      }                                                                                                          \
+      for (int c = 0; c < CLASSES; c++) seen[c] += (uint32_t)__builtin_popcountll(members[c]);                   \
+    }                                                                                                            \
+    return rank_tail(base, target, i, n, first_exponent, seen, found, count);                                    \
+  }
+
+#ifdef HAVE_X86
+DEFINE_RANK(rank_avx2, TARGET_AVX2, changed_avx2, members_avx2)
+DEFINE_RANK(rank_avx512, TARGET_AVX512, changed_avx512, members_avx512)
+#endif
+
+/* Ranks of the changed elements among the elements whose old value is of the same class, grouped by class and
+   ascending inside it, with their steps. All arrays hold n; counts and populations hold 16 and are set. */
+int64_t af_rank(const uint16_t *base, const uint16_t *target, size_t n, unsigned first_exponent, uint32_t *scratch_ranks,
+                uint16_t *scratch_steps, uint8_t *scratch_classes, uint32_t *ranks, uint16_t *steps, uint32_t *counts,
+                uint32_t *populations) {
+  Found found = {scratch_ranks, scratch_steps, scratch_classes};
+  size_t count;
+  memset(populations, 0, CLASSES * sizeof *populations);
+#ifdef HAVE_X86
+  if (isa() == AVX512)
+    count = rank_avx512(base, target, n, first_exponent, populations, found);
+  else if (isa() == AVX2)
+    count = rank_avx2(base, target, n, first_exponent, populations, found);
+  else
+#endif
+    count = rank_tail(base, target, 0, n, first_exponent, populations, found, 0);
+  memset(counts, 0, CLASSES * sizeof *counts);
+  for (size_t i = 0; i < count; i++) counts[found.classes[i]]++;
+  size_t next[CLASSES], start = 0;
+  for (int c = 0; c < CLASSES; c++) {
+    next[c] = start;
+    start += counts[c];
+  }
+  for (size_t i = 0; i < count; i++) {
+    size_t to = next[found.classes[i]]++;
+    ranks[to] = found.ranks[i];
+    steps[to] = found.steps[i];
+  }
+  return (int64_t)count;
+}
+
+typedef struct {
+  const uint32_t *ranks;
+  uint32_t *positions;
+  size_t cursor[CLASSES], end[CLASSES], left;
+  uint32_t next[CLASSES], seen[CLASSES];
+} Lookup;
+
+/* Returns the rank that is wanted next in the class. */
+static inline uint32_t found_at(Lookup *lookup, int c, size_t position) {
+  size_t at = lookup->cursor[c]++;
+  lookup->positions[at] = (uint32_t)position;
+  lookup->left--;
+  return at + 1 < lookup->end[c] ? lookup->ranks[at + 1] : UINT32_MAX;
+}
+
+static void locate_tail(const uint16_t *base, size_t from, size_t n, unsigned first_exponent, Lookup *lookup) {
+  for (size_t i = from; i < n && lookup->left; i++) {
+    unsigned c = class_of(base[i], first_exponent);
+    if (lookup->seen[c]++ == lookup->next[c]) lookup->next[c] = found_at(lookup, (int)c, i);
+  }
+}
+
+/* `seen` and `next` are kept apart from the lookup: the compiler can then hold them in registers. */
+#define DEFINE_LOCATE(NAME, TARGET, MEMBERS)                                                                     \
+  TARGET static void NAME(const uint16_t *base, size_t n, unsigned first_exponent, Lookup *lookup) {             \
+    uint64_t members[CLASSES];                                                                                   \
+    uint32_t seen[CLASSES] = {0}, next[CLASSES];                                                                 \
+    size_t i = 0;                                                                                                \
+    memcpy(next, lookup->next, sizeof next);                                                                     \
+    for (; i + BLOCK <= n && lookup->left; i += BLOCK) {                                                         \
+      MEMBERS(base + i, first_exponent, members);                                                                \
+      for (int c = 0; c < CLASSES; c++) {                                                                        \
+        uint32_t before = seen[c], after = before + (uint32_t)__builtin_popcountll(members[c]);                  \
+        seen[c] = after;                                                                                         \
+        while (next[c] < after) {                                                                                \
+          uint64_t bit = _pdep_u64(1ull << (next[c] - before), members[c]);                                      \
+          next[c] = found_at(lookup, c, i + (size_t)__builtin_ctzll(bit));                                       \
+        }                                                                                                        \
+      }                                                                                                          \
+    }                                                                                                            \
+    memcpy(lookup->seen, seen, sizeof seen);                                                                     \
+    memcpy(lookup->next, next, sizeof next);                                                                     \
+    locate_tail(base, i, n, first_exponent, lookup);                                                             \
+  }
+
+#ifdef HAVE_X86
+DEFINE_LOCATE(locate_avx2, TARGET_AVX2, members_avx2)
+DEFINE_LOCATE(locate_avx512, TARGET_AVX512, members_avx512)
+#endif
+
+/* Positions of elements known by class and rank: the inverse of `af_rank`. `ranks` are grouped by class and
+   strictly ascending inside it; OUT_OF_RANGE when a class has fewer elements than a rank says. */
+int af_locate(const uint16_t *base, size_t n, unsigned first_exponent, const uint32_t *counts, const uint32_t *ranks,
+              uint32_t *positions) {
+  Lookup lookup = {.ranks = ranks, .positions = positions};
+  size_t start = 0;
+  for (int c = 0; c < CLASSES; c++) {
+    lookup.cursor[c] = start;
+    lookup.end[c] = start += counts[c];
+    lookup.next[c] = counts[c] ? ranks[lookup.cursor[c]] : UINT32_MAX;
+  }
+  lookup.left = start;
+#ifdef HAVE_X86
+  if (isa() == AVX512)
+    locate_avx512(base, n, first_exponent, &lookup);
+  else if (isa() == AVX2)
+    locate_avx2(base, n, first_exponent, &lookup);
+  else
+#endif
+    locate_tail(base, 0, n, first_exponent, &lookup);
+  return lookup.left ? OUT_OF_RANGE : OK;
+}
+
+/* ------------------------------------------------------------------ bit planes */
+
+/* Seven planes, least significant bit first: quotients and remainders of the gaps, signs, quotients and
+   remainders of the runs between exceptions, lengths and low bits of the magnitudes. */
+enum { GAP_Q, GAP_R, SIGN, RUN_Q, RUN_R, SIZE_Q, SIZE_R, PLANES };
+
+/* How one class is coded: mode 0 lists the steps beyond one unit, mode 1 gives every step its size. */
+typedef struct {
+  uint32_t count, exceptions, population;
+  uint8_t gap_bits, mode, size_bits, unused;
+} ClassCode;
+
+typedef struct {
+  uint8_t *at, *end;
+  uint64_t pending;
+  unsigned bits;
+  int full;
+} Writer;
+
+static inline void put(Writer *w, uint64_t value, unsigned bits) { /* at most 32 bits */
+  w->pending |= value << w->bits;
+  w->bits += bits;
+  if (w->bits < 32) return;
+  if (w->end - w->at < 4) {
+    w->full = 1;
+    w->bits = 0;
+    w->pending = 0;
+    return;
+  }
+  memcpy(w->at, &w->pending, 4);
+  w->at += 4;
+  w->pending >>= 32;
+  w->bits -= 32;
+}
+
+static inline void put_unary(Writer *w, uint32_t zeros) {
+  for (; zeros > 31; zeros -= 32) put(w, 0, 32);
+  put(w, 1ull << zeros, zeros + 1);
+}
+
+static void finish(Writer *w) {
+  for (; w->bits > 0; w->bits = w->bits > 8 ? w->bits - 8 : 0, w->pending >>= 8) {
+    if (w->at == w->end) {
+      w->full = 1;
+      return;
+    }
+    *w->at++ = (uint8_t)w->pending;
+  }
+}
+
+static inline uint32_t low_bits(uint32_t value, unsigned bits) { return value & ((1u << bits) - 1); }
+
+static inline uint32_t magnitude(uint16_t step) { return step & 0x8000 ? 0x10000u - step : step; }
+
+/* Exp-Golomb of the given order: the number of extra bits in unary, then all low bits. */
+static inline void put_size(Writer *planes, uint32_t value, unsigned order) {
+  value += 1u << order;
+  unsigned length = 31 - (unsigned)__builtin_clz(value);
+  put_unary(planes + SIZE_Q, length - order);
+  put(planes + SIZE_R, low_bits(value, length), length);
+}
+
+static void pack_steps(Writer *planes, const uint16_t *steps, const ClassCode *code) {
+  uint32_t run = 0;
+  for (uint32_t i = 0; i < code->count; i++) {
+    uint32_t size = magnitude(steps[i]);
+    if (code->mode == 1) {
+      put_size(planes, size - 1, code->size_bits);
+    } else if (size == 1) {
+      run++;
+    } else {
+      put_unary(planes + RUN_Q, run >> code->size_bits);
+      put(planes + RUN_R, low_bits(run, code->size_bits), code->size_bits);
+      put_size(planes, size - 2, 0);
+      run = 0;
+    }
+  }
+}
+
+/* Packs `ranks` and `steps`, grouped by class. `planes` hold `capacities` bytes and get `lengths`. */
+int af_pack(const uint32_t *ranks, const uint16_t *steps, const ClassCode *codes, size_t num_codes, uint8_t **planes,
+            const size_t *capacities, size_t *lengths) {
+  Writer writers[PLANES];
+  for (int p = 0; p < PLANES; p++) writers[p] = (Writer){.at = planes[p], .end = planes[p] + capacities[p]};
+  for (size_t c = 0; c < num_codes; c++) {
+    const ClassCode *code = codes + c;
+    uint32_t next = 0;
+    for (uint32_t i = 0; i < code->count; i++) {
+      uint32_t gap = ranks[i] - next;
+      next = ranks[i] + 1;
+      put_unary(writers + GAP_Q, gap >> code->gap_bits);
+      put(writers + GAP_R, low_bits(gap, code->gap_bits), code->gap_bits);
+      put(writers + SIGN, steps[i] >> 15, 1);
+    }
+    pack_steps(writers, steps, code);
+    ranks += code->count;
+    steps += code->count;
+  }
+  for (int p = 0; p < PLANES; p++) {
+    finish(writers + p);
+    if (writers[p].full) return NO_ROOM;
+    lengths[p] = (size_t)(writers[p].at - planes[p]);
+  }
+  return OK;
+}
+
+typedef struct {
+  const uint8_t *at, *end;
+  uint64_t pending;
+  unsigned bits;
+  int cut;
+} Reader;
+
+static inline void refill(Reader *r) { /* more than 32 bits afterwards, unless the plane ends */
+  if (r->bits > 32) return;
+  if (r->end - r->at >= 4) {
+    uint32_t word;
+    memcpy(&word, r->at, 4);
+    r->at += 4;
+    r->pending |= (uint64_t)word << r->bits;
+    r->bits += 32;
+    return;
+  }
+  for (; r->at < r->end && r->bits <= 56; r->bits += 8) r->pending |= (uint64_t)*r->at++ << r->bits;
+}
+
+static inline uint32_t take(Reader *r, unsigned bits) {
+  refill(r);
+  if (bits > r->bits) {
+    r->cut = 1;
+    return 0;
+  }
+  uint32_t value = (uint32_t)(r->pending & ((1ull << bits) - 1));
+  r->pending >>= bits;
+  r->bits -= bits;
+  return value;
+}
+
+static inline uint32_t take_unary(Reader *r) {
+  uint32_t zeros = 0;
+  for (refill(r); !r->pending; refill(r)) {
+    if (!r->bits) {
+      r->cut = 1;
+      return 0;
+    }
+    zeros += r->bits;
+    r->bits = 0;
+  }
+  unsigned more = (unsigned)__builtin_ctzll(r->pending);
+  r->pending >>= more;
+  r->pending >>= 1;
+  r->bits -= more + 1;
+  return zeros + more;
+}
+
+static int all_taken(const Reader *r) { return r->at == r->end && r->bits < 8 && !r->pending; }
+
+static inline int take_size(Reader *planes, unsigned order, uint32_t *value) {
+  uint32_t length = take_unary(planes + SIZE_Q) + order;
+  if (length > 16) return OUT_OF_RANGE;
+  *value = ((1u << length) | take(planes + SIZE_R, length)) - (1u << order);
+  return OK;
+}
+
+/* Gives `step`, which is plus or minus one, its size; two spellings of one step are not accepted. */
+static inline int resize(uint16_t *step, uint32_t size) {
+  int negative = *step >> 15;
+  if (size > 0x7fffu + (uint32_t)negative) return OUT_OF_RANGE;
+  *step = (uint16_t)(negative ? 0x10000u - size : size);
+  return OK;
+}
+
+static int unpack_steps(Reader *planes, uint16_t *steps, const ClassCode *code) {
+  uint32_t value;
+  uint64_t at = 0;
+  uint32_t listed = code->mode == 1 ? code->count : code->exceptions;
+  for (uint32_t i = 0; i < listed; i++, at++) {
+    if (code->mode == 0) {
+      uint64_t run = (uint64_t)take_unary(planes + RUN_Q) << code->size_bits;
+      at += run + take(planes + RUN_R, code->size_bits);
+      if (at >= code->count) return OUT_OF_RANGE;
+    }
+    int status = take_size(planes, code->mode == 1 ? code->size_bits : 0, &value);
+    if (status == OK) status = resize(steps + at, value + (code->mode == 1 ? 1 : 2));
+    if (status != OK) return status;
+  }
+  return OK;
+}
+
+/* The inverse of `af_pack`. `ranks` and `steps` hold the sum of the counts; nothing is written beyond. */
+int af_unpack(const uint8_t *const *planes, const size_t *lengths, const ClassCode *codes, size_t num_codes,
+              uint32_t *ranks, uint16_t *steps) {
+  Reader readers[PLANES];
+  for (int p = 0; p < PLANES; p++) readers[p] = (Reader){.at = planes[p], .end = planes[p] + lengths[p]};
+  for (size_t c = 0; c < num_codes; c++) {
+    const ClassCode *code = codes + c;
+    uint64_t next = 0;
+    for (uint32_t i = 0; i < code->count; i++) {
+      uint64_t quotient = (uint64_t)take_unary(readers + GAP_Q) << code->gap_bits;
+      next += quotient + take(readers + GAP_R, code->gap_bits);
+      if (next >= code->population) return readers[GAP_Q].cut ? CUT_SHORT : OUT_OF_RANGE;
+      ranks[i] = (uint32_t)next++;
+      steps[i] = take(readers + SIGN, 1) ? 0xffff : 1;
+    }
+    int status = unpack_steps(readers, steps, code);
+    if (status != OK) return status;
+    ranks += code->count;
+    steps += code->count;
+  }
+  for (int p = 0; p < PLANES; p++) {
+    if (readers[p].cut) return CUT_SHORT;
+    if (!all_taken(readers + p)) return LEFT_OVER;
+  }
+  return OK;
+}
+
+/* Adds steps to the elements at the positions, which the caller has checked; sums wrap around. */
+void af_add(uint16_t *tile, const uint32_t *positions, const uint16_t *steps, size_t count) {
+  for (size_t i = 0; i < count; i++) tile[positions[i]] = (uint16_t)(tile[positions[i]] + steps[i]);
+}
+
+/* Number of steps beyond one unit, and the sum of what all steps exceed one unit by. */
+void af_measure(const uint16_t *steps, size_t count, uint64_t *exceptions, uint64_t *excess) {
+  uint64_t beyond = 0, total = 0;
+  for (size_t i = 0; i < count; i++) {
+    uint32_t size = magnitude(steps[i]);
+    beyond += size > 1;
+    total += size - 1;
+  }
+  *exceptions = beyond;
+  *excess = total;
+}
