@@ -316,6 +316,8 @@ def _daemon_environment(address_file: Path) -> Mapping[str, str]:
     return {
         "ASTRAFLOW_ADDRESS_FILE": str(address_file),
         "ASTRAFLOW_LOG_FORMAT": "json",
+        # What nodes pushed and were told: with the trainer's ledger it is what a run can be audited against.
+        "ASTRAFLOW_PUSH_JOURNAL": "true",
         # One thread per process: on two cores the trainer and the engine would otherwise fight for both.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -27,6 +27,9 @@ log = get_logger(__name__)
 _FATAL = frozenset({ExitCode.USAGE, ExitCode.SUPERSEDED})
 _READY_POLL_S = 0.05
 _LOG_TAIL_LINES = 12
+# A killed server should answer again within 3 s, most of which its own start takes.
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ class Child:
                     return
                 self._refuse_when_broken()
                 self.restarts += 1
-                wait_s = min(5.0, 0.2 * 2 ** len(self._recent))
+                wait_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (len(self._recent) - 1))
                 log.warning("child.restarting", child=self.spec.name, exit_code=self.exit_code, wait_s=wait_s)
                 await asyncio.sleep(wait_s)
         finally:

@@ -25,6 +25,7 @@ from astraflow_raas.mirror_source import MirrorSource
 from astraflow_raas.node import Node, NodeState, PolicyParts, PolicyTable
 from astraflow_raas.node_folder import NodeFolder
 from astraflow_raas.push import Pusher
+from astraflow_raas.push_journal import PushJournal
 from astraflow_raas.served_policy import ServedPolicy
 from astraflow_raas.session import Session, SessionSettings
 from astraflow_raas.settings import NodeSettings
@@ -71,7 +72,8 @@ async def assemble_node(
     policies = PolicyTable({name: await maker.make(name) for name in found.recipe.policies})
     limits = SpoolLimits(max_episodes=settings.spool_episodes, max_bytes=settings.spool_bytes)
     files = SpoolFiles(folder.spool(membership.run_id))
-    pusher = Pusher(client, metrics=metrics, limits=limits, files=files)
+    journal = PushJournal(folder.push_journal if settings.push_journal else None)
+    pusher = Pusher(client, metrics=metrics, limits=limits, files=files, journal=journal)
     session = Session(
         workflow,
         policies={name: part.policy for name, part in policies.parts.items()},

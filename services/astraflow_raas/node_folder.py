@@ -36,6 +36,11 @@ class NodeFolder:
         """Where finished episodes of a run are kept until the server has them safely."""
         return self.path / "spool" / run_id
 
+    @property
+    def push_journal(self) -> Path:
+        """What was pushed and answered, when the setting asks for it."""
+        return self.path / "pushes.jsonl"
+
     def engine_log(self, policy_id: str) -> Path:
         """Where an engine's output goes."""
         return self.path / f"engine-{policy_id}.log"

@@ -21,6 +21,7 @@ from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.unit_of_work import task_correlation
 from astraflow_raas.loops import LoopService
+from astraflow_raas.push_journal import PushJournal
 from astraflow_raas.spool import Spool, Spooled, SpoolLimits
 from astraflow_raas.spool_files import SpoolFiles
 from astraflow_raas.streams import converse
@@ -55,11 +56,13 @@ class Pusher(LoopService):
         limits: SpoolLimits | None = None,
         clock: Clock | None = None,
         files: SpoolFiles | None = None,
+        journal: PushJournal | None = None,
     ) -> None:
         super().__init__()
         self._client = client
         self._metrics = metrics
         self._files = files
+        self._record = journal or PushJournal()
         self._spool = Spool(
             limits=limits or SpoolLimits(), clock=clock or SystemClock(), released=self._released
         )
@@ -184,6 +187,7 @@ class Pusher(LoopService):
         self._journal.write()
         if self._files is not None:
             self._files.close()
+        self._record.close()
 
     async def _loop(self) -> None:
         """Keep one stream from the first episode on. Raises when the server refuses the node."""
@@ -219,6 +223,7 @@ class Pusher(LoopService):
                 await self._to_send.wait()
                 continue
             sequence += 1
+            self._record.sent(spooled.episode)
             failpoints.hit("raas.push")
             await call.write(trajectory_service_pb2.PushRequest(sequence=sequence, episode=spooled.episode))
             failpoints.hit("raas.pushed")
@@ -239,6 +244,7 @@ class Pusher(LoopService):
         spooled = self._spool.acknowledge(result)
         if spooled is None:
             raise InternalError("the server acknowledged a push that was never sent")
+        self._record.answered(spooled.episode, result)
         outcome = trajectory_service_pb2.Outcome.Name(result.outcome).removeprefix("OUTCOME_").lower()
         self._metrics.increment("astraflow_raas_pushes_total", outcome=outcome)
         self._journal.note(spooled.episode, outcome=outcome, reason=result.reason)

@@ -75,6 +75,8 @@ class NodeSettings(StoreAccess):
     """Finished episodes kept until the server has acknowledged them; sampling pauses when it is full."""
     spool_bytes: Annotated[int, Field(ge=2**24, le=2**40)] = 2**28
     """The same bound in bytes."""
+    push_journal: bool = False
+    """Write every push and its answer to `pushes.jsonl` in the node's folder, for audits; it only grows."""
 
     @field_validator("work_dir", "mirror_dir")
     @classmethod

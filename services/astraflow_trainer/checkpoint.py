@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from astraflow_kit import failpoints
 from astraflow_trainer.optimizer import MasterOptimizer
 from astraflow_trainer.ranks import OneRank, Ranks
 
@@ -101,6 +102,7 @@ class CheckpointStore:
         partial = self._directory / f"{_PARTIAL}{final.name}"
         self._as_first(lambda: shutil.rmtree(partial, ignore_errors=True))
         _save(staged.tensors, partial, group=self._group)
+        failpoints.hit("trainer.checkpoint_half_written")
         self._as_first(lambda: self._commit(staged.position, partial=partial, final=final))
         self._as_first(self._drop_old)
         return final

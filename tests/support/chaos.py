@@ -1,0 +1,245 @@
+"""Kills processes of a real run inside named windows, and goes on until everything armed has happened.
+
+A `Kill` names a failpoint, which of its hits counts, and the victim. When the victim is the process that
+runs the failpoint, it kills itself there; for any other victim the process stops itself (SIGSTOP) in the
+window, the harness kills the victim, and lets it go on. So every kill lands in its window however slow the
+machine is. A killed launcher takes everything with it and is started again on the same --data-dir.
+
+`run_kills` drives one run; `Story` says what happened. Used by tests/chaos.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from astraflow_kit.failpoints import Hit
+from support.development import CHILDREN, RunFiles, dev, finish, wait_for
+
+ROLES = (*CHILDREN, "engine", "launcher")
+# First part of a failpoint's name -> the role that runs it.
+_HOSTS = {"dataflow": "dataflow", "raas": "node", "trainer": "trainer", "engine": "engine"}
+_WEIGHTS_HOSTS = {"publish": "trainer", "mirror": "node"}
+_ENGINE_MODULE = "-m astraflow_engine"
+_LOOK_S = 0.01
+_STEPS_AFTER = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """SIGKILL of `victim` at hit number `nth` of `failpoint`."""
+
+    failpoint: str
+    victim: str
+    nth: int = 1
+    cut_bytes: int = 0
+    """Bytes cut from the end of Valkey's append-only file before it starts again: what a power cut loses."""
+
+    @property
+    def host(self) -> str:
+        """The role that runs the failpoint."""
+        first, second, *_ = self.failpoint.split(".")
+        return _WEIGHTS_HOSTS[second] if first == "weights" else _HOSTS[first]
+
+    @property
+    def clause(self) -> str:
+        """How it is armed."""
+        return f"{self.failpoint}={'kill' if self.victim == self.host else 'stop'}@{self.nth}"
+
+    def __str__(self) -> str:
+        cut = f" cut {self.cut_bytes}" if self.cut_bytes else ""
+        return f"{self.failpoint} × {self.victim}{cut}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """One kill that happened: the process that died, and the hit that set it off (none for random kills)."""
+
+    victim: str
+    pid: int
+    hit: Hit | None = None
+
+
+@dataclass
+class Story:
+    """What happened to one run."""
+
+    files: RunFiles
+    deaths: list[Death] = field(default_factory=list)
+    pids: dict[str, list[int]] = field(default_factory=dict)
+    """Every process id a role had, oldest first."""
+    lives: int = 1
+    """Launchers started."""
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    def came_back(self, death: Death) -> bool:
+        """Whether the role had another process after the one that died."""
+        pids = self.pids.get(death.victim, [])
+        return death.pid in pids and pids[-1] != death.pid
+
+    def note(self, role: str, pid: int) -> None:
+        """Remember a process of a role."""
+        known = self.pids.setdefault(role, [])
+        if pid not in known:
+            known.append(pid)
+
+
+class Monkey:
+    """Knows the processes of one run and kills them."""
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.launcher: subprocess.Popen[str] | None = None
+
+    def look(self) -> None:
+        """Take in which processes there are."""
+        if self.launcher is not None:
+            self.story.note("launcher", self.launcher.pid)
+        roles = {child: role for role, child in CHILDREN.items()}
+        for child, pid in self.story.files.starts():
+            self.story.note(roles[child], pid)
+        engine = self._engine()
+        if engine is not None:
+            self.story.note("engine", engine)
+
+    def pid_of(self, role: str) -> int | None:
+        """The living process of a role; None while there is none."""
+        self.look()
+        pids = self.story.pids.get(role, [])
+        return pids[-1] if pids and _lives(pids[-1]) else None
+
+    def kill(self, role: str, *, hit: Hit | None = None, cut_bytes: int = 0) -> bool:
+        """SIGKILL a role's process, and wait until it is dead; False when there is none."""
+        pid = self.pid_of(role)
+        if pid is None:
+            return False
+        with self._launcher_frozen(when=bool(cut_bytes)):
+            os.kill(pid, signal.SIGKILL)
+            self.story.deaths.append(Death(victim=role, pid=pid, hit=hit))
+            if role == "launcher":
+                self._all_dead()
+            else:
+                wait_for(lambda: not _lives(pid), what=f"the end of {role} {pid}", period_s=_LOOK_S)
+            if cut_bytes:
+                cut_tail(self.story.files.data_dir / "redis", cut_bytes)
+        return True
+
+    @contextlib.contextmanager
+    def _launcher_frozen(self, *, when: bool) -> Iterator[None]:
+        """Keep the launcher from starting the victim again meanwhile."""
+        if not when or self.launcher is None:
+            yield
+            return
+        self.launcher.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.launcher.send_signal(signal.SIGCONT)
+
+    def _all_dead(self) -> None:
+        assert self.launcher is not None
+        self.launcher.wait(timeout=30)
+        wait_for(lambda: not self.story.files.processes(), what="the end of every child", timeout_s=30)
+
+    def _engine(self) -> int | None:
+        found = self.story.files.processes(_ENGINE_MODULE)
+        return max((process.pid for process in found), default=None)
+
+
+def run_kills(folder: Path, kills: Sequence[Kill], *, timeout_s: float = 400) -> Story:
+    """Run until every kill happened, its victim came back and a few more steps were taken; then end in order."""
+    assert len({kill.failpoint for kill in kills}) == len(kills), "one clause per failpoint and run"
+    story = Story(files=RunFiles(folder))
+    armed = ";".join(kill.clause for kill in kills)
+    deadline_s = time.monotonic() + timeout_s
+    director = _Director(Monkey(story), kills)
+    while not story.summary:
+        with dev(folder, "--steps", "100000", failpoints=armed) as launcher:
+            director.monkey.launcher = launcher
+            if director.direct(launcher, deadline_s=deadline_s):
+                story.summary = finish(launcher, folder)
+            else:
+                story.lives += 1
+    return story
+
+
+class _Director:
+    """Watches the failpoints' log over all lives of one run."""
+
+    def __init__(self, monkey: Monkey, kills: Sequence[Kill]) -> None:
+        self.monkey = monkey
+        self._kills = {kill.failpoint: kill for kill in kills}
+        self._pending = dict(self._kills)
+        self._seen = 0
+
+    def direct(self, launcher: subprocess.Popen[str], *, deadline_s: float) -> bool:
+        """Return True when the run was asked to end in order, False when its launcher was killed."""
+        files, goal = self.monkey.story.files, None
+        while time.monotonic() < deadline_s:
+            assert launcher.poll() is None, f"the launcher ended by itself:\n{files.stderr.read_text()[-4000:]}"
+            if self._act():
+                return False
+            if not self._pending and self._all_back():
+                goal = goal or files.steps_taken() + _STEPS_AFTER
+            if goal is not None and files.steps_taken() >= goal:
+                launcher.send_signal(signal.SIGINT)
+                return True
+            time.sleep(_LOOK_S)
+        raise AssertionError(
+            f"not done in time; not hit: {[str(kill) for kill in self._pending.values()]}; "
+            f"deaths: {self.monkey.story.deaths}\n{files.stderr.read_text()[-2000:]}"
+        )
+
+    def _act(self) -> bool:
+        """Take in new hits; True when one of them was the launcher's end."""
+        for hit in self.monkey.story.files.read_hits()[self._seen :]:
+            self._seen += 1
+            kill = self._pending.get(hit.name)
+            if kill is None or not hit.acted:
+                continue
+            del self._pending[hit.name]
+            self._carry_out(kill, hit)
+            if kill.victim == "launcher":
+                return True
+        return False
+
+    def _carry_out(self, kill: Kill, hit: Hit) -> None:
+        if kill.victim == kill.host:
+            self.monkey.look()
+            self.monkey.story.note(kill.victim, hit.pid)
+            self.monkey.story.deaths.append(Death(victim=kill.victim, pid=hit.pid, hit=hit))
+            return
+        wait_for(
+            lambda: self.monkey.kill(kill.victim, hit=hit, cut_bytes=kill.cut_bytes),
+            what=f"a living {kill.victim} to kill",
+            period_s=_LOOK_S,
+        )
+        with contextlib.suppress(ProcessLookupError):  # it died with the launcher
+            os.kill(hit.pid, signal.SIGCONT)
+
+    def _all_back(self) -> bool:
+        self.monkey.look()
+        story = self.monkey.story
+        return all(story.came_back(death) for death in story.deaths)
+
+
+def cut_tail(redis_folder: Path, num_bytes: int) -> None:
+    """Cut bytes from the end of the append-only file: what a power cut would have lost."""
+    newest = max((redis_folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime)
+    os.truncate(newest, max(0, newest.stat().st_size - num_bytes))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,160 @@
+"""`astraflow dev` as a real process over a small recipe, to be watched, armed with failpoints and killed.
+
+Everything a run writes is below one folder: `run/` (its --data-dir), `stderr`, and `hits` (the failpoints'
+log). Used by tests/e2e, tests/chaos and the benchmark of restarts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from astraflow_kit.failpoints import Hit, read_hits
+
+ROOT = Path(__file__).parents[2]
+RUN_ID, POLICY = "quickstart", "solver"
+SMALL = (
+    *("--set", "policies.solver.model.warm_start.steps=5"),
+    *("--set", "dataflow.groups_per_step=2"),
+    *("--set", "dataflow.group_size=4"),
+    *("--set", "dataflow.evaluation.final_samples=8"),
+    *("--set", "trainer.checkpoint_every_steps=2"),
+    *("--set", "trainer.optimizer.learning_rate=0.001"),
+)
+# An untrained model never earns the recipe's own reward, and a step without signal is skipped.
+NOISY = ("--set", "raas.reward=noisy_reward:Noisy")
+# Name of a role -> how the launcher calls the child; the engine is the node's child.
+CHILDREN = {"dataflow": "dataflow", "valkey": "redis", "trainer": "trainer-solver", "node": "node-1"}
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where a run under `folder` keeps what tests look at."""
+
+    folder: Path
+
+    @property
+    def data_dir(self) -> Path:
+        """The run's --data-dir."""
+        return self.folder / "run"
+
+    @property
+    def stderr(self) -> Path:
+        """What the launcher said."""
+        return self.folder / "stderr"
+
+    @property
+    def hits(self) -> Path:
+        """Log of the failpoints."""
+        return self.folder / "hits"
+
+    @property
+    def addresses(self) -> Path:
+        """Address files of the daemons."""
+        return self.data_dir / "addresses"
+
+    def read_hits(self) -> list[Hit]:
+        """Failpoints hit so far."""
+        return read_hits(self.hits)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl; NaN, which is not JSON, is an error."""
+        path = self.data_dir / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line, parse_constant=_refuse_constant) for line in _whole_lines(text)]
+
+    def read_ledger(self) -> list[dict[str, Any]]:
+        """Lines of the trainer's ledger."""
+        path = self.data_dir / "work" / f"trainer-{POLICY}" / "ledger.jsonl"
+        return [json.loads(line) for line in _whole_lines(path.read_text())] if path.exists() else []
+
+    def steps_done(self) -> int:
+        """The last finished step that the launcher wrote down."""
+        return max((line["step"] for line in self.read_metrics() if line["kind"] == "step"), default=0)
+
+    def steps_taken(self) -> int:
+        """The last step in the trainer's ledger."""
+        return max((line["step"] for line in self.read_ledger()), default=0)
+
+    def starts(self) -> list[tuple[str, int]]:
+        """(child, pid) of every start the launcher logged, oldest first, over all its lives."""
+        path = self.data_dir / "logs" / "launcher.log"
+        lines = map(json.loads, _whole_lines(path.read_text())) if path.exists() else ()
+        return [(line["child"], line["pid"]) for line in lines if line.get("event") == "child.started"]
+
+    def processes(self, module: str = "") -> list[psutil.Process]:
+        """Living processes of the run, of one module or all."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            command = " ".join(process.info["cmdline"] or ())
+            alive = process.info["status"] != psutil.STATUS_ZOMBIE
+            if f"{self.data_dir}" in command and module in command and alive and process.pid != os.getpid():
+                found.append(process)
+        return found
+
+
+@contextmanager
+def dev(folder: Path, *arguments: str, failpoints: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Start `astraflow dev` and end it, whatever the test did."""
+    command = [sys.executable, "-m", "astraflow.cli", "dev", str(ROOT / "recipes" / "quickstart"), "--json"]
+    files = RunFiles(folder)
+    plugins = ROOT / "tests" / "e2e" / "plugins"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(plugins), *_inherited_paths()])}
+    if failpoints:
+        environment |= {"ASTRAFLOW_FAILPOINTS": failpoints, "ASTRAFLOW_FAILPOINTS_LOG": str(files.hits)}
+    with (
+        files.stderr.open("a") as errors,
+        subprocess.Popen(
+            [*command, "--data-dir", str(files.data_dir), *SMALL, *NOISY, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        ) as launcher,
+    ):
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def finish(launcher: subprocess.Popen[str], folder: Path, *, timeout_s: float = 200) -> dict[str, Any]:
+    """Wait for the end of the run and return its summary."""
+    output, _ = launcher.communicate(timeout=timeout_s)
+    assert launcher.returncode == 0, RunFiles(folder).stderr.read_text()
+    summary: dict[str, Any] = json.loads(output)
+    return summary
+
+
+def wait_for(
+    satisfied: Callable[[], object], *, what: str = "it", timeout_s: float = 120, period_s: float = 0.1
+) -> None:
+    """Look until something holds: other processes tell nobody."""
+    deadline = time.monotonic() + timeout_s
+    while not satisfied():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:.0f} s"
+        time.sleep(period_s)
+
+
+def _inherited_paths() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def _whole_lines(text: str) -> list[str]:
+    """Lines that end: the last one may still be being written."""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _refuse_constant(name: str) -> object:
+    raise AssertionError(f"{name} is not JSON")
