@@ -25,10 +25,10 @@ hypothesis.settings.load_profile("test")
 
 
 class OneEndToEndTestAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
-    """Hands whole files to xdist's workers, and all of tests/e2e to one: two runs at once would starve."""
+    """Hands whole files to xdist's workers, and whatever runs the whole loop to one: two runs at once would starve."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+        return "tests/e2e" if nodeid.startswith(("tests/e2e/", "tests/chaos/")) else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from astraflow_weights.store import open_store
+from support import store_census
 from support.development import POLICY, RUN_ID, RunFiles
 from support.redis_census import Census, take_census
-from support.store_walk import walk_store
 
 _KEPT = frozenset({"accepted", "accepted_late", "duplicate"})
 _AT_THE_DOOR = frozenset({"poison", "superseded", "fenced", "late_closed"})
@@ -56,7 +57,7 @@ class Audit:
     violations: list[str] = field(default_factory=list)
     figures: dict[str, int] = field(default_factory=dict)
 
-    def require(self, holds: bool, text: str, items: Iterable[object] = ()) -> None:  # noqa: FBT001 - reads as a sentence
+    def require(self, holds: bool, text: str, items: Iterable[object] = ()) -> None:
         """Note a violation, with a few of the items it is about."""
         if not holds:
             named = sorted(map(str, items))
@@ -69,14 +70,14 @@ def audit(folder: Path) -> Audit:
     files, found = RunFiles(folder), Audit()
     pushed, ledger = read_pushes(files), files.read_ledger()
     scratch = folder / "audit"
-    census = take_census(files.data_dir / "redis", RUN_ID, POLICY, scratch=scratch / "redis")
+    census = take_census(files.data_dir / "redis", RUN_ID, POLICY, scratch=scratch)
     trained = _check_steps(found, census, ledger)
     _check_groups(found, census, pushed, trained)
     _check_places(found, census, trained)
     _check_accounts(found, census, trained)
     _check_nothing_lost(found, census, pushed, trained)
     _check_evaluations(found, census, pushed)
-    _check_store(found, census, files.data_dir / "store", scratch / "mirror")
+    _check_store(found, census, files.data_dir / "store")
     shutil.rmtree(scratch, ignore_errors=True)
     found.figures |= {
         "pushed": len(pushed.task_of),
@@ -166,7 +167,9 @@ def _check_accounts(found: Audit, census: Census, trained: dict[str, int]) -> No
     num_trained = len(trained) - skipped
     held = num_trained + sum(live.values()) + sum(census.dropped.values()) + counters.get("evaluated", 0)
     error = counters.get("ingested", 0) - held
-    found.require(error == 0, f"conservation error {error}: counters {counters}, trained {num_trained}, {live}")
+    found.require(
+        error == 0, f"conservation error {error}: counters {counters}, trained {num_trained}, {live}"
+    )
     found.require(census.dropped.get("skipped", 0) == skipped, f"{skipped} skipped, counted {census.dropped}")
 
 
@@ -193,11 +196,15 @@ def _check_evaluations(found: Audit, census: Census, pushed: Pushed) -> None:
     )
 
 
-def _check_store(found: Audit, census: Census, store: Path, scratch: Path) -> None:
+def _check_store(found: Audit, census: Census, store: Path) -> None:
     """Every version is whole, belongs to a committed step, and is what was announced."""
-    versions = list(walk_store(store, RUN_ID, POLICY, scratch=scratch, report=found.violations.append))
+    try:
+        versions = store_census.take(open_store(store.as_uri()), run_id=RUN_ID, policy_id=POLICY).records
+    except AssertionError as error:
+        found.violations.append(f"the store: {error}")
+        return
     found.figures["versions"] = len(versions)
-    digests = {item.version: item.manifest_sha256 for item in versions}
+    digests = {item.version: item.manifest_sha256.hex() for item in versions}
     wrong = [number for number, sha in census.announced.items() if digests.get(number) != sha]
     found.require(not wrong, "announced versions that the store does not hold", wrong)
     trained = {0, *(entry.step for entry in census.consumed if entry.stage == "trained")}

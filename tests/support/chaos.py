@@ -185,7 +185,9 @@ class _Director:
         """Return True when the run was asked to end in order, False when its launcher was killed."""
         files, goal = self.monkey.story.files, None
         while time.monotonic() < deadline_s:
-            assert launcher.poll() is None, f"the launcher ended by itself:\n{files.stderr.read_text()[-4000:]}"
+            assert launcher.poll() is None, (
+                f"the launcher ended by itself:\n{files.stderr.read_text()[-4000:]}"
+            )
             if self._act():
                 return False
             if not self._pending and self._all_back():

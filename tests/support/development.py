@@ -27,6 +27,9 @@ SMALL = (
     *("--set", "policies.solver.model.warm_start.steps=5"),
     *("--set", "dataflow.groups_per_step=2"),
     *("--set", "dataflow.group_size=4"),
+    # Work that died with its lease comes back soon.
+    *("--set", "dataflow.lease_ttl_s=4"),
+    *("--set", "dataflow.evaluation.num_samples=8"),
     *("--set", "dataflow.evaluation.final_samples=8"),
     *("--set", "trainer.checkpoint_every_steps=2"),
     *("--set", "trainer.optimizer.learning_rate=0.001"),

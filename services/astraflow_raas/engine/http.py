@@ -46,6 +46,7 @@ class HttpEngine:
         self._open = asyncio.Event()
         self._open.set()
         self._cache_key = ""
+        self._closed = False
 
     async def generate(self, calls: Sequence[GenerateCall]) -> list[Generation]:
         await self._open.wait()
@@ -81,6 +82,7 @@ class HttpEngine:
         await self._get("/health_generate", timeout_s=_HEALTH_TIMEOUT_S)
 
     async def close(self) -> None:
+        self._closed = True
         await self._lanes.close()
 
     @asynccontextmanager
@@ -108,6 +110,10 @@ class HttpEngine:
 
     async def _send(self, method: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - JSON
         where = f"{method} {self.base_url}{path}"
+        if (
+            self._closed
+        ):  # the engine died, and whoever still holds it learns so like from a refused connection
+            raise EngineUnavailable(f"{where}: the engine is gone, its connections are closed")
         try:
             async with self._lanes.lane() as client:
                 response = await client.request(method, path, **request)

@@ -214,6 +214,16 @@ async def test_nobody_at_the_address_is_unavailable() -> None:
     await engine.close()
 
 
+async def test_an_engine_given_up_is_unavailable_to_whoever_still_holds_it(tmp_path: Path) -> None:
+    engine = HttpEngine("http://127.0.0.1:9")
+    with pytest.raises(EngineUnavailable):
+        await engine.check_health()
+    await engine.close()
+    for attempt in (engine.served_version(), engine.swap(model_dir=tmp_path, version=1)):
+        with pytest.raises(EngineUnavailable, match="gone"):
+            await attempt
+
+
 async def test_a_swap_pauses_in_place_loads_and_continues(
     engine: HttpEngine, script: Script, tmp_path: Path
 ) -> None:
