@@ -33,7 +33,7 @@ class Subcommand:
     panel: str
 
 
-_START, _LOOK, _DAEMONS = "Start here", "What is it doing?", "Daemons"
+_START, _LOOK, _OPERATE, _DAEMONS = "Start here", "What is it doing?", "Operate it", "Daemons"
 
 COMMANDS: dict[str, Subcommand] = {
     "dev": Subcommand(
@@ -44,6 +44,14 @@ COMMANDS: dict[str, Subcommand] = {
     ),
     "recipe": Subcommand("astraflow.recipe_command", "Check a recipe, or print the schema.", "", _START),
     "status": Subcommand("astraflow.commands.status", "Show what a run has done and holds.", "", _LOOK),
+    "why": Subcommand("astraflow.commands.why", "Say what each stage waits for, and why.", "", _LOOK),
+    "trace": Subcommand("astraflow.commands.trace", "Follow one task to its weights.", "", _LOOK),
+    "support-bundle": Subcommand(
+        "astraflow_launcher.commands.support_bundle", "Pack what a report needs.", "dev", _LOOK
+    ),
+    "nodes": Subcommand("astraflow.commands.nodes", "List nodes, or drain one.", "", _OPERATE),
+    "dead-letters": Subcommand("astraflow.commands.dead_letters", "Care for given-up tasks.", "", _OPERATE),
+    "runs": Subcommand("astraflow.commands.runs", "List runs, or delete one.", "", _OPERATE),
     "dataflow": Subcommand("astraflow_dataflow.__main__", "Start a dataflow server.", "dataflow", _DAEMONS),
     "raas": Subcommand("astraflow_raas.__main__", "Start a RaaS node and join a run.", "raas", _DAEMONS),
     "trainer": Subcommand("astraflow_trainer.__main__", "Start a policy's trainer.", "trainer", _DAEMONS),

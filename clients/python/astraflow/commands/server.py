@@ -21,6 +21,7 @@ from astraflow.client import Client, RetryPolicy
 from astraflow.errors import InvalidArgumentError, NotFoundError, UnavailableError
 
 __all__ = [
+    "RUNS",
     "DataDirOption",
     "JoinOption",
     "JsonOption",
@@ -29,6 +30,7 @@ __all__ = [
     "TokenFileOption",
     "connected",
     "find_server",
+    "read_token",
     "server_of_folder",
 ]
 
@@ -114,7 +116,7 @@ def connected(
     server = find_server(join, data_dir=data_dir)
     if server.found_by != "--join":
         typer.echo(f"asking {server.address} ({server.found_by})", err=True)
-    with Client(server.address, token=_token(token_file), retry=_PATIENCE) as client:
+    with Client(server.address, token=read_token(token_file), retry=_PATIENCE) as client:
         try:
             yield client, server
         except UnavailableError as error:
@@ -125,7 +127,8 @@ def connected(
             ) from error
 
 
-def _token(token_file: Path | None) -> str | None:
+def read_token(token_file: Path | None) -> str | None:
+    """Return the token in a file; None without one. Raises InvalidArgumentError for a file that is missing."""
     if token_file is None:
         return None
     if not token_file.is_file():

@@ -1,0 +1,114 @@
+"""The verdict of `astraflow why`: what a run is bound by, from what its stages waited for in several looks.
+
+Pure. A look is the list of waits at one moment; the share of looks in which a stage waited stands for the share
+of time, so a verdict comes with how many looks it rests on. Blocked beats bound: where something can never move
+by itself, no share matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
+
+__all__ = ["Bound", "Verdict", "find_bottleneck"]
+
+_BLOCKING = {
+    "no_node": "no node works for the run",
+    "no_capable_node": "no node can run the task",
+    "no_version": "no weights are announced yet",
+    "no_trainer": "no trainer has claimed the policy",
+    "dataset_exhausted": "the data set has no more tasks",
+    "dataset_failed": "the data set fails",
+    "no_node_at_version": "no node serves the version to evaluate",
+}
+"""Waits that time alone does not end, in words."""
+_TELLING_SHARE = 0.2
+"""A stage that waits less than this share of the time does not bound the run."""
+
+
+class Bound(StrEnum):
+    """What decides the speed of a run."""
+
+    BLOCKED = "blocked"
+    ROLLOUT = "rollout-bound"
+    TRAINER = "trainer-bound"
+    STORE = "store-bound"
+    BALANCED = "balanced"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a run is bound by; `share` of `looks` show it, `because` says it for people."""
+
+    bound: Bound
+    share: float
+    looks: int
+    because: str
+    policy_id: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """One line for people."""
+        return f"{self.bound.value}: {self.because}"
+
+
+def find_bottleneck(looks: Sequence[Sequence[pb.Wait]], *, over_s: float) -> Verdict:
+    """Return what the run was bound by over `looks`, taken within `over_s` seconds; the newest is the last."""
+    blocked = [wait for wait in looks[-1] if wait.reason in _BLOCKING and wait.stage != "evaluate"]
+    if blocked:
+        return _blocked(blocked, looks=len(looks))
+    counts: dict[tuple[Bound, str], int] = {}
+    for look in looks:
+        for key in {found for wait in look if (found := _bound_of(wait, look))}:
+            counts[key] = counts.get(key, 0) + 1
+    (bound, policy_id), count = max(
+        counts.items(), key=lambda item: item[1], default=((Bound.BALANCED, ""), 0)
+    )
+    share = count / len(looks)
+    if share < _TELLING_SHARE:
+        return Verdict(bound=Bound.BALANCED, share=share, looks=len(looks), because=_balanced(share, over_s))
+    because = (
+        f"{_WORDS[bound].format(policy=policy_id)} in {share:.0%} of {len(looks)} looks over {over_s:.0f} s"
+    )
+    return Verdict(bound=bound, share=share, looks=len(looks), because=because, policy_id=policy_id)
+
+
+_WORDS = {
+    Bound.ROLLOUT: "the trainer of {policy} waited for finished groups",
+    Bound.TRAINER: "nodes waited for the trainer of {policy} to take a batch",
+    Bound.STORE: "trained weights of {policy} waited to be published",
+}
+
+
+def _bound_of(wait: pb.Wait, look: Sequence[pb.Wait]) -> tuple[Bound, str] | None:
+    """What one wait says; nodes held back by unpublished versions wait for the store, not for training."""
+    if wait.stage == "batch" and wait.reason == "ready_groups":
+        return Bound.ROLLOUT, wait.policy_id
+    if wait.stage == "publish" and wait.reason == "publish":
+        return Bound.STORE, wait.policy_id
+    if wait.stage == "lease" and wait.reason == "staleness_window":
+        unpublished = any(
+            other.reason == "unpublished" and other.policy_id == wait.policy_id for other in look
+        )
+        return (Bound.STORE if unpublished else Bound.TRAINER), wait.policy_id
+    return None
+
+
+def _blocked(waits: Sequence[pb.Wait], *, looks: int) -> Verdict:
+    first = max(waits, key=lambda wait: wait.waited_duration.ToNanoseconds())
+    whose = f" of {first.policy_id}" if first.policy_id else ""
+    return Verdict(
+        bound=Bound.BLOCKED,
+        share=1.0,
+        looks=looks,
+        because=f"{_BLOCKING[first.reason]} ({first.stage}{whose})",
+        policy_id=first.policy_id,
+    )
+
+
+def _balanced(share: float, over_s: float) -> str:
+    return f"no stage waited more than {max(share, _TELLING_SHARE):.0%} of the last {over_s:.0f} s"

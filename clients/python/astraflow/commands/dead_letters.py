@@ -1,0 +1,104 @@
+"""`astraflow dead-letters`: the tasks that nobody will try again; list, requeue or forget them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from astraflow.commands.server import (
+    DataDirOption,
+    JoinOption,
+    JsonOption,
+    RunIdOption,
+    TokenFileOption,
+    connected,
+)
+from astraflow.commands.wording import as_json, console, print_json, table
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
+from astraflow.errors import InvalidArgumentError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, requeue or forget given-up tasks.")
+
+LetterArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[LETTER]...", help="Letters, by the ids that `list` shows.")
+]
+AllOption = Annotated[bool, typer.Option("--all", help="Every letter instead of named ones.")]
+
+
+@app.command("list")
+def list_(
+    limit: Annotated[int, typer.Option(min=1, max=500, help="Show at most this many, the oldest.")] = 50,
+    tasks: Annotated[bool, typer.Option("--tasks", help="With --json: the tasks as submitted, too.")] = False,
+    join: JoinOption = None,
+    data_dir: DataDirOption = None,
+    run_id: RunIdOption = "",
+    token_file: TokenFileOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """List the tasks that were given up, oldest first, and why."""
+    request = pb.ListDeadLettersRequest(run_id=run_id, page_size=limit, include_tasks=tasks)
+    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+        answer = client.call(client.admin.ListDeadLetters, request)
+    if json_:
+        print_json(as_json(answer))
+        return
+    if not answer.dead_letters:
+        typer.echo("no task was given up")
+        return
+    shown = table("letter", "task", "reason", "attempt", "node", "detail", right=("attempt",))
+    for letter in answer.dead_letters:
+        cells = (letter.dead_letter_id, letter.task_id, letter.reason, str(letter.attempt), letter.node_id)
+        shown.add_row(*cells, letter.detail)
+    console().print(shown)
+    if answer.total > len(answer.dead_letters):
+        typer.echo(f"and {answer.total - len(answer.dead_letters)} more; --limit shows up to 500")
+
+
+@app.command()
+def requeue(
+    letters: LetterArguments = None,
+    all_: AllOption = False,
+    join: JoinOption = None,
+    data_dir: DataDirOption = None,
+    run_id: RunIdOption = "",
+    token_file: TokenFileOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Put given-up tasks back into the training lane, with all their episodes open."""
+    request = pb.RequeueDeadLettersRequest(run_id=run_id, dead_letter_ids=_chosen(letters, all_=all_))
+    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+        answer = client.call(client.admin.RequeueDeadLetters, request)
+    if json_:
+        print_json(as_json(answer))
+    else:
+        typer.echo(f"{answer.requeued} requeued, {answer.unknown} unknown, {answer.kept} kept as they are")
+
+
+@app.command()
+def purge(
+    letters: LetterArguments = None,
+    all_: AllOption = False,
+    join: JoinOption = None,
+    data_dir: DataDirOption = None,
+    run_id: RunIdOption = "",
+    token_file: TokenFileOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Forget given-up tasks."""
+    request = pb.PurgeDeadLettersRequest(run_id=run_id, dead_letter_ids=_chosen(letters, all_=all_))
+    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+        answer = client.call(client.admin.PurgeDeadLetters, request)
+    if json_:
+        print_json(as_json(answer))
+    else:
+        typer.echo(f"{answer.purged} forgotten")
+
+
+def _chosen(letters: list[str] | None, *, all_: bool) -> list[str]:
+    """The ids to send; none means all. Raises InvalidArgumentError unless exactly one way was used."""
+    if bool(letters) == all_:
+        raise InvalidArgumentError(
+            "name letters (`astraflow dead-letters list` shows their ids), or give --all"
+        )
+    return letters or []

@@ -1,0 +1,86 @@
+"""`astraflow nodes`: list the nodes of a run, or send one home."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from astraflow.client import Client
+from astraflow.commands.server import (
+    DataDirOption,
+    JoinOption,
+    JsonOption,
+    RunIdOption,
+    TokenFileOption,
+    connected,
+)
+from astraflow.commands.status import node_cells
+from astraflow.commands.wording import as_json, console, print_json, table
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="List nodes, or drain one.")
+
+_PAGE = 1000
+
+
+@app.command("list")
+def list_(
+    join: JoinOption = None,
+    data_dir: DataDirOption = None,
+    run_id: RunIdOption = "",
+    token_file: TokenFileOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """List the nodes that joined: what they can do, do and serve."""
+    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+        nodes = list(all_nodes(client, run_id=run_id))
+    if json_:
+        print_json([as_json(node) for node in nodes])
+        return
+    if not nodes:
+        typer.echo("no node has joined; start one: astraflow raas --join HOST:PORT")
+        return
+    shown = table(
+        *("node", "state", "serves", "leases", "episodes", "tokens", "restarts", "of", "engine", "pool"),
+        right=("leases", "episodes", "tokens", "restarts", "of"),
+    )
+    for node in nodes:
+        where = "/".join(filter(None, (node.region, node.pool))) or "–"
+        shown.add_row(
+            *node_cells(node), str(node.max_concurrent_tasks), ", ".join(node.engines) or "–", where
+        )
+    console().print(shown)
+
+
+@app.command()
+def drain(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Node to send home.")],
+    reason: Annotated[str, typer.Option(help="Why, one word; the node logs it.")] = "operator",
+    join: JoinOption = None,
+    data_dir: DataDirOption = None,
+    run_id: RunIdOption = "",
+    token_file: TokenFileOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Let NODE finish what it holds, give it nothing more and make it leave."""
+    request = pb.DrainNodeRequest(run_id=run_id, node_id=node, reason=reason)
+    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+        answer = client.call(client.admin.DrainNode, request)
+    if json_:
+        print_json(as_json(answer))
+        return
+    reached = "it knows" if answer.connected else "it is not connected and will be told when it is"
+    typer.echo(f"{node} finishes {answer.leases} tasks and leaves; {reached}")
+
+
+def all_nodes(client: Client, *, run_id: str) -> Iterator[pb.NodeStatus]:
+    """Yield every node of the run."""
+    request = pb.ListNodesRequest(run_id=run_id, page_size=_PAGE)
+    while True:
+        page = client.call(client.admin.ListNodes, request)
+        yield from page.nodes
+        request.page_token = page.next_page_token
+        if not request.page_token:
+            return

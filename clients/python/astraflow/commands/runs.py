@@ -1,0 +1,85 @@
+"""`astraflow runs`: list the runs of a server, or delete one with everything stored for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from astraflow.client import Client
+from astraflow.commands.server import DataDirOption, JoinOption, JsonOption, TokenFileOption, connected
+from astraflow.commands.wording import as_json, console, count_text, enum_text, print_json, table
+from astraflow.dataflow.v1 import run_pb2
+from astraflow.dataflow.v1 import run_service_pb2 as pb
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="List runs, or delete one.")
+
+_PAGE = 500
+_DELETE_TIMEOUT_S = 120.0
+
+
+@app.command("list")
+def list_(
+    join: JoinOption = None,
+    data_dir: DataDirOption = None,
+    token_file: TokenFileOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """List the server's runs, oldest first."""
+    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+        runs = list(all_runs(client))
+    if json_:
+        print_json([_without_content(run) for run in runs])
+        return
+    if not runs:
+        typer.echo("the server has no run; start one: astraflow dev RECIPE")
+        return
+    shown = table("run", "state", "created", "store")
+    for run in runs:
+        created = run.create_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S UTC")
+        shown.add_row(run.run_id, enum_text(run_pb2.RunState.DESCRIPTOR, run.state), created, run.store_uri)
+    console().print(shown)
+
+
+@app.command()
+def delete(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run to delete.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete it although nodes or trainers work on it.")
+    ] = False,
+    join: JoinOption = None,
+    data_dir: DataDirOption = None,
+    token_file: TokenFileOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Delete RUN with everything the server stores for it; published weights stay in the object store."""
+    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+        answer = client.call(
+            client.runs.DeleteRun,
+            pb.DeleteRunRequest(run_id=run_id, force=force),
+            timeout_s=_DELETE_TIMEOUT_S,
+        )
+    if json_:
+        print_json(as_json(answer))
+        return
+    trained = count_text(answer.trajectories.trained)
+    typer.echo(
+        f"run {run_id} is deleted: {trained} trajectories had been trained, {answer.deleted_keys} keys removed"
+    )
+
+
+def all_runs(client: Client) -> Iterator[run_pb2.Run]:
+    """Yield every run of the server."""
+    request = pb.ListRunsRequest(page_size=_PAGE)
+    while True:
+        page = client.call(client.runs.ListRuns, request)
+        yield from page.runs
+        request.page_token = page.next_page_token
+        if not request.page_token:
+            return
+
+
+def _without_content(run: run_pb2.Run) -> dict[str, object]:
+    """A run without its recipe and code, which are pages long."""
+    return {key: value for key, value in as_json(run).items() if key not in ("recipe_yaml", "code")}

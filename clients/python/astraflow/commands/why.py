@@ -1,0 +1,116 @@
+"""`astraflow why`: what each stage waits for, since when, what would release it, and what the run is bound by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from astraflow.client import Client
+from astraflow.commands.bottleneck import Bound, Verdict, find_bottleneck
+from astraflow.commands.server import (
+    DataDirOption,
+    JoinOption,
+    JsonOption,
+    RunIdOption,
+    TokenFileOption,
+    connected,
+)
+from astraflow.commands.wording import (
+    as_json,
+    console,
+    enum_text,
+    print_json,
+    seconds_of,
+    span_text,
+)
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
+from astraflow.dataflow.v1 import run_pb2
+
+app = typer.Typer(add_completion=False)
+
+_LOOKS_PER_S = 4.0
+_STAGES = {
+    "lease": "handing out tasks",
+    "assemble": "completing groups",
+    "batch": "training",
+    "publish": "publishing",
+    "evaluate": "evaluating",
+}
+_COLOURS = {Bound.BLOCKED: "red", Bound.BALANCED: "green", Bound.FINISHED: "green"}
+
+SecondsOption = Annotated[
+    float,
+    typer.Option(
+        "--seconds", min=0.0, max=600.0, help="How long to look before judging what bounds the run."
+    ),
+]
+
+
+@app.command()
+def why(
+    join: JoinOption = None,
+    data_dir: DataDirOption = None,
+    run_id: RunIdOption = "",
+    token_file: TokenFileOption = None,
+    seconds: SecondsOption = 3.0,
+    json_: JsonOption = False,
+) -> None:
+    """Say what each stage waits for, since when, what would release it, and what bounds the run."""
+    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+        looks = list(look(client, run_id=run_id, for_s=seconds))
+    last = looks[-1]
+    verdict = judge(looks, over_s=seconds)
+    if json_:
+        print_json({"verdict": asdict(verdict), **as_json(last)})
+    else:
+        console().print(why_page(last, verdict))
+
+
+def look(client: Client, *, run_id: str, for_s: float) -> Iterator[pb.WhyResponse]:
+    """Ask several times within `for_s` seconds; once when the first answer already tells."""
+    request = pb.WhyRequest(run_id=run_id)
+    until_s = time.monotonic() + for_s
+    while True:
+        answer = client.call(client.admin.Why, request)
+        yield answer
+        told = judge([answer], over_s=0.0).bound in (Bound.BLOCKED, Bound.FINISHED)
+        if told or time.monotonic() + 1 / _LOOKS_PER_S > until_s:
+            return
+        time.sleep(1 / _LOOKS_PER_S)
+
+
+def judge(looks: list[pb.WhyResponse], *, over_s: float) -> Verdict:
+    """Return what bounds the run."""
+    if looks[-1].state == run_pb2.RUN_STATE_FINISHED:
+        return Verdict(bound=Bound.FINISHED, share=1.0, looks=len(looks), because="the run has ended")
+    return find_bottleneck([look.waits for look in looks], over_s=over_s)
+
+
+def why_page(answer: pb.WhyResponse, verdict: Verdict) -> RenderableType:
+    """Return the verdict and one block per wait, the longest first."""
+    state = enum_text(run_pb2.RunState.DESCRIPTOR, answer.state)
+    title = Text.assemble((f"run {answer.run_id}", "bold"), f" is {state}\n")
+    line = Text(verdict.sentence, style=f"bold {_COLOURS.get(verdict.bound, 'yellow')}")
+    waits = sorted(answer.waits, key=lambda wait: -wait.waited_duration.ToNanoseconds())
+    if not waits and verdict.bound is not Bound.FINISHED:
+        return Group(title, line, Text("\nnothing waits at this moment"))
+    return Group(title, line, *(block for wait in waits for block in _block(wait)))
+
+
+def _block(wait: pb.Wait) -> tuple[RenderableType, ...]:
+    stage = _STAGES.get(wait.stage, wait.stage)
+    whose = f" {wait.policy_id}" if wait.policy_id else ""
+    since = span_text(seconds_of(wait.waited_duration))
+    title = Text.assemble("\n", (f"{stage}{whose}", "bold"), f" waits since {since}: {wait.reason}")
+    released = [_indented(f"released by {wait.released_by}")] if wait.released_by else []
+    return (title, _indented(wait.detail), *released)
+
+
+def _indented(text: str) -> RenderableType:
+    return Text(f"  {text}")
