@@ -12,6 +12,10 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from support.failure_bundles import pytest_runtest_makereport, pytest_runtest_setup
+
+__all__ = ["pytest_runtest_makereport", "pytest_runtest_setup"]
+
 # Before anything imports torch or tokenizers: two cores are shared by two xdist workers and their daemons.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

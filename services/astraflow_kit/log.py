@@ -75,11 +75,16 @@ def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     return {key: _clean(key, value) for key, value in event.items()}
 
 
+def without_secrets(text: str) -> str:
+    """Return `text` with bearer tokens and passwords inside URLs blanked."""
+    return _URL_PASSWORD.sub(rf"\1{REDACTED}@", _BEARER.sub(rf"\1{REDACTED}", text))
+
+
 def _clean(key: str, value: object) -> object:
     if _SECRET_KEY.search(key) and value is not None:
         return REDACTED
     if isinstance(value, str):
-        return _URL_PASSWORD.sub(rf"\1{REDACTED}@", _BEARER.sub(rf"\1{REDACTED}", value))
+        return without_secrets(value)
     if isinstance(value, Mapping):
         return {str(inner): _clean(str(inner), item) for inner, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,0 +1,84 @@
+"""`astraflow support-bundle`: pack what a report about a run needs."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from astraflow.commands.server import (
+    RUNS,
+    DataDirOption,
+    JoinOption,
+    RunIdOption,
+    TokenFileOption,
+    find_server,
+    read_token,
+)
+from astraflow.errors import NotFoundError, UnavailableError
+from astraflow_launcher.support_bundle import Evidence, save_bundle
+
+app = typer.Typer(add_completion=False)
+
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="Archive to write. Default: a new one in this folder."),
+]
+
+
+@app.command("support-bundle")
+def support_bundle(
+    data_dir: DataDirOption = None,
+    join: JoinOption = None,
+    out: OutOption = None,
+    run_id: RunIdOption = "",
+    token_file: TokenFileOption = None,
+) -> None:
+    """Pack logs, Redis data, weight manifests, versions, recipe, metrics and the server's answers; no weights.
+
+    Looks at the newest run below .astraflow/runs unless told otherwise. Changes nothing, and works on a run that
+    has ended too.
+    """
+    folder = None if join else _folder(data_dir)
+    address, refusal = _address(join, folder)
+    evidence = Evidence(
+        folders=(folder,) if folder else (),
+        address=address,
+        run_id=run_id,
+        token=read_token(token_file),
+        note=refusal,
+    )
+    path = _archive_path(out, name=folder.resolve().name if folder else address)
+    missing = save_bundle(evidence, path)
+    typer.echo(f"{path}  ({path.stat().st_size / 2**20:.1f} MiB; README.txt in it says what is what)")
+    for gap in missing:
+        typer.echo(f"not in it: {gap}", err=True)
+
+
+def _folder(data_dir: Path | None) -> Path:
+    """The run folder to pack. Raises NotFoundError when there is none."""
+    if data_dir is not None:
+        if not data_dir.is_dir():
+            raise NotFoundError(f"--data-dir {data_dir} is not a folder; name the folder of a run")
+        return data_dir
+    runs = sorted(RUNS.glob("*/run.json"), key=lambda path: path.stat().st_mtime_ns)
+    if not runs:
+        raise NotFoundError(f"no run is found below {RUNS}; give --data-dir DIR or --join HOST:PORT")
+    return runs[-1].parent
+
+
+def _address(join: str | None, folder: Path | None) -> tuple[str, str]:
+    """The server to ask, or nothing and the reason why nobody is asked."""
+    try:
+        return find_server(join, data_dir=folder).address, ""
+    except (NotFoundError, UnavailableError) as error:
+        return "", f"The server was not asked: {error.message}\n"
+
+
+def _archive_path(out: Path | None, *, name: str) -> Path:
+    if out is not None:
+        return out if out.name.endswith(".tar.gz") else out.with_name(f"{out.name}.tar.gz")
+    safe = "".join(sign if sign.isalnum() or sign in "-_." else "-" for sign in name)
+    return Path(f"astraflow-support-{safe}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S}.tar.gz")
