@@ -12,7 +12,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from astraflow_kit import failpoints
 from astraflow_trainer.optimizer import MasterOptimizer
 from astraflow_trainer.ranks import OneRank, Ranks
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _PREFIX = "step-"
 _PARTIAL = ".partial-"
 _DOOMED = ".doomed-"
@@ -47,6 +47,8 @@ class Position:
     """Version that the weights are (to be) published as."""
     optimizer_steps: int
     """Committed steps: the position in the learning-rate schedule."""
+    learning_rate: float | None = None
+    """Peak that an operator set; None while the recipe's is in force."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,16 +90,22 @@ class CheckpointStore:
         """Copy what a resume needs; costs one memory copy of masters and moments."""
         tensors = {name: tensor.detach().clone() for name, tensor in optimizer.state().items()}
         tensors[self._random_state_name()] = torch.get_rng_state()
-        position = Position(step=step, version=version, optimizer_steps=optimizer.num_steps)
+        position = Position(
+            step=step,
+            version=version,
+            optimizer_steps=optimizer.num_steps,
+            learning_rate=optimizer.changed_learning_rate,
+        )
         return StagedCheckpoint(position=position, tensors=tensors)
 
     def write(self, staged: StagedCheckpoint) -> Path:
         """Make `staged` durable and drop checkpoints beyond the newest `keep`. Blocking; a collective.
 
-        Writing a step that exists already replaces nothing and returns its path.
+        Writing a step that exists already replaces no tensor: only a learning rate set since then is added.
         """
         final = self._path(staged.position.step)
         if self._agree(final.exists()):
+            self._as_first(lambda: _update_learning_rate(final, staged.position.learning_rate))
             return final
         partial = self._directory / f"{_PARTIAL}{final.name}"
         self._as_first(lambda: shutil.rmtree(partial, ignore_errors=True))
@@ -123,7 +131,7 @@ class CheckpointStore:
         if self._random_state_name() in _layout(path):
             tensors = {**tensors, self._random_state_name(): random_state}
         _load(tensors, path, group=self._group)
-        optimizer.restored(num_steps=position.optimizer_steps)
+        optimizer.restored(num_steps=position.optimizer_steps, learning_rate=position.learning_rate)
         torch.set_rng_state(random_state)
         return position
 
@@ -145,8 +153,7 @@ class CheckpointStore:
         self._ranks.sum(torch.tensor(0))
 
     def _commit(self, position: Position, *, partial: Path, final: Path) -> None:
-        content = {"schema_version": SCHEMA_VERSION, **asdict(position)}
-        (partial / _POSITION_FILE).write_text(json.dumps(content))
+        (partial / _POSITION_FILE).write_text(_position_text(position))
         for path in partial.iterdir():
             _sync(path)
         _sync(partial)
@@ -211,6 +218,22 @@ def _read_position(path: Path) -> Position:
             f"resume with the release that wrote it, or start in another data directory"
         )
     return Position(**content)
+
+
+def _position_text(position: Position) -> str:
+    return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(position)})
+
+
+def _update_learning_rate(path: Path, learning_rate: float | None) -> None:
+    """Replace the position file by one with another learning rate; whole at every moment."""
+    position = _read_position(path / _POSITION_FILE)
+    if position.learning_rate == learning_rate:
+        return
+    fresh = path / f"{_POSITION_FILE}.new"
+    fresh.write_text(_position_text(replace(position, learning_rate=learning_rate)))
+    _sync(fresh)
+    fresh.rename(path / _POSITION_FILE)
+    _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -66,8 +66,17 @@ class PolicyLearner:
         """Return a copy of the weights as they are published; never changed afterwards."""
         return published_tensors(self._policy)
 
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate of the next step."""
+        return self._optimizer.peak_learning_rate
+
+    def set_learning_rate(self, peak: float) -> None:
+        """Change the peak from the next step on; checkpoints hold it."""
+        self._optimizer.set_learning_rate(peak)
+
     def save(self, *, step: int, version: int) -> None:
-        """Write a durable checkpoint that resumes after `step`."""
+        """Write a durable checkpoint that resumes after `step`; one that exists learns the learning rate."""
         self._checkpoints.write(self._checkpoints.stage(self._optimizer, step=step, version=version))
 
 

@@ -3,22 +3,23 @@
 Invariant: the order above holds for every step; publishing runs beside the next step, at most `max_behind`
 versions behind, and a step's payloads are released only after a durable checkpoint covers it and its version
 is announced. After a restart the loop replays the retained batches from the checkpoint on, verbatim, and
-continues. Every rank runs it alike; `RankBatches` lets the first one decide. `server` runs it in a thread of
-its own.
+continues. What operators ask is done between two steps. Every rank runs it alike; `RankBatches` lets the
+first one decide. `server` runs it in a thread of its own.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Protocol
 
+from astraflow.errors import PreconditionError, UnavailableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_trainer.batch_source import Claim, StepBatch
+from astraflow_trainer.controls import Controls, Orders, RateChange
 from astraflow_trainer.progress import Phase, Progress, StepRecord
 from astraflow_trainer.publish import ModelBytes, PublishWorker
 from astraflow_trainer.rank_batches import RankBatches
@@ -40,7 +41,14 @@ class Learner(Protocol):
         """Return a copy of the weights as they are published; never changed afterwards."""
 
     def save(self, *, step: int, version: int) -> None:
-        """Write a durable checkpoint that resumes after `step`."""
+        """Write a durable checkpoint that resumes after `step`; one that exists learns the learning rate."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate of the next step."""
+
+    def set_learning_rate(self, peak: float) -> None:
+        """Change the peak from the next step on; checkpoints hold it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +66,7 @@ class LoopSettings:
 
 
 class TrainingLoop:
-    """One policy's loop. Blocking; run it in a thread, end it early with `stop_after_step`."""
+    """One policy's loop. Blocking; run it in a thread, steer it through its `Controls`."""
 
     def __init__(
         self,
@@ -68,44 +76,68 @@ class TrainingLoop:
         publisher: PublishWorker,
         progress: Progress,
         claim: Claim,
+        controls: Controls,
     ) -> None:
         self._source = source
         self._learner = learner
         self._publisher = publisher
         self._progress = progress
         self._claim = claim
-        self._stop = threading.Event()
-        self._step_in_hand = 0
-
-    def stop_after_step(self) -> int:
-        """Ask the loop to end after the step in progress; returns the last step that will be taken."""
-        self._stop.set()
-        return max(self._step_in_hand, self._progress.state.step)
+        self._controls = controls
 
     def run(self, settings: LoopSettings) -> None:
         """Train to the last step, or until stopped; returns when everything is published and checkpointed."""
+        try:
+            step = self._run(settings)
+        except BaseException as error:
+            self._controls.ended(UnavailableError(f"the trainer is ending: {error}"))
+            raise
+        self._controls.ended(PreconditionError(f"the trainer has ended after step {step}"))
+
+    def _run(self, settings: LoopSettings) -> int:
         version, step, saved = settings.version, settings.first_step - 1, settings.first_step - 1
+        self._progress.resumed(durable_step=saved, learning_rate=self._learner.learning_rate)
         # A wish to stop is seen in `_take`: the first rank decides there, the others hear of it.
         while step < settings.last_step:
+            self._controls.at(step, replaying=step < settings.published_step)
             with self._source.unit_of_work(step + 1):
-                record = self._take(step + 1, base_version=version)
-            if record is None:
-                break
+                taken = self._take(step + 1, base_version=version)
+            if isinstance(taken, Orders):
+                if taken.stop:
+                    break
+                saved = self._obey(taken, step=step, version=version)
+                continue
             step += 1
-            if record.version is not None:
-                version = record.version
+            if taken.version is not None:
+                version = taken.version
                 if step >= settings.published_step:
                     self._publisher.submit(step, self._learner.published_bytes())
                 if step == settings.published_step:
                     version = self._version_after_replay(version)
-            self._progress.stepped(record)
+            self._progress.stepped(taken)
             if step % settings.checkpoint_every_steps == 0:
                 saved = self._checkpoint(step, version=version)
         self._progress.ended(Phase.STOPPING)
         if step > saved:
             self._checkpoint(step, version=version)
         self._publisher.wait_until_done()
+        self._controls.checkpointed(step)
         self._progress.ended(Phase.FINISHED)
+        return step
+
+    def _obey(self, orders: Orders, *, step: int, version: int) -> int:
+        """Set the learning rate, if one was asked for, and make a checkpoint that holds it."""
+        previous = self._learner.learning_rate
+        if orders.learning_rate is not None:
+            self._learner.set_learning_rate(orders.learning_rate)
+            log.info("learning_rate.set", previous=previous, peak=orders.learning_rate, first_step=step + 1)
+        saved = self._checkpoint(step, version=version)
+        if orders.learning_rate is not None:
+            self._progress.learning_rate(orders.learning_rate)
+            self._controls.learning_rate_set(
+                orders.learning_rate, RateChange(first_step=step + 1, previous=previous)
+            )
+        return saved
 
     def _version_after_replay(self, expected: int) -> int:
         """The replay reached what was published; other bytes (a GPU's rounding) got their own number."""
@@ -113,18 +145,18 @@ class TrainingLoop:
         published = self._progress.state.version
         return expected if published is None else max(expected, published)
 
-    def _take(self, step: int, *, base_version: int) -> StepRecord | None:
-        """Wait for the step's batch and train on it; None when asked to stop while waiting."""
+    def _take(self, step: int, *, base_version: int) -> StepRecord | Orders:
+        """Wait for the step's batch and train on it, unless something else was asked for first."""
         started = time.monotonic()
         self._progress.waiting("publish")
         self._publisher.wait_for_room(waiting=lambda: self._progress.waiting("publish"))
         self._progress.waiting("batch")
         batch = self._source.acquire(
-            step, base_version=base_version, waiting=self._progress.waiting, stopped=self._stop.is_set
+            step, base_version=base_version, waiting=self._progress.waiting, controls=self._controls
         )
-        if batch is None:
-            return None
-        self._step_in_hand = step
+        if isinstance(batch, Orders):
+            return batch
+        self._controls.at(step)
         with self._source.kept_alive(batch, lease_s=self._claim.batch_lease_s):
             self._source.record_intent(batch)
             rows = self._source.fetch(batch)
@@ -157,6 +189,8 @@ class TrainingLoop:
         self._publisher.wait_until_done()
         self._source.mark_durable(step)
         log.info("checkpoint.durable", step=step, version=version)
+        self._progress.durable(step)
+        self._controls.checkpointed(step)
         return step
 
 

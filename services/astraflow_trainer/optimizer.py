@@ -79,6 +79,7 @@ class MasterOptimizer:
         self._policy = policy
         self._settings = settings
         self._num_steps = 0
+        self._changed_learning_rate: float | None = None
         self._parameters = dict(policy.hf_parameters())
         self._masters = {name: _master(parameter) for name, parameter in self._parameters.items()}
         self._adam = torch.optim.AdamW(
@@ -101,6 +102,16 @@ class MasterOptimizer:
         return self._settings.learning_rate * self._settings.schedule.factor(self._num_steps)
 
     @property
+    def peak_learning_rate(self) -> float:
+        """Peak of the schedule that is in force."""
+        return self._settings.learning_rate
+
+    @property
+    def changed_learning_rate(self) -> float | None:
+        """The peak that an operator set; None while the settings' own is in force."""
+        return self._changed_learning_rate
+
+    @property
     def masters(self) -> Mapping[str, torch.Tensor]:
         """fp32 masters by Hugging Face name; sharded as the parameters are."""
         return self._masters
@@ -110,6 +121,7 @@ class MasterOptimizer:
         if not (math.isfinite(peak) and peak >= 0):
             raise ValueError(f"learning rate {peak} must be finite and at least 0")
         self._settings = replace(self._settings, learning_rate=peak)
+        self._changed_learning_rate = peak
 
     def gradient_norm(self) -> float:
         """Euclidean norm of the accumulated gradient over all ranks; a collective when sharded."""
@@ -147,9 +159,13 @@ class MasterOptimizer:
             state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
         return state
 
-    def restored(self, *, num_steps: int) -> None:
-        """Take over after `state()`'s tensors were overwritten in place by those of a checkpoint."""
+    def restored(self, *, num_steps: int, learning_rate: float | None = None) -> None:
+        """Take over after `state()`'s tensors were overwritten in place by those of a checkpoint, with the peak
+        that an operator had set, if one had.
+        """
         self._num_steps = num_steps
+        if learning_rate is not None:
+            self.set_learning_rate(learning_rate)
         for master in self._masters.values():
             self._adam.state[master]["step"].fill_(num_steps)
         self._write_rounded()

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from astraflow_trainer.controls import PAUSED
+
 __all__ = ["Phase", "Progress", "State", "StepRecord"]
 
 
@@ -53,13 +55,50 @@ class State:
     step: int = 0
     version: int | None = None
     trainer_epoch: int = 0
+    durable_step: int = 0
+    """Last step that a durable checkpoint covers."""
+    learning_rate: float = 0.0
+    """Peak of the next step."""
 
 
 @dataclass
 class _Clock:
+    """Time waited since the first wait; pauses are cut out of both."""
+
     first_wait_at_s: float | None = None
     waited_s: float = 0.0
     waiting_since_s: float | None = None
+    paused_since_s: float | None = None
+
+    def wait(self, now_s: float) -> None:
+        self._end_pause(now_s)
+        if self.first_wait_at_s is None:
+            self.first_wait_at_s = now_s
+        if self.waiting_since_s is None:
+            self.waiting_since_s = now_s
+
+    def work(self, now_s: float) -> None:
+        self._end_pause(now_s)
+        if self.waiting_since_s is not None:
+            self.waited_s += now_s - self.waiting_since_s
+            self.waiting_since_s = None
+
+    def pause(self, now_s: float) -> None:
+        if self.paused_since_s is None:
+            self.work(now_s)
+            self.paused_since_s = now_s
+
+    def wait_fraction(self, now_s: float) -> float:
+        if self.first_wait_at_s is None:
+            return 0.0
+        until_s = now_s if self.paused_since_s is None else self.paused_since_s
+        waiting_s = until_s - self.waiting_since_s if self.waiting_since_s is not None else 0.0
+        return min(1.0, (self.waited_s + waiting_s) / max(1e-9, until_s - self.first_wait_at_s))
+
+    def _end_pause(self, now_s: float) -> None:
+        if self.paused_since_s is not None and self.first_wait_at_s is not None:
+            self.first_wait_at_s += now_s - self.paused_since_s
+        self.paused_since_s = None
 
 
 @dataclass
@@ -86,24 +125,30 @@ class Progress:
         """Record where the trainer goes on."""
         self._set(trainer_epoch=epoch, step=step, version=version, fraction=1.0)
 
+    def resumed(self, *, durable_step: int, learning_rate: float) -> None:
+        """Record what the loop starts from."""
+        self._set(durable_step=durable_step, learning_rate=learning_rate)
+
     def waiting(self, reason: str) -> None:
-        """Start, or go on, waiting for `reason`."""
-        now = time.monotonic()
+        """Start, or go on, waiting for `reason`; a pause is nobody's fault and is not counted."""
         with self._lock:
-            if self._clock.first_wait_at_s is None:
-                self._clock.first_wait_at_s = now
-            if self._clock.waiting_since_s is None:
-                self._clock.waiting_since_s = now
+            clock_turns = self._clock.pause if reason == PAUSED else self._clock.wait
+            clock_turns(time.monotonic())
         self._set(phase=Phase.WAITING, waiting_for=reason)
 
     def training(self) -> None:
         """The wait is over."""
-        now = time.monotonic()
         with self._lock:
-            if self._clock.waiting_since_s is not None:
-                self._clock.waited_s += now - self._clock.waiting_since_s
-                self._clock.waiting_since_s = None
+            self._clock.work(time.monotonic())
         self._set(phase=Phase.TRAINING, waiting_for="")
+
+    def durable(self, step: int) -> None:
+        """Record that a durable checkpoint covers `step`."""
+        self._set(durable_step=step)
+
+    def learning_rate(self, peak: float) -> None:
+        """Record another peak learning rate."""
+        self._set(learning_rate=peak)
 
     def stepped(self, record: StepRecord) -> None:
         """Record a finished step."""
@@ -122,12 +167,7 @@ class Progress:
     def wait_fraction(self) -> float:
         """Share of the time since the first wait that was spent waiting, in [0, 1]."""
         with self._lock:
-            if self._clock.first_wait_at_s is None:
-                return 0.0
-            now = time.monotonic()
-            since = self._clock.waiting_since_s
-            waited = self._clock.waited_s + (now - since if since is not None else 0.0)
-            return min(1.0, waited / max(1e-9, now - self._clock.first_wait_at_s))
+            return self._clock.wait_fraction(time.monotonic())
 
     def records_after(self, step: int) -> list[StepRecord]:
         """Finished steps after `step`, in order."""

@@ -1,9 +1,9 @@
 """One batch for several ranks: the first rank decides what happens next, the others follow it.
 
-Invariant: only the first rank speaks to the server about a step (acquire, intent, ack, durable); what it
-decides reaches every rank as one small message per step, and each rank fetches only its own share of the
-payloads. While the first rank waits it says so every few seconds, so a follower never waits in silence. The
-training loop runs the same way on every rank, over a `RankBatches`.
+Invariant: only the first rank speaks to the server about a step (acquire, intent, ack, durable) and hears
+operators; what it decides reaches every rank as one small message per step, and each rank fetches only its
+own share of the payloads. While the first rank waits it says so every few seconds, so a follower never waits
+in silence. The training loop runs the same way on every rank, over a `RankBatches`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
 from astraflow_trainer.batch_source import BatchSource, StepBatch, message_of, step_batch
+from astraflow_trainer.controls import Controls, Orders
 from astraflow_trainer.ranks import Ranks
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.shares import balanced_shares
@@ -28,26 +29,27 @@ class _Kind(StrEnum):
 
     WAIT = "wait"
     STEP = "step"
-    STOP = "stop"
+    ORDERS = "orders"
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """The message of one decision: what to do, why, and the batch when there is one."""
+    """The message of one decision: what to do, why, and the orders or the batch when there are some."""
 
     kind: _Kind
     reason: str = ""
+    orders: Orders = field(default_factory=Orders)
     batch: bytes = b""
 
     def encode(self) -> bytes:
-        head = json.dumps({"kind": self.kind, "reason": self.reason}).encode()
-        return head + b"\n" + self.batch
+        head = {"kind": self.kind, "reason": self.reason, "orders": asdict(self.orders)}
+        return json.dumps(head).encode() + b"\n" + self.batch
 
     @classmethod
     def decode(cls, message: bytes) -> _Turn:
         head, _, batch = message.partition(b"\n")
         fields = json.loads(head)
-        return cls(_Kind(fields["kind"]), fields["reason"], batch)
+        return cls(_Kind(fields["kind"]), fields["reason"], Orders(**fields["orders"]), batch)
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,10 @@ class RankBatches:
         return self._source.unit_of_work(step)
 
     def acquire(
-        self, step: int, *, base_version: int, waiting: Callable[[str], None], stopped: Callable[[], bool]
-    ) -> StepBatch | None:
-        """Return the batch of `step`, or None to stop; a collective. Only the first rank's `stopped` counts.
+        self, step: int, *, base_version: int, waiting: Callable[[str], None], controls: Controls
+    ) -> StepBatch | Orders:
+        """Return the batch of `step`, or what to do before it; a collective. Only the first rank's `controls`
+        count.
 
         `waiting` is told why there is none yet, after each empty poll of the first rank.
         """
@@ -88,12 +91,17 @@ class RankBatches:
             self._tell(_Turn(_Kind.WAIT, reason))
             waiting(reason)
 
-        batch = self._source.acquire(step, base_version=base_version, waiting=tell_waiting, stopped=stopped)
-        if batch is None:
-            self._tell(_Turn(_Kind.STOP))
-        else:
-            self._tell(_Turn(_Kind.STEP, batch=message_of(batch).SerializeToString(deterministic=True)))
-        return batch
+        while True:
+            orders = controls.take(waiting=tell_waiting)
+            if orders is not None:
+                self._tell(_Turn(_Kind.ORDERS, orders=orders))
+                return orders
+            batch = self._source.acquire(
+                step, base_version=base_version, waiting=tell_waiting, stopped=controls.interrupts
+            )
+            if batch is not None:
+                self._tell(_Turn(_Kind.STEP, batch=message_of(batch).SerializeToString(deterministic=True)))
+                return batch
 
     def record_intent(self, batch: StepBatch) -> None:
         """The first rank records the intent; no rank trains before, because training is a collective."""
@@ -151,11 +159,11 @@ class RankBatches:
     def _tell(self, turn: _Turn) -> None:
         self._ranks.tell(turn.encode())
 
-    def _follow(self, *, waiting: Callable[[str], None]) -> StepBatch | None:
+    def _follow(self, *, waiting: Callable[[str], None]) -> StepBatch | Orders:
         while True:
             turn = _Turn.decode(self._ranks.tell(b""))
             if turn.kind is _Kind.STEP:
                 return step_batch(batch_service_pb2.AcquireBatchResponse.FromString(turn.batch))
-            if turn.kind is _Kind.STOP:
-                return None
+            if turn.kind is _Kind.ORDERS:
+                return turn.orders
             waiting(turn.reason)

@@ -30,6 +30,7 @@ from astraflow_kit.recipe_code import require_installed
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
 from astraflow_trainer.batch_source import BatchSource, Claim, Ledger
+from astraflow_trainer.controls import Controls
 from astraflow_trainer.joined_run import JoinedRun, join_run
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
@@ -79,19 +80,16 @@ def check(settings: TrainerSettings) -> int:
 
 
 async def _serve(settings: TrainerSettings, life: Lifecycle) -> None:
-    metrics, progress = Metrics(), Progress()
+    metrics, progress, controls = Metrics(), Progress(), Controls()
     with _client(settings) as client:
         joined = await asyncio.to_thread(_join, client, settings)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
         # Before the warm start, which takes long: a store that cannot be used will not become usable.
         store = await asyncio.to_thread(_usable_store, settings, joined)
-        training = _Training(settings, client=client, joined=joined, store=store, progress=progress)
-        servicer = TrainerServicer(
-            progress,
-            run_id=joined.run_id,
-            policy_id=joined.policy_id,
-            stop_after_step=training.stop_after_step,
+        training = _Training(
+            settings, client=client, joined=joined, store=store, progress=progress, controls=controls
         )
+        servicer = TrainerServicer(progress, controls, run_id=joined.run_id, policy_id=joined.policy_id)
         grpc_server = GrpcServer(
             [(trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server, servicer)],
             settings=settings,
@@ -120,14 +118,14 @@ class _Training:
         joined: JoinedRun,
         store: ObjectStore,
         progress: Progress,
+        controls: Controls,
     ) -> None:
         self._settings = settings
         self._store = store
         self._client = client
         self._joined = joined
         self._progress = progress
-        self._loop: TrainingLoop | None = None
-        self._stop_wanted = False
+        self._controls = controls
 
     async def start(self) -> None:
         """Nothing to bind."""
@@ -139,12 +137,7 @@ class _Training:
     async def stop(self, *, deadline_s: float) -> None:
         """Ask for an end after the step in progress; `run` returns when it is published and checkpointed."""
         del deadline_s
-        self.stop_after_step()
-
-    def stop_after_step(self) -> int:
-        """Ask the loop to end; before it exists, it will end before its first step."""
-        self._stop_wanted = True
-        return self._loop.stop_after_step() if self._loop else self._progress.state.step
+        self._controls.stop_after_step()
 
     def _train(self) -> None:
         bind(run_id=self._joined.run_id, policy_id=self._joined.policy_id)
@@ -192,16 +185,15 @@ class _Training:
             if published_step < step or newest is None:
                 worker.submit(step, learner.published_bytes())
                 worker.wait_until_done()
-            self._loop = TrainingLoop(
+            loop = TrainingLoop(
                 source=RankBatches(source, OneRank()),
                 learner=learner,
                 publisher=worker,
                 progress=self._progress,
                 claim=claim,
+                controls=self._controls,
             )
-            if self._stop_wanted:
-                self._loop.stop_after_step()
-            self._loop.run(
+            loop.run(
                 LoopSettings(
                     first_step=step + 1,
                     version=version,

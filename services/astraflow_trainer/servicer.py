@@ -1,14 +1,16 @@
-"""TrainerService: translates the contract to `Progress` and the stop request; nothing is decided here."""
+"""TrainerService: translates the contract to `Progress` and `Controls`; nothing is decided here."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow_trainer.controls import Controls
 from astraflow_trainer.progress import Phase, Progress, StepRecord
 
 if TYPE_CHECKING:
@@ -31,13 +33,11 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
     """Serves one trainer."""
 
-    def __init__(
-        self, progress: Progress, *, run_id: str, policy_id: str, stop_after_step: Callable[[], int]
-    ) -> None:
+    def __init__(self, progress: Progress, controls: Controls, *, run_id: str, policy_id: str) -> None:
         self._progress = progress
+        self._controls = controls
         self._run_id = run_id
         self._policy_id = policy_id
-        self._stop_after_step = stop_after_step
 
     async def Status(
         self, request: trainer_service_pb2.StatusRequest, context: Context
@@ -54,13 +54,44 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
             version=state.version,
             trainer_epoch=state.trainer_epoch,
             wait_fraction=self._progress.wait_fraction(),
+            pause_reason=self._controls.pause_reason,
+            durable_step=state.durable_step,
+            learning_rate=state.learning_rate,
+        )
+
+    async def Pause(
+        self, request: trainer_service_pb2.PauseRequest, context: Context
+    ) -> trainer_service_pb2.PauseResponse:
+        """Ask the loop to pause after the step in hand."""
+        return trainer_service_pb2.PauseResponse(step=self._controls.pause(request.reason))
+
+    async def Resume(
+        self, request: trainer_service_pb2.ResumeRequest, context: Context
+    ) -> trainer_service_pb2.ResumeResponse:
+        """End a pause."""
+        return trainer_service_pb2.ResumeResponse(step=self._controls.resume())
+
+    async def Checkpoint(
+        self, request: trainer_service_pb2.CheckpointRequest, context: Context
+    ) -> trainer_service_pb2.CheckpointResponse:
+        """Ask for a checkpoint and wait until it is durable."""
+        step = await asyncio.wrap_future(self._controls.checkpoint())
+        return trainer_service_pb2.CheckpointResponse(step=step)
+
+    async def SetLearningRate(
+        self, request: trainer_service_pb2.SetLearningRateRequest, context: Context
+    ) -> trainer_service_pb2.SetLearningRateResponse:
+        """Ask for another learning rate and wait until it is in force and durable."""
+        change = await asyncio.wrap_future(self._controls.set_learning_rate(request.learning_rate))
+        return trainer_service_pb2.SetLearningRateResponse(
+            first_step=change.first_step, previous_learning_rate=change.previous
         )
 
     async def StopAfterStep(
         self, request: trainer_service_pb2.StopAfterStepRequest, context: Context
     ) -> trainer_service_pb2.StopAfterStepResponse:
         """Ask the loop to end after the step in progress."""
-        return trainer_service_pb2.StopAfterStepResponse(step=self._stop_after_step())
+        return trainer_service_pb2.StopAfterStepResponse(step=self._controls.stop_after_step())
 
     async def WatchMetrics(
         self, request: trainer_service_pb2.WatchMetricsRequest, context: Context

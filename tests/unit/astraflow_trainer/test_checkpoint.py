@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,39 @@ def test_only_the_newest_are_kept_and_rewriting_one_is_harmless(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000000002", "step-000000000003"]
 
 
+def test_a_learning_rate_set_by_an_operator_is_restored_also_when_set_after_the_checkpoint(
+    make_policy: MakePolicy, tmp_path: Path
+) -> None:
+    optimizer = MasterOptimizer(make_policy(), settings=SETTINGS)
+    store = CheckpointStore(tmp_path, keep=2)
+    path = store.write(store.stage(optimizer, step=1, version=1))
+    tensors = {file.name: file.read_bytes() for file in path.glob("*.distcp")}
+    optimizer.set_learning_rate(0.125)
+    assert store.write(store.stage(optimizer, step=1, version=1)) == path
+    assert {file.name: file.read_bytes() for file in path.glob("*.distcp")} == tensors
+
+    resumed = MasterOptimizer(make_policy(), settings=SETTINGS)
+    position = CheckpointStore(tmp_path, keep=2).restore(resumed)
+    assert position is not None
+    assert position.learning_rate == resumed.peak_learning_rate == 0.125
+    resumed_store = CheckpointStore(tmp_path, keep=2)
+    resumed_store.write(resumed_store.stage(resumed, step=2, version=2))
+    later = MasterOptimizer(make_policy(), settings=SETTINGS)
+    resumed_store.restore(later)
+    assert later.peak_learning_rate == 0.125, "it outlives the checkpoint it was set in"
+
+
+def test_without_an_operator_the_settings_decide_the_learning_rate(
+    make_policy: MakePolicy, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.write(store.stage(MasterOptimizer(make_policy(), settings=SETTINGS), step=1, version=1))
+    resumed = MasterOptimizer(make_policy(), settings=replace(SETTINGS, learning_rate=0.0625))
+    position = store.restore(resumed)
+    assert position is not None
+    assert (position.learning_rate, resumed.peak_learning_rate) == (None, 0.0625)
+
+
 def test_a_half_written_checkpoint_is_ignored_and_swept(make_policy: MakePolicy, tmp_path: Path) -> None:
     optimizer = MasterOptimizer(make_policy(), settings=SETTINGS)
     store = CheckpointStore(tmp_path, keep=2)
@@ -118,7 +152,7 @@ def test_another_model_or_schema_is_refused_with_the_remedy(make_policy: MakePol
         store.restore(MasterOptimizer(wider, settings=SETTINGS))
     position = json.loads((path / "position.json").read_text())
     (path / "position.json").write_text(json.dumps({**position, "schema_version": 99}))
-    with pytest.raises(CheckpointError, match="schema version 99, this trainer reads 1"):
+    with pytest.raises(CheckpointError, match="schema version 99, this trainer reads 2"):
         store.restore(optimizer)
 
 

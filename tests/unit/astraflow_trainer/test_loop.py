@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from astraflow.errors import FencedError
+from astraflow.errors import FencedError, PreconditionError, UnavailableError
 from astraflow_trainer.batch_source import BatchSource, Ledger
+from astraflow_trainer.controls import PAUSED, Controls, RateChange
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
 from astraflow_trainer.progress import Phase, Progress
 from astraflow_trainer.publish import Announcer, ModelBytes, PublishWorker
@@ -45,6 +46,7 @@ class Bookkeeper:
     skips: frozenset[int] = frozenset()
     on_train: Hook = _nothing
     on_save: Hook = _nothing
+    learning_rate: float = 0.25
     _step: int = 0
 
     def train(self, rows: Sequence[TrainingRow]) -> StepMetrics:
@@ -62,7 +64,7 @@ class Bookkeeper:
             reward_mean=0.5,
             num_micro_batches=1,
             packing_efficiency=1.0,
-            learning_rate=0.25,
+            learning_rate=self.learning_rate,
             gradient_norm=2.0,
             clip_low=0.2,
             clip_high=0.28,
@@ -71,6 +73,10 @@ class Bookkeeper:
 
     def published_bytes(self) -> ModelBytes:
         return {"weight": np.asarray([self._step], dtype=np.uint16)}
+
+    def set_learning_rate(self, peak: float) -> None:
+        self.events.append(f"rate {peak:g}")
+        self.learning_rate = peak
 
     def save(self, *, step: int, version: int) -> None:
         self.events.append(f"save {step} at version {version}")
@@ -123,6 +129,7 @@ class Bench:
     progress: Progress
     worker: PublishWorker
     loop: TrainingLoop
+    controls: Controls
     ledger_path: Path
 
     @property
@@ -172,15 +179,17 @@ def _bench(
             max_behind=max_behind,
             published=lambda committed: progress.published(committed.version),
         )
+        controls = Controls()
         loop = TrainingLoop(
             source=RankBatches(source, OneRank()),
             learner=learner,
             publisher=worker,
             progress=progress,
             claim=claim,
+            controls=controls,
         )
         try:
-            yield Bench(script, learner, store, progress, worker, loop, ledger_path)
+            yield Bench(script, learner, store, progress, worker, loop, controls, ledger_path)
         finally:
             store.gate.set()
 
@@ -246,7 +255,7 @@ def test_a_stop_request_ends_training_after_the_step_in_progress(tmp_path: Path)
     answers: list[int] = []
     with _bench(tmp_path) as bench:
         bench.learner.on_train = lambda step: (
-            answers.append(bench.loop.stop_after_step()) if step == 2 else None
+            answers.append(bench.controls.stop_after_step()) if step == 2 else None
         )
         bench.run(last_step=50)
         assert answers == [2]
@@ -259,7 +268,7 @@ def test_a_stop_request_ends_training_after_the_step_in_progress(tmp_path: Path)
 def test_a_stop_request_during_a_checkpoint_names_the_step_it_covers(tmp_path: Path) -> None:
     answers: list[int] = []
     with _bench(tmp_path) as bench:
-        bench.learner.on_save = lambda _: answers.append(bench.loop.stop_after_step())
+        bench.learner.on_save = lambda _: answers.append(bench.controls.stop_after_step())
         bench.run(last_step=50, checkpoint_every_steps=3)
         assert answers == [3]
         assert bench.progress.state.step == 3
@@ -271,16 +280,119 @@ def test_a_stop_request_while_waiting_for_a_batch_takes_no_further_step(tmp_path
         bench.learner.on_train = lambda _: script.empty_polls.extend(["ready_groups"] * 10_000)
         with _in_background(lambda: bench.run(last_step=50)):
             eventually(lambda: bench.progress.state.waiting_for == "ready_groups", what="an empty poll")
-            assert bench.loop.stop_after_step() == 1
+            assert bench.controls.stop_after_step() == 1
         assert bench.about("train", "durable") == ["train 1", "durable 1"]
 
 
 def test_a_stop_request_before_the_first_step_does_nothing_at_all(tmp_path: Path) -> None:
     with _bench(tmp_path) as bench:
-        assert bench.loop.stop_after_step() == 0
+        assert bench.controls.stop_after_step() == 0
         bench.run(last_step=50)
         assert bench.about("acquire", "train", "save", "durable") == []
         assert bench.progress.state.phase is Phase.FINISHED
+
+
+def _poll(script: ScriptedBatches, *, after_step: int) -> Hook:
+    """A hook that leaves the trainer waiting for a batch after a step."""
+
+    def hook(step: int) -> None:
+        if step == after_step:
+            script.empty_polls.extend(["ready_groups"] * 10_000)
+
+    return hook
+
+
+def test_a_paused_trainer_publishes_waits_with_a_reason_and_goes_on_when_told(tmp_path: Path) -> None:
+    with _bench(tmp_path) as bench:
+        bench.learner.on_train = lambda step: bench.controls.pause("maintenance") if step == 2 else None
+        with _in_background(lambda: bench.run(last_step=3)):
+            eventually(lambda: bench.progress.state.waiting_for == PAUSED, what="the pause")
+            eventually(lambda: "announce 2" in bench.events, what="the version of the step before the pause")
+            assert bench.progress.state.phase is Phase.WAITING
+            assert bench.about("acquire", "train") == ["acquire 1", "train 1", "acquire 2", "train 2"]
+            assert bench.controls.pause_reason == "maintenance"
+            assert bench.controls.resume() == 2
+        assert bench.about("train")[-1] == "train 3"
+
+
+def test_a_stop_request_ends_a_pause(tmp_path: Path) -> None:
+    with _bench(tmp_path) as bench:
+        assert bench.controls.pause("before anything") == 0
+        with _in_background(lambda: bench.run(last_step=3)):
+            eventually(lambda: bench.progress.state.waiting_for == PAUSED, what="the pause")
+            bench.controls.stop_after_step()
+        assert bench.about("acquire", "train") == []
+
+
+def test_a_checkpoint_asked_for_is_durable_when_it_is_answered_and_asking_again_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    script = ScriptedBatches()
+    with _bench(tmp_path, script=script) as bench:
+        bench.learner.on_train = _poll(script, after_step=2)
+        with _in_background(lambda: bench.run(last_step=50)):
+            eventually(lambda: bench.progress.state.waiting_for == "ready_groups", what="an empty poll")
+            assert bench.controls.checkpoint().result(PATIENCE_S) == 2
+            assert "durable 2" in bench.events
+            assert bench.progress.state.durable_step == 2
+            assert bench.controls.checkpoint().result(PATIENCE_S) == 2
+            bench.controls.stop_after_step()
+        assert set(bench.about("save")) == {"save 2 at version 2"}
+
+
+def test_a_checkpoint_is_written_during_a_pause_too(tmp_path: Path) -> None:
+    with _bench(tmp_path) as bench:
+        bench.learner.on_train = lambda step: bench.controls.pause("") if step == 1 else None
+        with _in_background(lambda: bench.run(last_step=50)):
+            eventually(lambda: bench.progress.state.waiting_for == PAUSED, what="the pause")
+            assert bench.controls.checkpoint().result(PATIENCE_S) == 1
+            assert bench.about("train") == ["train 1"]
+            bench.controls.stop_after_step()
+
+
+def test_a_learning_rate_holds_from_the_next_step_on_and_is_in_a_checkpoint_before_that(
+    tmp_path: Path,
+) -> None:
+    with _bench(tmp_path) as bench:
+        asked: list[Future[RateChange]] = []
+        bench.learner.on_train = lambda step: (
+            asked.append(bench.controls.set_learning_rate(0.125)) if step == 2 else None
+        )
+        bench.run(last_step=3)
+        assert asked[0].result(0) == RateChange(first_step=3, previous=0.25)
+        wanted = ["train 2", "rate 0.125", "save 2 at version 2", "durable 2", "train 3"]
+        assert bench.about("train", "rate", "save", "durable")[1:6] == wanted
+        rates = [record.metrics["learning_rate"] for record in bench.progress.records_after(0)]
+        assert rates == [0.25, 0.25, 0.125]
+        assert bench.progress.state.learning_rate == 0.125
+
+
+def test_a_replay_is_not_crossed_by_a_new_learning_rate(tmp_path: Path) -> None:
+    script = ScriptedBatches(last_finished_step=2)
+    with _bench(tmp_path, script=script, versions={1: 1, 2: 2}) as bench:
+        bench.store.newest = 2
+        bench.learner.on_train = lambda step: bench.controls.set_learning_rate(0.125) if step == 1 else None
+        bench.run(last_step=3, published_step=2)
+        assert bench.about("train", "rate") == ["train 1", "train 2", "rate 0.125", "train 3"]
+
+
+def test_whoever_waits_when_training_fails_or_ends_is_told(tmp_path: Path) -> None:
+    with _bench(tmp_path) as bench:
+        asked: list[Future[int]] = []
+
+        def fail(_step: int) -> None:
+            asked.append(bench.controls.checkpoint())
+            raise FloatingPointError("no")
+
+        bench.learner.on_train = fail
+        with pytest.raises(FloatingPointError):
+            bench.run(last_step=3)
+        with pytest.raises(UnavailableError, match="the trainer is ending: no"):
+            asked[0].result(0)
+    with _bench(tmp_path) as bench:
+        bench.run(last_step=1)
+        with pytest.raises(PreconditionError, match="ended after step 1"):
+            bench.controls.checkpoint()
 
 
 @pytest.mark.parametrize("max_behind", [1, 3])

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 
+from astraflow_trainer.controls import PAUSED
 from astraflow_trainer.progress import Phase, Progress, State, StepRecord
 
 RECORD = StepRecord(
@@ -81,6 +83,20 @@ def test_the_share_of_waiting_falls_while_the_trainer_works() -> None:
     while progress.wait_fraction() == first:  # until the clock has moved on
         pass
     assert 0.0 <= progress.wait_fraction() < first <= 1.0
+
+
+def test_a_pause_counts_neither_as_waiting_nor_as_time() -> None:
+    progress = Progress()
+    progress.waiting("batch")
+    progress.training()
+    progress.waiting(PAUSED)
+    first = progress.wait_fraction()
+    paused_at = time.monotonic()
+    while time.monotonic() < paused_at + 0.01:
+        progress.waiting(PAUSED)
+    assert progress.wait_fraction() == first
+    progress.training()
+    assert progress.wait_fraction() <= first
 
 
 async def test_a_change_in_another_thread_wakes_every_reader() -> None:

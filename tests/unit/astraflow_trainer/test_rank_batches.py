@@ -10,6 +10,7 @@ import pytest
 
 from astraflow.errors import FencedError
 from astraflow_trainer.batch_source import BatchSource, Ledger, StepBatch
+from astraflow_trainer.controls import PAUSED, Controls, Orders
 from astraflow_trainer.rank_batches import RankBatches
 from support.rank_threads import ThreadRanks, run_ranks
 from support.scripted_batches import ScriptedBatches, serving
@@ -38,18 +39,22 @@ def _on_ranks(
         return run_ranks(size, one)
 
 
-def _acquire(
-    batches: RankBatches, *, waits: list[str] | None = None, stopped: bool = False
-) -> StepBatch | None:
+def _next(
+    batches: RankBatches, controls: Controls | None = None, *, waits: list[str] | None = None
+) -> StepBatch | Orders:
     waited = [] if waits is None else waits
-    return batches.acquire(1, base_version=4, waiting=waited.append, stopped=lambda: stopped)
+    return batches.acquire(1, base_version=4, waiting=waited.append, controls=controls or Controls())
+
+
+def _acquire(batches: RankBatches) -> StepBatch:
+    batch = _next(batches)
+    assert isinstance(batch, StepBatch)
+    return batch
 
 
 def test_every_rank_gets_the_batch_that_the_first_one_acquired(tmp_path: Path) -> None:
     script = ScriptedBatches()
     first, second = _on_ranks(script, tmp_path, lambda batches, _: _acquire(batches))
-    assert first is not None
-    assert second is not None
     assert (second.step, second.batch_id, second.digest, second.base_version) == (1, "b1", b"\1" * 32, 4)
     assert list(second.items) == list(first.items)
     assert second.staleness() == first.staleness()
@@ -60,7 +65,7 @@ def test_every_rank_gets_the_batch_that_the_first_one_acquired(tmp_path: Path) -
 def test_every_rank_knows_whether_a_step_is_replayed(tmp_path: Path, last_finished_step: int) -> None:
     script = ScriptedBatches(last_finished_step=last_finished_step)
     found = _on_ranks(script, tmp_path, lambda batches, _: _acquire(batches))
-    assert [batch is not None and batch.finished_before for batch in found] == [last_finished_step == 1] * 2
+    assert [batch.finished_before for batch in found] == [last_finished_step == 1] * 2
 
 
 def test_each_rank_fetches_only_its_share(tmp_path: Path) -> None:
@@ -68,7 +73,6 @@ def test_each_rank_fetches_only_its_share(tmp_path: Path) -> None:
 
     def fetch(batches: RankBatches, _: int) -> tuple[list[str], dict[str, float]]:
         batch = _acquire(batches)
-        assert batch is not None
         return [row.trajectory_id for row in batches.fetch(batch)], batches.measured()
 
     (first, measured), (second, _) = _on_ranks(script, tmp_path, fetch)
@@ -84,7 +88,6 @@ def test_a_rank_without_a_share_fetches_nothing(tmp_path: Path) -> None:
 
     def fetch(batches: RankBatches, _: int) -> int:
         batch = _acquire(batches)
-        assert batch is not None
         return len(batches.fetch(batch))
 
     assert _on_ranks(script, tmp_path, fetch, size=3) == [1, 1, 0]
@@ -96,7 +99,6 @@ def test_only_the_first_rank_tells_the_server_how_far_a_step_is(tmp_path: Path) 
 
     def step(batches: RankBatches, _: int) -> None:
         batch = _acquire(batches)
-        assert batch is not None
         batches.record_intent(batch)
         with batches.kept_alive(batch, lease_s=60.0):
             batches.finish(batch, skipped=False)
@@ -112,19 +114,58 @@ def test_only_the_first_rank_tells_the_server_how_far_a_step_is(tmp_path: Path) 
     assert not (tmp_path / "1").exists()
 
 
-def test_the_first_ranks_wish_to_stop_is_everybodys(tmp_path: Path) -> None:
-    """The follower asks to stop too late, or not at all: only the first rank decides."""
-    found = _on_ranks(ScriptedBatches(), tmp_path, lambda batches, rank: _acquire(batches, stopped=rank == 0))
-    assert found == [None, None]
-    found = _on_ranks(ScriptedBatches(), tmp_path, lambda batches, rank: _acquire(batches, stopped=rank == 1))
-    assert all(batch is not None for batch in found)
+@pytest.mark.parametrize(
+    ("ask", "orders"),
+    [
+        (Controls.stop_after_step, Orders(stop=True)),
+        (lambda controls: controls.checkpoint(), Orders(checkpoint=True)),
+        (lambda controls: controls.set_learning_rate(0.125), Orders(learning_rate=0.125)),
+    ],
+    ids=["stop", "checkpoint", "learning rate"],
+)
+def test_what_is_asked_of_the_first_rank_is_everybodys(
+    tmp_path: Path, ask: Callable[[Controls], object], orders: Orders
+) -> None:
+    """A follower that is asked keeps it to itself: only the first rank decides."""
+    asked = Controls()
+    asked.at(0)
+    ask(asked)
+
+    def obey(asked_rank: int) -> list[StepBatch | Orders]:
+        return _on_ranks(
+            ScriptedBatches(),
+            tmp_path,
+            lambda batches, rank: _next(batches, asked if rank == asked_rank else None),
+        )
+
+    assert obey(0) == [orders, orders]
+    assert all(isinstance(batch, StepBatch) for batch in obey(1))
+
+
+def test_a_pause_of_the_first_rank_keeps_the_others_informed(tmp_path: Path) -> None:
+    controls, waits = Controls(), {0: [""], 1: [""]}
+    controls.pause("maintenance")
+
+    def resumed_after_a_word(batches: RankBatches, rank: int) -> StepBatch | Orders:
+        if rank == 1:
+            return _next(batches, waits=waits[1])
+
+        def heard(reason: str) -> None:
+            waits[0].append(reason)
+            controls.resume()
+
+        return batches.acquire(1, base_version=4, waiting=heard, controls=controls)
+
+    found = _on_ranks(ScriptedBatches(), tmp_path, resumed_after_a_word)
+    assert all(isinstance(batch, StepBatch) for batch in found)
+    assert waits == {0: ["", PAUSED], 1: ["", PAUSED]}
 
 
 def test_followers_are_told_what_the_first_rank_waits_for(tmp_path: Path) -> None:
     script = ScriptedBatches()
     script.empty_polls.extend(["ready_groups", "publish"])
     waits: dict[int, list[str]] = {0: [], 1: []}
-    _on_ranks(script, tmp_path, lambda batches, rank: _acquire(batches, waits=waits[rank]))
+    _on_ranks(script, tmp_path, lambda batches, rank: _next(batches, waits=waits[rank]))
     assert waits == {0: ["ready_groups", "publish"], 1: ["ready_groups", "publish"]}
 
 
