@@ -121,6 +121,9 @@ class WorkSession:
             await self._take_credits(request.credits)
         elif kind == "renewal":
             await self._renew(list(request.renewal.lease_ids))
+        elif kind == "receipt":
+            # Confirmed leases run from their arrival.
+            await self._renew(list(request.receipt.lease_ids))
         elif kind == "failure":
             await self._fail(request.failure)
         else:

@@ -95,6 +95,7 @@ async def assemble_node(
         hooks=WorkerHooks(
             announce=policies.announce,
             data_lost=pusher.push_recent_again,
+            durable=pusher.durable,
             drained_by_server=told_to_drain,
             first_lease=partial(timeline.mark, Stage.FIRST_LEASE),
         ),

@@ -109,6 +109,15 @@ class Pusher(LoopService):
         failpoints.hit("raas.spooled")
         return await asyncio.shield(spooled.outcome)
 
+    def durable(self, position: int) -> None:
+        """The server's disk has every commit of the run up to `position`.
+
+        Only the word of a working session counts: each begins by comparing data sets, so it never speaks of
+        another one than this node knows.
+        """
+        self._spool.durable(position)
+        self._has_room.set()
+
     def push_recent_again(self) -> None:
         """The server has another data set than before: whatever its disk may have missed is pushed again."""
         again = self._spool.data_was_lost()

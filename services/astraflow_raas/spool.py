@@ -25,8 +25,8 @@ class SpoolLimits:
     window_episodes: int = 64
     window_bytes: int = 16 * 2**20
     retain_acked_s: float = 3.0
-    """How long an episode is kept after an acknowledgement in memory; the server's disk follows within one
-    second."""
+    """How long an episode is kept after an acknowledgement in memory when the server cannot tell what is durable;
+    its disk follows within one second."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -39,6 +39,8 @@ class Spooled:
     file: int | None = None
     """Its file on disk; None when it could not be written."""
     acked_s: float = 0.0
+    position: int = 0
+    """Where its commit is in the run's order; 0 when the server did not say."""
 
 
 @dataclass(kw_only=True)
@@ -54,6 +56,7 @@ class Spool:
     _in_flight: deque[Spooled] = field(default_factory=deque)
     _acked: deque[Spooled] = field(default_factory=deque)
     _flight_bytes: int = 0
+    _durable_position: int | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -94,7 +97,7 @@ class Spool:
         spooled = self._leave_flight()
         if not spooled.outcome.done():
             spooled.outcome.set_result(result)
-        self._retain(spooled, durability=result.durability)
+        self._retain(spooled, result)
         return spooled
 
     def stream_broke(self) -> None:
@@ -109,14 +112,25 @@ class Spool:
         self.forget_safe()
         again = list(self._acked)
         self._acked.clear()
+        # Positions of the lost data set mean nothing in the new one.
+        self._durable_position = None
         self._unsent.extendleft(reversed(again))
         return len(again)
 
+    def durable(self, position: int) -> None:
+        """The server's disk has every commit up to `position`."""
+        self._durable_position = position
+        self.forget_safe()
+
     def forget_safe(self) -> None:
         """Let go of the acknowledged episodes that the server's disk has by now."""
-        horizon_s = self.clock.monotonic_s() - self.limits.retain_acked_s
-        while self._acked and self._acked[0].acked_s < horizon_s:
+        while self._acked and self._is_safe(self._acked[0]):
             self._release(self._acked.popleft())
+
+    def _is_safe(self, acked: Spooled) -> bool:
+        if self._durable_position is not None and acked.position:
+            return acked.position <= self._durable_position
+        return acked.acked_s < self.clock.monotonic_s() - self.limits.retain_acked_s
 
     def _window_takes(self, size_bytes: int) -> bool:
         fits = self._flight_bytes + size_bytes <= self.limits.window_bytes
@@ -127,13 +141,13 @@ class Spool:
         self._flight_bytes -= spooled.size_bytes
         return spooled
 
-    def _retain(self, spooled: Spooled, *, durability: int) -> None:
-        self.forget_safe()
-        if durability < durability_pb2.DURABILITY_FSYNCED:
-            spooled.acked_s = self.clock.monotonic_s()
-            self._acked.append(spooled)
-        else:
+    def _retain(self, spooled: Spooled, result: trajectory_service_pb2.PushResult) -> None:
+        if result.durability >= durability_pb2.DURABILITY_FSYNCED:
             self._release(spooled)
+            return
+        spooled.acked_s, spooled.position = self.clock.monotonic_s(), result.position
+        self._acked.append(spooled)
+        self.forget_safe()
 
     def _release(self, spooled: Spooled) -> None:
         self.num_bytes -= spooled.size_bytes

@@ -93,6 +93,7 @@ class WorkerHooks:
 
     announce: Callable[[version_pb2.Version], None]
     data_lost: Callable[[], None]
+    durable: Callable[[int], None]
     drained_by_server: Callable[[str], None]
     first_lease: Callable[[], None] = lambda: None
 
@@ -132,6 +133,7 @@ class Worker(LoopService):
         self._lease_ttl_s = _ttl_s(joined)
         self._data_incarnation = joined.data_incarnation
         self._held: dict[str, _Held] = {}
+        self._receipts: list[str] = []
         self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self.draining = False
@@ -202,11 +204,9 @@ class Worker(LoopService):
             self.connected = False
 
     async def _write(self, call: WorkCall) -> None:
-        """Hello, renewals of what an earlier session left, then credits and renewals until the stream
-        ends."""
-        me = self._membership
-        hello = task_service_pb2.Hello(run_id=me.run_id, node_id=me.node_id, incarnation=me.incarnation)
-        await call.write(task_service_pb2.WorkRequest(hello=hello))
+        """Hello with what an earlier session left, then receipts, credits and renewals until the stream ends."""
+        self._receipts.clear()
+        await call.write(task_service_pb2.WorkRequest(hello=self._hello()))
         self.connected = True
         loop, last = asyncio.get_running_loop(), None
         renew_s = beat_s = loop.time()
@@ -214,6 +214,7 @@ class Worker(LoopService):
             if loop.time() >= renew_s:
                 await self._renew(call)
                 renew_s = loop.time() + self._lease_ttl_s / 3
+            await self._confirm(call)
             wanted = self._credits()
             if wanted != last or loop.time() >= beat_s:
                 await call.write(task_service_pb2.WorkRequest(credits=wanted))
@@ -234,6 +235,21 @@ class Worker(LoopService):
         for first in range(0, len(lease_ids), _MAX_RENEWALS):
             renewal = task_service_pb2.Renewal(lease_ids=lease_ids[first : first + _MAX_RENEWALS])
             await call.write(task_service_pb2.WorkRequest(renewal=renewal))
+
+    def _hello(self) -> task_service_pb2.Hello:
+        me, held = self._membership, list(self._held)
+        # What is not listed is given back, so a list that the contract would cut short is left out.
+        listed = task_service_pb2.Renewal(lease_ids=held) if len(held) <= _MAX_RENEWALS else None
+        return task_service_pb2.Hello(
+            run_id=me.run_id, node_id=me.node_id, incarnation=me.incarnation, held=listed
+        )
+
+    async def _confirm(self, call: WorkCall) -> None:
+        """Tell which leases arrived: those that did not are given back when the stream breaks."""
+        while self._receipts:
+            arrived, self._receipts = self._receipts[:_MAX_RENEWALS], self._receipts[_MAX_RENEWALS:]
+            receipt = task_service_pb2.Receipt(lease_ids=arrived)
+            await call.write(task_service_pb2.WorkRequest(receipt=receipt))
 
     def _credits(self) -> task_service_pb2.Credits:
         # Counted in episodes: an evaluation task has one where a training task has a group of them.
@@ -258,12 +274,16 @@ class Worker(LoopService):
                 self._cancel(response.cancel)
             elif kind == "version":
                 self._hooks.announce(response.version)
+            elif kind == "watermark":
+                self._hooks.durable(response.watermark.durable_position)
             elif kind == "drain":
                 log.info("node.told_to_drain", reason=response.drain.reason)
                 self._hooks.drained_by_server(response.drain.reason)
         log.info("session.closed_by_server", leases=self.num_held)
 
     def _accept(self, message: task_pb2.Lease) -> None:
+        self._receipts.append(message.lease_id)
+        self._changed.set()
         if message.lease_id in self._held:
             return
         failpoints.hit("raas.leased")

@@ -97,6 +97,7 @@ async def local_node(
             hooks=WorkerHooks(
                 announce=table.announce,
                 data_lost=pusher.push_recent_again,
+                durable=pusher.durable,
                 drained_by_server=lambda _reason: told.set(),
             ),
             default_sampling=found.sampling,

@@ -127,6 +127,7 @@ class ScriptedDataflow(
     hellos: list[task_service_pb2.Hello] = field(default_factory=list)
     credits: list[task_service_pb2.Credits] = field(default_factory=list)
     renewals: list[list[str]] = field(default_factory=list)
+    receipts: list[str] = field(default_factory=list)
     failures: list[task_service_pb2.LeaseFailure] = field(default_factory=list)
     pushes: list[trajectory_pb2.Episode] = field(default_factory=list)
     push_streams: int = 0
@@ -249,6 +250,8 @@ class ScriptedDataflow(
                 self.credits.append(request.credits)
             elif kind == "renewal":
                 self.renewals.append(list(request.renewal.lease_ids))
+            elif kind == "receipt":
+                self.receipts += request.receipt.lease_ids
             else:
                 self.failures.append(request.failure)
 

@@ -119,6 +119,42 @@ async def test_what_is_not_safe_yet_takes_room_and_is_released_once(
     assert (spool.num_kept, spool.num_bytes) == (1, 10)
 
 
+def committed_at(position: int) -> trajectory_service_pb2.PushResult:
+    return trajectory_service_pb2.PushResult(durability=durability_pb2.DURABILITY_MEMORY, position=position)
+
+
+async def test_once_the_server_tells_what_is_durable_time_alone_releases_nothing(
+    spool: Spool, clock: ManualClock
+) -> None:
+    loop = asyncio.get_running_loop()
+    for position, name in enumerate("abc", start=5):
+        spool.add(spooled(name, loop=loop))
+        spool.next_to_send()
+        spool.acknowledge(committed_at(position))
+    spool.durable(5)
+    assert spool.num_kept == 2
+    clock.now_s += 1000
+    spool.forget_safe()
+    assert spool.num_kept == 2
+    spool.durable(6)
+    assert spool.data_was_lost() == 1
+    again = spool.next_to_send()
+    assert again is not None
+    assert again.episode.episode_id == "c"
+
+
+async def test_a_watermark_of_lost_data_says_nothing_about_new_commits(spool: Spool) -> None:
+    loop = asyncio.get_running_loop()
+    spool.durable(100)
+    spool.data_was_lost()
+    spool.add(spooled("a", loop=loop))
+    spool.next_to_send()
+    spool.acknowledge(committed_at(7))
+    assert spool.num_kept == 1
+    spool.durable(7)
+    assert spool.num_kept == 0
+
+
 class SpoolMachine(RuleBasedStateMachine):
     """Any interleaving: nothing is lost, nothing is acknowledged twice to its waiter, order is kept."""
 

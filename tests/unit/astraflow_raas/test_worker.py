@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from astraflow.client import AsyncClient, RetryPolicy
-from astraflow.dataflow.v1 import task_service_pb2, version_pb2
+from astraflow.dataflow.v1 import durability_pb2, task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.lease import LeasedTask
@@ -68,6 +68,7 @@ class State:
 class Heard:
     versions: list[version_pb2.Version] = field(default_factory=list)
     data_lost: int = 0
+    durable: list[int] = field(default_factory=list)
     drains: list[str] = field(default_factory=list)
 
     def lose(self) -> None:
@@ -112,7 +113,10 @@ async def working(script: ScriptedDataflow) -> AsyncIterator[Setup]:
             runner=runner,
             state=state,
             hooks=WorkerHooks(
-                announce=heard.versions.append, data_lost=heard.lose, drained_by_server=heard.drains.append
+                announce=heard.versions.append,
+                data_lost=heard.lose,
+                durable=heard.durable.append,
+                drained_by_server=heard.drains.append,
             ),
             default_sampling={"solver": SAMPLING},
             metrics=Metrics(),
@@ -149,6 +153,23 @@ async def test_credits_follow_what_is_held(setup: Setup) -> None:
     setup.runner.finish("a#1")
     await eventually(lambda: setup.last_credits.tasks == 2, what="the finished task's place is offered")
     assert setup.script.failures == []
+
+
+async def test_leases_are_confirmed_and_told_again_by_the_next_session(setup: Setup) -> None:
+    await setup.lease("a", "b")
+    await eventually(lambda: setup.script.receipts == ["a#1", "b#1"], what="both are confirmed")
+    assert not setup.script.hellos[0].held.lease_ids
+    assert setup.script.hellos[0].HasField("held")
+    setup.runner.finish("a#1")
+    await eventually(lambda: setup.worker.num_held == 1, what="one is finished")
+    setup.script.break_streams()
+    await eventually(lambda: len(setup.script.hellos) == 2, what="a new session")
+    assert list(setup.script.hellos[1].held.lease_ids) == ["b#1"]
+
+
+async def test_what_is_durable_is_handed_on(setup: Setup) -> None:
+    setup.script.send(watermark=durability_pb2.Watermark(durable_position=17))
+    await eventually(lambda: setup.heard.durable == [17], what="the watermark")
 
 
 async def test_evaluation_tasks_take_the_room_of_one_episode(setup: Setup) -> None:
