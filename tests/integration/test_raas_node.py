@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import grpc
-import numpy as np
 import psutil
 import pytest
 
-from astraflow._status import from_rpc_error
 from astraflow.columns import decode_columns
-from astraflow.dataflow.v1 import task_service_pb2, version_pb2
-from astraflow.errors import AstraflowError
+from astraflow.dataflow.v1 import task_service_pb2
 from astraflow.raas.v1 import (
     environment_service_pb2,
     environment_service_pb2_grpc,
@@ -29,16 +21,10 @@ from astraflow.raas.v1 import (
 )
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
-from astraflow_kit.lifecycle import read_address_file
 from astraflow_raas.engine.base import GenerateCall
 from astraflow_raas.engine.http import HttpEngine
-from astraflow_weights.checkpoint import map_model
-from astraflow_weights.publisher import Publisher
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.tensors import Array
-from astraflow_weights.version_writer import VersionWriter
 from support.engine_process import running_engine
-from support.raas_parts import write_tokenizer
+from support.node_process import START_S, WeightPublisher, node_of, tiny_policy
 from support.scripted_dataflow import (
     POLICY,
     RUN_ID,
@@ -48,43 +34,14 @@ from support.scripted_dataflow import (
     lease,
     running,
 )
-from support.tiny_qwen import TinyShape, save_tiny_qwen
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
-
-START_S = 60.0
-
-
-@dataclass
-class Trainer:
-    """Publishes versions of a tiny model and announces them through the script."""
-
-    publisher: Publisher
-    model: dict[str, Array]
-    version: int = -1
-
-    def publish(self) -> version_pb2.Version:
-        """Commit a version that differs a little from the one before."""
-        if self.version >= 0:
-            for array in self.model.values():
-                flat = array.reshape(-1)
-                flat[:: max(1, flat.size // 40)] ^= np.uint16(1)
-        self.version += 1
-        committed = self.publisher.publish(self.model, step=self.version)
-        return version_pb2.Version(
-            policy_id=POLICY,
-            version=committed.version,
-            sequence=committed.sequence,
-            manifest_sha256=committed.manifest_sha256,
-        )
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random policy with a tokenizer."""
-    folder = tmp_path_factory.mktemp("policy")
-    save_tiny_qwen(folder, shape=TinyShape(vocab_size=320))
-    return write_tokenizer(folder)
+    return tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
@@ -95,95 +52,14 @@ def shared_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def trainer(checkpoint: Path, tmp_path: Path) -> Trainer:
-    writer = VersionWriter.open(FileStore(tmp_path / "store"), run_id=RUN_ID, policy_id=POLICY, epoch=1)
-    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    publisher = Publisher(writer, base=None, assets=[checkpoint / name for name in names])
-    model = {name: np.array(array) for name, array in map_model(checkpoint).items()}
-    return Trainer(publisher, model)
+def trainer(checkpoint: Path, tmp_path: Path) -> WeightPublisher:
+    return WeightPublisher.open(tmp_path / "store", run_id=RUN_ID, policy_id=POLICY, checkpoint=checkpoint)
 
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
     async with running(ScriptedDataflow(store_uri=(tmp_path / "store").as_uri())) as running_server:
         yield running_server
-
-
-@dataclass
-class NodeProcess:
-    """A started node."""
-
-    process: asyncio.subprocess.Process
-    folder: Path
-    log: Path
-
-    @property
-    def engines(self) -> list[psutil.Process]:
-        """Its living engine processes."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self.process.pid).children(recursive=True)
-            return [child for child in children if "--model-path" in child.cmdline()]
-        return []
-
-    @asynccontextmanager
-    async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """A channel to the node's own services."""
-        addresses = read_address_file(self.folder / "node.json")
-        assert addresses is not None
-        async with grpc.aio.insecure_channel(addresses.grpc) as channel:
-            yield channel
-
-    async def status(self) -> node_service_pb2.StatusResponse:
-        """What NodeService says."""
-        async with self.channel() as channel:
-            stub = node_service_pb2_grpc.NodeServiceStub(channel)
-            answer: node_service_pb2.StatusResponse = await stub.Status(
-                node_service_pb2.StatusRequest(), timeout=10
-            )
-            return answer
-
-    async def versions(self) -> dict[int, tuple[bool, bool, bool]]:
-        """Whether each version the node has is (served, mirrored, the newest announced)."""
-        async with self.channel() as channel:
-            stub = node_service_pb2_grpc.NodeServiceStub(channel)
-            answer = await stub.ListVersions(node_service_pb2.ListVersionsRequest(), timeout=10)
-        return {v.version: (v.serving, v.mirrored, v.newest_announced) for v in answer.versions}
-
-    async def refuses(self, call: Callable[[grpc.aio.Channel], Awaitable[object]]) -> AstraflowError:
-        """The typed error of a call to the node."""
-        async with self.channel() as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call(channel)
-        return from_rpc_error(refused.value)
-
-    async def ends_with(self) -> int:
-        """The exit code."""
-        async with asyncio.timeout(START_S):
-            return await self.process.wait()
-
-
-@asynccontextmanager
-async def node_of(address: str, folder: Path, *options: str, **variables: str) -> AsyncIterator[NodeProcess]:
-    """A node process; whatever the test leaves of it is killed."""
-    command = [sys.executable, "-m", "astraflow_raas", "--join", address, "--node-id", "node-1"]
-    command += ["--work-dir", str(folder / "work"), "--address-file", str(folder / "node.json"), *options]
-    log = folder / "node.log"
-    with log.open("ab") as output:
-        process = await asyncio.create_subprocess_exec(
-            *command, stderr=output, env={**os.environ, "ASTRAFLOW_LOG_FORMAT": "json", **variables}
-        )
-    node = NodeProcess(process, folder, log)
-    try:
-        yield node
-    except AssertionError as error:
-        error.add_note(log.read_text()[-6000:])
-        raise
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        # The engine dies by itself, a moment later.
-        await eventually(lambda: not node.engines, what="no engine is left")
 
 
 async def ready(script: ScriptedDataflow, version: int) -> None:
@@ -195,7 +71,7 @@ async def ready(script: ScriptedDataflow, version: int) -> None:
 
 
 async def test_a_nodes_life_from_joining_to_leaving(
-    server: RunningServer, trainer: Trainer, tmp_path: Path
+    server: RunningServer, trainer: WeightPublisher, tmp_path: Path
 ) -> None:
     script = server.script
     async with node_of(server.address, tmp_path) as node:
@@ -258,7 +134,7 @@ async def test_a_nodes_life_from_joining_to_leaving(
 
 
 async def test_on_sigterm_a_node_finishes_and_pushes_what_it_holds(
-    server: RunningServer, trainer: Trainer, shared_engine: str, tmp_path: Path
+    server: RunningServer, trainer: WeightPublisher, shared_engine: str, tmp_path: Path
 ) -> None:
     script = server.script
     script.versions = [trainer.publish()]
@@ -276,7 +152,7 @@ async def test_on_sigterm_a_node_finishes_and_pushes_what_it_holds(
 
 
 async def test_a_second_signal_ends_the_node_at_once(
-    server: RunningServer, trainer: Trainer, shared_engine: str, tmp_path: Path
+    server: RunningServer, trainer: WeightPublisher, shared_engine: str, tmp_path: Path
 ) -> None:
     script = server.script
     script.versions = [trainer.publish()]
@@ -330,7 +206,7 @@ def calls(number: int, name: str) -> list[GenerateCall]:
 
 
 async def test_a_killed_node_takes_its_engine_along_and_comes_back_with_its_mirror(
-    server: RunningServer, trainer: Trainer, tmp_path: Path
+    server: RunningServer, trainer: WeightPublisher, tmp_path: Path
 ) -> None:
     script = server.script
     script.versions = [trainer.publish()]
