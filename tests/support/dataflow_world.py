@@ -40,7 +40,7 @@ run: {{name: {name}, dataset: "support.dataflow_world:{dataset}"}}
 policies:
 {policies}
 dataflow: {{{dataflow}}}
-raas: {{reward: "support.dataflow_world:Zero"}}
+raas: {{reward: "support.dataflow_world:Zero"{raas}}}
 """
 POLICY = "  {name}: {{model: {{path: nowhere}}, sampling: {{max_new_tokens: 16}}}}"
 
@@ -66,6 +66,13 @@ class Short(Counting):
 
     def heldout(self, index: int) -> object:
         return super().heldout(index) if index < 2 else None
+
+
+class Unevaluated(Counting):
+    """An endless data set without held-out tasks, so all leases are for training."""
+
+    def heldout(self, index: int) -> object:
+        return None
 
 
 class Empty(Counting):
@@ -96,9 +103,10 @@ def recipe_text(
     name: str = "run",
     dataset: str = "Empty",
     policies: Sequence[str] = ("solver",),
+    raas: Mapping[str, object] | None = None,
     **dataflow: object,
 ) -> str:
-    """A recipe with small groups; `dataflow` overrides single keys."""
+    """A recipe with small groups; `dataflow` overrides single keys, `raas` adds some."""
     settings = {
         "group_size": 2,
         "groups_per_step": 2,
@@ -112,6 +120,7 @@ def recipe_text(
         dataset=dataset,
         policies="\n".join(POLICY.format(name=policy) for policy in policies),
         dataflow=", ".join(f"{key}: {value}" for key, value in merged.items()),
+        raas="".join(f", {key}: {value}" for key, value in (raas or {}).items()),
     )
     return parse_recipe(text).yaml_text
 
@@ -125,12 +134,12 @@ class World:
     address: str
     run_id: str = ""
 
-    async def create_run(self, **recipe: object) -> run_pb2.Run:
+    async def create_run(self, *, store_uri: str = "file:///nowhere", **recipe: object) -> run_pb2.Run:
         """Create a run and work on it from now on."""
         text = recipe_text(**recipe)  # type: ignore[arg-type]
         name = parse_recipe(text).recipe.run.name
         request = run_service_pb2.CreateRunRequest(
-            run=run_pb2.Run(run_id=name, recipe_yaml=text, store_uri="file:///nowhere")
+            run=run_pb2.Run(run_id=name, recipe_yaml=text, store_uri=store_uri)
         )
         run = (await self.client.call(self.client.runs.CreateRun, request)).run
         self.run_id = run.run_id

@@ -1,0 +1,314 @@
+"""Nodes come and go while a run goes on: joins, drains, kills, freezes. Real node processes, a real dataflow server
+over a real Valkey, real weights; one engine that somebody else runs serves the nodes of a test."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import psutil
+import pytest
+
+from astraflow.dataflow.v1 import (
+    admin_service_pb2,
+    batch_pb2,
+    batch_service_pb2,
+    version_service_pb2,
+)
+from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
+from astraflow.rollout.v1 import task_pb2
+from astraflow_dataflow.keys import Keys
+from astraflow_dataflow.store import as_list, as_text
+from astraflow_kit import failpoints
+from astraflow_raas.spool_files import SpoolFiles
+from support.dataflow_world import Trainer, World
+from support.engine_process import running_engine
+from support.node_process import NodeProcess, WeightPublisher, node_of, started, tiny_policy
+from support.scripted_dataflow import eventually
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+PATIENCE_S = 60.0
+MARGIN_MS = 1000
+GATED = {"workflow": "support.node_plugins:Gated", "max_concurrent_tasks": 2, "episode_timeout_s": 600}
+RUN = "run"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def shared_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_engine(checkpoint, folder=tmp_path_factory.mktemp("engine")) as engine:
+        yield engine.url
+
+
+@dataclass
+class Elastic:
+    """A run with real weights, and nodes that use one engine."""
+
+    world: World
+    trainer: Trainer
+    weights: WeightPublisher
+    engine: str
+    folder: Path
+
+    @property
+    def gate(self) -> Path:
+        return self.folder / "gate"
+
+    def node(self, name: str, *options: str, **variables: str) -> AbstractAsyncContextManager[NodeProcess]:
+        (self.folder / name).mkdir(exist_ok=True)
+        return node_of(
+            self.world.address,
+            self.folder / name,
+            *("--engine", self.engine),
+            *options,
+            node_id=name,
+            TEST_GATE=str(self.gate),
+            **variables,
+        )
+
+    async def publish(self, step: int) -> None:
+        version = await asyncio.to_thread(self.weights.publish)
+        version.step, version.trainer_epoch = step, self.trainer.epoch
+        client = self.world.client
+        request = version_service_pb2.PublishRequest(
+            run_id=RUN, version=version, trainer_epoch=self.trainer.epoch
+        )
+        await client.call(client.versions.Publish, request)
+
+    async def train(self, step: int) -> batch_pb2.Batch:
+        """One whole step with real weights at its end."""
+        batch = (await self.trainer.acquire(step, base_version=step - 1, wait_s=30)).batch
+        assert batch.items, "a batch came within half a minute"
+        await self.trainer.ack(batch, batch_service_pb2.BATCH_STAGE_INTENT)
+        await self.trainer.ack(batch, batch_service_pb2.BATCH_STAGE_TRAINED)
+        await self.publish(step)
+        return batch
+
+    async def status_where(self, holds: object, *, what: str) -> admin_service_pb2.StatusResponse:
+        deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
+        while not holds(status := await self.world.status()):  # type: ignore[operator]
+            assert asyncio.get_running_loop().time() < deadline_s, f"never: {what}; last:\n{status}"
+            await asyncio.sleep(0.05)
+        return status
+
+    async def held_by(self, name: str, number: int) -> None:
+        await self.status_where(
+            lambda status: any(node.node_id == name and node.leases == number for node in status.nodes),
+            what=f"{name} holds {number} leases",
+        )
+
+    async def task(self, task_id: str, *fields: str) -> list[str]:
+        """Fields of a stored task, the server's own ledger."""
+        connection = self.world.dataflow.store.connection
+        return [
+            as_text(f) for f in as_list(await connection.raw("HMGET", Keys(RUN).of("task", task_id), *fields))
+        ]
+
+    async def attempts(self) -> dict[str, int]:
+        """Attempt of every task that was leased and is still known."""
+        connection = self.world.dataflow.store.connection
+        known = [as_text(name) for name in as_list(await connection.raw("SMEMBERS", Keys(RUN).of("known")))]
+        found = {name: int((await self.task(name, "attempt"))[0] or 0) for name in known}
+        return {name: attempt for name, attempt in found.items() if attempt}
+
+    async def leased_at_ms(self, task_id: str, *, ttl_s: float) -> int:
+        """When a lease was given, by the server's clock."""
+        connection = self.world.dataflow.store.connection
+        ends = as_text(await connection.raw("ZSCORE", Keys(RUN).of("leases"), task_id))
+        return int(float(ends)) - int(ttl_s * 1000)
+
+
+@asynccontextmanager
+async def elastic(
+    world: World, checkpoint: Path, engine: str, folder: Path, **recipe: object
+) -> AsyncIterator[Elastic]:
+    store = folder / "store"
+    settings = {"dataset": "Unevaluated", "raas": GATED} | recipe
+    await world.create_run(store_uri=store.as_uri(), **settings)
+    trainer = await world.trainer(publish_first=False)
+    weights = WeightPublisher.open(store, run_id=RUN, policy_id="solver", checkpoint=checkpoint)
+    setup = Elastic(world, trainer, weights, engine, folder)
+    await setup.publish(0)
+    yield setup
+
+
+@pytest.fixture
+async def run(world: World, checkpoint: Path, shared_engine: str, tmp_path: Path) -> AsyncIterator[Elastic]:
+    async with elastic(world, checkpoint, shared_engine, tmp_path) as setup:
+        yield setup
+
+
+async def test_a_second_node_joins_mid_run_with_one_command_and_is_trained_on(
+    run: Elastic, tmp_path: Path
+) -> None:
+    run.gate.touch()
+    command = [sys.executable, "-m", "astraflow.cli", "raas", "--join", run.world.address]
+    (tmp_path / "late").mkdir()
+    async with run.node("early"):
+        await run.train(1)
+        async with started(command, tmp_path / "late", HOME=str(tmp_path / "home")) as late:
+            trained: set[str] = set()
+            for step in range(2, 200):
+                trained |= {item.trajectory_id for item in (await run.train(step)).items}
+                if trained & pushed_by(late):
+                    break
+            assert trained & pushed_by(late), "the late node's work is trained on"
+            (report,) = late.events("node.first_lease")
+            late.send(signal.SIGTERM)
+            assert await late.ends_with() == 0
+    order = ("joined_s", "version_s", "weights_s", "engine_launched_s", "engine_ready_s", "first_lease_s")
+    reached = [float(str(report[name])) for name in order if name != "version_s"]
+    assert reached == sorted(reached)
+    assert 0 < float(str(report["besides_engine_s"])) < float(str(report["first_lease_s"]))
+    assert (await run.world.status()).trajectories.conservation_error == 0
+
+
+def pushed_by(node: NodeProcess, *, outcome: str = "") -> set[str]:
+    """Trajectories that a node pushed, by its own log: all, or those with one outcome."""
+    lines = [line for line in node.events("episode.pushed") if outcome in ("", line["outcome"])]
+    return {str(name) for line in lines for name in cast("list[object]", line["trajectory_ids"])}
+
+
+async def by_signal(node: NodeProcess) -> None:
+    node.send(signal.SIGTERM)
+
+
+async def by_rpc(node: NodeProcess) -> None:
+    async with node.channel() as channel:
+        stub = node_service_pb2_grpc.NodeServiceStub(channel)
+        assert (await stub.Drain(node_service_pb2.DrainRequest(), timeout=10)).leases == 2
+
+
+@pytest.mark.parametrize("drain", [by_signal, by_rpc])
+async def test_a_drain_within_its_time_costs_no_task_a_second_lease(run: Elastic, drain: object) -> None:
+    async with run.node("leaving") as node:
+        await run.held_by("leaving", 2)
+        await drain(node)  # type: ignore[operator]
+        await run.status_where(
+            lambda status: status.nodes[0].waiting_for == "drain", what="the drain is reported"
+        )
+        assert node.process.returncode is None
+        run.gate.touch()
+        assert await node.ends_with() == 0
+    status = await run.status_where(lambda now: not now.nodes[0].connected, what="the node is gone")
+    assert (status.nodes[0].leases, status.policies[0].ready_groups) == (0, 2)
+    assert await run.attempts() == {"train-0": 1, "train-1": 1}
+
+
+async def test_what_a_drain_cannot_finish_goes_to_another_node_at_no_cost(run: Elastic) -> None:
+    async with run.node("leaving", "--drain-timeout-s", "2") as node:
+        await run.held_by("leaving", 2)
+        node.send(signal.SIGTERM)
+        assert await node.ends_with() == 0
+        reasons = [line["reason"] for line in node.events("lease.given_back")]
+    assert reasons == ["drain", "drain"]
+    assert await run.task("train-0", "state", "tries") == ["retry", "0"]
+    other = await run.world.node("other")
+    leases = await other.lease(2)
+    assert {(lease.task.task_id, lease.attempt) for lease in leases} == {("train-0", 2), ("train-1", 2)}
+
+
+async def test_a_killed_nodes_work_is_leased_again_within_one_and_a_half_leases(
+    world: World, checkpoint: Path, shared_engine: str, tmp_path: Path
+) -> None:
+    ttl_s = 2.0
+    hits = tmp_path / "hits.jsonl"
+    arming = {"ASTRAFLOW_FAILPOINTS": "raas.generating=kill@2", "ASTRAFLOW_FAILPOINTS_LOG": str(hits)}
+    async with elastic(world, checkpoint, shared_engine, tmp_path, lease_ttl_s=ttl_s) as run:
+        run.gate.touch()
+        async with run.node("doomed", **arming) as node:
+            assert await node.ends_with() == -signal.SIGKILL
+        killed_ms = int(hits.stat().st_mtime * 1000)
+        assert [hit.name for hit in failpoints.read_hits(hits) if hit.acted] == ["raas.generating"]
+        other, found = await run.world.node("other"), dict[str, task_pb2.Lease]()
+        while not found:
+            found |= {
+                lease.task.task_id: lease for lease in await other.lease(4, wait_s=5.0) if lease.attempt == 2
+            }
+        for task_id in found:
+            waited_ms = await run.leased_at_ms(task_id, ttl_s=ttl_s) - killed_ms
+            # The bound is the protocol's; the margin is for a machine that does other things too.
+            assert waited_ms <= 1500 * ttl_s + MARGIN_MS
+            assert await run.task(task_id, "attempt", "tries") == ["2", "2"]
+
+
+async def test_a_node_frozen_for_three_leases_overwrites_nothing_and_goes_on(
+    world: World, checkpoint: Path, shared_engine: str, tmp_path: Path
+) -> None:
+    ttl_s, hits = 1.0, tmp_path / "hits.jsonl"
+    arming = {"ASTRAFLOW_FAILPOINTS": "raas.spooled=stop@1", "ASTRAFLOW_FAILPOINTS_LOG": str(hits)}
+    async with (
+        elastic(world, checkpoint, shared_engine, tmp_path, lease_ttl_s=ttl_s, max_attempts=10) as run,
+        run.node("frozen", **arming) as node,
+    ):
+        run.gate.touch()
+        await eventually(lambda: is_stopped(node), what="the node is frozen", patience_s=PATIENCE_S)
+        assert [hit.name for hit in failpoints.read_hits(hits) if hit.acted] == ["raas.spooled"]
+        frozen_s = time.monotonic()
+        other, taken = await world.node("other"), dict[str, task_pb2.Lease]()
+        while len(taken) < 2:
+            leases = await other.lease(2, wait_s=5.0)
+            taken |= {lease.task.task_id: lease for lease in leases if lease.attempt > 1}
+        theirs = set()
+        for lease in taken.values():
+            assert await other.complete(lease) == ["ACCEPTED", "ACCEPTED"]
+            theirs |= {f"{other.episode(lease, member).episode_id}.solver" for member in lease.members}
+        await asyncio.sleep(frozen_s + 3 * ttl_s - time.monotonic())
+        node.send(signal.SIGCONT)
+        await eventually(
+            lambda: "fenced" in outcomes_of(node), what="its late push is answered", patience_s=PATIENCE_S
+        )
+        first = await run.train(1)
+        assert {item.trajectory_id for item in first.items} == theirs
+        second = await run.train(2)
+        assert {item.trajectory_id for item in second.items} <= pushed_by(node, outcome="accepted")
+        assert {f"{task_id}#1" for task_id in taken} <= dropped_by(node)
+        assert node.process.returncode is None
+    assert (await world.status()).trajectories.conservation_error == 0
+
+
+def is_stopped(node: NodeProcess) -> bool:
+    return psutil.Process(node.process.pid).status() == psutil.STATUS_STOPPED
+
+
+def outcomes_of(node: NodeProcess) -> set[str]:
+    """What the server answered to its pushes."""
+    return {str(line["outcome"]) for line in node.events("episode.pushed")}
+
+
+def dropped_by(node: NodeProcess) -> set[str]:
+    """Leases that it gave up because the server said so."""
+    return {str(line["lease_id"]) for line in node.events("lease.cancelled")}
+
+
+async def test_what_a_killed_node_finished_is_pushed_by_its_next_process_and_not_sampled_again(
+    run: Elastic,
+) -> None:
+    run.gate.touch()
+    hits = run.folder / "hits.jsonl"
+    arming = {"ASTRAFLOW_FAILPOINTS": "raas.spooled=kill@4", "ASTRAFLOW_FAILPOINTS_LOG": str(hits)}
+    async with run.node("node", **arming) as node:
+        assert await node.ends_with() == -signal.SIGKILL
+        kept = {
+            item.header.trajectory_id
+            for _, episode in SpoolFiles(run.folder / "node" / "work" / "node" / "spool" / RUN).recover()
+            for item in episode.trajectories
+        }
+    assert len(kept) == 4
+    async with run.node("node") as node:
+        batch = await run.train(1)
+        assert {item.trajectory_id for item in batch.items} == kept
+        assert [line["waiting_for"] for line in node.events("node.waits")]
+    assert (await run.world.status()).trajectories.conservation_error == 0
