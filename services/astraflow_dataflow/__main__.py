@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from astraflow.errors import AstraflowError, RetryableError
+from astraflow.errors import AstraflowError
 from astraflow_dataflow.settings import DataflowServerSettings
 from astraflow_kit import lifecycle
 from astraflow_kit.lifecycle import ExitCode
@@ -137,7 +137,7 @@ def main(given: Mapping[str, object], *, check: bool) -> int:
             typer.echo(f"{name}: {value}")
     except AstraflowError as error:
         typer.echo(f"{error.reason}: {error.message}", err=True)
-        return ExitCode.UNAVAILABLE if isinstance(error, RetryableError) else ExitCode.USAGE
+        return lifecycle.exit_code_of(error)
     return ExitCode.OK
 
 

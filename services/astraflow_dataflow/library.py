@@ -16,8 +16,12 @@ _ORDER = ("prelude", "tasks", "settle", "pushes", "batches", "versions", "runs",
 
 # Read only: allowed on replicas and when memory is full.
 _READS = ("members", "unsettled", "batch", "releasable", "late_batches", "audit", "supply")
-# Free memory, or end what holds it: allowed when memory is full.
+# Free memory, or are on the way of the trainer that frees it: allowed when memory is full.
 _RELEASES = (
+    "claim",
+    "acquire",
+    "seal",
+    "publish",
     "ack",
     "nack",
     "mark_durable",
@@ -36,10 +40,6 @@ _WRITES = (
     "lease",
     "commit",
     "quarantine",
-    "claim",
-    "acquire",
-    "seal",
-    "publish",
     "create_run",
     "join",
     "report",

@@ -44,6 +44,13 @@ _REFUSALS: Mapping[str, type[errors.AstraflowError]] = {
 _METADATA = re.compile(r"\[(\w+)=([^\]]*)\] ")
 
 
+_REFUSED_USER = (
+    redis_errors.AuthenticationError,
+    redis_errors.AuthorizationError,
+    redis_errors.NoPermissionError,
+)
+
+
 class Connection:
     """A connection pool to one Redis with the library loaded."""
 
@@ -62,34 +69,42 @@ class Connection:
     async def open(self) -> None:
         """Check the server, claim or compare the schema, load the functions.
 
-        Raises UnavailableError when Redis does not answer, IncompatibleError with the remedy when it must not be
-        used.
+        Raises UnavailableError when Redis does not answer, PreconditionError when it refuses this user, and
+        IncompatibleError with the remedy when it must not be used.
         """
         try:
             await self._check_server()
             await self._check_schema()
             await self.load_functions()
-        except errors.IncompatibleError:
-            await self.close()
-            raise
         except errors.UnavailableError as error:
             await self.close()
             raise errors.UnavailableError(
                 f"no usable Redis at {_shown(self._url)}: {error.message}; start one, or give another --redis"
             ) from error
+        except errors.AstraflowError:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Close all connections."""
         await self._redis.aclose()
 
     async def load_functions(self) -> None:
-        """Load the library, replacing what has its name."""
-        await self.raw("FUNCTION", "LOAD", "REPLACE", library.source())
+        """Load the library, replacing what has its name. What is there already is left: a full Redis loads nothing,
+        and must not keep the server from making room.
+        """
+        source = library.source()
+        found = await self.raw("FUNCTION", "LIST", "LIBRARYNAME", library.LIBRARY, "WITHCODE")
+        codes = [as_mapping(entry).get("library_code") for entry in as_list(found)]
+        if source.encode() not in codes:
+            await self.raw("FUNCTION", "LOAD", "REPLACE", source)
 
     async def data_incarnation(self) -> str:
         """Return the data set's identity; a restarted Redis may have lost its last second, so it counts as another."""
-        await self.raw("SET", INCARNATION_KEY, secrets.token_hex(8), "NX")
         data_id = as_text(await self.raw("GET", INCARNATION_KEY))
+        if not data_id:
+            await self.raw("SET", INCARNATION_KEY, secrets.token_hex(8), "NX")
+            data_id = as_text(await self.raw("GET", INCARNATION_KEY))
         process = (await self._info("server")).get("run_id", "")
         return f"{data_id}.{process[:12]}"
 
@@ -154,13 +169,13 @@ class Connection:
         version = server["redis_version"]
         if tuple(int(part) for part in version.split(".")[:2]) < MIN_REDIS_VERSION:
             raise errors.IncompatibleError(
-                f"Redis {version} at {_shown(self._url)} is too old; 7.0 or newer is needed (functions)"
+                f"Redis {version} at {_shown(self._url)} is too old; install 7.0 or newer, or Valkey (functions)"
             )
         policy = memory.get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
             raise errors.IncompatibleError(
-                f"Redis evicts keys (maxmemory-policy {policy}), which would lose acknowledged data; "
-                "set maxmemory-policy noeviction"
+                f"Redis at {_shown(self._url)} evicts keys (maxmemory-policy {policy}), which would lose acknowledged "
+                "data; set maxmemory-policy noeviction"
             )
         if (await self._info("persistence")).get("aof_enabled") != "1" and not self._allow_volatile:
             raise errors.IncompatibleError(
@@ -173,8 +188,10 @@ class Connection:
         return dict(line.split(":", 1) for line in lines if ":" in line)
 
     async def _check_schema(self) -> None:
-        await self.raw("SET", SCHEMA_KEY, SCHEMA_VERSION, "NX")
         stored = as_int(await self.raw("GET", SCHEMA_KEY))
+        if not stored:
+            await self.raw("SET", SCHEMA_KEY, SCHEMA_VERSION, "NX")
+            stored = as_int(await self.raw("GET", SCHEMA_KEY))
         if stored != SCHEMA_VERSION:
             raise errors.IncompatibleError(
                 f"the data in Redis has schema version {stored}, this release reads {SCHEMA_VERSION}; "
@@ -207,6 +224,14 @@ async def _answered() -> AsyncIterator[None]:
 
 def translate(error: Exception) -> errors.AstraflowError:
     """Return the typed error for what redis-py raised or a function answered."""
+    if isinstance(error, _REFUSED_USER):  # before ConnectionError, which redis-py derives some of these from
+        return errors.PreconditionError(
+            f"Redis refuses this user: {error}; give redis://USER:PASSWORD@HOST:PORT/DB of one who may run all commands"
+        )
+    if isinstance(error, redis_errors.ReadOnlyError):
+        return errors.UnavailableError(
+            f"Redis is a read-only replica: {error}; give the address of its primary", retry_after_s=0.2
+        )
     if isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError):
         return errors.UnavailableError(f"Redis does not answer: {error}", retry_after_s=0.2)
     if isinstance(error, redis_errors.OutOfMemoryError) or "OOM" in str(error)[:16]:
@@ -215,6 +240,10 @@ def translate(error: Exception) -> errors.AstraflowError:
             retry_after_s=1.0,
         )
     kind, _, text = str(error).partition(" ")
+    if kind == "MISCONF":
+        return errors.UnavailableError(
+            f"Redis cannot write its files: {text}; free its disk or fix its folder's mode", retry_after_s=1.0
+        )
     refusal = _REFUSALS.get(kind)
     if refusal is not None:
         named = _METADATA.match(text)

@@ -198,6 +198,11 @@ def _report(error: BaseException) -> ExitCode:
         log.error("daemon.failed", exc_info=error)
         return ExitCode.FAILED
     log.error("daemon.failed", reason=error.reason, message=error.message)
+    return exit_code_of(error)
+
+
+def exit_code_of(error: AstraflowError) -> ExitCode:
+    """The status with which a daemon, or its `--check`, ends because of `error`."""
     if isinstance(error, _WRONG_USE):
         return ExitCode.USAGE
     if isinstance(error, StateError):

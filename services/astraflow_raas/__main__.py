@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from astraflow.errors import AstraflowError, RetryableError
+from astraflow.errors import AstraflowError
 from astraflow_kit import lifecycle
 from astraflow_kit.lifecycle import ExitCode
 from astraflow_kit.settings import load
@@ -148,7 +148,7 @@ def main(given: Mapping[str, object], *, check: bool) -> int:
             typer.echo(f"{name}: {value}")
     except AstraflowError as error:
         typer.echo(f"{error.reason}: {error.message}", err=True)
-        return ExitCode.UNAVAILABLE if isinstance(error, RetryableError) else ExitCode.USAGE
+        return lifecycle.exit_code_of(error)
     return ExitCode.OK
 
 

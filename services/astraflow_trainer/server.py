@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from astraflow.client import Client
-from astraflow.errors import AstraflowError, RetryableError
+from astraflow.errors import AstraflowError
 from astraflow.plugins import Demonstrations
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit import lifecycle, plugins
@@ -74,7 +74,7 @@ def check(settings: TrainerSettings) -> int:
         VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id).refresh()
     except AstraflowError as error:
         log.error("check.failed", reason=error.reason, message=error.message)
-        return int(ExitCode.UNAVAILABLE if isinstance(error, RetryableError) else ExitCode.USAGE)
+        return int(lifecycle.exit_code_of(error))
     log.info("check.passed", run_id=joined.run_id, policy_id=joined.policy_id, store=joined.store_uri)
     return int(ExitCode.OK)
 

@@ -1,5 +1,5 @@
 """Fixtures shared by the contract tests."""
 
-from support.dataflow_fixtures import redis_url, valkey, world
+from support.dataflow_fixtures import own_valkey, redis_binary, redis_url, valkey, world
 
-__all__ = ["redis_url", "valkey", "world"]
+__all__ = ["own_valkey", "redis_binary", "redis_url", "valkey", "world"]

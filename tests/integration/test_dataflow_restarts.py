@@ -11,8 +11,7 @@ import pytest
 
 from astraflow.client import AsyncClient, RetryPolicy, typed_stream
 from astraflow.dataflow.v1 import batch_service_pb2, task_service_pb2
-from astraflow.errors import AstraflowError, ConflictError, IncompatibleError, UnavailableError
-from astraflow_dataflow.store import Connection
+from astraflow.errors import ConflictError, UnavailableError
 from astraflow_kit.failpoints import read_hits
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import World, served
@@ -100,15 +99,6 @@ async def test_two_servers_over_one_redis_serve_one_run(redis_url: str, tmp_path
 
 
 @pytest.fixture
-def own_valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
-    """A Valkey of this test alone, to be killed."""
-    server = ValkeyServer(tmp_path / "own")
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
 async def own_world(own_valkey: ValkeyServer, tmp_path: Path) -> AsyncIterator[World]:
     """A server over it."""
     async with served(own_valkey.url, tmp_path) as world:
@@ -176,63 +166,6 @@ async def test_functions_that_redis_lost_are_loaded_again(world: World) -> None:
     node = await world.node()
     await world.dataflow.connection.raw("FUNCTION", "FLUSH")
     assert len(await node.lease(1)) == 1
-
-
-async def opened(url: str, **options: bool) -> None:
-    """Open and close a connection."""
-    async with Connection(url, **options):
-        pass
-
-
-async def test_a_redis_that_evicts_is_refused_with_the_remedy(own_valkey: ValkeyServer) -> None:
-    async with Connection(own_valkey.url) as connection:
-        await connection.raw("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-    with pytest.raises(IncompatibleError, match="set maxmemory-policy noeviction"):
-        await opened(own_valkey.url)
-
-
-async def test_a_redis_without_append_only_file_is_refused_unless_asked_for(tmp_path: Path) -> None:
-    server = ValkeyServer(tmp_path / "volatile", append_only=False)
-    server.start()
-    try:
-        with pytest.raises(IncompatibleError, match="set appendonly yes"):
-            await opened(server.url)
-        await opened(server.url, allow_volatile=True)
-    finally:
-        server.kill()
-
-
-async def test_data_of_another_schema_is_refused(own_valkey: ValkeyServer) -> None:
-    async with Connection(own_valkey.url) as connection:
-        await connection.raw("SET", "af:schema", 999)
-    with pytest.raises(IncompatibleError, match="schema version 999"):
-        await opened(own_valkey.url)
-
-
-async def test_no_redis_is_unavailable_with_the_remedy() -> None:
-    with pytest.raises(UnavailableError, match="start one, or give another --redis"):
-        await opened("redis://127.0.0.1:1")
-
-
-async def test_a_full_redis_refuses_pushes_and_still_releases_memory(
-    own_valkey: ValkeyServer, own_world: World
-) -> None:
-    world = own_world
-    await world.create_run(dataset="Counting")
-    trainer, node = await world.trainer(), await world.node()
-    for lease in await node.lease(2):
-        await node.complete(lease)
-    (late, *_) = await node.lease(2)
-    batch = (await trainer.acquire(1)).batch
-    await world.dataflow.connection.raw("CONFIG", "SET", "maxmemory", 1)
-    with pytest.raises(AstraflowError) as refused:
-        await node.push(node.episode(late, 0))
-    assert refused.value.reason == "RESOURCE_EXHAUSTED"
-    assert await trainer.ack(batch, TRAINED) == TRAINED
-    assert await trainer.mark_durable(1) == 4
-    await world.dataflow.connection.raw("CONFIG", "SET", "maxmemory", 0)
-    assert await node.complete(late) == ["ACCEPTED", "ACCEPTED"]
-    assert (await world.status()).trajectories.conservation_error == 0
 
 
 async def test_a_client_that_retries_outlives_a_server_restart(process: DataflowProcess) -> None:

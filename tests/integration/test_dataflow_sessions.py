@@ -180,6 +180,11 @@ async def test_a_finished_run_drains_its_nodes_and_cancels_training(world: World
     )
     await world.trainer()
     node = await world.node()
+
+    async def is_evaluating() -> bool:
+        return any(found.fed for found in await world.dataflow.store.evaluations.all("run"))
+
+    await until(is_evaluating)
     async with working(world) as session:
         await session.credits(2, solver=0)
         held = [await soon(session.leases), await soon(session.leases)]

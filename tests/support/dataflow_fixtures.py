@@ -1,5 +1,8 @@
 """Fixtures of the dataflow tests: one Valkey per pytest process, one empty database and one server per test.
 
+Every test that asks for a Redis runs on Valkey, and under `.ci/run` once more on the system's redis-server, the oldest
+Redis that is supported.
+
 Made visible by `tests/integration/conftest.py` and `tests/contract/conftest.py`.
 """
 
@@ -11,16 +14,31 @@ from pathlib import Path
 import pytest
 
 from support.dataflow_world import World, served
-from support.valkey import ValkeyServer, flush
+from support.valkey import ValkeyServer, flush, server_binary, system_redis
+
+
+@pytest.fixture(scope="session", params=["valkey", pytest.param("redis7", marks=pytest.mark.ci)])
+def redis_binary(request: pytest.FixtureRequest) -> str:
+    """The server program a test runs on."""
+    return server_binary() if request.param == "valkey" else system_redis()
 
 
 @pytest.fixture(scope="session")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    """A running Valkey with an append-only file."""
-    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+def valkey(redis_binary: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    """A running server with an append-only file."""
+    server = ValkeyServer(tmp_path_factory.mktemp("valkey"), binary=redis_binary)
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def own_valkey(redis_binary: str, tmp_path: Path) -> Iterator[ValkeyServer]:
+    """A server of this test alone, to be killed or spoiled."""
+    server = ValkeyServer(tmp_path / "own", binary=redis_binary)
+    server.start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture

@@ -87,6 +87,13 @@ def server_binary() -> str:
     return str(get_binary_path())
 
 
+def system_redis() -> str:
+    """The `redis-server` of the system, which is Redis 7.0 on Debian 12."""
+    found = shutil.which("redis-server")
+    assert found, "install redis-server, as .ci/run does"
+    return found
+
+
 def free_port() -> int:
     """A loopback port that was free a moment ago."""
     with socket.socket() as probe:

@@ -1,0 +1,166 @@
+"""A Redis that would lose data, or cannot be used, is refused with remedy and status; a full one is outlived."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from astraflow.dataflow.v1 import batch_service_pb2
+from astraflow.errors import AstraflowError
+from astraflow_dataflow.store import Connection
+from astraflow_kit.lifecycle import ExitCode
+from support.dataflow_world import served
+from support.fake_redis import fake_redis
+from support.valkey import ValkeyServer
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+Spoil = Callable[[ValkeyServer], AbstractAsyncContextManager[str]]
+
+
+def after(*commands: tuple[str | int, ...]) -> Spoil:
+    """The server after some commands, at its own address."""
+
+    @asynccontextmanager
+    async def spoil(server: ValkeyServer) -> AsyncIterator[str]:
+        async with Connection(server.url) as connection:
+            for words in commands:
+                await connection.raw(*words)
+        yield server.url
+
+    return spoil
+
+
+def pretending(**info: str) -> Spoil:
+    """Another server, which only says what it is."""
+
+    @asynccontextmanager
+    async def spoil(_: ValkeyServer) -> AsyncIterator[str]:
+        async with fake_redis(info) as url:
+            yield url
+
+    return spoil
+
+
+@asynccontextmanager
+async def nothing_there(_: ValkeyServer) -> AsyncIterator[str]:
+    """An address where nobody listens."""
+    yield "redis://user:secret@127.0.0.1:1/0"
+
+
+FORGET = (("FLUSHALL",), ("FUNCTION", "FLUSH"))
+
+# What is wrong, the words that must be said, and the status of `astraflow dataflow` and its --check.
+ROWS: dict[str, tuple[Spoil, tuple[str, ...], ExitCode]] = {
+    "evicts": (
+        after(("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")),
+        ("evicts keys (maxmemory-policy allkeys-lru)", "set maxmemory-policy noeviction"),
+        ExitCode.SUPERSEDED,
+    ),
+    "keeps nothing": (
+        after(("CONFIG", "SET", "appendonly", "no")),
+        ("keeps no append-only file", "set appendonly yes", "--allow-volatile"),
+        ExitCode.SUPERSEDED,
+    ),
+    "too old": (
+        pretending(redis_version="6.2.14", maxmemory_policy="noeviction", aof_enabled="1"),
+        ("Redis 6.2.14 at redis://127.0.0.1:", "is too old; install 7.0 or newer"),
+        ExitCode.SUPERSEDED,
+    ),
+    "written by a later release": (
+        after(("SET", "af:schema", 999)),
+        ("schema version 999", "use the release that wrote it, or another Redis database"),
+        ExitCode.SUPERSEDED,
+    ),
+    "wants a password": (
+        after(("CONFIG", "SET", "requirepass", "secret")),
+        ("Redis refuses this user", "give redis://USER:PASSWORD@HOST:PORT/DB"),
+        ExitCode.SUPERSEDED,
+    ),
+    "is a replica": (
+        after(*FORGET, ("REPLICAOF", "127.0.0.1", 1)),
+        ("read-only replica", "give the address of its primary"),
+        ExitCode.UNAVAILABLE,
+    ),
+    "is not there": (
+        nothing_there,
+        ("no usable Redis at redis://127.0.0.1:1/0", "start one, or give another --redis"),
+        ExitCode.UNAVAILABLE,
+    ),
+    "is full before it holds anything": (
+        after(*FORGET, ("CONFIG", "SET", "maxmemory", 1)),
+        ("Redis is full (maxmemory)", "give it more memory"),
+        ExitCode.UNAVAILABLE,
+    ),
+}
+
+
+async def server_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`astraflow dataflow` run to its end."""
+    command = [sys.executable, "-m", "astraflow_dataflow", *arguments]
+    return await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=90, check=False
+    )
+
+
+@pytest.mark.parametrize("row", ROWS)
+async def test_a_redis_that_cannot_hold_the_data_is_refused(own_valkey: ValkeyServer, row: str) -> None:
+    spoil, words, status = ROWS[row]
+    async with spoil(own_valkey) as url:
+        with pytest.raises(AstraflowError) as refused:
+            async with Connection(url):
+                pass
+        ended = await server_command("--redis", url, "--check")
+    assert [word for word in words if word not in refused.value.message] == [], refused.value.message
+    assert ended.returncode == status, ended.stderr
+    assert [word for word in words if word not in ended.stderr] == []
+    assert "secret" not in ended.stderr
+
+
+async def test_the_server_itself_ends_with_the_status_of_its_check(own_valkey: ValkeyServer) -> None:
+    spoil, words, status = ROWS["evicts"]
+    async with spoil(own_valkey) as url:
+        ended = await server_command("--redis", url)
+    assert ended.returncode == status
+    assert [word for word in words if word not in ended.stderr] == []
+
+
+async def test_a_redis_that_keeps_nothing_is_used_where_that_is_accepted(own_valkey: ValkeyServer) -> None:
+    spoil = ROWS["keeps nothing"][0]
+    async with spoil(own_valkey) as url, Connection(url, allow_volatile=True) as connection:
+        assert await connection.ready() is None
+
+
+async def test_a_full_redis_refuses_pushes_and_lets_the_trainer_make_room(
+    own_valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    async with served(own_valkey.url, tmp_path) as world:
+        await world.create_run(dataset="Counting")
+        trainer, node = await world.trainer(), await world.node()
+        for lease in await node.lease(2):
+            await node.complete(lease)
+        (late, *_) = await node.lease(2)
+        await world.dataflow.connection.raw("CONFIG", "SET", "maxmemory", 1)
+        with pytest.raises(AstraflowError, match=r"Redis is full \(maxmemory\); let trainers") as refused:
+            await node.push(node.episode(late, 0))
+        assert refused.value.reason == "RESOURCE_EXHAUSTED"
+        assert refused.value.retry_after_s
+    # A server and a trainer that start now are what makes room: both must be able to.
+    async with served(own_valkey.url, tmp_path) as world:
+        world.run_id = "run"
+        trainer.world = node.world = world
+        await trainer.claim()
+        batch = (await trainer.acquire(1)).batch
+        assert await trainer.ack(batch, TRAINED) == TRAINED
+        await trainer.publish(version=1, step=1)
+        assert await trainer.mark_durable(1) == 4
+        await world.dataflow.connection.raw("CONFIG", "SET", "maxmemory", 0)
+        assert await node.complete(late) == ["ACCEPTED", "ACCEPTED"]
+        assert (await world.status()).trajectories.conservation_error == 0
