@@ -35,9 +35,9 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "trainer.before_publish": "a version is about to be encoded, its step is acknowledged",
         "trainer.committed": "a version is committed in the store, it is not announced",
         "trainer.announced": "a version is announced, the loop does not know it yet",
-        "trainer.checkpoint_half_written": "a checkpoint's tensors are on disk, it has no position and no name yet",
         "trainer.checkpoint_written": "a checkpoint is durable, the server still keeps its payloads",
         # weights
+        "weights.publish.uploading": "a part is about to be stored; parts before it, and other ranks', may be",
         "weights.publish.parts_uploaded": "all parts and assets of a version are stored, its manifest is not",
         "weights.publish.before_manifest": "the manifest is about to be created, which commits the version",
         "weights.publish.after_manifest": "the version is committed, nobody has been told",

@@ -17,14 +17,8 @@ from astraflow_weights.errors import CorruptPart
 from astraflow_weights.part_format import TARGET_PART_BYTES
 from astraflow_weights.part_reader import PartSet, open_parts
 from astraflow_weights.part_writer import PartSetHead, Placed, write_parts
-from astraflow_weights.tensors import (
-    Model,
-    TensorSpec,
-    flat_unsigned,
-    require_same_specs,
-    spec_of,
-    tile_ranges,
-)
+from astraflow_weights.shards import ShardedModel, whole
+from astraflow_weights.tensors import Model, flat_unsigned, require_same_specs, spec_of, tile_ranges
 from astraflow_weights.tiles import PartKind, Steps, StoredTile
 
 # Decoded steps that are kept between the check and the writing; what is beyond is decoded twice.
@@ -61,10 +55,33 @@ def encode_delta(
     smaller, costs about four times the time, and needs the base to be merged or inverted. Raises
     ModelMismatch when names, dtypes or shapes differ, ValueError for other dtypes.
     """
-    specs = require_same_specs(base, target)
     head = PartSetHead(kind=PartKind.DELTA, base_version=base_version, target_version=target_version)
-    tiles = _encoded(base, target, specs=specs, context=context)
-    return write_parts(tiles, head=head, specs=specs, part_bytes=part_bytes)
+    held = whole(target)
+    tiles = encode_delta_tiles(whole(base), held, context=context)
+    return write_parts(tiles, head=head, specs=held.specs, part_bytes=part_bytes)
+
+
+def encode_delta_tiles(
+    base: ShardedModel, target: ShardedModel, *, context: bool = False
+) -> Iterator[Placed]:
+    """Tiles that turn one process's shards of `base` into those of `target`; both are cut alike.
+
+    Raises ModelMismatch when the models differ in names, dtypes or shapes.
+    """
+    require_same_specs(base.specs, target.specs)
+    for spec, after in target.held():
+        before = base.shards[spec.name]
+        assert (before.start, before.stop) == (after.start, after.stop)
+        if not spec.num_elements:
+            yield spec, None
+        for start, count in tile_ranges(after.stop, start=after.start):
+            span = slice(start - after.start, start - after.start + count)
+            yield (
+                spec,
+                tile_delta.encode_tile(
+                    before.elements[span], after.elements[span], start=start, context=context
+                ),
+            )
 
 
 def apply_delta(mirror: Model, parts: Sequence[bytes]) -> None:
@@ -94,16 +111,6 @@ def summarize_delta(parts: Sequence[bytes]) -> DeltaSummary:
         num_elements=sum(spec.num_elements for spec in delta.specs),
         size_bytes=sum(len(part) for part in parts),
     )
-
-
-def _encoded(base: Model, target: Model, *, specs: Sequence[TensorSpec], context: bool) -> Iterator[Placed]:
-    for spec in specs:
-        before, after = flat_unsigned(base[spec.name]), flat_unsigned(target[spec.name])
-        if not len(after):
-            yield spec, None
-        for start, count in tile_ranges(len(after)):
-            span = slice(start, start + count)
-            yield spec, tile_delta.encode_tile(before[span], after[span], start=start, context=context)
 
 
 def _decoded(tiles: Sequence[StoredTile], flats: dict[str, npt.NDArray[Any]]) -> dict[tuple[str, int], Steps]:

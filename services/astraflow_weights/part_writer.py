@@ -1,7 +1,8 @@
 """Puts encoded tiles into parts.
 
 Invariant: equal input gives equal bytes, so a part can be named by its content and sent again without harm;
-a part never splits a tile. `delta` and `snapshot` call `write_parts`.
+a part never splits a tile. `delta` and `snapshot` call it: `group_tiles` first, because a part carries how
+many parts there are, then `seal_parts`, once every process has grouped its tiles.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,7 @@ class PartSetHead:
 
 # A tile with its tensor; None stands for a tensor without elements, which must still be named once.
 Placed = tuple[TensorSpec, EncodedTile | None]
+TileGroups = Sequence[Sequence[Placed]]
 
 
 def write_parts(
@@ -37,22 +39,22 @@ def write_parts(
     """Parts of about `part_bytes` holding all tiles in the given order. Raises ValueError for a size out of
     bounds.
     """
+    groups = group_tiles(tiles, part_bytes=part_bytes)
+    return seal_parts(groups, head=head, specs=specs, first=0, num_parts=len(groups))
+
+
+def group_tiles(tiles: Iterable[Placed], *, part_bytes: int) -> TileGroups:
+    """Tiles in their order, cut into groups of about `part_bytes`, one for each part; none for no tiles.
+
+    Raises ValueError for a size out of bounds.
+    """
     if not 1 <= part_bytes <= MAX_PART_BYTES // 2:
         raise ValueError(f"part_bytes {part_bytes} must be 1 to {MAX_PART_BYTES // 2}")
-    groups = _split(tiles, part_bytes=part_bytes)
-    schema = schema_id(specs)
-    return [
-        _part(group, head=head, schema=schema, number=number, num_parts=len(groups))
-        for number, group in enumerate(groups)
-    ]
-
-
-def _split(tiles: Iterable[Placed], *, part_bytes: int) -> list[list[Placed]]:
-    groups: list[list[Placed]] = [[]]
+    groups: list[list[Placed]] = []
     size = 0
     for spec, tile in tiles:
         added = ROW.itemsize + len(spec.name.encode()) + (len(tile.body) if tile else 0)
-        if groups[-1] and size + added > part_bytes:
+        if not groups or size + added > part_bytes:
             groups.append([])
             size = 0
         groups[-1].append((spec, tile))
@@ -60,7 +62,18 @@ def _split(tiles: Iterable[Placed], *, part_bytes: int) -> list[list[Placed]]:
     return groups
 
 
-def _part(group: list[Placed], *, head: PartSetHead, schema: bytes, number: int, num_parts: int) -> bytes:
+def seal_parts(
+    groups: TileGroups, *, head: PartSetHead, specs: Sequence[TensorSpec], first: int, num_parts: int
+) -> list[bytes]:
+    """Parts number `first`, `first` + 1 … of `num_parts`, one for each group. `specs` is the whole model."""
+    schema = schema_id(specs)
+    return [
+        _part(group, head=head, schema=schema, number=number, num_parts=num_parts)
+        for number, group in enumerate(groups, start=first)
+    ]
+
+
+def _part(group: Sequence[Placed], *, head: PartSetHead, schema: bytes, number: int, num_parts: int) -> bytes:
     tiles = [tile for _, tile in group if tile is not None]
     table = _table(group).SerializeToString(deterministic=True)
     rows = _rows(tiles).tobytes()
@@ -73,7 +86,7 @@ def _part(group: list[Placed], *, head: PartSetHead, schema: bytes, number: int,
     return content + sha256(content)
 
 
-def _table(group: list[Placed]) -> part_pb2.PartTable:
+def _table(group: Sequence[Placed]) -> part_pb2.PartTable:
     table = part_pb2.PartTable()
     first = 0
     for spec, placed in groupby(group, key=lambda entry: entry[0]):

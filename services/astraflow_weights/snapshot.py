@@ -13,13 +13,12 @@ from astraflow_weights.errors import CorruptPart
 from astraflow_weights.part_format import TARGET_PART_BYTES
 from astraflow_weights.part_reader import PartSet, open_parts
 from astraflow_weights.part_writer import PartSetHead, Placed, write_parts
+from astraflow_weights.shards import ShardedModel, whole
 from astraflow_weights.tensors import (
     DTYPE_BY_NAME,
     Array,
     Model,
-    TensorSpec,
     flat_unsigned,
-    specs_of,
     tile_ranges,
 )
 from astraflow_weights.tiles import PartKind
@@ -33,9 +32,19 @@ def encode_snapshot(model: Model, *, version: int = 0, part_bytes: int = TARGET_
     Deterministic. `version` is only written into the headers. Raises ValueError for other dtypes and an
     empty model.
     """
-    specs = specs_of(model)
+    held = whole(model)
     head = PartSetHead(kind=PartKind.SNAPSHOT, base_version=version, target_version=version)
-    return write_parts(_encoded(model, specs), head=head, specs=specs, part_bytes=part_bytes)
+    return write_parts(encode_snapshot_tiles(held), head=head, specs=held.specs, part_bytes=part_bytes)
+
+
+def encode_snapshot_tiles(model: ShardedModel) -> Iterator[Placed]:
+    """Tiles of one process's shards."""
+    for spec, shard in model.held():
+        if not spec.num_elements:
+            yield spec, None
+        for start, count in tile_ranges(shard.stop, start=shard.start):
+            values = shard.elements[start - shard.start : start - shard.start + count]
+            yield spec, tile_snapshot.encode_tile(values, start=start)
 
 
 def decode_snapshot(parts: Sequence[bytes], *, max_bytes: int = _MAX_MODEL_BYTES) -> dict[str, Array]:
@@ -48,15 +57,6 @@ def decode_snapshot(parts: Sequence[bytes], *, max_bytes: int = _MAX_MODEL_BYTES
     if size_bytes > max_bytes:
         raise CorruptPart(f"the snapshot unfolds to {size_bytes} bytes; the limit is {max_bytes}")
     return _decoded(snapshot)
-
-
-def _encoded(model: Model, specs: Sequence[TensorSpec]) -> Iterator[Placed]:
-    for spec in specs:
-        values = flat_unsigned(model[spec.name])
-        if not len(values):
-            yield spec, None
-        for start, count in tile_ranges(len(values)):
-            yield spec, tile_snapshot.encode_tile(values[start : start + count], start=start)
 
 
 def _decoded(snapshot: PartSet) -> dict[str, Array]:

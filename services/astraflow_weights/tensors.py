@@ -6,7 +6,7 @@ around, add up and invert. Codec, manifest and mirror call it.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -60,9 +60,14 @@ class TensorSpec:
         return math.prod(self.shape)
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BY_NAME[self.dtype].array.itemsize
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the tensor's elements."""
-        return self.num_elements * DTYPE_BY_NAME[self.dtype].array.itemsize
+        return self.num_elements * self.itemsize
 
 
 def check_spec(spec: TensorSpec) -> TensorSpec:
@@ -97,13 +102,11 @@ def specs_of(model: Model) -> tuple[TensorSpec, ...]:
     return tuple(spec_of(name, model[name]) for name in sorted(model))
 
 
-def require_same_specs(base: Model, target: Model) -> tuple[TensorSpec, ...]:
-    """Specs shared by both models. Raises ModelMismatch naming the first difference."""
-    before = {spec.name: spec for spec in specs_of(base)}
-    after = {spec.name: spec for spec in specs_of(target)}
+def require_same_specs(base: Sequence[TensorSpec], target: Sequence[TensorSpec]) -> None:
+    """Raises ModelMismatch naming the first difference between the tensors of two models."""
+    before, after = {spec.name: spec for spec in base}, {spec.name: spec for spec in target}
     if before != after:
         raise ModelMismatch(_first_difference(before, after))
-    return tuple(after.values())
 
 
 def _first_difference(before: Mapping[str, TensorSpec], after: Mapping[str, TensorSpec]) -> str:
@@ -123,7 +126,12 @@ def flat_unsigned(array: Array) -> Array:
     return flat.view(_DTYPE_BY_ARRAY[array.dtype].unsigned)
 
 
-def tile_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of every tile of a tensor, in order; nothing for a tensor without elements."""
-    for start in range(0, num_elements, MAX_TILE_ELEMENTS):
-        yield start, min(MAX_TILE_ELEMENTS, num_elements - start)
+def tile_ranges(stop: int, *, start: int = 0) -> Iterator[tuple[int, int]]:
+    """(start, length) of the tiles of elements [start, stop) of a tensor, cut at the lines of its grid, in order.
+
+    Nothing for an empty range. A range that begins or ends inside a cell of the grid gets part of a tile there.
+    """
+    while start < stop:
+        end = min(stop, (start // MAX_TILE_ELEMENTS + 1) * MAX_TILE_ELEMENTS)
+        yield start, end - start
+        start = end

@@ -7,17 +7,15 @@ claimed epoch, `Publisher` drives it.
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from astraflow.weights.v1 import manifest_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
-from astraflow_weights.digest import TensorDigest, model_root, sha256
-from astraflow_weights.errors import CorruptPart, Fenced, ObjectNotFound, Unavailable
-from astraflow_weights.layout import PolicyKeys, check_file_name
+from astraflow_weights.digest import TensorDigest, model_root
+from astraflow_weights.errors import Fenced, ObjectNotFound, Unavailable
+from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.manifest import (
     NONCE_BYTES,
     Asset,
@@ -30,6 +28,7 @@ from astraflow_weights.manifest import (
 )
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore, PutResult
+from astraflow_weights.uploads import Uploads
 from astraflow_weights.version_log import Owner, VersionLog, VersionRecord
 
 
@@ -82,7 +81,7 @@ class VersionWriter:
         self._owner = owner
         self._settings = settings
         self._clock = clock
-        self._sent_assets: set[str] = set()
+        self.uploads = Uploads(store, keys=self._keys, threads=settings.upload_threads)
 
     @classmethod
     def open(
@@ -141,29 +140,6 @@ class VersionWriter:
                 return too_costly or distance >= self._settings.snapshot_every_versions
             chain_bytes += record.delta_bytes
         return True
-
-    def upload_parts(self, parts: Sequence[bytes]) -> tuple[PartRef, ...]:
-        """Send parts under their content's name, several at a time. Idempotent. Raises as the store does."""
-        refs = tuple(self._ref(part, key_of=self._keys.part) for part in parts)
-        with ThreadPoolExecutor(self._settings.upload_threads, thread_name_prefix="weights-upload") as pool:
-            for _ in pool.map(self._upload, refs, parts):
-                pass
-        return refs
-
-    def upload_assets(self, files: Iterable[Path]) -> tuple[Asset, ...]:
-        """Send files under their content's name; content that this writer sent before is not sent again.
-
-        Raises OSError for an unreadable file, ValueError for a name that cannot stand in a checkpoint.
-        """
-        assets = []
-        for path in sorted(files, key=lambda path: path.name):
-            data = path.read_bytes()
-            ref = self._ref(data, key_of=self._keys.asset)
-            if ref.key not in self._sent_assets:
-                self._upload(ref, data)
-                self._sent_assets.add(ref.key)
-            assets.append(Asset(file_name=check_file_name(path.name), blob=ref))
-        return tuple(assets)
 
     def find(self, *, step: int, root: bytes) -> CommittedVersion | None:
         """Refresh the log; the newest version of this step with these bytes, if there is one.
@@ -282,19 +258,6 @@ class VersionWriter:
             f"policy {self.log.policy_id!r} of run {self.log.run_id!r} is written under epoch {holder}; "
             f"this writer has epoch {self.epoch} and must stop: claim the policy again for a new epoch"
         )
-
-    def _ref(self, data: bytes, *, key_of: Callable[[str], str]) -> PartRef:
-        digest = sha256(data)
-        return PartRef(key=key_of(digest.hex()), size_bytes=len(data), sha256=digest)
-
-    def _upload(self, ref: PartRef, data: bytes) -> None:
-        if self._store.put_if_absent(ref.key, data) is PutResult.EXISTS:
-            found = self._store.head(ref.key).size_bytes
-            if found != ref.size_bytes:
-                raise CorruptPart(
-                    f"{ref.key!r} in {self._store.uri} has {found} bytes instead of {ref.size_bytes}; "
-                    "delete the damaged object"
-                )
 
     def _write_hint(self, record: VersionRecord) -> bool:
         hint = manifest_pb2.LatestHint(version=record.version, sequence=record.sequence)

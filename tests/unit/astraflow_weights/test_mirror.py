@@ -216,7 +216,7 @@ def test_good_parts_that_give_the_wrong_model_are_refused_by_tensor(published: P
     model = trained(published.models[-1], 99)
     promised = {name: array.copy() for name, array in model.items()}
     promised["model.norm"][3] = -promised["model.norm"][3]
-    parts = published.writer.upload_parts(encode_snapshot(model))
+    parts = published.writer.uploads.upload_parts(encode_snapshot(model))
     published.writer.commit(step=99, tensors=tensor_digests(promised), snapshot=parts)
     published.log.refresh()
     mirror = published.mirror()

@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> FileStore:
         for step in (0, 1) if epoch == 1 else (2,):
             model = trained(model, step)
             publisher.publish(model, step=step)
-    writer.upload_parts([b"of an upload that was killed"])
+    writer.uploads.upload_parts([b"of an upload that was killed"])
     return store
 
 

@@ -38,7 +38,7 @@ def tensors(value: int) -> tuple[TensorDigest, ...]:
 
 
 def commit(writer: VersionWriter, value: int, *, step: int | None = None) -> CommittedVersion:
-    snapshot = writer.upload_parts([b"part %d" % value])
+    snapshot = writer.uploads.upload_parts([b"part %d" % value])
     return writer.commit(step=value if step is None else step, tensors=tensors(value), snapshot=snapshot)
 
 
@@ -151,7 +151,7 @@ def test_one_writer_per_policy_and_policies_do_not_meet(store: FaultyStore, roun
 
 def test_a_lost_answer_to_the_commit_is_success(store: FaultyStore) -> None:
     writer = open_writer(store, 1)
-    snapshot = writer.upload_parts([b"part"])
+    snapshot = writer.uploads.upload_parts([b"part"])
     store.lose_after = 1
     assert writer.commit(step=0, tensors=tensors(0), snapshot=snapshot).version == 0
     assert len(read(store).records) == 1
@@ -165,7 +165,7 @@ def test_a_lost_answer_to_the_fence_is_success(store: FaultyStore) -> None:
 
 def test_a_request_that_never_arrived_can_be_made_again(store: FaultyStore) -> None:
     writer = open_writer(store, 1)
-    snapshot = writer.upload_parts([b"part"])
+    snapshot = writer.uploads.upload_parts([b"part"])
     store.lose_before = 1
     with pytest.raises(Unavailable):
         writer.commit(step=0, tensors=tensors(0), snapshot=snapshot)
@@ -175,7 +175,7 @@ def test_a_request_that_never_arrived_can_be_made_again(store: FaultyStore) -> N
 def test_a_request_that_arrives_late_is_recognised_as_our_own(store: FaultyStore) -> None:
     """The first PUT is thought lost, lands after the log was refreshed, and carries an older time."""
     writer = open_writer(store, 1)
-    snapshot = writer.upload_parts([b"part"])
+    snapshot = writer.uploads.upload_parts([b"part"])
     create, late = store.put_if_absent, []
     store.put_if_absent = lambda key, data: late.append((key, data)) or lose()  # type: ignore[method-assign]
     with pytest.raises(Unavailable):
@@ -229,7 +229,10 @@ def test_the_hint_may_fail_without_hurting_the_commit(store: FaultyStore) -> Non
 
 def test_parts_are_named_by_their_content_and_sent_once(store: FaultyStore) -> None:
     writer = open_writer(store, 1)
-    first, again = writer.upload_parts([b"one", b"two"]), writer.upload_parts([b"two", b"one"])
+    first, again = (
+        writer.uploads.upload_parts([b"one", b"two"]),
+        writer.uploads.upload_parts([b"two", b"one"]),
+    )
     assert first == again[::-1]
     assert len(list(store.list(KEYS.parts))) == 2
     assert store.get(first[0].key) == b"one"
@@ -237,10 +240,10 @@ def test_parts_are_named_by_their_content_and_sent_once(store: FaultyStore) -> N
 
 def test_a_damaged_part_under_its_name_is_reported(store: FaultyStore) -> None:
     writer = open_writer(store, 1)
-    (ref,) = writer.upload_parts([b"content"])
+    (ref,) = writer.uploads.upload_parts([b"content"])
     overwrite(store, ref.key, b"cut")
     with pytest.raises(CorruptPart, match="has 3 bytes instead of 7; delete the damaged object"):
-        writer.upload_parts([b"content"])
+        writer.uploads.upload_parts([b"content"])
 
 
 def test_assets_are_content_named_and_sent_once(store: FaultyStore, tmp_path: Path) -> None:
@@ -248,18 +251,18 @@ def test_assets_are_content_named_and_sent_once(store: FaultyStore, tmp_path: Pa
     files = [tmp_path / "tokenizer.json", tmp_path / "config.json"]
     for path in files:
         path.write_text(path.name)
-    assets = writer.upload_assets(files)
+    assets = writer.uploads.upload_assets(files)
     assert [asset.file_name for asset in assets] == ["config.json", "tokenizer.json"]
     assert all(store.get(asset.blob.key) == asset.file_name.encode() for asset in assets)
     store.lose_before = 99
-    assert writer.upload_assets(files) == assets
+    assert writer.uploads.upload_assets(files) == assets
 
 
 def test_an_asset_cannot_replace_the_weights(store: FaultyStore, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_text("")
     with pytest.raises(ValueError, match="not allowed"):
-        open_writer(store, 1).upload_assets([path])
+        open_writer(store, 1).uploads.upload_assets([path])
 
 
 def fake_ref(size_bytes: int) -> PartRef:

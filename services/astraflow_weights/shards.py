@@ -1,0 +1,146 @@
+"""The part of a model that one process holds, and the digests of a model that nobody holds as a whole.
+
+Invariant: a shard is a range of a tensor's elements in row-major order; over all processes the ranges cover
+every tensor exactly once, in order of the processes (`check_cover`). The digest of a tensor does not depend
+on how it is spread. Codec and shard publisher call it; a model held whole is the special case `whole`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from astraflow_weights.digest import TENSOR_DIGEST_BYTES, TensorDigest
+from astraflow_weights.peers import Peers
+from astraflow_weights.tensors import Array, Model, TensorSpec, flat_unsigned, specs_of
+
+# What travels at a time when a tensor's digest is taken over the shards of several processes.
+CHUNK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shard:
+    """Elements [start, start + len(elements)) of a tensor, as flat unsigned bit patterns."""
+
+    start: int
+    elements: Array
+
+    @property
+    def stop(self) -> int:
+        """One after its last element."""
+        return self.start + len(self.elements)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedModel:
+    """What one process holds of a model. `specs` describes the whole model, sorted by name, everywhere alike.
+
+    A tensor of which the process holds nothing is not in `shards`; one without elements is held by the first
+    process, which names it.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    shards: Mapping[str, Shard]
+
+    def held(self) -> Iterator[tuple[TensorSpec, Shard]]:
+        """Tensors of which this process holds something, by name."""
+        for spec in self.specs:
+            if spec.name in self.shards:
+                yield spec, self.shards[spec.name]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements held here."""
+        return sum(shard.elements.nbytes for shard in self.shards.values())
+
+
+def whole(model: Model) -> ShardedModel:
+    """A model held by one process. Shares its memory. Raises ValueError as `specs_of` does."""
+    specs = specs_of(model)
+    shards = {spec.name: Shard(start=0, elements=flat_unsigned(model[spec.name])) for spec in specs}
+    return ShardedModel(specs=specs, shards=shards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cover:
+    """Who holds what: for each tensor the ranges of all processes, as [start, stop)."""
+
+    specs: tuple[TensorSpec, ...]
+    ranges: Sequence[Mapping[str, tuple[int, int]]]
+
+
+def check_cover(model: ShardedModel, *, peers: Peers) -> Cover:
+    """Exchange who holds what; a collective. Raises ValueError where ranges lack, overlap or are out of order."""
+    mine = {spec.name: (shard.start, shard.stop) for spec, shard in model.held()}
+    shared = [json.loads(message) for message in peers.share(json.dumps(mine).encode())]
+    ranges = [{name: (start, stop) for name, (start, stop) in found.items()} for found in shared]
+    for spec in model.specs:
+        position = 0
+        for number, held in enumerate(ranges):
+            start, stop = held.get(spec.name, (position, position))
+            if start != position or not start <= stop <= spec.num_elements:
+                raise ValueError(
+                    f"process {number} holds elements [{start}, {stop}) of {spec.name!r}; expected is a range "
+                    f"that begins at {position} and ends within {spec.num_elements}"
+                )
+            position = stop
+        if position != spec.num_elements:
+            raise ValueError(f"shards end at element {position} of {spec.num_elements} of {spec.name!r}")
+    return Cover(specs=model.specs, ranges=ranges)
+
+
+def sharded_digests(model: ShardedModel, *, cover: Cover, peers: Peers) -> tuple[TensorDigest, ...]:
+    """Digests of all tensors, the same everywhere and for any number of processes; a collective.
+
+    The process that owns a tensor's digest hashes the shards as they arrive, in chunks: nobody ever holds a
+    tensor of which it does not hold the shard. The bytes that travel are those of one gathering of the model,
+    a small part of what a sharded forward pass moves.
+    """
+    mine = b"".join(
+        digest
+        for number, spec in enumerate(model.specs)
+        if (digest := _digest(spec, model, cover=cover, peers=peers, owner=number % peers.size))
+    )
+    size = TENSOR_DIGEST_BYTES
+    owned = [
+        iter([message[start : start + size] for start in range(0, len(message), size)])
+        for message in peers.share(mine)
+    ]
+    return tuple(
+        TensorDigest(spec=spec, digest=next(owned[number % peers.size]))
+        for number, spec in enumerate(model.specs)
+    )
+
+
+def _digest(spec: TensorSpec, model: ShardedModel, *, cover: Cover, peers: Peers, owner: int) -> bytes | None:
+    """The tensor's digest at its owner, None elsewhere."""
+    mine = model.shards.get(spec.name)
+    if peers.index != owner:
+        if mine is not None:
+            for chunk in _chunks(mine):
+                peers.send(chunk, to=owner)
+        return None
+    state = xxhash.xxh3_128()
+    for number, held in enumerate(cover.ranges):
+        start, stop = held.get(spec.name, (0, 0))
+        if number == owner:
+            state.update(_bytes(mine) if mine is not None else b"")
+            continue
+        left = (stop - start) * spec.itemsize
+        while left:
+            size = min(left, CHUNK_BYTES)
+            state.update(peers.receive(size, source=number))
+            left -= size
+    return state.digest()
+
+
+def _chunks(shard: Shard) -> Iterator[memoryview]:
+    data = _bytes(shard)
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
+
+
+def _bytes(shard: Shard) -> memoryview:
+    return shard.elements.view(np.uint8).data

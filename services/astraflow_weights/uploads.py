@@ -1,0 +1,67 @@
+"""Sends parts and assets of one policy to the store under their content's name.
+
+Invariant: an object that exists is never written again, and what `upload_parts` returns is stored. The
+version writer has one for the committing process; every further process of a sharded trainer has its own and
+writes nothing else.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from astraflow_kit import failpoints
+from astraflow_weights.digest import sha256
+from astraflow_weights.errors import CorruptPart
+from astraflow_weights.layout import PolicyKeys, check_file_name
+from astraflow_weights.manifest import Asset, PartRef
+from astraflow_weights.store import ObjectStore, PutResult
+
+
+class Uploads:
+    """One owner per object: not thread-safe; every call blocks."""
+
+    def __init__(self, store: ObjectStore, *, keys: PolicyKeys, threads: int) -> None:
+        self._store = store
+        self._keys = keys
+        self._threads = threads
+        self._sent_assets: set[str] = set()
+
+    def upload_parts(self, parts: Sequence[bytes]) -> tuple[PartRef, ...]:
+        """Send parts under their content's name, several at a time. Idempotent. Raises as the store does."""
+        refs = tuple(self._ref(part, key_of=self._keys.part) for part in parts)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="weights-upload") as pool:
+            for _ in pool.map(self._upload_part, refs, parts):
+                pass
+        return refs
+
+    def upload_assets(self, files: Iterable[Path]) -> tuple[Asset, ...]:
+        """Send files under their content's name; content that was sent from here before is not sent again.
+
+        Raises OSError for an unreadable file, ValueError for a name that cannot stand in a checkpoint.
+        """
+        assets = []
+        for path in sorted(files, key=lambda path: path.name):
+            data = path.read_bytes()
+            ref = self._ref(data, key_of=self._keys.asset)
+            if ref.key not in self._sent_assets:
+                self._upload(ref, data)
+                self._sent_assets.add(ref.key)
+            assets.append(Asset(file_name=check_file_name(path.name), blob=ref))
+        return tuple(assets)
+
+    def _ref(self, data: bytes, *, key_of: Callable[[str], str]) -> PartRef:
+        digest = sha256(data)
+        return PartRef(key=key_of(digest.hex()), size_bytes=len(data), sha256=digest)
+
+    def _upload_part(self, ref: PartRef, data: bytes) -> None:
+        failpoints.hit("weights.publish.uploading")
+        self._upload(ref, data)
+
+    def _upload(self, ref: PartRef, data: bytes) -> None:
+        if self._store.put_if_absent(ref.key, data) is PutResult.EXISTS:
+            found = self._store.head(ref.key).size_bytes
+            if found != ref.size_bytes:
+                raise CorruptPart(
+                    f"{ref.key!r} in {self._store.uri} has {found} bytes instead of {ref.size_bytes}; "
+                    "delete the damaged object"
+                )
