@@ -38,7 +38,9 @@ class ThreadRanks:
         self.index = index
         self.size = shared.size
         self.most_bytes_seen = 0
-        """Largest message that reached this rank."""
+        """Largest message that was shared with this rank."""
+        self.most_bytes_received = 0
+        """Largest piece that another rank sent to this one."""
         self._shared = shared
 
     def share(self, message: bytes) -> list[bytes]:
@@ -75,7 +77,7 @@ class ThreadRanks:
         """Bytes of one rank."""
         data = self._shared.pipes[source, self.index].get(timeout=PATIENCE_S)
         assert len(data) == num_bytes
-        self.most_bytes_seen = max(self.most_bytes_seen, num_bytes)
+        self.most_bytes_received = max(self.most_bytes_received, num_bytes)
         return memoryview(data)
 
     def _tensors(self, values: torch.Tensor) -> list[torch.Tensor]:

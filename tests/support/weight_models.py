@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from astraflow_weights.errors import ObjectNotFound, Unavailable
+from astraflow_weights.shards import Shard, ShardedModel
 from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult
 from astraflow_weights.store_file import FileStore
-from astraflow_weights.tensors import Array
+from astraflow_weights.tensors import Array, flat_unsigned, specs_of
 
 RUN, POLICY = "run-1", "solver"
 # Bit patterns that break careless arithmetic: zeros of both signs, denormals, infinities, quiet and
@@ -53,6 +54,24 @@ def trained(model: Mapping[str, Array], seed: int, *, density: float = 0.02) -> 
             chosen = np.flatnonzero(draw.random(flat.size) < density)
             flat[chosen] += draw.choice(np.array([1, 0xFFFF, 2], dtype=np.uint16), len(chosen))
     return after
+
+
+def split_model(model: Mapping[str, Array], size: int) -> list[ShardedModel]:
+    """The model in shards of about equal rows, as FSDP cuts it; a tensor with fewer rows is held by the first
+    ones.
+    """
+    specs = specs_of(model)
+    found: list[dict[str, Shard]] = [{} for _ in range(size)]
+    for spec in specs:
+        flat = flat_unsigned(model[spec.name])
+        rows = spec.shape[0] if spec.shape else 1
+        row = len(flat) // rows if rows else 0
+        step = -(-rows // size)
+        for index in range(size):
+            start, stop = (min(rows, step * place) * row for place in (index, index + 1))
+            if start < stop or (index == 0 and not len(flat)):
+                found[index][spec.name] = Shard(start=start, elements=flat[start:stop].copy())
+    return [ShardedModel(specs=specs, shards=shards) for shards in found]
 
 
 def same_model(left: Mapping[str, Array], right: Mapping[str, Array]) -> bool:
