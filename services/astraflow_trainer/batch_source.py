@@ -7,6 +7,7 @@ FENCED answer ends the trainer. Called by the training loop, from its thread.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -15,12 +16,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import stamina
 from google.protobuf.duration_pb2 import Duration
 
 from astraflow.client import Client
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
-from astraflow.errors import AstraflowError, InternalError, RetryableError
+from astraflow.errors import AstraflowError, InternalError, NotFoundError, RetryableError
 from astraflow.plugins import VersionSpan
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
@@ -34,6 +36,7 @@ __all__ = ["BatchSource", "Claim", "Ledger", "StepBatch", "message_of", "step_ba
 
 _LONG_POLL_S = 5.0
 _FETCH_TIMEOUT_S = 120.0
+_CLAIM_RETRY_S = 600.0
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
 
@@ -48,6 +51,8 @@ class Claim:
     version: int | None
     """Newest announced version; None before the first."""
     batch_lease_s: float
+    data_incarnation: str
+    """Another one means that Redis was restarted since, and may have lost its last second."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,9 @@ class StepBatch:
     base_version: int
     items: Sequence[batch_pb2.BatchItem]
     finished_before: bool
-    """True when the step was acked by an earlier process and is replayed now."""
+    """True when the step was acked before and is replayed now."""
+    skipped_before: bool = False
+    """True when it was acked as skipped."""
 
     def staleness(self) -> list[int]:
         """Versions between the step's base version and each trajectory's oldest token."""
@@ -69,12 +76,14 @@ class StepBatch:
 
 class Ledger:
     """The trainer's own record of what it trained on: one JSON line per step, flushed to disk before going
-    on.
+    on. A line that a crash cut short is removed: its step was not acked.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
+        if path.exists():
+            _drop_cut_line(path)
 
     def append(self, batch: StepBatch, *, epoch: int, stage: str) -> None:
         """Record that `batch` reached `stage`."""
@@ -107,14 +116,22 @@ class BatchSource:
         self.fetched_bytes = 0
         """Payload bytes that the latest `fetch` received."""
 
-    def claim(self) -> Claim:
-        """Start a new epoch, fencing every older trainer of the policy."""
-        response = self._client.call(
-            self._client.batches.ClaimPolicy,
-            batch_service_pb2.ClaimPolicyRequest(
-                run_id=self._run_id, policy_id=self._policy_id, trainer_id=self._trainer_id
-            ),
+    def claim(self, *, known_epoch: int = 0, held_epoch: int = 0) -> Claim:
+        """Start a new epoch above `known_epoch`, fencing every older trainer of the policy.
+
+        With `held_epoch` (after Redis lost data) raises FencedError when another trainer has a newer one. Waits
+        for a server that is away: a claim whose answer was lost costs a number and nothing else.
+        """
+        request = batch_service_pb2.ClaimPolicyRequest(
+            run_id=self._run_id,
+            policy_id=self._policy_id,
+            trainer_id=self._trainer_id,
+            known_epoch=known_epoch,
+            held_epoch=held_epoch,
         )
+        for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_CLAIM_RETRY_S):
+            with attempt:
+                response = self._client.call(self._client.batches.ClaimPolicy, request)
         self.epoch = response.trainer_epoch
         return Claim(
             epoch=response.trainer_epoch,
@@ -122,7 +139,17 @@ class BatchSource:
             last_durable_step=response.last_durable_step,
             version=response.version if response.HasField("version") else None,
             batch_lease_s=response.batch_lease_duration.ToNanoseconds() / 1e9,
+            data_incarnation=response.data_incarnation,
         )
+
+    def require_epoch(self, step: int) -> None:
+        """Ask the server about this epoch. Raises FencedError, naming the trainer that has a newer one."""
+        request = batch_service_pb2.RenewBatchRequest(
+            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=step
+        )
+        # Nothing is bound to that step any more, perhaps: the answer about the epoch is what counts.
+        with contextlib.suppress(NotFoundError):
+            self._client.call(self._client.batches.RenewBatch, request)
 
     def unit_of_work(self, step: int) -> AbstractContextManager[None]:
         """Log and call under the step's correlation id inside the block."""
@@ -174,13 +201,20 @@ class BatchSource:
             )
         return [_row(item, by_id[item.trajectory_id]) for item in wanted]
 
-    def finish(self, batch: StepBatch, *, skipped: bool) -> None:
-        """Record, in the ledger and at the server, that the optimizer step was taken or skipped."""
+    def finish(self, batch: StepBatch, *, skipped: bool) -> bool:
+        """Record, in the ledger and at the server, that the optimizer step was taken or skipped.
+
+        Returns whether it counts as skipped: for a replayed step that is what was recorded the first time.
+        """
         failpoints.hit("trainer.step_taken")
+        if batch.finished_before and skipped is not batch.skipped_before:
+            log.warning("step.replayed_otherwise", skipped=skipped, skipped_before=batch.skipped_before)
+            skipped = batch.skipped_before
         self._ledger.append(batch, epoch=self.epoch, stage="SKIPPED" if skipped else "TRAINED")
         if not batch.finished_before:
             self._ack(batch, SKIPPED if skipped else TRAINED)
         failpoints.hit("trainer.step_acked")
+        return skipped
 
     def mark_durable(self, step: int) -> None:
         """A checkpoint covers every step up to `step`: the server may release their payloads."""
@@ -261,7 +295,9 @@ def message_of(batch: StepBatch) -> batch_service_pb2.AcquireBatchResponse:
         items=batch.items,
         digest=batch.digest,
     )
-    stage = TRAINED if batch.finished_before else batch_service_pb2.BATCH_STAGE_UNSPECIFIED
+    stage = batch_service_pb2.BATCH_STAGE_UNSPECIFIED
+    if batch.finished_before:
+        stage = SKIPPED if batch.skipped_before else TRAINED
     return batch_service_pb2.AcquireBatchResponse(batch=bound, stage=stage)
 
 
@@ -275,7 +311,17 @@ def step_batch(response: batch_service_pb2.AcquireBatchResponse) -> StepBatch:
         base_version=batch.base_version,
         items=batch.items,
         finished_before=response.stage in (TRAINED, SKIPPED),
+        skipped_before=response.stage == SKIPPED,
     )
+
+
+def _drop_cut_line(path: Path) -> None:
+    with path.open("r+b") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            log.warning("ledger.cut_line_dropped", path=str(path), num_bytes=len(content) - whole)
+            file.truncate(whole)
 
 
 def _row(item: batch_pb2.BatchItem, trajectory: trajectory_pb2.Trajectory) -> TrainingRow:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -112,14 +112,17 @@ class CheckpointStore:
         _save(staged.tensors, partial, group=self._group)
         failpoints.hit("trainer.checkpoint_half_written")
         self._as_first(lambda: self._commit(staged.position, partial=partial, final=final))
-        self._as_first(self._drop_old)
+        self._as_first(lambda: self._drop(self.steps()[: -self._keep]))
         return final
 
-    def restore(self, optimizer: MasterOptimizer) -> Position | None:
+    def restore(self, optimizer: MasterOptimizer, *, at_most: int | None = None) -> Position | None:
         """Load the newest complete checkpoint into `optimizer` and its model; None when there is none.
 
+        Checkpoints after step `at_most` are dropped: the server forgot those steps, and they will be other ones.
         Raises CheckpointError when its schema, names or shapes differ from this trainer's.
         """
+        if at_most is not None:
+            self._as_first(lambda: self._drop([step for step in self.steps() if step > at_most]))
         steps = self.steps()
         if not steps:
             return None
@@ -160,8 +163,8 @@ class CheckpointStore:
         partial.rename(final)
         _sync(self._directory)
 
-    def _drop_old(self) -> None:
-        for step in self.steps()[: -self._keep]:
+    def _drop(self, steps: Sequence[int]) -> None:
+        for step in steps:
             # Renamed first: a crash in the middle of the removal must not leave a step that looks complete.
             doomed = self._directory / f"{_DOOMED}{step}"
             self._path(step).rename(doomed)

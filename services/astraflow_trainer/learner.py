@@ -54,9 +54,9 @@ class PolicyLearner:
         self._settings = step_settings(recipe)
         self._checkpoints = CheckpointStore(checkpoint_dir, keep=recipe.trainer.keep_checkpoints)
 
-    def restore(self) -> Position | None:
-        """Load the newest complete checkpoint; None when there is none."""
-        return self._checkpoints.restore(self._optimizer)
+    def restore(self, *, at_most: int | None = None) -> Position | None:
+        """Load the newest complete checkpoint, at step `at_most` or before; None when there is none."""
+        return self._checkpoints.restore(self._optimizer, at_most=at_most)
 
     def train(self, rows: Sequence[TrainingRow]) -> StepMetrics:
         """Take one optimizer step on `rows`, or skip it."""

@@ -1,16 +1,16 @@
 """The training loop: acquire, intent, pack and train, ack, publish, checkpoint, mark durable.
 
 Invariant: the order above holds for every step; publishing runs beside the next step, at most `max_behind`
-versions behind, and a step's payloads are released only after a durable checkpoint covers it and its version
-is announced. After a restart the loop replays the retained batches from the checkpoint on, verbatim, and
-continues. What operators ask is done between two steps. Every rank runs it alike; `RankBatches` lets the
-first one decide. `server` runs it in a thread of its own.
+versions behind, a checkpoint is written after the versions of all steps it covers are announced, and a
+step's payloads are released only after that. After a restart the loop replays the retained batches from the
+checkpoint on, verbatim, and continues. What operators ask is done between two steps. Every rank runs it
+alike; `RankBatches` lets the first one decide. `session` runs it in the training thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Protocol
@@ -58,10 +58,10 @@ class LoopSettings:
     first_step: int
     """Step to take first: one after the loaded checkpoint's."""
     version: int
-    """Version the first step starts from."""
+    """Version of the weights that the first step starts from."""
     last_step: int
-    published_step: int
-    """Newest step whose version is in the store; earlier replayed steps publish nothing."""
+    published: Mapping[int, int]
+    """Step to the newest version it has in the store. Of replayed steps only the newest of these publishes."""
     checkpoint_every_steps: int
 
 
@@ -84,6 +84,8 @@ class TrainingLoop:
         self._progress = progress
         self._claim = claim
         self._controls = controls
+        self._published: Mapping[int, int] = {}
+        self._newest = 0
 
     def run(self, settings: LoopSettings) -> None:
         """Train to the last step, or until stopped; returns when everything is published and checkpointed."""
@@ -97,23 +99,21 @@ class TrainingLoop:
     def _run(self, settings: LoopSettings) -> int:
         version, step, saved = settings.version, settings.first_step - 1, settings.first_step - 1
         self._progress.resumed(durable_step=saved, learning_rate=self._learner.learning_rate)
+        self._published = settings.published
+        self._newest = max(settings.version, *settings.published.values(), 0)
+        known_step = max(*settings.published, self._claim.last_finished_step)
         # A wish to stop is seen in `_take`: the first rank decides there, the others hear of it.
         while step < settings.last_step:
-            self._controls.at(step, replaying=step < settings.published_step)
+            self._controls.at(step, replaying=step < known_step)
             with self._source.unit_of_work(step + 1):
-                taken = self._take(step + 1, base_version=version)
+                taken = self._take(step + 1)
             if isinstance(taken, Orders):
                 if taken.stop:
                     break
                 saved = self._obey(taken, step=step, version=version)
                 continue
             step += 1
-            if taken.version is not None:
-                version = taken.version
-                if step >= settings.published_step:
-                    self._publisher.submit(step, self._learner.published_bytes())
-                if step == settings.published_step:
-                    version = self._version_after_replay(version)
+            version = version if taken.version is None else taken.version
             self._progress.stepped(taken)
             if step % settings.checkpoint_every_steps == 0:
                 saved = self._checkpoint(step, version=version)
@@ -139,20 +139,35 @@ class TrainingLoop:
             )
         return saved
 
-    def _version_after_replay(self, expected: int) -> int:
-        """The replay reached what was published; other bytes (a GPU's rounding) got their own number."""
+    def _publish(self, batch: StepBatch) -> int:
+        """Queue the weights after the batch's step and return the number they have, or will get."""
+        newest_step = max(self._published, default=0)
+        if batch.finished_before and batch.step < newest_step and batch.step in self._published:
+            return self._published[batch.step]
+        self._publisher.submit(batch.step, self._learner.published_bytes())
+        if batch.step > newest_step:
+            self._newest += 1
+            return self._newest
+        # Equal bytes have their number already; others (a GPU's rounding, other groups after Redis lost the
+        # batch) get the next one.
         self._publisher.wait_until_done()
-        published = self._progress.state.version
-        return expected if published is None else max(expected, published)
+        number = self._progress.state.version or 0
+        self._newest = max(self._newest, number)
+        return number
 
-    def _take(self, step: int, *, base_version: int) -> StepRecord | Orders:
+    def _waiting(self, reason: str) -> None:
+        """Called after each empty poll. An announcement that Redis lost could be what the nodes wait for."""
+        self._progress.waiting(reason)
+        self._publisher.announce_again()
+
+    def _take(self, step: int) -> StepRecord | Orders:
         """Wait for the step's batch and train on it, unless something else was asked for first."""
         started = time.monotonic()
         self._progress.waiting("publish")
         self._publisher.wait_for_room(waiting=lambda: self._progress.waiting("publish"))
         self._progress.waiting("batch")
         batch = self._source.acquire(
-            step, base_version=base_version, waiting=self._progress.waiting, controls=self._controls
+            step, base_version=self._newest, waiting=self._waiting, controls=self._controls
         )
         if isinstance(batch, Orders):
             return batch
@@ -163,9 +178,8 @@ class TrainingLoop:
             self._progress.training()
             trained_from = time.monotonic()
             metrics = self._learner.train(rows)
-            skipped = metrics.outcome is Outcome.SKIPPED
-            self._source.finish(batch, skipped=skipped)
-        version = None if skipped else base_version + 1
+            skipped = self._source.finish(batch, skipped=metrics.outcome is Outcome.SKIPPED)
+        version = None if skipped else self._publish(batch)
         log.info(
             "step.finished",
             batch_id=batch.batch_id,
@@ -183,10 +197,14 @@ class TrainingLoop:
         )
 
     def _checkpoint(self, step: int, *, version: int) -> int:
-        """Checkpoint, and let the server release what it covers once its version is announced."""
+        """Checkpoint, and let the server release what it covers.
+
+        Everything before is published first: a version that only a lost process had in memory could never be made
+        again from a checkpoint of a later step.
+        """
+        self._publisher.wait_until_done()
         self._learner.save(step=step, version=version)
         failpoints.hit("trainer.checkpoint_written")
-        self._publisher.wait_until_done()
         self._source.mark_durable(step)
         log.info("checkpoint.durable", step=step, version=version)
         self._progress.durable(step)

@@ -1,7 +1,8 @@
 """Publishing beside training: one thread that encodes, uploads, commits and announces versions in order.
 
 Invariant: versions are published in the order of their steps, each is committed in the store before it is
-announced, and training is at most `max_behind` versions ahead of the newest announced one. A failure that
+announced, none is announced before those below it (a Redis that lost its last second hears of them again),
+and training is at most `max_behind` versions ahead of the newest announced one. A failure that
 retrying cannot mend ends the trainer at its next call here. The loop submits; `PublishWorker` owns the
 thread.
 """
@@ -10,8 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -49,9 +49,12 @@ class VersionPublisher(Protocol):
     ) -> CommittedVersion:
         """Commit; idempotent for one (step, bytes). Raises a RetryableError to be called again."""
 
+    def committed_since(self, version: int | None) -> Sequence[CommittedVersion]:
+        """Return the versions in the store's log after `version`, in order; all of them for None."""
+
 
 class Announcer:
-    """Tells the dataflow server of committed versions."""
+    """Tells the dataflow server of committed versions; also of those it knew before its Redis lost them."""
 
     def __init__(self, client: Client, *, run_id: str, policy_id: str, epoch: int) -> None:
         self._client = client
@@ -59,8 +62,12 @@ class Announcer:
         self.policy_id = policy_id
         self._epoch = epoch
 
-    def announce(self, committed: CommittedVersion) -> None:
-        """Announce one version; harmless when repeated."""
+    def announce_missing(self, publisher: VersionPublisher) -> None:
+        """Announce, in order, every version in the log that the server does not know."""
+        for committed in publisher.committed_since(self._newest_announced()):
+            self._announce(committed)
+
+    def _announce(self, committed: CommittedVersion) -> None:
         version = version_pb2.Version(
             policy_id=self.policy_id,
             version=committed.version,
@@ -77,12 +84,12 @@ class Announcer:
         )
         self._client.call(self._client.versions.Publish, request)
 
-
-@dataclass(frozen=True)
-class _Job:
-    step: int
-    model: ModelBytes
-    learning_rate: float | None
+    def _newest_announced(self) -> int | None:
+        request = version_service_pb2.ListVersionsRequest(
+            run_id=self._run_id, policy_id=self.policy_id, page_size=1
+        )
+        versions = self._client.call(self._client.versions.ListVersions, request).versions
+        return versions[0].version if versions else None
 
 
 class PublishWorker:
@@ -102,7 +109,7 @@ class PublishWorker:
         self._announcer = announcer
         self._max_behind = max_behind
         self._published = published
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._idle = threading.Condition()
         self._unfinished = 0
         self._failure: BaseException | None = None
@@ -113,7 +120,16 @@ class PublishWorker:
         self._raise_failure()
         with self._idle:
             self._unfinished += 1
-        self._jobs.put(_Job(step, model, learning_rate))
+        self._jobs.put(lambda: self._publish(step, model, learning_rate=learning_rate))
+
+    def announce_again(self) -> None:
+        """Let the server hear of versions that it forgot, unless a publication is about to tell it anyway."""
+        self._raise_failure()
+        with self._idle:
+            if self._unfinished:
+                return
+            self._unfinished += 1
+        self._jobs.put(self._announce)
 
     def wait_for_room(self, *, waiting: Callable[[], None]) -> None:
         """Return once at most `max_behind` versions are unpublished; `waiting` is called if that takes
@@ -140,8 +156,7 @@ class PublishWorker:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                with unit_of_work(step_correlation(self._announcer.policy_id, job.step), step=job.step):
-                    self._publish(job)
+                job()
             except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
                 self._failure = error
                 with self._idle:
@@ -151,22 +166,22 @@ class PublishWorker:
                 self._unfinished -= 1
                 self._idle.notify_all()
 
-    def _publish(self, job: _Job) -> None:
-        failpoints.hit("trainer.before_publish")
+    def _publish(self, step: int, model: ModelBytes, *, learning_rate: float | None) -> None:
+        with unit_of_work(step_correlation(self._announcer.policy_id, step), step=step):
+            failpoints.hit("trainer.before_publish")
+            for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_STORE_RETRY_S):
+                with attempt:
+                    committed = self._publisher.publish(model, step=step, learning_rate=learning_rate)
+            failpoints.hit("trainer.committed")
+            self._announce()
+            failpoints.hit("trainer.announced")
+            self._published(committed)
+            _log_published(committed)
+
+    def _announce(self) -> None:
         for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_STORE_RETRY_S):
             with attempt:
-                committed = self._publisher.publish(job.model, step=job.step, learning_rate=job.learning_rate)
-        failpoints.hit("trainer.committed")
-        self._announcer.announce(committed)
-        failpoints.hit("trainer.announced")
-        self._published(committed)
-        log.info(
-            "version.published",
-            version=committed.version,
-            delta_bytes=committed.delta_bytes,
-            snapshot_bytes=committed.snapshot_bytes,
-            density=round(committed.density, 5),
-        )
+                self._announcer.announce_missing(self._publisher)
 
     def __enter__(self) -> PublishWorker:
         self._thread.start()
@@ -177,3 +192,13 @@ class PublishWorker:
         if kind is None:
             self._thread.join()
             self._raise_failure()
+
+
+def _log_published(committed: CommittedVersion) -> None:
+    log.info(
+        "version.published",
+        version=committed.version,
+        delta_bytes=committed.delta_bytes,
+        snapshot_bytes=committed.snapshot_bytes,
+        density=round(committed.density, 5),
+    )

@@ -135,10 +135,11 @@ class RankBatches:
             named["fetched_share_max"] = max(rank.num_bytes for rank in self._received) / max(1, total)
         return named
 
-    def finish(self, batch: StepBatch, *, skipped: bool) -> None:
-        """The first rank writes the ledger and acks."""
+    def finish(self, batch: StepBatch, *, skipped: bool) -> bool:
+        """The first rank writes the ledger and acks; returns whether the step counts as skipped."""
         if self._leads:
-            self._source.finish(batch, skipped=skipped)
+            return self._source.finish(batch, skipped=skipped)
+        return batch.skipped_before if batch.finished_before else skipped
 
     def mark_durable(self, step: int) -> None:
         """The first rank tells the server."""

@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-
-import torch
 
 from astraflow.client import Client
 from astraflow.errors import AstraflowError
@@ -29,25 +25,14 @@ from astraflow_kit.metrics import Metrics
 from astraflow_kit.recipe_code import require_installed
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
-from astraflow_trainer.batch_source import BatchSource, Claim, Ledger
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.joined_run import JoinedRun, join_run
-from astraflow_trainer.learner import PolicyLearner
-from astraflow_trainer.loop import LoopSettings, TrainingLoop
-from astraflow_trainer.memory import keep_freed_memory
 from astraflow_trainer.progress import Progress
-from astraflow_trainer.publish import Announcer, PublishWorker
-from astraflow_trainer.rank_batches import RankBatches
-from astraflow_trainer.ranks import OneRank
 from astraflow_trainer.servicer import TrainerServicer
+from astraflow_trainer.session import TrainingSession
 from astraflow_trainer.settings import TrainerSettings
-from astraflow_trainer.starting_model import asset_files, starting_model
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.publisher import Publisher
-from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore, open_store, probe_create_only
 from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import CommittedVersion, VersionWriter
 
 log = get_logger(__name__)
 
@@ -86,7 +71,7 @@ async def _serve(settings: TrainerSettings, life: Lifecycle) -> None:
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
         # Before the warm start, which takes long: a store that cannot be used will not become usable.
         store = await asyncio.to_thread(_usable_store, settings, joined)
-        training = _Training(
+        session = TrainingSession(
             settings, client=client, joined=joined, store=store, progress=progress, controls=controls
         )
         servicer = TrainerServicer(progress, controls, run_id=joined.run_id, policy_id=joined.policy_id)
@@ -101,7 +86,7 @@ async def _serve(settings: TrainerSettings, life: Lifecycle) -> None:
             port=settings.http_port,
         )
         await lifecycle.run_services(
-            [grpc_server, http_server, training],
+            [grpc_server, http_server, _Training(session, controls)],
             lifecycle=life,
             on_started=lambda: _publish_addresses(settings, grpc_server.address, http_server.address),
         )
@@ -110,21 +95,8 @@ async def _serve(settings: TrainerSettings, life: Lifecycle) -> None:
 class _Training:
     """The training thread as a service of the lifecycle."""
 
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        *,
-        client: Client,
-        joined: JoinedRun,
-        store: ObjectStore,
-        progress: Progress,
-        controls: Controls,
-    ) -> None:
-        self._settings = settings
-        self._store = store
-        self._client = client
-        self._joined = joined
-        self._progress = progress
+    def __init__(self, session: TrainingSession, controls: Controls) -> None:
+        self._session = session
         self._controls = controls
 
     async def start(self) -> None:
@@ -132,115 +104,12 @@ class _Training:
 
     async def run(self) -> None:
         """Train to the end in a thread."""
-        await asyncio.to_thread(self._train)
+        await asyncio.to_thread(self._session.run)
 
     async def stop(self, *, deadline_s: float) -> None:
         """Ask for an end after the step in progress; `run` returns when it is published and checkpointed."""
         del deadline_s
         self._controls.stop_after_step()
-
-    def _train(self) -> None:
-        bind(run_id=self._joined.run_id, policy_id=self._joined.policy_id)
-        keep_freed_memory()
-        torch.set_num_threads(self._settings.threads)
-        model_dir = self._starting_model()
-        self._progress.starting("model")
-        learner = PolicyLearner(
-            self._joined.recipe, model_dir=model_dir, checkpoint_dir=self._settings.work_dir / "checkpoints"
-        )
-        position = learner.restore()
-        source = self._batch_source()
-        claim = source.claim()
-        publisher = self._publisher(self._store, claim, assets=asset_files(model_dir))
-        step, version = (position.step, position.version) if position else (0, 0)
-        self._progress.claimed(epoch=claim.epoch, step=step, version=claim.version)
-        log.info("policy.claimed", epoch=claim.epoch, step=step, version=version)
-        self._train_from(step, version, learner=learner, source=source, claim=claim, publisher=publisher)
-
-    def _train_from(
-        self,
-        step: int,
-        version: int,
-        *,
-        learner: PolicyLearner,
-        source: BatchSource,
-        claim: Claim,
-        publisher: Publisher,
-    ) -> None:
-        recipe, newest = self._joined.recipe, publisher.newest
-        announcer = Announcer(
-            self._client,
-            run_id=self._joined.run_id,
-            policy_id=self._joined.policy_id,
-            epoch=claim.epoch,
-        )
-        if newest is not None:
-            # The commit may have been the last thing an earlier process did: the server must hear of it.
-            announcer.announce(newest)
-        worker = PublishWorker(
-            publisher, announcer, max_behind=recipe.trainer.publish.max_behind, published=self._published
-        )
-        with worker:
-            published_step = newest.step if newest is not None else -1
-            if published_step < step or newest is None:
-                worker.submit(step, learner.published_bytes())
-                worker.wait_until_done()
-            loop = TrainingLoop(
-                source=RankBatches(source, OneRank()),
-                learner=learner,
-                publisher=worker,
-                progress=self._progress,
-                claim=claim,
-                controls=self._controls,
-            )
-            loop.run(
-                LoopSettings(
-                    first_step=step + 1,
-                    version=version,
-                    last_step=recipe.run.steps,
-                    published_step=max(published_step, step),
-                    checkpoint_every_steps=recipe.trainer.checkpoint_every_steps,
-                )
-            )
-
-    def _starting_model(self) -> Path:
-        self._progress.starting("warm_start")
-        return starting_model(
-            self._joined,
-            cache=self._settings.cache,
-            threads=self._settings.warm_start_cores,
-            progress=lambda share: self._progress.starting("warm_start", fraction=share),
-        )
-
-    def _batch_source(self) -> BatchSource:
-        return BatchSource(
-            self._client,
-            run_id=self._joined.run_id,
-            policy_id=self._joined.policy_id,
-            trainer_id=f"{socket.gethostname()}:{os.getpid()}",
-            ledger=Ledger(self._settings.work_dir / "ledger.jsonl"),
-        )
-
-    def _publisher(self, store: ObjectStore, claim: Claim, *, assets: list[Path]) -> Publisher:
-        """Fence older writers, then take the newest published bytes as the base of the next delta."""
-        recipe = self._joined.recipe.trainer.publish
-        writer = VersionWriter.open(
-            store,
-            run_id=self._joined.run_id,
-            policy_id=self._joined.policy_id,
-            epoch=claim.epoch,
-            settings=PublishSettings(snapshot_every_versions=recipe.snapshot_every_versions),
-        )
-        newest = writer.log.latest()
-        base = None
-        if newest is not None:
-            mirror = Mirror(self._settings.work_dir / "published")
-            mirror.advance(store, writer.log, target=newest.version)
-            base = mirror.load()
-        return Publisher(writer, base=base, assets=assets)
-
-    def _published(self, committed: CommittedVersion) -> None:
-        self._progress.published(committed.version)
 
 
 def _client(settings: TrainerSettings) -> Client:

@@ -42,6 +42,10 @@ class Publisher:
         """The newest version in the log, as this publisher's writer last read it; None when there is none."""
         return self._shards.newest
 
+    def committed_since(self, version: int | None) -> list[CommittedVersion]:
+        """The versions in the log as last read after `version`, in order; all of them for None."""
+        return self._writer.committed_since(version)
+
     def publish(self, model: Model, *, step: int, learning_rate: float | None = None) -> CommittedVersion:
         """Commit the model as the version of `step`; it must not change during the call.
 

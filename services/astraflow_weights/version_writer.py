@@ -127,6 +127,11 @@ class VersionWriter:
         record = self.log.latest()
         return None if record is None else _committed(record, existed=True)
 
+    def committed_since(self, version: int | None) -> list[CommittedVersion]:
+        """The versions in the log as last read after `version`, in order; all of them for None."""
+        first = 0 if version is None else version + 1
+        return [_committed(record, existed=True) for record in self.log.records[first:]]
+
     def wants_snapshot(self, *, delta_bytes: int | None) -> bool:
         """Whether the next version should offer a snapshot, given the bytes of its delta (None: it has
         none).

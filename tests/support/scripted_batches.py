@@ -71,6 +71,7 @@ class ScriptedBatches(
     last_durable_step: int = 0
     version: int | None = None
     batch_lease_s: float = 60.0
+    data_incarnation: str = "data-1"
     empty_polls: deque[str] = field(default_factory=deque)
     """What the next polls for a batch wait for; afterwards there is one."""
     num_lost: int = 0
@@ -110,6 +111,7 @@ class ScriptedBatches(
             last_durable_step=self.last_durable_step,
             version=self.version,
             batch_lease_duration=_duration(self.batch_lease_s),
+            data_incarnation=self.data_incarnation,
         )
 
     def AcquireBatch(
@@ -181,10 +183,18 @@ class ScriptedBatches(
     def Publish(
         self, request: version_service_pb2.PublishRequest, context: Any
     ) -> version_service_pb2.PublishResponse:
-        self._act("Publish", context, epoch=request.version.trainer_epoch)
+        self._act("Publish", context, epoch=request.trainer_epoch)
         self.announced.append(request.version)
         self.events.append(f"announce {request.version.step}")
         return version_service_pb2.PublishResponse()
+
+    def ListVersions(
+        self, request: version_service_pb2.ListVersionsRequest, context: Any
+    ) -> version_service_pb2.ListVersionsResponse:
+        self._act("ListVersions", context)
+        return version_service_pb2.ListVersionsResponse(
+            versions=self.announced[: -request.page_size - 1 : -1]
+        )
 
     def _act(self, rpc: str, context: Any, *, epoch: int | None = None) -> None:
         if epoch is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from astraflow.dataflow.v1 import batch_service_pb2
-from astraflow.errors import FencedError, InternalError, InvalidArgumentError, UnavailableError
+from astraflow.errors import FencedError, InternalError, InvalidArgumentError, NotFoundError, UnavailableError
 from astraflow_trainer.batch_source import BatchSource, Claim, Ledger, StepBatch
 from support.scripted_batches import ScriptedBatches, batch_of, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
@@ -41,7 +41,12 @@ def test_a_claim_tells_the_epoch_and_where_earlier_trainers_were(tmp_path: Path)
     script = ScriptedBatches(last_finished_step=9, last_durable_step=8, version=7, batch_lease_s=2.5)
     with _claimed(script, tmp_path) as source:
         assert source.claim() == Claim(
-            3, last_finished_step=9, last_durable_step=8, version=7, batch_lease_s=2.5
+            3,
+            last_finished_step=9,
+            last_durable_step=8,
+            version=7,
+            batch_lease_s=2.5,
+            data_incarnation="data-1",
         )
         assert source.epoch == 3
     assert script.events[-1] == f"claim {RUN_ID} {POLICY} host:1"
@@ -220,3 +225,35 @@ def test_stages_of_the_contract_are_those_that_count_as_finished() -> None:
         "BATCH_STAGE_TRAINED",
         "BATCH_STAGE_SKIPPED",
     }
+
+
+def test_a_ledger_line_that_a_crash_cut_short_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "traj')
+    Ledger(path)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_a_claim_waits_for_a_server_that_is_away(tmp_path: Path) -> None:
+    script = ScriptedBatches()
+    script.fail("ClaimPolicy", UnavailableError("Redis restarts"))
+    with _claimed(script, tmp_path) as source:
+        assert source.epoch == 3
+
+
+def test_asking_about_the_epoch_names_who_has_a_newer_one(tmp_path: Path) -> None:
+    script = ScriptedBatches()
+    with _claimed(script, tmp_path) as source:
+        script.fail("RenewBatch", NotFoundError("no batch is bound to step 1"))
+        source.require_epoch(1)
+        script.fail("RenewBatch", FencedError("epoch 4, of trainer b"))
+        with pytest.raises(FencedError, match="trainer b"):
+            source.require_epoch(1)
+
+
+def test_a_replayed_step_is_recorded_as_it_was_the_first_time(tmp_path: Path) -> None:
+    script = ScriptedBatches(last_finished_step=1)
+    with _claimed(script, tmp_path) as source:
+        batch = source.acquire(1, base_version=0, waiting=lambda _: None, stopped=lambda: False)
+        assert batch is not None
+        assert source.finish(batch, skipped=True) is False

@@ -159,3 +159,19 @@ def test_another_model_or_schema_is_refused_with_the_remedy(make_policy: MakePol
 def test_keeping_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep 0 must be at least 1"):
         CheckpointStore(tmp_path, keep=0)
+
+
+def test_checkpoints_of_steps_that_the_server_forgot_are_dropped(
+    make_policy: MakePolicy, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    """Step 3 will be another one: its old checkpoint must not be taken for the new one's."""
+    policy = make_policy()
+    optimizer = MasterOptimizer(policy, settings=SETTINGS)
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (2, 3):
+        _train(policy, optimizer, make_rows, steps=range(step, step + 1))
+        store.write(store.stage(optimizer, step=step, version=step))
+    position = store.restore(optimizer, at_most=2)
+    assert position is not None
+    assert (position.step, store.steps()) == (2, [2])
+    assert store.restore(optimizer, at_most=1) is None

@@ -46,6 +46,10 @@ class Store:
     gate: threading.Event = field(default_factory=threading.Event)
     failures: deque[Exception] = field(default_factory=deque)
     learning_rates: list[float | None] = field(default_factory=list)
+    log: list[CommittedVersion] = field(default_factory=list)
+
+    def committed_since(self, version: int | None) -> list[CommittedVersion]:
+        return [item for item in self.log if version is None or item.version > version]
 
     def publish(
         self, model: ModelBytes, *, step: int, learning_rate: float | None = None
@@ -56,7 +60,8 @@ class Store:
             raise self.failures.popleft()
         self.learning_rates.append(learning_rate)
         self.events.append(f"publish {step}")
-        return committed(step)
+        self.log.append(committed(step))
+        return self.log[-1]
 
 
 @dataclass
@@ -93,7 +98,9 @@ def _bench(*, max_behind: int = 1, open_gate: bool = True) -> Iterator[Bench]:
 def test_an_announcement_carries_what_nodes_verify_and_operators_read() -> None:
     script = ScriptedBatches()
     with serving(script) as client:
-        Announcer(client, run_id=RUN_ID, policy_id=POLICY, epoch=3).announce(committed(2, version=7))
+        announcer = Announcer(client, run_id=RUN_ID, policy_id=POLICY, epoch=4)
+        announcer.announce_missing(Store(script.events, log=[committed(2, version=7)]))
+    assert script.epochs == {4}
     (version,) = script.announced
     assert (version.policy_id, version.version, version.sequence, version.step) == (POLICY, 7, 3, 2)
     assert (version.manifest_sha256, version.trainer_epoch) == (b"\2" * 32, 3)
@@ -215,3 +222,36 @@ def test_leaving_with_an_error_does_not_wait_for_the_store() -> None:
         assert bench.published == []
         bench.store.gate.set()
         eventually(lambda: bench.published == [1], what="the worker's thread to finish")
+
+
+def test_versions_that_the_server_forgot_are_announced_before_the_next_one() -> None:
+    with _bench() as bench, bench.worker as worker:
+        for step in (1, 2):
+            worker.submit(step, MODEL)
+        worker.wait_until_done()
+        del bench.script.announced[-1]
+        worker.submit(3, MODEL)
+        worker.wait_until_done()
+        assert [version.version for version in bench.script.announced] == [1, 2, 3]
+
+
+def test_what_the_server_forgot_is_announced_while_nothing_is_published() -> None:
+    with _bench() as bench, bench.worker as worker:
+        worker.submit(1, MODEL)
+        worker.wait_until_done()
+        worker.announce_again()
+        worker.wait_until_done()
+        assert len(bench.script.announced) == 1
+        bench.script.announced.clear()
+        worker.announce_again()
+        worker.wait_until_done()
+        assert [version.version for version in bench.script.announced] == [1]
+
+
+def test_a_server_that_is_away_is_told_when_it_is_back() -> None:
+    with _bench() as bench, bench.worker as worker:
+        # More refusals than the client repeats a call for.
+        bench.script.fail("ListVersions", *[UnavailableError("restarts", retry_after_s=20.0)] * 2)
+        worker.submit(1, MODEL)
+        worker.wait_until_done()
+        assert bench.script.events == ["publish 1", "announce 1"]
