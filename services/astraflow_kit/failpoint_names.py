@@ -35,6 +35,7 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "trainer.before_publish": "a version is about to be encoded, its step is acknowledged",
         "trainer.committed": "a version is committed in the store, it is not announced",
         "trainer.announced": "a version is announced, the loop does not know it yet",
+        "trainer.checkpoint_half_written": "a checkpoint's tensors are on disk, it has no position and no name yet",
         "trainer.checkpoint_written": "a checkpoint is durable, the server still keeps its payloads",
         # weights
         "weights.publish.uploading": "a part is about to be stored; parts before it, and other ranks', may be",
