@@ -44,7 +44,7 @@ class Publisher:
 
     def committed_since(self, version: int | None) -> list[CommittedVersion]:
         """The versions in the log as last read after `version`, in order; all of them for None."""
-        return self._writer.committed_since(version)
+        return self._shards.committed_since(version)
 
     def publish(self, model: Model, *, step: int, learning_rate: float | None = None) -> CommittedVersion:
         """Commit the model as the version of `step`; it must not change during the call.

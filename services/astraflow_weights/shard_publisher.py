@@ -88,6 +88,13 @@ class ShardPublisher:
         """The newest version in the log as last read; a collective. None when there is none."""
         return self._led(lambda writer: writer.newest)
 
+    def committed_since(self, version: int | None) -> list[CommittedVersion]:
+        """The versions in the log as last read after `version`, in order; all of them for None.
+
+        Only on the first process, which announces them; no collective.
+        """
+        return self._require_writer().committed_since(version)
+
     def publish(
         self, model: ShardedModel, *, step: int, learning_rate: float | None = None
     ) -> CommittedVersion:
