@@ -30,6 +30,8 @@ _LOG_TAIL_LINES = 12
 # A killed server should answer again within 3 s, most of which its own start takes.
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
+# A child that lived this long had started well: its end is news, not a repetition.
+_STEADY_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class Child:
         """Set when the child ended and will not be started again."""
         self.exit_code: int | None = None
         self._recent: deque[float] = deque()
+        self._quick_ends = 0
         self._stopping = False
 
     @property
@@ -80,12 +83,13 @@ class Child:
         """
         try:
             while True:
+                started_s = time.monotonic()
                 self.exit_code = await self._run_once()
                 if self._stopping or self.exit_code == ExitCode.OK:
                     return
                 self._refuse_when_broken()
                 self.restarts += 1
-                wait_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (len(self._recent) - 1))
+                wait_s = self._backoff_s(lived_s=time.monotonic() - started_s)
                 log.warning("child.restarting", child=self.spec.name, exit_code=self.exit_code, wait_s=wait_s)
                 await asyncio.sleep(wait_s)
         finally:
@@ -107,6 +111,10 @@ class Child:
         finally:
             if self.process.returncode is None:
                 _signal_group(self.process, signal.SIGKILL)
+
+    def _backoff_s(self, *, lived_s: float) -> float:
+        self._quick_ends = 0 if lived_s >= _STEADY_S else self._quick_ends + 1
+        return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * float(2**self._quick_ends))
 
     def _refuse_when_broken(self) -> None:
         now = time.monotonic()

@@ -5,13 +5,15 @@ runs the failpoint, it kills itself there; for any other victim the process stop
 window, the harness kills the victim, and lets it go on. So every kill lands in its window however slow the
 machine is. A killed launcher takes everything with it and is started again on the same --data-dir.
 
-`run_kills` drives one run; `Story` says what happened. Used by tests/chaos.
+`run_kills` drives one run through its windows, `run_random_kills` through random instants; `Story` says what
+happened. Used by tests/chaos.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import time
@@ -32,6 +34,10 @@ _WEIGHTS_HOSTS = {"publish": "trainer", "mirror": "node"}
 _ENGINE_MODULE = "-m astraflow_engine"
 _LOOK_S = 0.01
 _STEPS_AFTER = 2
+# Random kills stop while nothing was trained for this long: a trainer needs seconds to start.
+_PAUSE_S = 25.0
+# Bytes a random kill of Valkey cuts: mostly nothing (a crash), else what a power cut would lose.
+_CUTS = (0, 0, 1, 400)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +176,74 @@ def run_kills(folder: Path, kills: Sequence[Kill], *, timeout_s: float = 400) ->
             else:
                 story.lives += 1
     return story
+
+
+def run_random_kills(
+    folder: Path, *, seed: int, num_kills: int, mean_gap_s: float = 2.0, patience_s: float = 180
+) -> Story:
+    """Kill random processes at random instants, all drawn from `seed`; then end the run in order.
+
+    Killing pauses while no step is taken for a while, so that a run cannot be kept from starting at all; one
+    that takes no step within `patience_s` although nobody kills it is stuck, which is an error.
+    """
+    story = Story(files=RunFiles(folder))
+    dice = _Dice(Monkey(story), random.Random(seed), num_kills=num_kills, mean_gap_s=mean_gap_s)
+    while not story.summary:
+        with dev(folder, "--steps", "100000") as launcher:
+            dice.monkey.launcher = launcher
+            if dice.throw(launcher, patience_s=patience_s):
+                story.summary = finish(launcher, folder)
+            else:
+                story.lives += 1
+    return story
+
+
+class _Dice:
+    """Draws whom to kill and when, over all lives of one run."""
+
+    def __init__(
+        self, monkey: Monkey, generator: random.Random, *, num_kills: int, mean_gap_s: float
+    ) -> None:
+        self.monkey = monkey
+        self._random = generator
+        self._left = num_kills
+        self._mean_gap_s = mean_gap_s
+        self._steps = 0
+        self._stepped_s = time.monotonic()
+
+    def throw(self, launcher: subprocess.Popen[str], *, patience_s: float) -> bool:
+        """Return True when the run was asked to end in order, False when its launcher was killed."""
+        files = self.monkey.story.files
+        goal = None
+        while True:
+            time.sleep(min(4 * self._mean_gap_s, self._random.expovariate(1 / self._mean_gap_s)))
+            assert launcher.poll() is None, (
+                f"the launcher ended by itself:\n{files.stderr.read_text()[-4000:]}"
+            )
+            idle_s = self._idle_s()
+            assert idle_s < patience_s, f"no step for {idle_s:.0f} s:\n{files.stderr.read_text()[-2000:]}"
+            if not self._left:
+                goal = goal or self._steps + _STEPS_AFTER
+                if self._steps >= goal:
+                    launcher.send_signal(signal.SIGINT)
+                    return True
+            elif idle_s < _PAUSE_S and self._kill_one() == "launcher":
+                return False
+
+    def _kill_one(self) -> str:
+        """Kill a random role and return it; empty when it was not alive at this instant."""
+        role = self._random.choices(ROLES, weights=[1 if role == "launcher" else 2 for role in ROLES])[0]
+        cut = self._random.choice(_CUTS) if role == "valkey" else 0
+        if not self.monkey.kill(role, cut_bytes=cut):
+            return ""
+        self._left -= 1
+        return role
+
+    def _idle_s(self) -> float:
+        steps = self.monkey.story.files.steps_taken()
+        if steps > self._steps:
+            self._steps, self._stepped_s = steps, time.monotonic()
+        return time.monotonic() - self._stepped_s
 
 
 class _Director:

@@ -1,0 +1,149 @@
+"""Random processes killed at random instants, hundreds of times; and how soon a killed server answers again.
+
+`make soak T=tests/chaos` takes about 25 minutes on two cores and writes docs/results/chaos.md.
+"""
+
+from __future__ import annotations
+
+import platform
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from astraflow.client import Client, RetryPolicy
+from astraflow.dataflow.v1 import admin_service_pb2
+from astraflow.errors import AstraflowError
+from astraflow_kit.lifecycle import read_address_file
+from support.audit import Audit, audit
+from support.chaos import ROLES, Monkey, Story, run_random_kills
+from support.development import ROOT, RUN_ID, RunFiles, dev, finish, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(3600)]
+
+SEEDS = (1, 2, 3, 4, 5)
+KILLS_PER_SEED = 60
+RESTARTS = 20
+MAX_RESTART_S = 3.0
+_RESULTS = ROOT / "docs" / "results" / "chaos.md"
+
+
+@dataclass
+class Report:
+    """What the soak found; written when all of it ran."""
+
+    rows: list[str] = field(default_factory=list)
+    kills: Counter[str] = field(default_factory=Counter)
+    violations: int = 0
+    restart_s: list[float] = field(default_factory=list)
+
+    def add(self, seed: int, story: Story, found: Audit, *, wall_s: float) -> None:
+        """Take in one seed."""
+        kills = Counter(death.victim for death in story.deaths)
+        self.kills += kills
+        self.violations += len(found.violations)
+        figures = found.figures
+        restarts = sum(max(0, len(pids) - 1) for pids in story.pids.values())
+        cells = [seed, *(kills[role] for role in ROLES), kills.total(), restarts, figures["steps"]]
+        cells += [figures["ledger lines"] - figures["steps"], figures["pushed"], figures["trained"]]
+        cells += [figures["dropped"], figures["versions"], len(found.violations), round(wall_s)]
+        self.rows.append(f"| {' | '.join(map(str, cells))} |")
+
+    def text(self) -> str:
+        """The page."""
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+        waits = sorted(self.restart_s)
+        columns = ["seed", *ROLES, "kills", "restarts", "steps", "replayed", "pushed", "trained", "dropped"]
+        columns += ["versions", "violations", "wall s"]
+        return "\n".join(
+            [
+                "# Random kills: is anything lost?",
+                "",
+                "Written by `make soak T=tests/chaos`. Each seed is one run of the quickstart's loop in small, whose",
+                "processes were SIGKILLed at random instants; a quarter of Valkey's kills also cut one byte,",
+                "another quarter 400 bytes, off the end of its append-only file. Columns with a process's name",
+                "count its kills, `restarts` the processes started beyond the first of each role, `replayed` the",
+                "steps taken again after a resume. The audit compares the nodes' journals, Redis, the trainer's",
+                "ledger, the accounts and the store.",
+                "",
+                f"* machine: {platform.machine()}, Python {platform.python_version()}",
+                f"* date: {datetime.now(tz=UTC):%Y-%m-%d}, commit {commit.stdout.strip()}",
+                f"* kills: {self.kills.total()} at random instants; violations: {self.violations}",
+                f"* a killed dataflow server answered `Status` again after p50 {waits[len(waits) // 2]:.2f} s, "
+                f"max {waits[-1]:.2f} s ({len(waits)} kills, restarted by the launcher)",
+                "",
+                f"| {' | '.join(columns)} |",
+                f"|{'---|' * len(columns)}",
+                *self.rows,
+                "",
+            ]
+        )
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[Report]:
+    """Collect the figures of all tests; write the page when none is missing."""
+    found = Report()
+    yield found
+    if len(found.rows) == len(SEEDS) and len(found.restart_s) == RESTARTS:
+        _RESULTS.write_text(found.text())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_lost_over_kills_at_random_instants(
+    tmp_path: Path, report: Report, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    started_s = time.monotonic()
+    story = run_random_kills(tmp_path, seed=seed, num_kills=KILLS_PER_SEED)
+    found = audit(tmp_path)
+    report.add(seed, story, found, wall_s=time.monotonic() - started_s)
+    with capsys.disabled():
+        by_victim = dict(Counter(death.victim for death in story.deaths))
+        print(f"\nseed {seed}: kills {by_victim}, launchers {story.lives}, {found.figures}")  # noqa: T201 - the report
+    assert found.violations == []
+    assert story.summary["conservation_error"] == 0
+    assert len(story.deaths) == KILLS_PER_SEED
+
+
+def test_a_killed_dataflow_server_answers_again_within_three_seconds(
+    tmp_path: Path, report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, monkey = RunFiles(tmp_path), Monkey(Story(files=RunFiles(tmp_path)))
+    with dev(tmp_path, "--steps", "100000") as launcher:
+        monkey.launcher = launcher
+        wait_for(lambda: files.steps_taken() >= 1)
+        addresses = read_address_file(files.addresses / "dataflow.json")
+        assert addresses is not None
+        for _ in range(RESTARTS):
+            time.sleep(8.0)  # the launcher takes a ninth restart within a minute for a broken child
+            assert monkey.kill("dataflow")
+            report.restart_s.append(_seconds_until_answering(addresses.grpc))
+        launcher.send_signal(signal.SIGINT)
+        finish(launcher, tmp_path)
+    waits = sorted(report.restart_s)
+    with capsys.disabled():
+        print(f"\nStatus answers again after p50 {waits[RESTARTS // 2]:.2f} s, max {waits[-1]:.2f} s")  # noqa: T201
+    assert waits[-1] <= MAX_RESTART_S
+
+
+def _seconds_until_answering(address: str) -> float:
+    started_s = time.monotonic()
+    with Client(address, retry=RetryPolicy(total_s=0.0)) as client:
+        while True:
+            try:
+                client.call(
+                    client.admin.Status, admin_service_pb2.StatusRequest(run_id=RUN_ID), timeout_s=2.0
+                )
+            except AstraflowError:
+                assert time.monotonic() - started_s < 60, "the server does not come back"
+                time.sleep(0.02)
+            else:
+                return time.monotonic() - started_s
