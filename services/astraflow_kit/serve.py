@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from astraflow._contract import RpcContract
 from astraflow._status import to_status
-from astraflow.errors import AstraflowError, InternalError
+from astraflow.errors import AstraflowError, InternalError, InvalidArgumentError, RetryableError
 from astraflow_kit.identity import Gate
 from astraflow_kit.ids import IdSource
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.ports import bind_failure
-from astraflow_kit.rpc_contracts import Registration, RpcContract, served_contracts, unknown_rpc
+from astraflow_kit.rpc_contracts import Registration, served_contracts, unknown_rpc
 from astraflow_kit.settings import DaemonSettings, is_loopback
 
 log = get_logger(__name__)
@@ -34,10 +36,13 @@ log = get_logger(__name__)
 MAX_MESSAGE_BYTES = 64 * 2**20
 CORRELATION_METADATA = "x-correlation-id"
 STOP_GRACE_S = 5.0
-# Statuses travel in HTTP/2 headers, which peers bound to 8 KiB.
-_MAX_ERROR_CHARS = 2000
+RETRY_AFTER_S = 0.2
+"""What a caller is told to wait after a retryable error that says nothing itself."""
+# Statuses travel in HTTP/2 headers, which peers bound to 8 KiB, as text (escaped when not ASCII) and as details.
+_MAX_ERROR_BYTES = 2000
 _OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # What is a little too large is refused in words, by `_decoded`; the rest by gRPC, in as few bytes as it can.
+    ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # else a second daemon on the same port would silently take half of the calls
     ("grpc.keepalive_time_ms", 20_000),
@@ -153,8 +158,7 @@ class _Guard(grpc.aio.ServerInterceptor):
         wrap = self._streaming if handler.response_streaming else self._unary
         make = getattr(grpc, f"{shape}_rpc_method_handler")
         guarded: Handler = make(
-            wrap(behaviour, rpc=rpc),
-            request_deserializer=handler.request_deserializer,
+            wrap(_decoding(behaviour, handler, rpc=rpc), rpc=rpc),
             response_serializer=handler.response_serializer,
         )
         return guarded
@@ -197,7 +201,8 @@ class _Guard(grpc.aio.ServerInterceptor):
             code = "ABORTED_BY_SERVICER"
             raise
         except Exception as error:  # noqa: BLE001 - the edge of the process: every error becomes a status
-            typed = _typed(error, rpc=rpc, correlation_id=correlation_id)
+            contract = self._rpcs.get(rpc)
+            typed = _typed(error, rpc=rpc, contract=contract, correlation_id=correlation_id)
             code = typed.code
             await _abort(context, typed)
         finally:
@@ -206,7 +211,34 @@ class _Guard(grpc.aio.ServerInterceptor):
             self._metrics.observe("astraflow_rpc_seconds", time.perf_counter() - started_s, rpc=rpc)
 
 
-def _typed(error: Exception, *, rpc: str, correlation_id: str) -> AstraflowError:
+def _decoding(behaviour: Callable[..., Any], handler: Handler, *, rpc: str) -> Callable[..., Any]:
+    """`behaviour` on the bytes of its requests, so that unreadable ones are refused like any other mistake."""
+    if not handler.request_streaming:
+        return lambda request, context: behaviour(_decoded(request, handler, rpc=rpc), context)
+
+    async def each(requests: AsyncIterator[bytes]) -> AsyncIterator[object]:
+        async for request in requests:
+            yield _decoded(request, handler, rpc=rpc)
+
+    return lambda requests, context: behaviour(each(requests), context)
+
+
+def _decoded(request: bytes, handler: Handler, *, rpc: str) -> object:
+    if len(request) > MAX_MESSAGE_BYTES:
+        raise InvalidArgumentError(
+            f"a request of {rpc} has {len(request)} bytes, at most {MAX_MESSAGE_BYTES}; send it in parts"
+        )
+    try:
+        return handler.request_deserializer(request) if handler.request_deserializer else request
+    except DecodeError as error:
+        raise InvalidArgumentError(
+            f"{len(request)} bytes are no request of {rpc}; the caller's contract differs from this server's"
+        ) from error
+
+
+def _typed(
+    error: Exception, *, rpc: str, contract: RpcContract | None, correlation_id: str
+) -> AstraflowError:
     """The error as the caller will see it; what must not leave this process goes to the log."""
     if isinstance(error, AstraflowError):
         log.info("rpc.refused", rpc=rpc, reason=error.reason, message=error.message)
@@ -214,13 +246,19 @@ def _typed(error: Exception, *, rpc: str, correlation_id: str) -> AstraflowError
     else:
         log.error("rpc.crashed", rpc=rpc, exc_info=error)
         typed = InternalError(f"{rpc} failed; its server's log has the cause under {correlation_id}")
+    if contract is not None and not contract.may_answer(typed.reason):
+        log.warning("rpc.undeclared_reason", rpc=rpc, reason=typed.reason)
+    if isinstance(typed, RetryableError) and typed.retry_after_s is None:
+        typed.retry_after_s = RETRY_AFTER_S
     typed.metadata.setdefault("correlation_id", correlation_id)
+    typed.metadata.setdefault("rpc", rpc)
     return typed
 
 
 async def _abort(context: Context, error: AstraflowError) -> None:
     status = to_status(error)
-    status.message = status.message[:_MAX_ERROR_CHARS]
+    while (excess := len(status.message.encode()) - _MAX_ERROR_BYTES) > 0:
+        status.message = status.message[: -max(1, excess // 4)]
     await context.abort_with_status(rpc_status.to_status(status))
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
+from google.protobuf import descriptor_pool
 
+from astraflow._contract import read_contract
 from astraflow.dataflow.v1 import (
     admin_service_pb2 as admin,
 )
@@ -324,6 +326,13 @@ ROWS: dict[str, tuple[Call, str, str]] = {
 }
 
 
+def declared(error: AstraflowError) -> bool:
+    """Whether the contract of the rpc that refused lists the reason."""
+    _, service, name = error.metadata["rpc"].split("/")
+    method = descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
+    return read_contract(method).may_answer(error.reason)
+
+
 @pytest.mark.parametrize("row", ROWS)
 async def test_the_server_answers(world: World, row: str) -> None:
     call, code, reason = ROWS[row]
@@ -331,6 +340,7 @@ async def test_the_server_answers(world: World, row: str) -> None:
     with pytest.raises(AstraflowError) as refused:
         await call(world)
     assert (refused.value.code, refused.value.reason) == (code, reason), refused.value.message
+    assert declared(refused.value), f"{refused.value.metadata['rpc']} does not list {reason}"
     assert len(refused.value.message) > 20, "a message says what, which value, which limit and what to do"
 
 

@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 from astraflow import errors
 
 DOMAIN = "astraflow"
+_TOO_LARGE = "message larger than max"
 
 _BY_CODE: dict[grpc.StatusCode, type[errors.AstraflowError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
@@ -54,6 +55,9 @@ def from_rpc_error(error: grpc.RpcError) -> errors.AstraflowError:
             return typed
     code = error.code()
     kind = _BY_CODE.get(code, errors.InternalError)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in (error.details() or ""):
+        # gRPC's own refusal of a message, on either side: it will not fit later either.
+        kind = errors.InvalidArgumentError
     return kind(f"{code.name}: {error.details() or 'the server gave no message'}")
 
 

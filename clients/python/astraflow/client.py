@@ -25,6 +25,7 @@ from typing import Self, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pool
+from google.protobuf.message import Message
 
 from astraflow import errors
 from astraflow._status import from_rpc_error
@@ -95,7 +96,8 @@ class RetryPolicy:
     """How often, and for how long, a harmless call is repeated while the server is unreachable.
 
     No attempt starts later than `total_s` after the first one. Waits double from `first_wait_s` up to
-    `max_wait_s`, each shortened at random by up to half so that callers do not come back together.
+    `max_wait_s`, each shortened at random by up to half so that callers do not come back together. A wait that
+    the server asks for takes their place, lengthened at random by up to half.
     """
 
     total_s: float = 30.0
@@ -105,7 +107,7 @@ class RetryPolicy:
     def wait_s(self, attempt: int, *, hint_s: float | None = None) -> float:
         """Return the wait after failed attempt number `attempt`, counted from 1; the server's hint wins."""
         if hint_s is not None:
-            return max(_MIN_WAIT_S, hint_s)
+            return max(_MIN_WAIT_S, hint_s) * random.uniform(1.0, 1.5)
         # The exponent is bounded because those who reconnect for hours count their attempts too.
         ceiling: float = min(self.max_wait_s, self.first_wait_s * 2 ** min(attempt - 1, 30))
         return ceiling * random.uniform(0.5, 1.0)
@@ -142,6 +144,14 @@ class _Attempts:
         if in_time and isinstance(typed, _REPEATABLE) and _retry_of(self._call) in _HARMLESS:
             return wait_s
         raise typed from error
+
+
+def _require_fitting(request: object) -> None:
+    """Raise InvalidArgumentError for a message that no server takes, before its bytes are on their way."""
+    if isinstance(request, Message) and (size_bytes := request.ByteSize()) > MAX_MESSAGE_BYTES:
+        raise errors.InvalidArgumentError(
+            f"the {type(request).__name__} has {size_bytes} bytes, at most {MAX_MESSAGE_BYTES}; send it in parts"
+        )
 
 
 def _retry_of(call: object) -> int:
@@ -186,8 +196,10 @@ class AsyncClient(_Calls):
         """Call a unary rpc with a deadline of `timeout_s` per attempt.
 
         Repeats it, where the contract says that this is harmless, while the server or its store is
-        unreachable. Raises the typed error of the last attempt.
+        unreachable. Raises the typed error of the last attempt, InvalidArgumentError for a message above
+        MAX_MESSAGE_BYTES.
         """
+        _require_fitting(request)
         attempts = _Attempts(rpc, retry or self._retry)
         while True:
             try:
@@ -208,6 +220,7 @@ class AsyncClient(_Calls):
         A failed stream raises its typed error. `timeout_s` bounds the whole stream. Closing the generator, or
         leaving the loop over it, cancels the rpc.
         """
+        _require_fitting(request)
         return typed_stream(rpc(request, timeout=timeout_s, metadata=self._metadata()))
 
     def open(
@@ -253,6 +266,7 @@ class Client(_Calls):
         retry: RetryPolicy | None = None,
     ) -> Response:
         """Blocking form of `AsyncClient.call`."""
+        _require_fitting(request)
         attempts = _Attempts(rpc, retry or self._retry)
         while True:
             try:
@@ -269,6 +283,7 @@ class Client(_Calls):
         timeout_s: float | None = None,
     ) -> Generator[Response]:
         """Blocking form of `AsyncClient.stream`."""
+        _require_fitting(request)
         return _typed_blocking_stream(rpc(request, timeout=timeout_s, metadata=self._metadata()))
 
     def close(self) -> None:

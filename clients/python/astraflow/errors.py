@@ -220,6 +220,7 @@ def _leaves(root: type[AstraflowError]) -> list[type[AstraflowError]]:
 ERRORS_BY_REASON: dict[str, type[AstraflowError]] = {error.reason: error for error in _leaves(AstraflowError)}
 
 EVERY_RPC: tuple[str, ...] = (
+    "INVALID_ARGUMENT",
     "UNAUTHENTICATED",
     "PERMISSION_DENIED",
     "RESOURCE_EXHAUSTED",

@@ -297,6 +297,18 @@ def test_an_answer_is_final(
     assert len(script.seen) == 1
 
 
+def test_a_message_that_no_server_takes_is_refused_before_it_is_sent(
+    connect: Connect, address: str, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = run_service_pb2.GetRunRequest(run_id="x" * (64 * 2**20))
+    monkeypatch.setitem(REQUESTS, READ, huge)
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"GetRunRequest has \d+ bytes, at most 67108864; send"
+    ):
+        connect(address).call(READ)
+    assert script.seen == []
+
+
 def test_the_servers_hint_replaces_the_wait(connect: Connect, address: str, script: Script) -> None:
     # Its own wait would be longer than the patience, so only the hint makes a second attempt possible.
     slow = RetryPolicy(total_s=PATIENCE_S, first_wait_s=1000.0, max_wait_s=1000.0)

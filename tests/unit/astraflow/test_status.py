@@ -34,20 +34,32 @@ def all_kinds(root: type[errors.AstraflowError]) -> list[type[errors.AstraflowEr
     return [root, *(kind for child in root.__subclasses__() for kind in all_kinds(child))]
 
 
+class Failed(grpc.RpcError):
+    """gRPC's own refusal, without details of ours."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def trailing_metadata(self) -> None:
+        return None
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def details(self) -> str:
+        return self.text
+
+
 def test_an_error_without_details_is_classified_by_its_code() -> None:
-    class Failed(grpc.RpcError):
-        def trailing_metadata(self) -> None:
-            return None
-
-        def code(self) -> grpc.StatusCode:
-            return grpc.StatusCode.RESOURCE_EXHAUSTED
-
-        def details(self) -> str:
-            return "message larger than max"
-
-    typed = from_rpc_error(Failed())
+    typed = from_rpc_error(Failed("out of streams"))
     assert type(typed) is errors.ResourceExhaustedError
-    assert typed.message == "RESOURCE_EXHAUSTED: message larger than max"
+    assert typed.message == "RESOURCE_EXHAUSTED: out of streams"
+
+
+@pytest.mark.parametrize("side", ["CLIENT: Sent", "SERVER: Received"])
+def test_a_message_that_grpc_finds_too_large_is_not_worth_repeating(side: str) -> None:
+    typed = from_rpc_error(Failed(f"{side} message larger than max (67108865 vs. 67108864)"))
+    assert type(typed) is errors.InvalidArgumentError
 
 
 def test_a_reason_of_a_later_release_is_an_internal_error_with_its_message() -> None:

@@ -22,14 +22,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from astraflow import errors
+from astraflow._contract import ContractError
 from astraflow._status import from_rpc_error
 from astraflow.options.v1 import options_pb2
 from astraflow_kit import log
 from astraflow_kit.identity import caller
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.ports import PortError
-from astraflow_kit.rpc_contracts import ContractError, Registration
-from astraflow_kit.serve import CORRELATION_METADATA, MAX_MESSAGE_BYTES, GrpcServer
+from astraflow_kit.rpc_contracts import Registration
+from astraflow_kit.serve import CORRELATION_METADATA, MAX_MESSAGE_BYTES, RETRY_AFTER_S, GrpcServer
 from astraflow_kit.settings import DaemonSettings, load
 
 pytestmark = pytest.mark.slow
@@ -92,6 +93,10 @@ class EchoServicer:
             raise errors.FencedError("epoch 3 is older than 4; claim again", metadata={"epoch": "4"})
         if request.value == "full":
             raise errors.ResourceExhaustedError("x" * 20_000, retry_after_s=1.5)
+        if request.value == "away":
+            raise errors.UnavailableError("the store is away")
+        if request.value == "long":
+            raise errors.FencedError("字" * 5000)
         if request.value == "crash":
             raise RuntimeError("the secret is 42")
         if request.value == "abort":
@@ -381,7 +386,54 @@ async def test_messages_beyond_grpcs_own_4_mib_pass_and_those_beyond_64_mib_do_n
         large = StringValue(value="x" * 6 * 2**20)
         assert await echo(channel)(large, timeout=20) == large
         error, _ = await refusal(echo(channel)(StringValue(value="x" * MAX_MESSAGE_BYTES), timeout=20))
-    assert type(error) is errors.ResourceExhaustedError
+        assert type(error) is errors.InvalidArgumentError
+        assert "Echo has 67108869 bytes, at most 67108864; send it in parts" in error.message
+        huge = StringValue(value="x" * 2 * MAX_MESSAGE_BYTES)
+        error, _ = await refusal(echo(channel)(huge, timeout=20))
+        assert type(error) is errors.InvalidArgumentError
+        assert await echo(channel)(large, timeout=20) == large, "the connection survives"
+
+
+@pytest.mark.parametrize("rpc", ["Echo", "Chat"])
+async def test_bytes_that_are_no_request_are_refused_with_details(rpc: str) -> None:
+    async with serving() as (_, channel):
+        if rpc == "Echo":
+            error, _ = await refusal(channel.unary_unary(f"/{ECHO}/Echo")(b"\xff", timeout=5))
+        else:
+            chat: Any = channel.stream_stream(f"/{ECHO}/Chat")(timeout=5)
+            await chat.write(b"\xff")
+            error, _ = await refusal(chat.read())
+    assert type(error) is errors.InvalidArgumentError
+    assert error.metadata["rpc"] == f"/{ECHO}/{rpc}"
+    assert f"1 bytes are no request of /{ECHO}/{rpc}" in error.message
+
+
+async def test_a_retryable_error_always_says_when_to_come_back() -> None:
+    async with serving() as (_, channel):
+        error, _ = await refusal(echo(channel)(StringValue(value="away"), timeout=5))
+        final, _ = await refusal(echo(channel)(StringValue(value="fenced"), timeout=5))
+    assert (type(error), error.retry_after_s) == (errors.UnavailableError, RETRY_AFTER_S)
+    assert final.retry_after_s is None
+
+
+async def test_a_long_message_in_any_script_arrives_in_part() -> None:
+    async with serving() as (_, channel):
+        error, _ = await refusal(echo(channel)(StringValue(value="long"), timeout=5))
+    assert type(error) is errors.FencedError
+    assert 1900 < len(error.message.encode()) <= 2000
+    assert set(error.message) == {"字"}
+
+
+async def test_a_reason_that_the_contract_does_not_list_is_logged() -> None:
+    lines = io.StringIO()
+    log.configure("test", log_format="json", stream=lines)
+    async with serving() as (_, channel):
+        await refusal(echo(channel)(StringValue(value="full"), timeout=5))  # every rpc may answer this one
+        await refusal(echo(channel)(StringValue(value="fenced"), timeout=5))
+    undeclared = [
+        line for line in map(json.loads, lines.getvalue().splitlines()) if "undeclared" in line["event"]
+    ]
+    assert [line["reason"] for line in undeclared] == ["FENCED"]
 
 
 async def test_a_taken_port_is_refused_with_holder_and_remedy() -> None:

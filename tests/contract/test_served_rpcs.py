@@ -1,0 +1,161 @@
+"""Every rpc of every daemon is what its contract says: the one it works, the other names what is missing; every
+refusal has details, and only reasons that callers were told of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from astraflow._contract import read_contract
+from astraflow._status import from_status
+from astraflow.errors import ERRORS_BY_REASON, EVERY_RPC, AstraflowError, UnimplementedError
+from astraflow.options.v1 import options_pb2
+from astraflow.trainer.v1 import trainer_service_pb2_grpc
+from astraflow_kit.metrics import Metrics
+from astraflow_kit.rpc_contracts import Registration
+from astraflow_kit.serve import GrpcServer
+from astraflow_kit.settings import DaemonSettings
+from astraflow_raas.server import registrations_of
+from astraflow_trainer.controls import Controls
+from astraflow_trainer.progress import Phase, Progress
+from astraflow_trainer.servicer import TrainerServicer
+from support.dataflow_world import World
+from support.raas_node import local_node
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import MethodDescriptor
+
+pytestmark = pytest.mark.slow
+
+ANSWER_S = 20.0
+SERVED = (
+    *("dataflow.v1.AdminService", "dataflow.v1.BatchService", "dataflow.v1.RunService"),
+    *("dataflow.v1.TaskService", "dataflow.v1.TrajectoryService", "dataflow.v1.VersionService"),
+    *("raas.v1.EnvironmentService", "raas.v1.NodeService", "trainer.v1.TrainerService"),
+)
+
+
+@asynccontextmanager
+async def serving(registrations: list[Registration]) -> AsyncIterator[str]:
+    server = GrpcServer(registrations, settings=DaemonSettings(), metrics=Metrics())
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop(deadline_s=1.0)
+
+
+@pytest.fixture
+async def addresses(world: World, tmp_path: Path) -> AsyncIterator[list[str]]:
+    """A dataflow server with one run, a node of it, and a trainer that has trained."""
+    await world.create_run()
+    await world.trainer()
+    progress = Progress()
+    progress.ended(Phase.FINISHED)
+    trainer = TrainerServicer(progress, Controls(), run_id=world.run_id, policy_id="solver")
+    async with AsyncExitStack() as stack:
+        local = await stack.enter_async_context(local_node(world.address, tmp_path))
+        node = registrations_of(local.node, begin_drain=lambda: None)
+        add_trainer = trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server
+        others = [node, [(add_trainer, trainer)]]
+        yield [world.address, *[await stack.enter_async_context(serving(other)) for other in others]]
+
+
+async def services_of(channel: grpc.aio.Channel) -> list[str]:
+    """What reflection lists, without gRPC's own."""
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
+    names = [service.name for service in answers[0].list_services_response.service]
+    return [name for name in names if name.startswith("astraflow.")]
+
+
+def request_of(method: MethodDescriptor) -> bytes:
+    """An empty request, of a run that does not exist where the rpc has one: every rpc has something to say to it."""
+    request = message_factory.GetMessageClass(method.input_type)()
+    if "run_id" in method.input_type.fields_by_name:
+        request.run_id = "nowhere"  # type: ignore[attr-defined]
+    return request.SerializeToString()
+
+
+async def answer_to(channel: grpc.aio.Channel, method: MethodDescriptor) -> AstraflowError | None:
+    """What one call answers: its typed error, or None when it worked. Fails when an error has no details."""
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    try:
+        if method.client_streaming:
+            stream = channel.stream_stream(path)(timeout=ANSWER_S)
+            await stream.write(request_of(method))
+            await stream.read()
+        elif method.server_streaming:
+            await channel.unary_stream(path)(request_of(method), timeout=ANSWER_S).read()
+        else:
+            await channel.unary_unary(path)(request_of(method), timeout=ANSWER_S)
+    except grpc.aio.AioRpcError as error:
+        return with_details(error, path=path)
+    return None
+
+
+def with_details(error: grpc.aio.AioRpcError, *, path: str) -> AstraflowError:
+    """The typed error, which must have come with details of ours."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    assert status is not None, f"{path} answers {error.code()} {error.details()!r} without details"
+    typed = from_status(status)
+    assert typed is not None, f"{path} answers {status} without our ErrorInfo"
+    return typed
+
+
+async def test_every_rpc_that_a_daemon_serves_answers_as_its_contract_says(addresses: list[str]) -> None:
+    served: list[str] = []
+    for address in addresses:
+        async with grpc.aio.insecure_channel(address) as channel:
+            names = await services_of(channel)
+            served += names
+            for name in names:
+                for method in descriptor_pool.Default().FindServiceByName(name).methods:
+                    contract, answer = read_contract(method), await answer_to(channel, method)
+                    reason = answer.reason if answer else "OK"
+                    assert (reason == UnimplementedError.reason) == bool(contract.capability), (
+                        method.full_name
+                    )
+                    if answer is not None:
+                        assert contract.may_answer(reason), f"{method.full_name} answers {reason}: {answer}"
+                        assert answer.metadata["rpc"] == f"/{name}/{method.name}"
+                        assert "not implemented" not in answer.message
+                        assert answer.metadata.get("capability", "") == contract.capability
+    assert sorted(served) == [f"astraflow.{name}" for name in SERVED]
+
+
+async def test_a_service_of_another_daemon_is_not_here(addresses: list[str]) -> None:
+    method = descriptor_pool.Default().FindServiceByName("astraflow.trainer.v1.TrainerService").methods[0]
+    async with grpc.aio.insecure_channel(addresses[0]) as channel:
+        answer = await answer_to(channel, method)
+    assert isinstance(answer, UnimplementedError)
+    assert "astraflow.dataflow.v1.RunService" in answer.message
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_options_of_a_service_are_whole_and_its_reasons_are_errors_of_ours(name: str) -> None:
+    service = descriptor_pool.Default().FindServiceByName(f"astraflow.{name}")
+    common = list(service.GetOptions().Extensions[options_pb2.common_errors].reasons)
+    for method in service.methods:
+        options = method.GetOptions().Extensions
+        listed = [*common, *options[options_pb2.errors].reasons]
+        assert set(listed) <= set(ERRORS_BY_REASON), f"{method.full_name}: {listed}"
+        assert len(set(listed)) == len(listed), f"{method.full_name} lists a reason twice: {listed}"
+        assert not set(listed) & set(EVERY_RPC), f"{method.full_name}: every rpc may answer these"
+        missing = options[options_pb2.missing]
+        assert bool(missing.capability) == bool(missing.instead), method.full_name
+        assert not missing.instead.endswith("."), method.full_name
+
+
+def test_what_every_rpc_may_answer_are_errors_of_ours() -> None:
+    assert set(EVERY_RPC) <= set(ERRORS_BY_REASON)
