@@ -41,6 +41,14 @@ Volatile = Annotated[
         _DATA, "Accept a Redis without an append-only file; a restart then loses data.", "--allow-volatile"
     ),
 ]
+Durability = Annotated[
+    str | None,
+    _option(
+        _DATA,
+        "What acknowledgements wait for: memory, fsynced (the disk of Redis) or replicated. Default: memory.",
+        metavar="LEVEL",
+    ),
+]
 RecipeCode = Annotated[
     bool,
     _option(
@@ -89,6 +97,7 @@ Check = Annotated[bool, _option(_PEOPLE, "Validate settings and Redis, then exit
 def dataflow(
     redis: Redis = None,
     allow_volatile: Volatile = False,
+    durability: Durability = None,
     allow_recipe_code: RecipeCode = False,
     work_dir: WorkDir = None,
     batch_lease_s: BatchLease = None,

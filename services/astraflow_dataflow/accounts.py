@@ -32,11 +32,7 @@ class Account:
 def balance(audit: Audit, *, trained_in_log: int) -> Account:
     """Return the account of one snapshot; `trained_in_log` is the sum of the consumed log at that moment."""
     counters = audit.counters
-    dropped = {
-        name.removeprefix(_DROPPED): count
-        for name, count in sorted(counters.items())
-        if name.startswith(_DROPPED)
-    }
+    dropped = _dropped(counters)
     ingested, evaluated = counters.get("ingested", 0), counters.get("evaluated", 0)
     held = trained_in_log + audit.held_in_batch + audit.held_ready + audit.held_assembling
     return Account(
@@ -51,6 +47,23 @@ def balance(audit: Audit, *, trained_in_log: int) -> Account:
     )
 
 
+def last_account(counters: Mapping[str, int]) -> Account:
+    """Return the account of a run that was deleted, from its counters alone: nothing live is left."""
+    dropped = _dropped(counters)
+    ingested, trained = counters.get("ingested", 0), counters.get("trained", 0)
+    evaluated = counters.get("evaluated", 0)
+    return Account(
+        ingested=ingested,
+        trained=trained,
+        in_batch=0,
+        ready=0,
+        assembling=0,
+        dropped=dropped,
+        evaluated=evaluated,
+        error=ingested - trained - evaluated - sum(dropped.values()),
+    )
+
+
 def drift(audit: Audit, *, trained_in_log: int) -> dict[str, int]:
     """Return counter − recount of each live place; all zeros unless there is a defect."""
     counters = audit.counters
@@ -59,4 +72,12 @@ def drift(audit: Audit, *, trained_in_log: int) -> dict[str, int]:
         "in_batch": counters.get("in_batch", 0) - audit.held_in_batch,
         "ready": counters.get("ready", 0) - audit.held_ready,
         "assembling": counters.get("assembling", 0) - audit.held_assembling,
+    }
+
+
+def _dropped(counters: Mapping[str, int]) -> dict[str, int]:
+    return {
+        name.removeprefix(_DROPPED): count
+        for name, count in sorted(counters.items())
+        if name.startswith(_DROPPED)
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from astraflow.errors import AstraflowError, PluginError
+from astraflow.errors import AstraflowError, NotFoundError, PluginError
 from astraflow_dataflow import evaluation
 from astraflow_dataflow.curation import Curation
 from astraflow_dataflow.records import Life, StoredEvaluation
@@ -69,6 +69,9 @@ class Conductor:
             while not self._ended:
                 try:
                     await self._step({event.topic for event in await news.wait(SWEEP_S)})
+                except NotFoundError:
+                    await self.registry.forget(self.context.run_id)
+                    return
                 except AstraflowError as error:
                     log.warning(
                         "conductor.postponed",

@@ -20,6 +20,7 @@ from astraflow.errors import (
 )
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow import evaluation
+from astraflow_dataflow.durability import Durability
 from astraflow_dataflow.records import CommitReply, CompleteTask, Outcome, PushedEpisode, PushedItem, Refusal
 from astraflow_dataflow.runs import RunContext, RunRegistry
 from astraflow_dataflow.settling import Settling
@@ -36,6 +37,7 @@ EPISODES_PER_PIPELINE = 64
 _VERSION_GRACE_S = 1.0
 _MAX_SAMPLE_BYTES = 64 * 1024
 _MAX_MEMBER = 1024
+_INTERRUPTED = "the commit was interrupted; push again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,9 @@ class PushOutcome:
     outcome: Outcome
     reason: str = ""
     detail: str = ""
+    run_id: str = ""
+    position: int = 0
+    """Position of the commit in the run."""
 
 
 @dataclass(frozen=True)
@@ -64,26 +69,32 @@ class Ingest:
         registry: RunRegistry,
         settling: Settling,
         metrics: Metrics,
+        durability: Durability,
     ) -> None:
-        self._context = context
+        self.context = context
         self._store = store
         self._registry = registry
         self._settling = settling
         self._metrics = metrics
+        self._durability = durability
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue(maxsize=4 * EPISODES_PER_PIPELINE)
 
     async def run(self) -> None:
         """Commit what arrives, until cancelled. Groups are settled beside the next commits."""
-        async with asyncio.TaskGroup() as settlers:
-            while True:
-                batch = [await self._queue.get()]
-                while len(batch) < EPISODES_PER_PIPELINE and not self._queue.empty():
-                    batch.append(self._queue.get_nowait())
-                for task in await self._commit(batch):
-                    settlers.create_task(self._settle(task), name=f"settle {task.task_id}")
+        try:
+            async with asyncio.TaskGroup() as settlers:
+                while True:
+                    batch = [await self._queue.get()]
+                    while len(batch) < EPISODES_PER_PIPELINE and not self._queue.empty():
+                        batch.append(self._queue.get_nowait())
+                    for task in await self._commit(batch):
+                        settlers.create_task(self._settle(task), name=f"settle {task.task_id}")
+        finally:
+            while not self._queue.empty():
+                _answer(self._queue.get_nowait().reply, UnavailableError(_INTERRUPTED, retry_after_s=0.2))
 
     async def push(self, episode: trajectory_pb2.Episode) -> PushOutcome:
-        """Take one episode in and return what became of it, after the commit.
+        """Take one episode in and return what became of it, after the commit has reached the durability asked for.
 
         Raises InvalidArgumentError without a task or member, UnknownVersionError for a version not announced yet,
         PayloadMissingError when the push must be repeated, UnavailableError when Redis is away.
@@ -95,9 +106,11 @@ class Ingest:
         await self._wait_for_version(episode)
         demand = evaluation.demand_of(episode.task_id)
         problem = check_episode(
-            episode, Expectation(newest_versions=self._context.newest_versions, demand=demand)
+            episode, Expectation(newest_versions=self.context.newest_versions, demand=demand)
         )
         outcome = await self._quarantine(episode, problem) if problem else await self._enqueue(episode)
+        self._durability.note(self.context.run_id, outcome.position)
+        await self._durability.barrier()
         self._metrics.increment("astraflow_dataflow_pushes_total", outcome=outcome.outcome.value.lower())
         self._metrics.observe(
             "astraflow_dataflow_push_seconds", asyncio.get_running_loop().time() - started_s
@@ -113,7 +126,7 @@ class Ingest:
 
     async def _wait_for_version(self, episode: trajectory_pb2.Episode) -> None:
         """Give an announcement that is on its way a moment to arrive."""
-        context = self._context
+        context = self.context
         if unknown_version(episode, newest_versions=context.newest_versions) is None:
             return
         topics = [f"version {policy_id}" for policy_id in context.policy_ids]
@@ -137,7 +150,9 @@ class Ingest:
                 f"the payload of episode {episode.episode_id} is gone; push it again", retry_after_s=0.1
             )
         reason = committed.detail if committed.outcome in (Outcome.POISON, Outcome.LATE_CLOSED) else ""
-        return PushOutcome(outcome=committed.outcome, reason=reason)
+        return PushOutcome(
+            outcome=committed.outcome, reason=reason, run_id=self.context.run_id, position=committed.position
+        )
 
     async def _commit(self, batch: Sequence[_Waiting]) -> list[CompleteTask]:
         """Commit a batch, answer its pushers, and return the tasks it completed."""
@@ -145,17 +160,17 @@ class Ingest:
         episodes = [waiting.episode for waiting in batch]
         try:
             replies = await self._store.episodes.commit(
-                self._context.run_id,
+                self.context.run_id,
                 episodes,
                 evaluations=[evaluation.is_evaluation_task(episode.task_id) for episode in episodes],
-                horizon_s=self._context.recipe.dataflow.group_deadline_s,
+                horizon_s=self.context.recipe.dataflow.group_deadline_s,
             )
         except AstraflowError as error:
             replies = [error] * len(batch)
         except BaseException:
             # A defect or a stop: whoever waits must not wait for ever, and may push again.
             for waiting in batch:
-                _answer(waiting.reply, UnavailableError("the commit was interrupted; push again"))
+                _answer(waiting.reply, UnavailableError(_INTERRUPTED))
             raise
         for waiting, reply in zip(batch, replies, strict=True):
             _answer(waiting.reply, reply)
@@ -164,7 +179,7 @@ class Ingest:
     async def _settle(self, task: CompleteTask) -> None:
         bind(correlation_id=task_correlation(task.task_id), task_id=task.task_id)
         try:
-            await self._settling.settle(self._context, task)
+            await self._settling.settle(self.context, task)
         except AstraflowError as error:
             # The task stays listed as unsettled: the conductor settles it.
             log.warning("group.settle_postponed", message=error.message)
@@ -174,16 +189,21 @@ class Ingest:
             task_id=episode.task_id,
             episode_id=episode.episode_id[:128],
             member=episode.member,
+            attempt=episode.attempt,
             node_id=episode.node_id[:64],
             reason=problem.reason,
             detail=problem.detail[:2048],
             num_trajectories=len(episode.trajectories),
             sample=episode.SerializeToString()[:_MAX_SAMPLE_BYTES],
         )
-        outcome, reason = await self._store.episodes.quarantine(self._context.run_id, refusal)
+        outcome, reason, position = await self._store.episodes.quarantine(self.context.run_id, refusal)
         log.warning("episode.quarantined", reason=problem.reason, detail=problem.detail)
         return PushOutcome(
-            outcome=outcome, reason=reason, detail=problem.detail if reason == problem.reason else ""
+            outcome=outcome,
+            reason=reason,
+            detail=problem.detail if reason == problem.reason else "",
+            run_id=self.context.run_id,
+            position=position,
         )
 
 
@@ -205,6 +225,9 @@ def _pushed_item(item: trajectory_pb2.TrajectoryItem) -> PushedItem:
     return PushedItem(
         trajectory_id=item.header.trajectory_id,
         policy_id=item.header.policy_id,
+        role=item.header.role,
+        min_version=item.header.min_version,
+        max_version=item.header.max_version,
         reward=item.header.reward,
         header=item.header.SerializeToString(),
         body=item.body,

@@ -13,6 +13,10 @@ SCHEMA_KEY = "af:schema"
 INCARNATION_KEY = "af:incarnation"
 RUNS_KEY = "af:runs"
 """Sorted set of run ids by creation time."""
+DELETING_KEY = "af:deleting"
+"""Set of run ids whose keys are being removed."""
+BEAT_KEY = "af:beat"
+"""A counter that is written to learn how far the disk, or a replica, has come."""
 
 CONSUMER_GROUP = "raas"
 TRAIN_LANE = "train"
@@ -36,6 +40,8 @@ _SUFFIXES = {
     "settling": "settling",
     "dead": "dead",
     "poison": "poison",
+    "trace": "trace:%s",
+    "traced": "traced",
     # trajectories and groups
     "members": "trajectories:%s",
     "owners": "owners",
@@ -53,6 +59,7 @@ _SUFFIXES = {
     # versions
     "versions": "versions:%s",
     "version_steps": "version_steps:%s",
+    "pins": "pins:%s",
     # nodes
     "nodes": "nodes",
     "node": "node:%s",

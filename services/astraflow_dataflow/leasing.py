@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 
+from astraflow.errors import FencedError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow import evaluation
 from astraflow_dataflow.records import Grant
@@ -33,6 +34,15 @@ _RETRY_BACKOFF_S = 0.1
 _MAX_DETAIL_CHARS = 2048
 
 
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a node gets: leases, why there are not more, and whether another node might get something."""
+
+    leases: list[task_pb2.Lease]
+    waiting_for: str
+    more: bool
+
+
 @dataclass(frozen=True)
 class Leasing:
     """Gives leases and takes them back."""
@@ -48,8 +58,9 @@ class Leasing:
         want: int,
         serving: Mapping[str, int],
         max_held: int = UNBOUNDED,
-    ) -> tuple[list[task_pb2.Lease], str]:
-        """Return (leases, why there are not more)."""
+        session: str = "",
+    ) -> Offer:
+        """Return leases and why there are not more. Raises FencedError when another stream took the session over."""
         flow = context.recipe.dataflow
         reply = await self.store.tasks.lease(
             context.run_id,
@@ -59,13 +70,19 @@ class Leasing:
             horizon_s=flow.group_deadline_s,
             max_held=max_held,
             serving=serving,
+            session=session,
         )
+        if reply.waiting_for == "session_replaced":
+            raise FencedError(
+                f"node {node_id} opened another working session; this one is over, use one stream per node"
+            )
         for grant in reply.grants:
             purpose = "evaluation" if grant.evaluation_id else "training"
             self.metrics.increment("astraflow_dataflow_leases_total", purpose=purpose)
         if reply.grants:
             failpoints.hit("dataflow.leased")
-        return [lease_message(context, grant) for grant in reply.grants], reply.waiting_for
+        leases = [lease_message(context, grant) for grant in reply.grants]
+        return Offer(leases=leases, waiting_for=reply.waiting_for, more=reply.more)
 
     async def renew(self, context: RunContext, *, node_id: str, lease_ids: list[str]) -> list[str]:
         """Extend leases; return those that are lost."""

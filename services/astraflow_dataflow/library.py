@@ -8,14 +8,24 @@ from __future__ import annotations
 
 from importlib import resources
 
-from astraflow_dataflow.keys import RUNS_KEY, SCHEMA_VERSION, lua_table
+from astraflow_dataflow.keys import DELETING_KEY, RUNS_KEY, SCHEMA_VERSION, lua_table
 
 LIBRARY = f"astraflow_{SCHEMA_VERSION}"
 
-_ORDER = ("prelude", "tasks", "settle", "pushes", "batches", "versions", "runs", "audit")
+_ORDER = ("prelude", "trace", "tasks", "settle", "pushes", "batches", "versions", "admin", "runs", "audit")
 
 # Read only: allowed on replicas and when memory is full.
-_READS = ("members", "unsettled", "batch", "releasable", "late_batches", "audit", "supply")
+_READS = (
+    "members",
+    "unsettled",
+    "batch",
+    "releasable",
+    "late_batches",
+    "audit",
+    "supply",
+    "trace",
+    "refused",
+)
 # Free memory, or are on the way of the trainer that frees it: allowed when memory is full.
 _RELEASES = (
     "claim",
@@ -33,6 +43,12 @@ _RELEASES = (
     "renew_batch",
     "advance",
     "close_training",
+    "reconcile",
+    "leave",
+    "drain",
+    "void",
+    "unpin",
+    "purge",
 )
 _WRITES = (
     "submit",
@@ -40,13 +56,17 @@ _WRITES = (
     "lease",
     "commit",
     "quarantine",
-    "create_run",
+    "pin",
+    "requeue",
     "join",
     "report",
     "plan_evaluation",
     "feed_evaluation",
     "give_up_evaluation",
 )
+# Not of a run that exists: it begins or ends there.
+_BEGINNINGS = ("create_run",)
+_ENDS = ("begin_delete", "end_delete", "beat")
 
 
 def function_name(name: str) -> str:
@@ -57,13 +77,15 @@ def function_name(name: str) -> str:
 def source() -> str:
     """Return the library's Lua source, the same bytes for the same release."""
     folder = resources.files("astraflow_dataflow") / "functions"
-    parts = [f"#!lua name={LIBRARY}", lua_table(), f"local RUNS = '{RUNS_KEY}'"]
+    parts = [f"#!lua name={LIBRARY}", lua_table(), f"local RUNS, DELETING = '{RUNS_KEY}', '{DELETING_KEY}'"]
     parts += [(folder / f"{name}.lua").read_text(encoding="utf-8") for name in _ORDER]
-    parts += [_registration(name, "'no-writes'") for name in _READS]
-    parts += [_registration(name, "'allow-oom'") for name in _RELEASES]
-    parts += [_registration(name, "") for name in _WRITES]
+    parts += [_registration(name, f"of_a_run({name})", "'no-writes'") for name in _READS]
+    parts += [_registration(name, f"of_a_run({name})", "'allow-oom'") for name in _RELEASES]
+    parts += [_registration(name, f"of_a_run({name})", "") for name in _WRITES]
+    parts += [_registration(name, name, "") for name in _BEGINNINGS]
+    parts += [_registration(name, name, "'allow-oom'") for name in _ENDS]
     return "\n".join(parts)
 
 
-def _registration(name: str, flags: str) -> str:
-    return f"redis.register_function{{function_name='{function_name(name)}', callback={name}, flags={{{flags}}}}}"
+def _registration(name: str, callback: str, flags: str) -> str:
+    return f"redis.register_function{{function_name='{function_name(name)}', callback={callback}, flags={{{flags}}}}}"

@@ -19,6 +19,14 @@ class Life(Enum):
     FINISHED = "finished"
 
 
+class Level(Enum):
+    """What acknowledgements wait for."""
+
+    MEMORY = "memory"
+    FSYNCED = "fsynced"
+    REPLICATED = "replicated"
+
+
 class Outcome(Enum):
     """What became of a pushed episode; the names are those of the contract."""
 
@@ -92,10 +100,11 @@ class Grant:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseReply:
-    """Leases, or the reason why there are none."""
+    """Leases, or the reason why there are none; `more` when another node might get something."""
 
     grants: tuple[Grant, ...]
     waiting_for: str
+    more: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +113,9 @@ class PushedItem:
 
     trajectory_id: str
     policy_id: str
+    role: str
+    min_version: int
+    max_version: int
     reward: float
     header: bytes
     body: bytes
@@ -130,6 +142,7 @@ class Refusal:
     task_id: str
     episode_id: str
     member: int
+    attempt: int
     node_id: str
     reason: str
     detail: str
@@ -157,6 +170,8 @@ class CommitReply:
 
     outcome: Outcome | None
     detail: str = ""
+    position: int = 0
+    """Position of the commit in the run."""
     completed: CompleteTask | None = None
     """The task, when this commit completed it and it waits to be settled."""
 
@@ -255,6 +270,12 @@ class StoredNode:
     seen_ms: int
     connected_until_ms: int
     waiting_for: str
+    region: str = ""
+    pool: str = ""
+    engines: tuple[str, ...] = ()
+    engine_restarts: int = 0
+    drain_reason: str = ""
+    join_ms: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +337,97 @@ class Supply:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A wake-up: `topic` is `work`, `run`, `ready <policy>`, `version <policy>` or `node <id>`."""
+    """A wake-up: `topic` is `work`, `run`, `ready <policy>`, `version <policy>`, `node <id>`, or `durable` (of this
+    process alone).
+    """
 
     topic: str
     fields: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPin:
+    """A version that must be kept."""
+
+    version: int
+    reason: str
+    pin_ms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredDeadLetter:
+    """A task that nobody will try again; `spec` is a serialized Task, `key` the stream it is an entry of."""
+
+    letter_id: str
+    key: str
+    task_id: str
+    reason: str
+    detail: str
+    attempt: int
+    node_id: str
+    evaluation_id: str
+    spec: bytes
+
+    @property
+    def create_ms(self) -> int:
+        """When it was given up."""
+        return int(self.letter_id.partition("-")[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requeued:
+    """What became of letters that were to be requeued."""
+
+    requeued: int
+    unknown: int
+    kept: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """Tasks that every asked node refused; `since_ms` is when the first of them, `example`, was given back."""
+
+    count: int = 0
+    example: str = ""
+    since_ms: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTrace:
+    """A task with the entries of its trace, oldest first; see `functions/trace.lua`."""
+
+    task_id: str
+    known: bool
+    """Whether it was ever submitted."""
+    state: str
+    """Empty when only the id is left."""
+    attempt: int
+    group_size: int
+    missing: int
+    lane: str
+    why: str
+    refused_by: tuple[str, ...]
+    deadline_ms: int
+    """Of the running lease; 0 without one."""
+    entries: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ability:
+    """What a Redis can say about what is safe."""
+
+    name: str
+    append_only: bool
+    appendfsync: str
+    """`always`, `everysec` or `no`; `unknown` where Redis does not tell."""
+    has_waitaof: bool
+    replicas: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """Positions of runs, read before a write; `is_safe` when that write, and so all before it, is."""
+
+    incarnation: str
+    positions: Mapping[str, int]
+    is_safe: bool

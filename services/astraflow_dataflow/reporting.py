@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from astraflow.dataflow.v1 import account_pb2, admin_service_pb2, run_pb2
+from astraflow.dataflow.v1 import account_pb2, admin_service_pb2, run_pb2, trace_pb2
+from astraflow.errors import NotFoundError
 from astraflow_dataflow.accounts import Account, balance, drift
 from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
 from astraflow_dataflow.runs import RunContext
 from astraflow_dataflow.staleness import summarize
 from astraflow_dataflow.stores import Store
+from astraflow_dataflow.tracing import note_published, task_trace, trained_steps
 from astraflow_dataflow.versions import Versions
 from astraflow_dataflow.waits import Plugged, Wait, WaitBook, current_waits
 from astraflow_kit.log import get_logger
@@ -52,9 +54,7 @@ class Reporting:
         evaluations = await self.store.evaluations.all(context.run_id)
         connected = sum(node.connected_until_ms > audit.now_ms for node in nodes)
         self.metrics.set("astraflow_dataflow_nodes_connected", connected)
-        complaint = self.complaints[context.run_id].message if context.run_id in self.complaints else ""
-        waits = current_waits(audit, nodes, evaluations, dataset_complaint=complaint)
-        book = self._books.setdefault(context.run_id, WaitBook())
+        waits = await self._waits(context, audit, nodes, evaluations)
         versions = {version.policy_id: version for version in await self.versions.newest(context)}
         policies = [policy_message(policy) for policy in audit.policies]
         for policy in policies:
@@ -67,12 +67,58 @@ class Reporting:
             policies=sorted(policies, key=lambda policy: policy.policy_id),
             nodes=[node_message(node, now_ms=audit.now_ms) for node in nodes],
             evaluations=[evaluation_message(item) for item in evaluations],
-            waits=[
-                wait_message(wait, waited_ms)
-                for wait, waited_ms in book.waited_ms(waits, now_ms=audit.now_ms)
-            ],
+            waits=waits,
             dead_letters=audit.dead_letters,
         )
+
+    async def nodes(self, context: RunContext) -> list[admin_service_pb2.NodeStatus]:
+        """Return the nodes by id."""
+        now_ms = await self.store.connection.now_ms()
+        return [node_message(node, now_ms=now_ms) for node in await self.store.nodes.all(context.run_id)]
+
+    def forget(self, run_id: str) -> None:
+        """The run was deleted."""
+        self._books.pop(run_id, None)
+
+    async def why(self, context: RunContext, task_id: str) -> admin_service_pb2.WhyResponse:
+        """Return what each stage waits for, and everything known of a task when one is named. Raises NotFoundError."""
+        audit = await self.store.audits.audit(context.run_id)
+        nodes = await self.store.nodes.all(context.run_id)
+        evaluations = await self.store.evaluations.all(context.run_id)
+        return admin_service_pb2.WhyResponse(
+            run_id=context.run_id,
+            state=RUN_STATES[audit.life],
+            waits=await self._waits(context, audit, nodes, evaluations),
+            task=await self.trace(context, task_id) if task_id else None,
+        )
+
+    async def trace(self, context: RunContext, task_id: str) -> trace_pb2.TaskTrace:
+        """Return the life of a task. Raises NotFoundError for one that was never submitted."""
+        stored = await self.store.admin.trace(context.run_id, task_id)
+        if not stored.known:
+            raise NotFoundError(
+                f"run {context.run_id} never had a task {task_id!r}; the logs of nodes name those they ran"
+            )
+        trace = task_trace(stored)
+        for policy_id, steps in trained_steps(trace).items():
+            versions = await self.store.versions.of_steps(context.run_id, policy_id, steps)
+            note_published(trace, policy_id, versions)
+        return trace
+
+    async def _waits(
+        self,
+        context: RunContext,
+        audit: Audit,
+        nodes: Sequence[StoredNode],
+        evaluations: Sequence[StoredEvaluation],
+    ) -> list[admin_service_pb2.Wait]:
+        connected = [node.node_id for node in nodes if node.connected_until_ms > audit.now_ms]
+        refused = await self.store.admin.refused(context.run_id, connected)
+        complaint = self.complaints[context.run_id].message if context.run_id in self.complaints else ""
+        waits = current_waits(audit, nodes, evaluations, dataset_complaint=complaint, refused=refused)
+        book = self._books.setdefault(context.run_id, WaitBook())
+        waited = book.waited_ms(waits, now_ms=audit.now_ms)
+        return [wait_message(wait, waited_ms, now_ms=audit.now_ms) for wait, waited_ms in waited]
 
     async def account(self, context: RunContext) -> tuple[Audit, Account]:
         """Return one snapshot and its account; a defect is logged with the drift of each counter."""
@@ -169,6 +215,14 @@ def node_message(node: StoredNode, *, now_ms: int) -> admin_service_pb2.NodeStat
         last_seen_time=timestamp(node.seen_ms),
         waiting_for=node.waiting_for,
         connected=node.connected_until_ms > now_ms,
+        incarnation=node.incarnation,
+        region=node.region,
+        pool=node.pool,
+        engines=node.engines,
+        max_concurrent_tasks=node.max_tasks,
+        engine_restarts=node.engine_restarts,
+        drain_reason=node.drain_reason,
+        join_time=timestamp(node.join_ms) if node.join_ms else None,
     )
 
 
@@ -188,7 +242,7 @@ def evaluation_message(item: StoredEvaluation) -> admin_service_pb2.Evaluation:
     return message
 
 
-def wait_message(wait: Wait, waited_ms: int) -> admin_service_pb2.Wait:
+def wait_message(wait: Wait, waited_ms: int, *, now_ms: int) -> admin_service_pb2.Wait:
     """Return the contract's form of a wait."""
     waited = Duration()
     waited.FromMilliseconds(waited_ms)
@@ -198,6 +252,8 @@ def wait_message(wait: Wait, waited_ms: int) -> admin_service_pb2.Wait:
         reason=wait.reason,
         detail=wait.detail,
         waited_duration=waited,
+        since_time=timestamp(now_ms - waited_ms),
+        released_by=wait.released_by,
     )
 
 

@@ -81,6 +81,8 @@ class RunRegistry:
         self._contexts: dict[str, RunContext] = {}
         self.on_loaded: Callable[[RunContext], None] = lambda _: None
         """Called once with each context when it is loaded: starts the run's background work."""
+        self.on_forgotten: Callable[[str], None] = lambda _: None
+        """Called with each run that was deleted."""
         self._lock = asyncio.Lock()
 
     async def create(self, run: run_pb2.Run) -> StoredRun:
@@ -118,6 +120,24 @@ class RunRegistry:
                 if run_id not in self._contexts:
                     self._contexts[run_id] = await self._load(run_id)
         return self._contexts[run_id]
+
+    async def forget(self, run_id: str) -> None:
+        """Drop a deleted run: its background work ends, and whoever waits looks again and finds it gone."""
+        context = self._contexts.pop(run_id, None)
+        if context is None:
+            return
+        log.info("run.forgotten", run_id=run_id)
+        self.on_forgotten(run_id)
+        ending = [task for task in context.tasks if task is not asyncio.current_task()]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        context.wakeups.wake_all()
+
+    async def look_again(self) -> None:
+        """Redis may have lost writes: refresh every context."""
+        for context in self.loaded():
+            await self._after_outage(context)
 
     def loaded(self) -> list[RunContext]:
         """Return the contexts this process has."""

@@ -26,8 +26,10 @@ from astraflow_dataflow import background
 from astraflow_dataflow.batching import Batching
 from astraflow_dataflow.conductor import Conductor
 from astraflow_dataflow.curation import Curation
+from astraflow_dataflow.durability import Durability, choose_method
 from astraflow_dataflow.ingests import Ingests
 from astraflow_dataflow.leasing import Leasing
+from astraflow_dataflow.records import Event
 from astraflow_dataflow.reporting import Reporting
 from astraflow_dataflow.runs import RunContext, RunRegistry
 from astraflow_dataflow.servicers.admin_servicer import AdminServicer
@@ -67,6 +69,7 @@ class Dataflow:
     versions: Versions
     reporting: Reporting
     settling: Settling
+    durability: Durability
     complaints: dict[str, Plugged] = field(default_factory=dict)
 
     @classmethod
@@ -88,9 +91,13 @@ class Dataflow:
             versions=versions,
             reporting=Reporting(store=store, versions=versions, metrics=metrics, complaints=complaints),
             settling=Settling(store, metrics),
+            durability=Durability(connection, settings.durability),
             complaints=complaints,
         )
         dataflow.registry.on_loaded = dataflow.conduct
+        dataflow.registry.on_forgotten = dataflow.forget
+        dataflow.durability.on_mark = dataflow.tell_durable
+        dataflow.durability.on_loss = dataflow.registry.look_again
         return dataflow
 
     def conduct(self, context: RunContext) -> None:
@@ -108,14 +115,32 @@ class Dataflow:
         self.complaints[context.run_id] = conductor.plugged
         context.tasks.append(background.start(conductor.run, name="conductor", run_id=context.run_id))
 
+    def forget(self, run_id: str) -> None:
+        """A run was deleted: drop what is remembered of it."""
+        self.complaints.pop(run_id, None)
+        self.durability.forget(run_id)
+        self.reporting.forget(run_id)
+
+    def tell_durable(self, run_id: str) -> None:
+        """A run's watermark moved: its working sessions tell their nodes."""
+        for context in self.registry.loaded():
+            if context.run_id == run_id:
+                context.wakeups.deliver(Event(topic="durable", fields={}))
+
     def registrations(self) -> list[Registration]:
         """The six services with their servicers."""
-        store, registry, versions = self.store, self.registry, self.versions
-        runs = RunServicer(store, registry, versions)
-        tasks = TaskServicer(store, registry, Leasing(store, self.metrics), versions)
-        ingests = Ingests(store=store, registry=registry, settling=self.settling, metrics=self.metrics)
+        store, registry, versions, durability = self.store, self.registry, self.versions, self.durability
+        runs = RunServicer(store, registry, versions, durability)
+        tasks = TaskServicer(store, registry, Leasing(store, self.metrics), versions, durability)
+        ingests = Ingests(
+            store=store,
+            registry=registry,
+            settling=self.settling,
+            metrics=self.metrics,
+            durability=durability,
+        )
         batching = Batching(store, self.settings.batch_lease_s)
-        batches = BatchServicer(store, registry, batching, self.metrics)
+        batches = BatchServicer(store, registry, batching, self.metrics, durability)
         return [
             (run_service_pb2_grpc.add_RunServiceServicer_to_server, runs),
             (task_service_pb2_grpc.add_TaskServiceServicer_to_server, tasks),
@@ -126,11 +151,11 @@ class Dataflow:
             (batch_service_pb2_grpc.add_BatchServiceServicer_to_server, batches),
             (
                 version_service_pb2_grpc.add_VersionServiceServicer_to_server,
-                VersionServicer(registry, versions),
+                VersionServicer(registry, versions, durability),
             ),
             (
                 admin_service_pb2_grpc.add_AdminServiceServicer_to_server,
-                AdminServicer(registry, self.reporting),
+                AdminServicer(store, registry, self.reporting, durability),
             ),
         ]
 
@@ -156,10 +181,13 @@ class RunKeeper:
     def __init__(self, dataflow: Dataflow) -> None:
         self._dataflow = dataflow
         self._stopped = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Connect, check Redis, load the functions and pick up the runs. Raises UnavailableError, IncompatibleError."""
         await self._dataflow.connection.open()
+        await self._dataflow.durability.start()
+        self._following = background.start(self._dataflow.durability.run, name="durability", run_id="")
         await self._look()
 
     async def run(self) -> None:
@@ -175,11 +203,17 @@ class RunKeeper:
         """End the background work and close the connections."""
         self._stopped.set()
         await self._dataflow.registry.close()
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         await self._dataflow.connection.close()
 
     async def _look(self) -> None:
         try:
             run_ids = await self._dataflow.store.runs.ids()
+            for run_id in await self._dataflow.store.runs.deleting():
+                log.info("run.deletion_continued", run_id=run_id)
+                await self._dataflow.store.runs.delete_keys(run_id)
         except AstraflowError as error:
             log.warning("runs.not_listed", reason=error.reason, message=error.message)
             return
@@ -225,6 +259,12 @@ async def check(settings: DataflowServerSettings) -> dict[str, str]:
     """
     connection = Connection(settings.redis, allow_volatile=settings.allow_volatile)
     async with connection:
+        method = await choose_method(connection, settings.durability)
         runs = await Store.over(connection).runs.ids()
         incarnation = await connection.data_incarnation()
-    return {"redis": "usable", "data": incarnation, "runs": ", ".join(runs) or "none yet"}
+    return {
+        "redis": "usable",
+        "data": incarnation,
+        "durability": method.value,
+        "runs": ", ".join(runs) or "none yet",
+    }

@@ -1,24 +1,27 @@
 """Working sessions: one open `Work` stream of one node.
 
 The session sends leases within the node's credits as soon as there are any, cancels what the node lost,
-announces versions and orders the drain at the end of the run. It holds nothing that matters: when the stream
-breaks, leases stay in Redis until they expire, and a new stream of the same incarnation goes on. Made by the
-task service per stream.
+announces versions and the durable watermark, and orders the drain. It holds nothing that matters: when the stream
+breaks, leases that the node confirmed stay in Redis until they expire, the others are given back, and a new stream
+of the same incarnation goes on. Made by the task service per stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError, UnavailableError
-from astraflow_dataflow.leasing import Leasing
+from astraflow_dataflow.durability import Durability
+from astraflow_dataflow.leasing import Leasing, Offer
 from astraflow_dataflow.records import Event, Life
 from astraflow_dataflow.runs import RunContext
 from astraflow_dataflow.stores import Store
 from astraflow_dataflow.versions import Versions
+from astraflow_dataflow.wakeups import Subscription
 from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
@@ -44,6 +47,7 @@ class WorkSession:
         store: Store,
         leasing: Leasing,
         versions: Versions,
+        durability: Durability,
     ) -> None:
         self._context = context
         self._node_id = hello.node_id
@@ -51,6 +55,13 @@ class WorkSession:
         self._store = store
         self._leasing = leasing
         self._versions = versions
+        self._durability = durability
+        self._held = list(hello.held.lease_ids) if hello.HasField("held") else None
+        self._session = secrets.token_hex(8)
+        self._asking: asyncio.Task[Offer] | None = None
+        self._unconfirmed: set[str] = set()
+        """Leases that were sent on this stream and that the node has not mentioned yet."""
+        self._told_position = 0
         self._data_incarnation = context.data_incarnation
         self._max_held = 0
         self._credits = 0
@@ -63,9 +74,10 @@ class WorkSession:
 
     async def responses(self, requests: AsyncIterator[Request]) -> AsyncIterator[Response]:
         """Yield what the node must know until it closes the stream. Raises FencedError, NotFoundError."""
-        topics = ["work", "run", f"node {self._node_id}"]
+        topics = ["run", "durable", f"node {self._node_id}"]
         topics += [f"version {policy_id}" for policy_id in self._context.policy_ids]
-        await self._report()
+        await self._report({"session": self._session})
+        await self._reconcile()
         self._max_held = await self._store.nodes.max_tasks(self._context.run_id, self._node_id)
         log.info("session.opened", node_id=self._node_id)
         with self._context.wakeups.subscribe(*topics) as inbox:
@@ -73,29 +85,50 @@ class WorkSession:
                 self._read(requests, inbox.poke), name=f"requests of {self._node_id}"
             )
             try:
-                async for response in self._respond(reader, inbox.wait):
+                async for response in self._respond(reader, inbox):
                     yield response
             finally:
                 reader.cancel()
+                self._context.wakeups.turns.leave(inbox)
                 await self._leave()
         if self._failure is not None:
             raise self._failure
 
-    async def _respond(
-        self, reader: asyncio.Task[None], wait: Callable[[float], Awaitable[list[Event]]]
-    ) -> AsyncIterator[Response]:
+    async def _respond(self, reader: asyncio.Task[None], inbox: Subscription) -> AsyncIterator[Response]:
         events: list[Event] = []
+        turns = self._context.wakeups.turns
         while True:
             ended = reader.done()
             self._require_same_data()
             for response in await self._news(events):
                 yield response
-            for response in await self._leases():
+            for response in await self._leases(inbox):
                 yield response
             if ended:
                 return
-            events = await wait(HEARTBEAT_S)
+            if self._wants_work:
+                turns.wait(inbox)
+            events = await inbox.wait(HEARTBEAT_S)
             await asyncio.sleep(_SETTLE_S)
+
+    @property
+    def _wants_work(self) -> bool:
+        return self._credits > 0 and not self._drained
+
+    async def _reconcile(self) -> None:
+        """Give back what an earlier stream was given and the node, which says what it holds, never got."""
+        if self._held is None:
+            return
+        _require_few(self._held)
+        lost, given_back = await self._store.nodes.reconcile(
+            self._context.run_id,
+            node_id=self._node_id,
+            held=self._held,
+            ttl_s=self._context.recipe.dataflow.lease_ttl_s,
+        )
+        self._lost += lost
+        if given_back:
+            log.info("leases.undelivered", node_id=self._node_id, count=given_back)
 
     def _require_same_data(self) -> None:
         if self._context.data_incarnation != self._data_incarnation:
@@ -125,6 +158,7 @@ class WorkSession:
             # Confirmed leases run from their arrival.
             await self._renew(list(request.receipt.lease_ids))
         elif kind == "failure":
+            self._unconfirmed.discard(request.failure.lease_id)
             await self._fail(request.failure)
         else:
             raise InvalidArgumentError(
@@ -144,10 +178,8 @@ class WorkSession:
         )
 
     async def _renew(self, lease_ids: list[str]) -> None:
-        if len(lease_ids) > _MAX_RENEWALS:
-            raise InvalidArgumentError(
-                f"{len(lease_ids)} renewals in one message, at most {_MAX_RENEWALS}; send several"
-            )
+        _require_few(lease_ids)
+        self._unconfirmed.difference_update(lease_ids)
         self._lost += await self._leasing.renew(self._context, node_id=self._node_id, lease_ids=lease_ids)
 
     async def _fail(self, failure: task_service_pb2.LeaseFailure) -> None:
@@ -171,12 +203,21 @@ class WorkSession:
         topics = {event.topic.partition(" ")[0] for event in events} | self._heartbeat_topics()
         if "report" in topics:
             await self._report()
+        if "durable" in topics:
+            responses += self._watermark()
         if "version" in topics:
             responses += [Response(version=version) for version in await self._new_versions()]
-        if "run" in topics and not self._drained and await self._run_is_finished():
+        if topics & {"run", "node"} and not self._drained and (reason := await self._drain_reason()):
             self._drained = True
-            responses.append(Response(drain=task_service_pb2.Drain(reason="run_finished")))
+            responses.append(Response(drain=task_service_pb2.Drain(reason=reason)))
         return responses
+
+    def _watermark(self) -> list[Response]:
+        watermark = self._durability.watermark(self._context.run_id)
+        if watermark is None or watermark.durable_position == self._told_position:
+            return []
+        self._told_position = watermark.durable_position
+        return [Response(watermark=watermark)]
 
     def _heartbeat_topics(self) -> set[str]:
         """Return what is looked at whatever the events say: all of it, once per heartbeat."""
@@ -184,7 +225,7 @@ class WorkSession:
         if now_s < self._look_again_s:
             return set()
         self._look_again_s = now_s + HEARTBEAT_S
-        return {"report", "version", "run"}
+        return {"report", "version", "run", "durable"}
 
     async def _new_versions(self) -> list[version_pb2.Version]:
         found: list[version_pb2.Version] = []
@@ -195,21 +236,36 @@ class WorkSession:
                 found += newest
         return found
 
-    async def _run_is_finished(self) -> bool:
-        return (await self._store.runs.life(self._context.run_id)) is Life.FINISHED
+    async def _drain_reason(self) -> str:
+        if (await self._store.runs.life(self._context.run_id)) is Life.FINISHED:
+            return "run_finished"
+        return await self._store.nodes.drain_reason(self._context.run_id, self._node_id)
 
-    async def _leases(self) -> list[Response]:
-        if self._credits <= 0 or self._drained:
+    async def _leases(self, inbox: Subscription) -> list[Response]:
+        if not self._wants_work:
+            self._context.wakeups.turns.leave(inbox)
             return []
-        leases, _ = await self._leasing.lease(
+        self._context.wakeups.turns.ask(inbox)
+        asking = self._leasing.lease(
             self._context,
             node_id=self._node_id,
             want=self._credits,
             serving=self._serving,
             max_held=self._max_held,
+            session=self._session,
         )
-        self._credits -= len(leases)
-        return [Response(lease=lease) for lease in leases]
+        # Goes on when the stream breaks meanwhile: what it is given must be given back.
+        self._asking = asyncio.create_task(asking, name=f"leases of {self._node_id}")
+        try:
+            offer = await asyncio.shield(self._asking)
+        except AstraflowError:
+            self._asking = None
+            raise
+        self._asking = None
+        self._unconfirmed.update(lease.lease_id for lease in offer.leases)
+        self._context.wakeups.turns.answered(inbox, more=offer.more)
+        self._credits -= len(offer.leases)
+        return [Response(lease=lease) for lease in offer.leases]
 
     async def _report(self, fields: dict[str, str | int] | None = None) -> None:
         await self._store.nodes.report(
@@ -221,14 +277,27 @@ class WorkSession:
         )
 
     async def _leave(self) -> None:
-        log.info("session.closed", node_id=self._node_id)
+        log.info("session.closed", node_id=self._node_id, unconfirmed_leases=len(self._unconfirmed))
         try:
-            await self._store.nodes.report(
-                self._context.run_id, node_id=self._node_id, incarnation=self._incarnation, connected_ms=0
+            if self._asking is not None:
+                self._unconfirmed.update(lease.lease_id for lease in (await self._asking).leases)
+            await self._store.nodes.leave(
+                self._context.run_id,
+                node_id=self._node_id,
+                session=self._session,
+                undelivered=sorted(self._unconfirmed),
             )
         except AstraflowError as error:
-            # The stream is over either way; without this note the node counts as connected for some seconds more.
+            # The stream is over either way: without this note the node counts as connected for some seconds more,
+            # and leases that never reached it end with their time.
             log.warning("session.leave_unnoted", node_id=self._node_id, message=error.message)
+
+
+def _require_few(lease_ids: Sequence[str]) -> None:
+    if len(lease_ids) > _MAX_RENEWALS:
+        raise InvalidArgumentError(
+            f"{len(lease_ids)} leases in one message, at most {_MAX_RENEWALS}; send several"
+        )
 
 
 def _cancel(lease_id: str, reason: str) -> Response:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
+from astraflow_dataflow.records import Level
 from astraflow_kit.settings import DaemonSettings
 
 
@@ -21,6 +22,8 @@ class DataflowServerSettings(DaemonSettings):
     """URL of Redis 7.0 or newer, or of Valkey: `redis://HOST:PORT/DB`."""
     allow_volatile: bool = False
     """Accept a Redis without an append-only file: what was acknowledged is lost when it restarts."""
+    durability: Level = Level.MEMORY
+    """What acknowledgements wait for: `memory`, the Redis host's disk (`fsynced`) or a replica (`replicated`)."""
     allow_recipe_code: bool = False
     """Run the Python files that come with a recipe (data set and filters). They may do anything this user may do."""
     work_dir: Path = Path("~/.cache/astraflow/dataflow")

@@ -20,7 +20,8 @@ from redis import exceptions as redis_errors
 
 from astraflow import errors
 from astraflow_dataflow import library
-from astraflow_dataflow.keys import INCARNATION_KEY, SCHEMA_KEY, SCHEMA_VERSION, Keys
+from astraflow_dataflow.keys import BEAT_KEY, INCARNATION_KEY, SCHEMA_KEY, SCHEMA_VERSION, Keys
+from astraflow_dataflow.records import Ability, Beat
 from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
@@ -105,8 +106,55 @@ class Connection:
         if not data_id:
             await self.raw("SET", INCARNATION_KEY, secrets.token_hex(8), "NX")
             data_id = as_text(await self.raw("GET", INCARNATION_KEY))
-        process = (await self._info("server")).get("run_id", "")
-        return f"{data_id}.{process[:12]}"
+        return _incarnation(data_id, await self._info("server"))
+
+    async def now_ms(self) -> int:
+        """Return the time by Redis' clock."""
+        seconds, microseconds = map(as_int, as_list(await self.raw("TIME")))
+        return seconds * 1000 + microseconds // 1000
+
+    async def replace_incarnation(self, seen: str) -> None:
+        """Give the data set another identity, unless it no longer has the one that was seen."""
+        if await self.data_incarnation() == seen:
+            await self.raw("SET", INCARNATION_KEY, secrets.token_hex(8))
+
+    async def durability(self) -> Ability:
+        """Return what this Redis can say about what is safe."""
+        server, persistence = await self._info("server"), await self._info("persistence")
+        return Ability(
+            name=f"Redis {server['redis_version']} at {_shown(self._url)}",
+            append_only=persistence.get("aof_enabled") == "1",
+            appendfsync=await self._setting("appendfsync"),
+            has_waitaof=as_list(await self.raw("COMMAND", "INFO", "WAITAOF")) not in ([], [None]),
+            replicas=int((await self._info("replication")).get("connected_slaves", "0")),
+        )
+
+    async def beat(self, run_ids: Sequence[str], *, wait: Sequence[Argument]) -> Beat:
+        """Read the position of each run, write a beat, and wait until it is safe with the command `wait` (none:
+        it counts as safe once answered). All on one connection, so the positions are those before the beat.
+        """
+        async with _answered(), self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.execute_command("INFO", "server")
+            pipeline.execute_command("GET", INCARNATION_KEY)
+            for run_id in run_ids:
+                pipeline.execute_command("HGET", Keys(run_id).of("run"), "position")
+            pipeline.execute_command("FCALL", library.function_name("beat"), 1, BEAT_KEY)
+            if wait:
+                pipeline.execute_command(*wait)
+            info, data_id, *rest = await pipeline.execute()
+            reached = rest[len(run_ids) + 1] if wait else 1
+            return Beat(
+                incarnation=_incarnation(as_text(data_id), {"run_id": str(info["run_id"])}),
+                positions=dict(zip(run_ids, map(as_int, rest[: len(run_ids)]), strict=True)),
+                is_safe=as_int(reached[0] if isinstance(reached, list) else reached) >= 1,
+            )
+        raise AssertionError("an answered pipeline returned or raised")
+
+    async def _setting(self, name: str) -> str:
+        try:
+            return as_text(as_mapping(await self.raw("CONFIG", "GET", name)).get(name, b"unknown"))
+        except (errors.InternalError, errors.PreconditionError):
+            return "unknown"  # hosted servers often forbid CONFIG
 
     async def ready(self) -> str | None:
         """None when Redis answers and holds the functions; else the reason as one sentence."""
@@ -259,6 +307,10 @@ def _typed(reply: object) -> Reply | errors.AstraflowError:
 
 def _function_is_missing(reply: object) -> bool:
     return isinstance(reply, redis_errors.ResponseError) and "Function not found" in str(reply)
+
+
+def _incarnation(data_id: str, server: Mapping[str, str]) -> str:
+    return f"{data_id}.{server.get('run_id', '')[:12]}"
 
 
 def _shown(url: str) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from astraflow.errors import NotFoundError
 from astraflow_dataflow.keys import Keys
-from astraflow_dataflow.records import AcquireReply, BoundBatch, Claim, Stage, StoredVersion
-from astraflow_dataflow.store import Argument, Connection, as_bytes, as_int, as_list, as_text
+from astraflow_dataflow.records import AcquireReply, BoundBatch, Claim, Stage, StoredPin, StoredVersion
+from astraflow_dataflow.store import Argument, Connection, as_bytes, as_int, as_list, as_mapping, as_text
 
 STALE_GROUPS_PER_CALL = 64
 
@@ -23,13 +23,22 @@ class BatchStore:
         self._connection = connection
 
     async def claim(
-        self, run_id: str, policy_id: str, *, trainer_id: str, known_epoch: int = 0, held_epoch: int = 0
+        self,
+        run_id: str,
+        policy_id: str,
+        *,
+        trainer_id: str,
+        incarnation: str,
+        known_epoch: int = 0,
+        held_epoch: int = 0,
     ) -> Claim:
         """Start a new trainer epoch, above `known_epoch` too. Raises NotFoundError for an unknown policy.
 
+        A claim under another data `incarnation` than the last skips numbers that may have been given and lost.
+
         With `held_epoch`, raises FencedError when another trainer has a newer one.
         """
-        arguments = (policy_id, trainer_id, known_epoch, held_epoch)
+        arguments = (policy_id, trainer_id, known_epoch, held_epoch, incarnation)
         reply = as_list(await self._connection.call(Keys(run_id), "claim", *arguments))
         version = as_text(reply[3])
         return Claim(
@@ -116,6 +125,18 @@ class BatchStore:
         """Return the step's groups to the ready set. Raises FencedError, PreconditionError once it was trained on."""
         return as_int(await self._connection.call(Keys(run_id), "nack", policy_id, epoch, step))
 
+    async def void(
+        self, run_id: str, policy_id: str, *, step: int, batch_id: str, discard: bool, reason: str
+    ) -> tuple[int, int]:
+        """Take a batch away from its trainer. Returns (groups returned, trajectories dropped).
+
+        Raises NotFoundError for another batch, PreconditionError once it was trained on.
+        """
+        action = "discard" if discard else "return"
+        reply = await self._connection.call(Keys(run_id), "void", policy_id, step, batch_id, action, reason)
+        returned, dropped = as_list(reply)
+        return as_int(returned), as_int(dropped)
+
     async def renew(self, run_id: str, policy_id: str, *, epoch: int, step: int, lease_s: float) -> None:
         """Extend the batch's lease. Raises FencedError, NotFoundError."""
         await self._connection.call(Keys(run_id), "renew_batch", policy_id, epoch, step, int(lease_s * 1000))
@@ -189,7 +210,38 @@ class VersionStore:
         reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("versions", policy_id), *numbers))
         return [_stored_version(item) for item in reply if isinstance(item, bytes)]
 
+    async def of_steps(self, run_id: str, policy_id: str, steps: Sequence[int]) -> dict[int, int]:
+        """Return the version published from each step that has one; of several, the newest."""
+        if not steps:
+            return {}
+        key = Keys(run_id).of("version_steps", policy_id)
+        reply = as_list(await self._connection.raw("HMGET", key, *steps))
+        return {
+            step: int(as_text(item).partition(" ")[0])
+            for step, item in zip(steps, reply, strict=True)
+            if item is not None
+        }
+
+    async def pin(self, run_id: str, policy_id: str, *, version: int, reason: str) -> StoredPin:
+        """Keep a version. Raises NotFoundError for one that is not announced, PreconditionError for too many pins."""
+        pin_ms = as_text(await self._connection.call(Keys(run_id), "pin", policy_id, version, reason))
+        return StoredPin(version=version, reason=reason, pin_ms=int(pin_ms))
+
+    async def unpin(self, run_id: str, policy_id: str, *, version: int) -> bool:
+        """Remove a pin. Returns whether there was one."""
+        return as_int(await self._connection.call(Keys(run_id), "unpin", policy_id, version)) == 1
+
+    async def pins(self, run_id: str, policy_id: str) -> list[StoredPin]:
+        """Return the pins, newest version first."""
+        stored = as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of("pins", policy_id)))
+        return [_pin(version, stored[version]) for version in sorted(stored, key=int, reverse=True)]
+
 
 def _stored_version(text: bytes) -> StoredVersion:
     publish_ms, _, body = text.split(b" ", 2)
     return StoredVersion(body=body, publish_ms=int(publish_ms))
+
+
+def _pin(version: str, stored: bytes) -> StoredPin:
+    pin_ms, _, reason = stored.decode().partition(" ")
+    return StoredPin(version=int(version), reason=reason, pin_ms=int(pin_ms))

@@ -11,9 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 
 from astraflow.errors import ConflictError, NotFoundError
-from astraflow_dataflow.keys import RUNS_KEY, Keys
+from astraflow_dataflow.keys import DELETING_KEY, RUNS_KEY, Keys
 from astraflow_dataflow.records import Life, NewTask, PolicyLimits, StoredEvaluation, StoredNode, StoredRun
 from astraflow_dataflow.store import Argument, Connection, as_bytes, as_int, as_list, as_mapping, as_text
+
+_GONE = ("", "deleting")
+"""States of a run that is not there, or not for long."""
 
 
 class RunStore:
@@ -52,8 +55,8 @@ class RunStore:
         """Return a run. Raises NotFoundError."""
         names = ("recipe", "code", "store", "state", "create_ms")
         reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("run"), *names))
-        if reply[3] is None:
-            raise NotFoundError(f"no run {run_id!r} on this server; create it, or list the runs it has")
+        if as_text(reply[3]) in _GONE:
+            raise _no_run(run_id)
         return StoredRun(
             run_id=run_id,
             recipe_yaml=as_text(reply[0]),
@@ -66,8 +69,8 @@ class RunStore:
     async def life(self, run_id: str) -> Life:
         """Return the run's life. Raises NotFoundError."""
         reply = as_text(await self._connection.raw("HGET", Keys(run_id).of("run"), "state"))
-        if not reply:
-            raise NotFoundError(f"no run {run_id!r} on this server; create it, or list the runs it has")
+        if reply in _GONE:
+            raise _no_run(run_id)
         return Life(reply)
 
     async def ids(self, *, offset: int = 0, limit: int = 500) -> list[str]:
@@ -78,6 +81,39 @@ class RunStore:
     async def advance(self, run_id: str, life: Life) -> None:
         """Move the run forward in its life. Raises PreconditionError for a move back."""
         await self._connection.call(Keys(run_id), "advance", life.value)
+
+    async def begin_delete(self, run_id: str, *, force: bool) -> dict[str, int]:
+        """End a run for everybody and return its last counters; the keys are still there.
+
+        Raises NotFoundError, and without `force` PreconditionError naming who works on it.
+        """
+        reply = await self._connection.call(Keys(run_id), "begin_delete", run_id, "1" if force else "0")
+        return {name: int(value) for name, value in as_mapping(reply).items()}
+
+    async def delete_keys(self, run_id: str) -> int:
+        """Remove the keys of a run whose deletion began, until none is left. Returns how many were removed."""
+        keys, removed = Keys(run_id), 0
+        last = {keys.of("run"), keys.of("counters")}
+        while found := await self._delete_once(keys, last):
+            removed += found
+        return removed + len(last) * as_int(await self._connection.call(keys, "end_delete", run_id))
+
+    async def deleting(self) -> list[str]:
+        """Return the runs whose deletion began and has not ended."""
+        return [as_text(item) for item in as_list(await self._connection.raw("SMEMBERS", DELETING_KEY))]
+
+    async def _delete_once(self, keys: Keys, last: set[str]) -> int:
+        cursor, removed = "0", 0
+        while True:
+            reply = as_list(
+                await self._connection.raw("SCAN", cursor, "MATCH", f"{keys.prefix}*", "COUNT", 1000)
+            )
+            cursor = as_text(reply[0])
+            names = [name for name in map(as_text, as_list(reply[1])) if name not in last]
+            if names:
+                removed += as_int(await self._connection.raw("UNLINK", *names))
+            if cursor == "0":
+                return removed
 
 
 class NodeStore:
@@ -127,6 +163,31 @@ class NodeStore:
         await self._connection.call(
             Keys(run_id), "report", node_id, _incarnation(incarnation), connected_ms, *pairs
         )
+
+    async def reconcile(
+        self, run_id: str, *, node_id: str, held: Sequence[str], ttl_s: float
+    ) -> tuple[list[str], int]:
+        """Renew what a node holds and give back what it was given and does not hold.
+
+        Returns (leases that are not its own any more, leases given back).
+        """
+        lost, given = as_list(
+            await self._connection.call(Keys(run_id), "reconcile", node_id, int(ttl_s * 1000), *held)
+        )
+        return [as_text(item) for item in as_list(lost)], as_int(given)
+
+    async def leave(self, run_id: str, *, node_id: str, session: str, undelivered: Sequence[str]) -> int:
+        """End a working session and give back leases that it never confirmed. Returns how many."""
+        return as_int(await self._connection.call(Keys(run_id), "leave", node_id, session, *undelivered))
+
+    async def drain(self, run_id: str, *, node_id: str, reason: str) -> tuple[int, bool]:
+        """Order a node to leave. Returns (leases it holds, whether it is connected). Raises NotFoundError."""
+        leases, connected = as_list(await self._connection.call(Keys(run_id), "drain", node_id, reason))
+        return as_int(leases), as_text(connected) == "1"
+
+    async def drain_reason(self, run_id: str, node_id: str) -> str:
+        """Return why a node must leave; empty when it need not."""
+        return as_text(await self._connection.raw("HGET", Keys(run_id).of("node", node_id), "drain"))
 
     async def max_tasks(self, run_id: str, node_id: str) -> int:
         """Return the bound of leases the node joined with; 0 when unknown."""
@@ -191,6 +252,10 @@ class EvaluationStore:
         ]
 
 
+def _no_run(run_id: str) -> NotFoundError:
+    return NotFoundError(f"no run {run_id!r} on this server; create it, or list the runs it has")
+
+
 def _digest(*parts: bytes) -> str:
     digest = hashlib.sha256()
     for part in parts:
@@ -218,6 +283,12 @@ def _node(node_id: str, fields: Mapping[str, bytes], *, leases: int) -> StoredNo
         seen_ms=as_int(fields.get("seen_ms")),
         connected_until_ms=as_int(fields.get("connected_until")),
         waiting_for=as_text(fields.get("waiting_for")),
+        region=as_text(fields.get("region")),
+        pool=as_text(fields.get("pool")),
+        engines=tuple(filter(None, as_text(fields.get("engines")).split(","))),
+        engine_restarts=as_int(fields.get("engine_restarts")),
+        drain_reason=as_text(fields.get("drain")),
+        join_ms=as_int(fields.get("join_ms")),
     )
 
 

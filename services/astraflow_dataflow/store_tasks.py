@@ -20,6 +20,7 @@ from astraflow_dataflow.records import (
     NewTask,
     Outcome,
     PushedEpisode,
+    PushedItem,
     Refusal,
     Supply,
 )
@@ -75,6 +76,7 @@ class TaskStore:
         horizon_s: float,
         max_held: int,
         serving: Mapping[str, int],
+        session: str = "",
     ) -> LeaseReply:
         """Lease at most `want` tasks: evaluations of exactly the versions served first, then training
         within admission.
@@ -82,11 +84,13 @@ class TaskStore:
         pairs: list[Argument] = [part for item in serving.items() for part in item]
         reply = as_list(
             await self._connection.call(
-                Keys(run_id), "lease", node_id, want, _ms(ttl_s), _ms(horizon_s), max_held, *pairs
+                Keys(run_id), "lease", node_id, want, _ms(ttl_s), _ms(horizon_s), max_held, session, *pairs
             )
         )
         return LeaseReply(
-            grants=tuple(_grant(item) for item in as_list(reply[1])), waiting_for=as_text(reply[0])
+            grants=tuple(_grant(item) for item in as_list(reply[1])),
+            waiting_for=as_text(reply[0]),
+            more=as_text(reply[2]) == "1",
         )
 
     async def renew(self, run_id: str, *, node_id: str, lease_ids: Sequence[str], ttl_s: float) -> list[str]:
@@ -156,8 +160,10 @@ class EpisodeStore:
             for episode, reply in zip(episodes, replies, strict=True)
         ]
 
-    async def quarantine(self, run_id: str, refusal: Refusal) -> tuple[Outcome, str]:
-        """Count and keep a refused episode. Returns (outcome, reason): a repeated one keeps its first answer."""
+    async def quarantine(self, run_id: str, refusal: Refusal) -> tuple[Outcome, str, int]:
+        """Count and keep a refused episode. Returns (outcome, reason, position): a repeated one keeps its first
+        answer.
+        """
         reply = as_list(
             await self._connection.call(
                 Keys(run_id),
@@ -170,9 +176,10 @@ class EpisodeStore:
                 refusal.detail,
                 refusal.num_trajectories,
                 refusal.sample,
+                refusal.attempt,
             )
         )
-        return Outcome(as_text(reply[0])), as_text(reply[1])
+        return Outcome(as_text(reply[0])), as_text(reply[1]), as_int(reply[2])
 
     async def complete_task(self, run_id: str, task_id: str) -> CompleteTask | None:
         """Return a complete task that waits to be settled, or None when it does not."""
@@ -234,7 +241,7 @@ def _commit_arguments(episode: PushedEpisode, *, horizon_s: float) -> tuple[Argu
     ]
     arguments += ["1" if episode.hedge else "0", "1" if episode.failed else "0", _ms(horizon_s)]
     for item in episode.items:
-        arguments += [item.trajectory_id, item.policy_id, repr(item.reward), item.header]
+        arguments += [item.trajectory_id, item.policy_id, repr(item.reward), item.header, _traced(item)]
     return tuple(arguments)
 
 
@@ -259,4 +266,10 @@ def _commit_reply(task_id: str, reply: Reply) -> CommitReply:
         outcome=None if outcome == "RETRY" else Outcome(outcome),
         detail=as_text(fields[1]),
         completed=_complete_task(task_id, as_list(fields[2])),
+        position=as_int(fields[3]),
     )
+
+
+def _traced(item: PushedItem) -> str:
+    versions = f"{item.min_version}\t{item.max_version}"
+    return f"{item.trajectory_id}\t{item.policy_id}\t{item.role}\t{versions}\t{item.reward!r}"

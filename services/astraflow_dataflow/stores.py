@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from astraflow_dataflow.store import Connection
+from astraflow_dataflow.store_admin import AdminStore
 from astraflow_dataflow.store_audit import AuditStore
 from astraflow_dataflow.store_batches import BatchStore, VersionStore
 from astraflow_dataflow.store_runs import EvaluationStore, NodeStore, RunStore
@@ -28,6 +29,7 @@ class Store:
     batches: BatchStore
     versions: VersionStore
     audits: AuditStore
+    admin: AdminStore
 
     @classmethod
     def over(cls, connection: Connection) -> Store:
@@ -42,4 +44,5 @@ class Store:
             batches=BatchStore(connection),
             versions=VersionStore(connection),
             audits=AuditStore(connection),
+            admin=AdminStore(connection),
         )

@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
+from astraflow_dataflow.records import Audit, Life, PolicyState, Refused, StoredEvaluation, StoredNode
+
+_BATCH_RELEASES = {
+    "ready_groups": "nodes finish the outstanding groups; see what `lease` waits for when there are none",
+    "publish": "the trainer announces the versions it has trained",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +24,7 @@ class Wait:
     stage: str
     reason: str
     detail: str
+    released_by: str
     policy_id: str = ""
     since_ms: int | None = None
 
@@ -61,12 +67,15 @@ def current_waits(
     evaluations: Sequence[StoredEvaluation],
     *,
     dataset_complaint: str = "",
+    refused: Refused | None = None,
 ) -> list[Wait]:
     """Return what waits now; empty when all flows."""
     if audit.life is Life.FINISHED:
         return []
     connected = [node for node in nodes if node.connected_until_ms > audit.now_ms]
     waits = [*_evaluation_waits(evaluations, connected)]
+    if refused is not None and refused.count:
+        waits.append(_refused(refused, connected))
     if audit.life is Life.ACTIVE:
         waits += _lease_waits(audit, connected, dataset_complaint)
     for policy in audit.policies:
@@ -77,13 +86,20 @@ def current_waits(
 
 def _lease_waits(audit: Audit, connected: Sequence[StoredNode], complaint: str) -> list[Wait]:
     if not connected:
-        return [_lease("no_node", "no node has a working session; start one and join it to this server")]
+        return [
+            _lease(
+                "no_node",
+                "no node has a working session",
+                "start a node and join it to this server",
+            )
+        ]
     missing = [policy.policy_id for policy in audit.policies if policy.version is None]
     if missing:
         return [
             _lease(
                 "no_version",
-                f"no announced version of {', '.join(missing)}; its trainer publishes version 0 first",
+                f"no announced version of {', '.join(missing)}",
+                "its trainer announces version 0; see whether it runs",
             )
         ]
     full = [policy for policy in audit.policies if policy.credit == 0]
@@ -92,24 +108,41 @@ def _lease_waits(audit: Audit, connected: Sequence[StoredNode], complaint: str) 
     if audit.queued_tasks or audit.retries:
         return []
     if complaint:
-        return [_lease("dataset_failed", complaint)]
+        return [_lease("dataset_failed", complaint, "correct the data set; it is asked again at each sweep")]
     if audit.exhausted:
         return [
-            _lease("dataset_exhausted", "the data set has no more tasks; submit tasks, or finish the run")
+            _lease("dataset_exhausted", "the data set has no more tasks", "submit tasks, or finish the run")
         ]
     return []
 
 
-def _lease(reason: str, detail: str) -> Wait:
-    return Wait(stage="lease", reason=reason, detail=detail)
+def _lease(reason: str, detail: str, released_by: str) -> Wait:
+    return Wait(stage="lease", reason=reason, detail=detail, released_by=released_by)
+
+
+def _refused(refused: Refused, connected: Sequence[StoredNode]) -> Wait:
+    names = ", ".join(node.node_id for node in connected[:5])
+    return Wait(
+        stage="lease",
+        reason="no_capable_node",
+        detail=f"{refused.count} tasks were refused by every connected node ({names}), for example {refused.example}",
+        released_by="join a node that can run them; `why` with the task's id says who refused it",
+        since_ms=refused.since_ms,
+    )
 
 
 def _full(policy: PolicyState) -> Wait:
     detail = (
         f"{policy.outstanding} groups outstanding at acceptance {policy.acceptance:.2f}, {policy.ready} ready, "
-        f"{policy.unpublished} unpublished: the staleness window is full until a batch is taken or a version published"
+        f"{policy.unpublished} unpublished: the staleness window is full"
     )
-    return Wait(stage="lease", policy_id=policy.policy_id, reason="staleness_window", detail=detail)
+    return Wait(
+        stage="lease",
+        policy_id=policy.policy_id,
+        reason="staleness_window",
+        detail=detail,
+        released_by="the trainer takes a batch, or announces the version of a trained step",
+    )
 
 
 def _batch_waits(policy: PolicyState, *, now_ms: int) -> list[Wait]:
@@ -124,6 +157,7 @@ def _batch_waits(policy: PolicyState, *, now_ms: int) -> list[Wait]:
                 policy_id=policy.policy_id,
                 reason=policy.wait,
                 detail=detail,
+                released_by=_BATCH_RELEASES.get(policy.wait, "the trainer's next call"),
                 since_ms=policy.wait_since_ms,
             )
         ]
@@ -133,7 +167,8 @@ def _batch_waits(policy: PolicyState, *, now_ms: int) -> list[Wait]:
                 stage="batch",
                 policy_id=policy.policy_id,
                 reason="no_trainer",
-                detail="no trainer has claimed the policy; start it",
+                detail="no trainer has claimed the policy",
+                released_by="start its trainer",
             )
         ]
     return []
@@ -150,6 +185,7 @@ def _publish_waits(policy: PolicyState) -> list[Wait]:
             policy_id=policy.policy_id,
             reason="unpublished",
             detail=detail,
+            released_by="the trainer uploads and announces them; see its log when it takes long",
             since_ms=policy.finish_ms or None,
         )
     ]
@@ -162,8 +198,13 @@ def _evaluation_waits(evaluations: Sequence[StoredEvaluation], connected: Sequen
             node.serving.get(item.policy_id) == item.version for node in connected
         ):
             have = f"version {item.version}: {item.samples} of {item.planned} samples"
-            detail = f"{have}; no connected node serves it now"
             waits.append(
-                Wait(stage="evaluate", policy_id=item.policy_id, reason="no_node_at_version", detail=detail)
+                Wait(
+                    stage="evaluate",
+                    policy_id=item.policy_id,
+                    reason="no_node_at_version",
+                    detail=f"{have}; no connected node serves it now",
+                    released_by="a node fetches that version; a superseded one is given up after a while",
+                )
             )
     return waits

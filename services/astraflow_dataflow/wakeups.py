@@ -65,11 +65,78 @@ class Subscription:
         self._owner.remove(self)
 
 
+class Turns:
+    """Whose turn it is to ask for work: a piece of news wakes one of those that wait, not all of them.
+
+    Whoever was woken asks, and when another might get something the next one is woken; nobody is asked twice for the
+    same news. One that was busy when its turn came has it as soon as it waits, so no news is missed.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Subscription, None] = {}
+        self._woken: set[Subscription] = set()
+        self._asked: dict[Subscription, int] = {}
+        """The newest news each had heard of when it last asked."""
+        self._news = 0
+        self._is_open = False
+        """Whether the newest news may still mean work for somebody."""
+
+    def news(self) -> None:
+        """There may be work."""
+        self._news += 1
+        self._is_open = True
+        self._wake_next()
+
+    def wait(self, subscription: Subscription) -> None:
+        """The subscriber wants work and will sleep."""
+        self._waiting.setdefault(subscription)
+        if self._is_open and self._is_behind(subscription):
+            self._wake(subscription)
+
+    def ask(self, subscription: Subscription) -> None:
+        """The subscriber asks for work now."""
+        self._waiting.pop(subscription, None)
+        self._woken.discard(subscription)
+        self._asked[subscription] = self._news
+
+    def answered(self, subscription: Subscription, *, more: bool) -> None:
+        """It was told whether another might get something."""
+        if more:
+            self._wake_next()
+        elif not self._is_behind(subscription):
+            self._is_open = False
+
+    def leave(self, subscription: Subscription) -> None:
+        """The subscriber wants no work any more; a turn it did not use goes to the next."""
+        self._waiting.pop(subscription, None)
+        self._asked.pop(subscription, None)
+        if subscription in self._woken:
+            self._woken.discard(subscription)
+            self._wake_next()
+
+    def _wake_next(self) -> None:
+        """Wake the one that has waited longest of those that have not asked since the news."""
+        for subscription in self._waiting:
+            if self._is_behind(subscription):
+                self._wake(subscription)
+                return
+
+    def _wake(self, subscription: Subscription) -> None:
+        del self._waiting[subscription]
+        self._woken.add(subscription)
+        subscription.poke()
+
+    def _is_behind(self, subscription: Subscription) -> bool:
+        return self._asked.get(subscription, -1) < self._news
+
+
 class Wakeups:
     """The subscriptions of one run in this process."""
 
     def __init__(self) -> None:
         self._by_topic: dict[str, set[Subscription]] = {}
+        self.turns = Turns()
+        """Working sessions that wait for `work`."""
 
     def subscribe(self, *topics: str) -> Subscription:
         """Return a subscription; it receives events while its `with` block runs."""
@@ -92,6 +159,8 @@ class Wakeups:
         """Hand an event to who listens to its topic."""
         for subscription in self._by_topic.get(event.topic, ()):
             subscription.put(event)
+        if event.topic == "work":
+            self.turns.news()
 
     def wake_all(self) -> None:
         """Make every waiter look again: after a time in which events may have been missed."""

@@ -27,6 +27,7 @@ class Session:
         self.cancels: asyncio.Queue[pb.Cancel] = asyncio.Queue()
         self.versions: asyncio.Queue[object] = asyncio.Queue()
         self.drains: asyncio.Queue[pb.Drain] = asyncio.Queue()
+        self.watermarks: asyncio.Queue[object] = asyncio.Queue()
 
     async def read(self) -> None:
         """Sort responses until the stream ends."""
@@ -37,6 +38,7 @@ class Session:
                 "cancel": self.cancels,
                 "version": self.versions,
                 "drain": self.drains,
+                "watermark": self.watermarks,
             }
             queue[kind].put_nowait(getattr(response, kind))  # type: ignore[index]
 

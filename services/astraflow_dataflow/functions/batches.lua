@@ -1,26 +1,43 @@
 -- Batches: bound to (policy, step) until acked or given back. Every call carries the trainer epoch.
 
+local LOST_CLAIMS = 64
+
 local function fenced(P, policy, epoch)
   local f = call('HMGET', K.policy(P, policy), 'epoch', 'trainer')
   local current = f[1]
   if not current then return refuse('NOTFOUND', 'no policy ' .. policy .. ' in this run') end
   if tonumber(epoch) ~= tonumber(current) then
+    local why = tonumber(epoch) > tonumber(current) and 'Redis lost the claim: claim the policy again'
+      or 'that trainer claimed the policy: stop, or claim it again'
     return refuse('FENCED', 'trainer epoch ' .. epoch .. ' of ' .. policy .. ' is not the current one (' .. current .. ', of trainer ' ..
-      (f[2] or 'none yet') .. '); that trainer claimed the policy: stop, or claim it again')
+      (f[2] or 'none yet') .. '); ' .. why, 'newest_epoch=' .. current)
   end
   return nil
 end
 
--- claim: policy, trainer, an epoch to be above, the epoch the trainer holds or 0. Returns { epoch, last finished step, last durable step, newest version or '' }.
+-- Why there is no batch for a step: an operator took it away, or nobody acquired it.
+local function unbound(P, policy, step)
+  local f = call('HMGET', K.policy(P, policy), 'voided_step', 'voided')
+  if f[1] == step then
+    return refuse('PRECONDITION', 'the batch of step ' .. step .. ' of ' .. policy .. ' was voided (' .. f[2] .. '); acquire the step again',
+      'voided=' .. step)
+  end
+  return refuse('NOTFOUND', 'no batch is bound to step ' .. step .. ' of ' .. policy .. '; acquire it first')
+end
+
+-- claim: policy, trainer, an epoch to be above, the epoch the trainer holds or 0, data incarnation.
+-- Returns { epoch, last finished step, last durable step, newest version or '' }.
 local function claim(keys, a)
   local P, Q = keys[1], K.policy(keys[1], a[1])
   if call('EXISTS', Q) == 0 then return refuse('NOTFOUND', 'no policy ' .. a[1] .. ' in this run') end
-  local f = call('HMGET', Q, 'epoch', 'trainer')
+  local f = call('HMGET', Q, 'epoch', 'trainer', 'incarnation')
   local current, held = tonumber(f[1]), tonumber(a[4])
   -- A claim of the same trainer that is newer than what it holds is one whose answer it did not get.
   if held > 0 and current > held and f[2] ~= a[2] then return fenced(P, a[1], held) end
-  local epoch = math.max(current, tonumber(a[3]), held) + 1
-  call('HSET', Q, 'epoch', epoch, 'trainer', a[2], 'claim_ms', now_ms())
+  -- Another incarnation may have lost claims: skip more numbers than can have been given in the lost moments, so none is given twice.
+  local skipped = f[3] and f[3] ~= a[5] and LOST_CLAIMS or 0
+  local epoch = math.max(current + skipped, tonumber(a[3]), held) + 1
+  call('HSET', Q, 'epoch', epoch, 'trainer', a[2], 'claim_ms', now_ms(), 'incarnation', a[5])
   f = call('HMGET', Q, 'finished', 'durable', 'version')
   return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '' }
 end
@@ -35,6 +52,7 @@ local function drop_stale(P, policy, base, limit)
     call('ZREM', K.ready(P, policy), gid)
     count(P, 'ready', -tonumber(f[1]))
     count(P, 'dropped:stale', tonumber(f[1]))
+    note_group(P, gid, 'D', 'stale')
     forget(P, split(f[2]))
     call('UNLINK', K.group(P, gid))
   end
@@ -57,12 +75,13 @@ local function bind(P, policy, step, base, wanted, lease_ms)
   for i = 1, #popped, 2 do
     gids[#gids + 1] = popped[i]
     n = n + tonumber(call('HGET', K.group(P, popped[i]), 'n'))
+    note_group(P, popped[i], 'B', id, step)
   end
   call('HSET', K.batch(P, id), 'policy', policy, 'step', step, 'base', base, 'groups', lines(gids), 'n', n, 'stage', '')
   call('HSET', K.steps(P, policy), step, id)
   call('HSET', K.unpublished(P, policy), step, #gids)
   call('ZADD', K.batch_leases(P), now_ms() + lease_ms, id)
-  call('HDEL', K.policy(P, policy), 'wait', 'wait_since', 'wait_until')
+  call('HDEL', K.policy(P, policy), 'wait', 'wait_since', 'wait_until', 'voided_step', 'voided')
   count(P, 'ready', -n)
   count(P, 'in_batch', n)
   return id
@@ -111,7 +130,7 @@ local function batch(keys, a)
   local refusal = fenced(P, policy, a[2])
   if refusal then return refusal end
   local id = call('HGET', K.steps(P, policy), a[3])
-  if not id then return refuse('NOTFOUND', 'no batch is bound to step ' .. a[3] .. ' of ' .. policy .. '; acquire it first') end
+  if not id then return unbound(P, policy, a[3]) end
   local f = call('HMGET', K.batch(P, id), 'base', 'stage', 'manifest', 'digest', 'groups')
   local out = { id, f[1], f[2], f[3] or '', f[4] or '' }
   if not f[3] then
@@ -133,6 +152,7 @@ local STAGE_ORDER = { [''] = 0, intent = 1, trained = 2, skipped = 2 }
 
 local function end_step(P, policy, step, id, stage, n)
   local trained = stage == 'trained'
+  for _, gid in ipairs(split(call('HGET', K.batch(P, id), 'groups'))) do note_group(P, gid, 'A', stage) end
   count(P, 'in_batch', -n)
   count(P, trained and 'trained' or 'dropped:skipped', n)
   call('HSET', K.policy(P, policy), 'finished', step, 'finish_ms', now_ms())
@@ -148,6 +168,11 @@ local function ack(keys, a)
   local P, policy, B = keys[1], a[1], K.batch(keys[1], a[4])
   local refusal = fenced(P, policy, a[2])
   if refusal then return refusal end
+  local voided = call('HMGET', B, 'stage', 'reason')
+  if voided[1] == 'voided' then
+    return refuse('PRECONDITION', 'batch ' .. a[4] .. ' was voided (' .. voided[2] .. '); forget what it did and acquire step ' .. a[3] ..
+      ' again', 'voided=' .. a[4])
+  end
   if call('HGET', K.steps(P, policy), a[3]) ~= a[4] then
     return refuse('NOTFOUND', 'batch ' .. a[4] .. ' is not bound to step ' .. a[3] .. ' of ' .. policy .. '; acquire the step again')
   end
@@ -168,6 +193,23 @@ local function ack(keys, a)
   return a[6]
 end
 
+local function return_groups(P, policy, gids, n, reason)
+  for _, gid in ipairs(gids) do
+    call('ZADD', K.ready(P, policy), call('HGET', K.group(P, gid), 'score'), gid)
+    note_group(P, gid, 'R', reason)
+  end
+  count(P, 'in_batch', -n)
+  count(P, 'ready', n)
+  emit(P, 'ready ' .. policy)
+  return #gids
+end
+
+local function unbind(P, policy, step, id)
+  call('HDEL', K.steps(P, policy), step)
+  call('HDEL', K.unpublished(P, policy), step)
+  call('ZREM', K.batch_leases(P), id)
+end
+
 -- nack: policy, epoch, step. Groups return to the ready set with their old scores. Returns how many.
 local function nack(keys, a)
   local P, policy = keys[1], a[1]
@@ -179,18 +221,44 @@ local function nack(keys, a)
   if STAGE_ORDER[f[1]] == 2 then
     return refuse('PRECONDITION', 'step ' .. a[3] .. ' is ' .. f[1] .. '; only a batch that was not trained on can be given back')
   end
-  local gids = split(f[2])
-  for _, gid in ipairs(gids) do
-    call('ZADD', K.ready(P, policy), call('HGET', K.group(P, gid), 'score'), gid)
-  end
-  count(P, 'in_batch', -tonumber(f[3]))
-  count(P, 'ready', tonumber(f[3]))
+  local returned = return_groups(P, policy, split(f[2]), tonumber(f[3]), 'nacked')
+  unbind(P, policy, a[3], id)
   call('UNLINK', K.batch(P, id))
-  call('HDEL', K.steps(P, policy), a[3])
-  call('HDEL', K.unpublished(P, policy), a[3])
-  call('ZREM', K.batch_leases(P), id)
-  emit(P, 'ready ' .. policy)
-  return #gids
+  return returned
+end
+
+-- void: policy, step, batch, 'return' or 'discard', reason. Whatever the epoch. Returns { groups returned, trajectories dropped }.
+local function void(keys, a)
+  local P, policy, B = keys[1], a[1], K.batch(keys[1], a[3])
+  local f = call('HMGET', B, 'stage', 'groups', 'n', 'returned', 'dropped')
+  if f[1] == 'voided' then return { tonumber(f[4]), tonumber(f[5]) } end
+  if call('HGET', K.steps(P, policy), a[2]) ~= a[3] then
+    return refuse('NOTFOUND', 'batch ' .. a[3] .. ' is not bound to step ' .. a[2] .. ' of ' .. policy .. '; Status and why show what is')
+  end
+  if STAGE_ORDER[f[1]] == 2 then
+    return refuse('PRECONDITION', 'step ' .. a[2] .. ' is ' .. f[1] .. '; only a batch that was not trained on can be voided')
+  end
+  local gids, returned, dropped = split(f[2]), 0, 0
+  if a[4] == 'return' then
+    returned = return_groups(P, policy, gids, tonumber(f[3]), 'voided')
+  else
+    dropped = tonumber(f[3])
+    for _, gid in ipairs(gids) do
+      note_group(P, gid, 'D', 'voided')
+      forget(P, split(call('HGET', K.group(P, gid), 'ids')))
+      call('UNLINK', K.group(P, gid))
+    end
+    count(P, 'in_batch', -dropped)
+    count(P, 'dropped:voided', dropped)
+    emit(P, 'work')
+  end
+  unbind(P, policy, a[2], a[3])
+  call('HSET', K.policy(P, policy), 'voided_step', a[2], 'voided', a[5])
+  -- Stays for a while, so that its trainer is told and a repeated call gets the same answer.
+  call('HDEL', B, 'groups', 'manifest', 'digest')
+  call('HSET', B, 'stage', 'voided', 'reason', a[5], 'returned', returned, 'dropped', dropped)
+  call('PEXPIRE', B, 86400000)
+  return { returned, dropped }
 end
 
 -- renew_batch: policy, epoch, step, lease ms. Returns 1 when a batch is bound.
@@ -199,7 +267,7 @@ local function renew_batch(keys, a)
   local refusal = fenced(P, a[1], a[2])
   if refusal then return refusal end
   local id = call('HGET', K.steps(P, a[1]), a[3])
-  if not id then return refuse('NOTFOUND', 'no batch is bound to step ' .. a[3] .. ' of ' .. a[1]) end
+  if not id then return unbound(P, a[1], a[3]) end
   call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a[4]), id)
   return 1
 end

@@ -6,7 +6,7 @@ local function call(...) return redis.call(...) end
 local GROUP = 'raas'
 local TRAIN = 'train'
 local MAX_EVENTS = 10000
-local MAX_DEAD = 100000
+local MAX_DEAD = 10000
 local MAX_POISON = 1000
 
 local function now_ms()
@@ -54,6 +54,23 @@ end
 
 local function is_open(state)
   return state == 'queued' or state == 'leased' or state == 'retry'
+end
+
+-- Wraps a function so that it finds no run that does not exist or is being deleted: nothing may write its keys again.
+local function of_a_run(callback)
+  return function(keys, a)
+    local state = call('HGET', K.run(keys[1]), 'state')
+    if not state or state == 'deleting' then
+      return refuse('NOTFOUND', 'no run ' .. string.match(keys[1], '{(.*)}') .. ' on this server; create it, or list the runs it has')
+    end
+    return callback(keys, a)
+  end
+end
+
+-- Position of the newest commit of the run; `moved` makes the next one.
+local function position(P, moved)
+  if moved then return call('HINCRBY', K.run(P), 'position', 1) end
+  return tonumber(call('HGET', K.run(P), 'position') or 0)
 end
 
 local function policies(P)

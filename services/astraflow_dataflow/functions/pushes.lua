@@ -1,8 +1,8 @@
 -- Episodes: one call commits a whole episode, or says why not. The outcome table is section "push" of docs/dataflow.md.
 
--- Counts trajectories dropped at the door, once per episode id, and frees what was uploaded for them.
-local function turn_away(P, task, known, episode, outcome, reason, items, detail)
-  local n = 0
+-- Counts trajectories dropped at the door, once per episode id, and frees what was uploaded for them. `a` is what commit was called with.
+local function turn_away(P, a, known, outcome, reason, items, detail)
+  local n, task, episode = 0, a[1], a[4]
   for _, item in ipairs(items) do
     -- An accepted push of the same episode owns these bytes.
     local owned = call('HGET', K.owners(P), item.id) == episode
@@ -11,14 +11,17 @@ local function turn_away(P, task, known, episode, outcome, reason, items, detail
   end
   count(P, 'ingested', n)
   count(P, 'dropped:' .. reason, n)
-  if known then call('HSET', K.task(P, task), 'r' .. episode, outcome .. ' ' .. (detail or '')) end
-  return { outcome, detail or '', {} }
+  if known then
+    call('HSET', K.task(P, task), 'r' .. episode, outcome .. ' ' .. (detail or ''))
+    note_episode(P, task, a[2], a[3], a[5], episode, outcome, a[7], detail or reason, items)
+  end
+  return { outcome, detail or '', {}, position(P, true) }
 end
 
 local function parse_items(a, from)
   local items = {}
-  for i = from, #a, 4 do
-    items[#items + 1] = { id = a[i], policy = a[i + 1], reward = tonumber(a[i + 2]), header = a[i + 3] }
+  for i = from, #a, 5 do
+    items[#items + 1] = { id = a[i], policy = a[i + 1], reward = tonumber(a[i + 2]), header = a[i + 3], trace = a[i + 4] }
   end
   return items
 end
@@ -55,7 +58,7 @@ end
 
 -- Ends a task whose last member came. Returns it when the caller must settle it, else {}.
 local function complete_task(P, task, evaluation, failed, node)
-  end_lease(P, task, 'group_closed', node)
+  end_lease(P, task, 'group_closed', node, 'completed')
   if evaluation ~= '' then
     leave_lane(P, task)
     entomb(P, task, 86400000)
@@ -81,8 +84,8 @@ local function unusable(P, episode, items)
   return nil
 end
 
--- commit: task, member, attempt, episode, node, '1' hedge, '1' failed, horizon ms, then id, policy, reward, header per trajectory.
--- Returns { outcome, detail, the task when this completed it and it waits to be settled }.
+-- commit: task, member, attempt, episode, node, '1' hedge, '1' failed, horizon ms, then id, policy, reward, header, trace
+-- per trajectory. Returns { outcome, detail, the task when this completed it and it waits to be settled, position }.
 local function commit(keys, a)
   local P, task, episode, node = keys[1], a[1], a[4], a[5]
   local T, items = K.task(P, task), parse_items(a, 9)
@@ -90,56 +93,61 @@ local function commit(keys, a)
   local state, member = f[1], f[5]
   local is_evaluation = f[4] and f[4] ~= ''
   for _, item in ipairs(items) do item.stored = not is_evaluation end
-  if not state then return turn_away(P, task, false, episode, 'LATE_CLOSED', 'late_closed', items, 'unknown_task') end
-  if member and string.sub(member, 2) == episode then return { 'DUPLICATE', '', {} } end
+  if not state then return turn_away(P, a, false, 'LATE_CLOSED', 'late_closed', items, 'unknown_task') end
+  if member and string.sub(member, 2) == episode then return { 'DUPLICATE', '', {}, position(P, false) } end
   if f[6] then
     local outcome, detail = string.match(f[6], '^(%S+) (.*)$')
-    return { outcome, detail, {} }
+    return { outcome, detail, {}, position(P, false) }
   end
   if tonumber(a[2]) >= tonumber(f[3]) then
-    return turn_away(P, task, true, episode, 'POISON', 'poison', items, 'member_out_of_range')
+    return turn_away(P, a, true, 'POISON', 'poison', items, 'member_out_of_range')
   end
   if member then
     if a[6] ~= '1' and tonumber(a[3]) < tonumber(f[2]) then
-      return turn_away(P, task, true, episode, 'FENCED', 'fenced', items)
+      return turn_away(P, a, true, 'FENCED', 'fenced', items)
     end
-    return turn_away(P, task, true, episode, 'SUPERSEDED', 'superseded', items)
+    return turn_away(P, a, true, 'SUPERSEDED', 'superseded', items)
   end
   local run = call('HGET', K.run(P), 'state')
   if not is_open(state) or run == 'finished' or (run == 'finishing' and not is_evaluation) then
-    return turn_away(P, task, true, episode, 'LATE_CLOSED', 'late_closed', items)
+    return turn_away(P, a, true, 'LATE_CLOSED', 'late_closed', items)
   end
   local bad = not is_evaluation and unusable(P, episode, items)
-  if bad == 'RETRY' then return { 'RETRY', '', {} } end
-  if bad == 'POISON' then return turn_away(P, task, true, episode, 'POISON', 'poison', items, 'duplicate_id') end
+  if bad == 'RETRY' then return { 'RETRY', '', {}, 0 } end
+  if bad == 'POISON' then return turn_away(P, a, true, 'POISON', 'poison', items, 'duplicate_id') end
   call('HSET', T, 'm' .. a[2], (a[7] == '1' and 'x' or 'f') .. episode)
   if is_evaluation then accept_evaluation(P, f[4], items) else accept_training(P, task, episode, items) end
   credit_node(P, node, items)
-  local settle = {}
+  local late = a[6] ~= '1' and tonumber(a[3]) < tonumber(f[2])
+  local outcome, settle = late and 'ACCEPTED_LATE' or 'ACCEPTED', {}
+  open_trace(P, task)
+  note_episode(P, task, a[2], a[3], node, episode, outcome, a[7], '', items)
   if call('HINCRBY', T, 'left', -1) == 0 then
     settle = complete_task(P, task, f[4], a[7] == '1', node)
   else
     call('ZADD', K.open(P), 'NX', now_ms() + tonumber(a[8]), task)
   end
-  local late = a[6] ~= '1' and tonumber(a[3]) < tonumber(f[2])
-  return { late and 'ACCEPTED_LATE' or 'ACCEPTED', '', settle }
+  return { outcome, '', settle, position(P, true) }
 end
 
--- quarantine: task, member, episode, node, reason, detail, number of trajectories, sample. Idempotent per episode id.
--- An episode that was accepted or refused before keeps its first answer. Returns { outcome, detail }.
+-- quarantine: task, member, episode, node, reason, detail, number of trajectories, sample, attempt. Idempotent per episode id.
+-- An episode that was accepted or refused before keeps its first answer. Returns { outcome, detail, position }.
 local function quarantine(keys, a)
   local P, task, episode = keys[1], a[1], a[3]
   local f = call('HMGET', K.task(P, task), 'state', 'm' .. a[2], 'r' .. episode)
-  if f[2] and string.sub(f[2], 2) == episode then return { 'DUPLICATE', '' } end
+  if f[2] and string.sub(f[2], 2) == episode then return { 'DUPLICATE', '', position(P, false) } end
   if f[3] then
     local outcome, detail = string.match(f[3], '^(%S+) (.*)$')
-    return { outcome, detail }
+    return { outcome, detail, position(P, false) }
   end
   count(P, 'ingested', tonumber(a[7]))
   count(P, 'dropped:poison', tonumber(a[7]))
-  if f[1] then call('HSET', K.task(P, task), 'r' .. episode, 'POISON ' .. a[5]) end
+  if f[1] then
+    call('HSET', K.task(P, task), 'r' .. episode, 'POISON ' .. a[5])
+    note_episode(P, task, a[2], a[9], a[4], episode, 'POISON', '0', a[5], {})
+  end
   if call('SISMEMBER', K.nodes(P), a[4]) == 1 then call('HINCRBY', K.node(P, a[4]), 'poisoned', 1) end
   call('XADD', K.poison(P), 'MAXLEN', '~', MAX_POISON, '*', 'task', task, 'episode', episode, 'node', a[4],
     'reason', a[5], 'detail', a[6], 'sample', a[8])
-  return { 'POISON', a[5] }
+  return { 'POISON', a[5], position(P, true) }
 end

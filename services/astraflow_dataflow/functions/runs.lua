@@ -5,6 +5,9 @@
 local function create_run(keys, a)
   local P = keys[1]
   local known = call('HGET', K.run(P), 'digest')
+  if call('HGET', K.run(P), 'state') == 'deleting' then
+    return refuse('PRECONDITION', 'run ' .. a[1] .. ' is being deleted; create it again in a moment, or under another id')
+  end
   if known then return { '0', known } end
   local now = now_ms()
   call('HSET', K.run(P), 'digest', a[2], 'recipe', a[3], 'code', a[4], 'store', a[5], 'max_attempts', a[6],
@@ -53,6 +56,10 @@ local function join(keys, a)
       give_again(P, task, 'node_restarted', 'node ' .. a[1] .. ' came back with a new incarnation', now, now, a[1])
       taken = taken + 1
     end
+  end
+  if known ~= a[2] then
+    call('HDEL', N, 'drain')
+    call('HSET', N, 'join_ms', now)
   end
   call('SADD', K.nodes(P), a[1])
   call('HSET', N, 'incarnation', a[2], 'region', a[3], 'pool', a[4], 'max_tasks', a[5], 'engines', a[6], 'seen_ms', now)
@@ -116,4 +123,50 @@ local function give_up_evaluation(keys, a)
   call('UNLINK', K.lane(P, a[1]), K.retry(P, a[1]))
   emit(P, 'work')
   return closed
+end
+
+-- Who works on a run now, or nil.
+local function at_work(P)
+  local now = now_ms()
+  for _, node in ipairs(call('SMEMBERS', K.nodes(P))) do
+    if tonumber(call('HGET', K.node(P, node), 'connected_until') or 0) > now then return 'node ' .. node .. ' is connected' end
+  end
+  if call('ZCOUNT', K.leases(P), now, '+inf') > 0 then return 'leases are running' end
+  for _, policy in ipairs(policies(P)) do
+    local waiting = tonumber(call('HGET', K.policy(P, policy), 'wait_until') or 0)
+    if waiting > now then return 'the trainer of ' .. policy .. ' waits for a batch' end
+  end
+  if call('ZCOUNT', K.batch_leases(P), now, '+inf') > 0 then return 'a trainer holds a batch' end
+  return nil
+end
+
+-- begin_delete: run id, '1' force. Ends the run for everybody; its keys are removed afterwards, then end_delete. Returns the counters.
+local function begin_delete(keys, a)
+  local P = keys[1]
+  local state = call('HGET', K.run(P), 'state')
+  if not state then return refuse('NOTFOUND', 'no run ' .. a[1] .. ' on this server; ListRuns shows those it has') end
+  if state ~= 'deleting' then
+    local busy = a[2] ~= '1' and state ~= 'finished' and at_work(P)
+    if busy then
+      return refuse('PRECONDITION', 'run ' .. a[1] .. ' is ' .. state .. ' and ' .. busy .. '; finish it first, or delete it with force')
+    end
+    for _, place in ipairs({ 'assembling', 'ready', 'in_batch' }) do
+      local n = tonumber(call('HGET', K.counters(P), place) or 0)
+      count(P, place, -n)
+      count(P, 'dropped:run_deleted', n)
+    end
+    emit(P, 'run')
+    call('HSET', K.run(P), 'state', 'deleting')
+    call('ZREM', RUNS, a[1])
+    call('SADD', DELETING, a[1])
+  end
+  return call('HGETALL', K.counters(P))
+end
+
+-- end_delete: run id. The last keys of a deleted run.
+local function end_delete(keys, a)
+  if call('HGET', K.run(keys[1]), 'state') ~= 'deleting' then return 0 end
+  call('UNLINK', K.run(keys[1]), K.counters(keys[1]))
+  call('SREM', DELETING, a[1])
+  return 1
 end

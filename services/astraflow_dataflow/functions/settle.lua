@@ -51,6 +51,7 @@ local function settle(keys, a)
   end
   for i = 3, #a, 9 do
     local gid, policy, verdict, n = a[i], a[i + 1], a[i + 2], tonumber(a[i + 4])
+    note_group(P, gid, 'G', verdict)
     if a[i + 3] == '1' then judge(P, policy, verdict == 'ready', a[i + 6], n) end
     if verdict == 'ready' then
       make_ready(P, task, gid, policy, n, a[i + 5], a[i + 7], a[i + 8])

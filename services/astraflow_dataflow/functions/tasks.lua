@@ -9,11 +9,12 @@ local function add_task(P, lane, id, size, evaluation, spec)
   return true
 end
 
--- Removes what points at a running lease; `holder` learns of it unless it ended the lease itself.
-local function end_lease(P, task, reason, quiet_node)
+-- Removes what points at a running lease; its holder learns of it unless it ended the lease itself. `outcome` is for the trace.
+local function end_lease(P, task, reason, quiet_node, outcome)
   local f = call('HMGET', K.task(P, task), 'state', 'node', 'attempt')
   call('ZREM', K.leases(P), task)
   if f[1] ~= 'leased' then return end
+  note(P, task, 'l', f[3], outcome)
   call('SREM', K.node_leases(P, f[2]), task)
   if f[2] ~= quiet_node then
     emit(P, 'node ' .. f[2], 'lease', task .. '#' .. f[3], 'reason', reason)
@@ -36,6 +37,7 @@ local function entomb(P, task, ttl_ms)
   call('HDEL', K.task(P, task), 'spec', 'lane', 'entry', 'credited', 'avoid')
   call('UNLINK', K.members(P, task))
   call('PEXPIRE', K.task(P, task), ttl_ms)
+  close_trace(P, task, ttl_ms)
 end
 
 local function finish_evaluation(P, id)
@@ -50,11 +52,12 @@ local function finish_evaluation(P, id)
 end
 
 -- Ends a task whose members will not all come. Training tasks go on to settle; evaluation tasks end here.
-local function close_task(P, task, why, now)
+local function close_task(P, task, why, now, outcome)
   local T = K.task(P, task)
   local f = call('HMGET', T, 'state', 'evaluation', 'left')
   if not is_open(f[1]) then return false end
-  end_lease(P, task, 'group_closed', '')
+  end_lease(P, task, 'group_closed', '', outcome or why)
+  note(P, task, 'C', why)
   if f[2] ~= '' then
     leave_lane(P, task)
     entomb(P, task, 86400000)
@@ -70,10 +73,10 @@ local function close_task(P, task, why, now)
 end
 
 local function bury(P, task, reason, detail, now)
-  local f = call('HMGET', K.task(P, task), 'attempt', 'node')
+  local f = call('HMGET', K.task(P, task), 'attempt', 'node', 'size', 'evaluation', 'spec')
   call('XADD', K.dead(P), 'MAXLEN', '~', MAX_DEAD, '*', 'task', task, 'reason', reason, 'detail', detail,
-    'attempt', f[1], 'node', f[2] or '')
-  close_task(P, task, 'dead_letter', now)
+    'attempt', f[1], 'node', f[2] or '', 'size', f[3], 'evaluation', f[4], 'spec', f[5])
+  close_task(P, task, 'dead_letter', now, reason)
 end
 
 -- Another node gets the task, or nobody when its tries are spent. Returns true when it will be leased again.
@@ -84,7 +87,7 @@ local function give_again(P, task, reason, detail, now, due, quiet_node)
     bury(P, task, reason, detail, now)
     return false
   end
-  end_lease(P, task, 'lease_lost', quiet_node)
+  end_lease(P, task, 'lease_lost', quiet_node, reason)
   call('HSET', T, 'state', 'retry')
   call('ZADD', K.retry(P, f[2]), due, task)
   emit(P, 'work')
@@ -140,6 +143,8 @@ local function grant(P, node, task, ttl, horizon, now)
   call('ZADD', K.leases(P), now + ttl, task)
   call('SADD', K.node_leases(P, node), task)
   call('ZADD', K.open(P), 'NX', now + horizon, task)
+  open_trace(P, task)
+  note(P, task, 'L', attempt, node)
   local names, missing = {}, {}
   for i = 0, tonumber(f[1]) - 1 do names[#names + 1] = 'm' .. i end
   for i, filled in ipairs(call('HMGET', T, unpack(names))) do
@@ -154,7 +159,7 @@ local function avoids(P, task, node)
 end
 
 local function lease_retries(P, node, lane, want, ttl, horizon, now, out)
-  local due = call('ZRANGEBYSCORE', K.retry(P, lane), '-inf', now, 'LIMIT', 0, want + 32)
+  local due = call('ZRANGEBYSCORE', K.retry(P, lane), '-inf', now, 'LIMIT', 0, want + 256)
   for _, task in ipairs(due) do
     if #out >= want then return end
     if not avoids(P, task, node) then
@@ -253,19 +258,33 @@ local function lease_training(P, node, serving, want, ttl, horizon, now, out)
   return nil
 end
 
--- lease: node, want, ttl, horizon, most leases the node may hold, then policy, version served.
--- Returns { reason, leases }; reason is '' when all that was wanted was leased.
+-- Whether another node might get something that this one did not ask for or may not have.
+local function is_more(P, serving, reason)
+  if not reason or reason == 'node_full' or reason == 'node_behind' then return true end
+  if call('HLEN', K.open_evaluations(P)) > 0 or call('ZCARD', K.retry(P, TRAIN)) > 0 then return true end
+  if reason ~= 'staleness_window' then return false end
+  for _, policy in ipairs(policies(P)) do
+    if lag_of(P, policy, serving) > 0 then return true end
+  end
+  return false
+end
+
+-- lease: node, want, ttl, horizon, most leases the node may hold, session or '', then policy, version served.
+-- Returns { reason, leases, '1' when another node might get something }; reason is '' when all that was wanted was leased.
 local function lease(keys, a)
   local P, node, want, ttl, horizon = keys[1], a[1], tonumber(a[2]), tonumber(a[3]), tonumber(a[4])
   local now, out, serving = now_ms(), {}, {}
-  for i = 6, #a, 2 do serving[a[i]] = tonumber(a[i + 1]) end
-  if call('HGET', K.run(P), 'state') == 'finished' then return { 'run_finished', {} } end
+  for i = 7, #a, 2 do serving[a[i]] = tonumber(a[i + 1]) end
+  if call('HGET', K.run(P), 'state') == 'finished' then return { 'run_finished', {}, '0' } end
+  local f = call('HMGET', K.node(P, node), 'session', 'drain')
+  if a[6] ~= '' and f[1] ~= a[6] then return { 'session_replaced', {}, '1' } end
+  if f[2] then return { 'draining', {}, '1' } end
   want = math.min(want, tonumber(a[5]) - call('SCARD', K.node_leases(P, node)))
-  if want <= 0 then return { 'node_full', {} } end
+  if want <= 0 then return { 'node_full', {}, '1' } end
   lease_evaluations(P, node, serving, want, ttl, horizon, now, out)
   local reason = nil
   if #out < want then reason = lease_training(P, node, serving, want, ttl, horizon, now, out) end
-  return { reason or '', out }
+  return { reason or '', out, is_more(P, serving, reason) and '1' or '0' }
 end
 
 local function holds(P, node, lease_id)
@@ -284,6 +303,46 @@ local function renew(keys, a)
     if task then call('ZADD', K.leases(P), now + tonumber(a[2]), task) else lost[#lost + 1] = a[i] end
   end
   return lost
+end
+
+-- Gives back a lease that never arrived; costs no attempt.
+local function give_back_undelivered(P, node, task, now)
+  call('HINCRBY', K.task(P, task), 'tries', -1)
+  give_again(P, task, 'undelivered', 'the lease did not reach the node', now, now, '')
+end
+
+-- reconcile: node, ttl, lease ids the node holds. Renews these, gives back what it does not hold. Returns { lost lease ids, given back }.
+local function reconcile(keys, a)
+  local P, node, now, held, given, lost = keys[1], a[1], now_ms(), {}, 0, {}
+  for i = 3, #a do held[a[i]] = true end
+  for _, task in ipairs(call('SMEMBERS', K.node_leases(P, node))) do
+    local id = task .. '#' .. call('HGET', K.task(P, task), 'attempt')
+    if held[id] then
+      call('ZADD', K.leases(P), now + tonumber(a[2]), task)
+      held[id] = nil
+    else
+      give_back_undelivered(P, node, task, now)
+      given = given + 1
+    end
+  end
+  for id in pairs(held) do lost[#lost + 1] = id end
+  return { lost, given }
+end
+
+-- leave: node, session, leases that it never confirmed. Gives these back. Returns how many.
+local function leave(keys, a)
+  local P, node, now, given = keys[1], a[1], now_ms(), 0
+  if call('HGET', K.node(P, node), 'session') == a[2] then
+    call('HSET', K.node(P, node), 'seen_ms', now, 'connected_until', now)
+  end
+  for i = 3, #a do
+    local task = holds(P, node, a[i])
+    if task then
+      give_back_undelivered(P, node, task, now)
+      given = given + 1
+    end
+  end
+  return given
 end
 
 -- fail: node, lease id, reason, detail, '1' retryable, '1' costs no attempt, backoff ms. Returns 1 when it will be leased again.
@@ -322,7 +381,7 @@ local function close_training(keys, a)
   for _, task in ipairs(call('ZRANGE', K.open(P), 0, -1)) do
     if closed >= tonumber(a[1]) then break end
     if call('HGET', K.task(P, task), 'evaluation') == '' then
-      end_lease(P, task, 'run_finished', '')
+      end_lease(P, task, 'run_finished', '', 'run_finished')
       if call('HGET', K.task(P, task), 'state') == 'leased' then call('HSET', K.task(P, task), 'state', 'retry') end
       close_task(P, task, 'run_finished', now)
       closed = closed + 1

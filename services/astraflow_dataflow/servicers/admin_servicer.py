@@ -1,22 +1,139 @@
-"""AdminService: looking at a run from outside."""
+"""AdminService: looking at a run from outside, and taking care of its nodes and dead letters."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import admin_service_pb2_grpc
-from astraflow_dataflow.reporting import Reporting
+from astraflow.errors import InvalidArgumentError
+from astraflow.rollout.v1 import task_pb2
+from astraflow_dataflow.durability import Durability
+from astraflow_dataflow.pools import pool_report
+from astraflow_dataflow.records import StoredDeadLetter
+from astraflow_dataflow.reporting import Reporting, timestamp
 from astraflow_dataflow.runs import RunRegistry
+from astraflow_dataflow.servicers.bounds import page_size
+from astraflow_dataflow.stores import Store
+from astraflow_dataflow.watching import watch
+from astraflow_kit.log import get_logger
 from astraflow_kit.serve import Context
+
+log = get_logger(__name__)
+
+_LETTER_ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
+_REASON = re.compile(r"[a-z0-9_]{1,64}")
+_MAX_LETTERS = 500
+_MAX_NODES = 1000
+_LEAST_INTERVAL_S = 0.1
+_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
 class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     """Serves AdminService."""
 
+    store: Store
     registry: RunRegistry
     reporting: Reporting
+    durability: Durability
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         return await self.reporting.status(await self.registry.get(request.run_id))
+
+    async def Watch(
+        self, request: pb.AdminServiceWatchRequest, context: Context
+    ) -> AsyncIterator[pb.AdminServiceWatchResponse]:
+        run = await self.registry.get(request.run_id)
+        asked_s = request.interval_duration.ToNanoseconds() / 1e9
+        interval_s = max(_LEAST_INTERVAL_S, asked_s) if request.HasField("interval_duration") else _INTERVAL_S
+        async for status, changed in watch(run, self.reporting, interval_s=interval_s):
+            yield pb.AdminServiceWatchResponse(status=status, changed=changed)
+
+    async def Why(self, request: pb.WhyRequest, context: Context) -> pb.WhyResponse:
+        return await self.reporting.why(await self.registry.get(request.run_id), request.task_id)
+
+    async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesResponse:
+        run = await self.registry.get(request.run_id)
+        size = page_size(request.page_size, default=50, most=_MAX_NODES)
+        nodes = [node for node in await self.reporting.nodes(run) if node.node_id > request.page_token]
+        token = nodes[size - 1].node_id if len(nodes) > size else ""
+        return pb.ListNodesResponse(nodes=nodes[:size], next_page_token=token)
+
+    async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.DrainNodeResponse:
+        run = await self.registry.get(request.run_id)
+        reason = request.reason or "operator"
+        if not _REASON.fullmatch(reason):
+            raise InvalidArgumentError(f"reason {reason!r} must be a slug: 1–64 characters of [a-z0-9_]")
+        leases, connected = await self.store.nodes.drain(run.run_id, node_id=request.node_id, reason=reason)
+        await self.durability.barrier()
+        log.info("node.drain_ordered", node_id=request.node_id, reason=reason, leases=leases)
+        return pb.DrainNodeResponse(leases=leases, connected=connected)
+
+    async def ListDeadLetters(
+        self, request: pb.ListDeadLettersRequest, context: Context
+    ) -> pb.ListDeadLettersResponse:
+        run = await self.registry.get(request.run_id)
+        if request.page_token:
+            _require_letters([request.page_token])
+        size = page_size(request.page_size, default=50, most=_MAX_LETTERS)
+        found = await self.store.admin.dead_letters(run.run_id, after=request.page_token, limit=size + 1)
+        return pb.ListDeadLettersResponse(
+            dead_letters=[letter_message(item, with_task=request.include_tasks) for item in found[:size]],
+            next_page_token=found[size - 1].letter_id if len(found) > size else "",
+            total=await self.store.admin.num_dead_letters(run.run_id),
+        )
+
+    async def RequeueDeadLetters(
+        self, request: pb.RequeueDeadLettersRequest, context: Context
+    ) -> pb.RequeueDeadLettersResponse:
+        run = await self.registry.get(request.run_id)
+        _require_letters(request.dead_letter_ids)
+        done = await self.store.admin.requeue(run.run_id, request.dead_letter_ids)
+        await self.durability.barrier()
+        log.info("dead_letters.requeued", run_id=run.run_id, count=done.requeued)
+        return pb.RequeueDeadLettersResponse(requeued=done.requeued, unknown=done.unknown, kept=done.kept)
+
+    async def PurgeDeadLetters(
+        self, request: pb.PurgeDeadLettersRequest, context: Context
+    ) -> pb.PurgeDeadLettersResponse:
+        run = await self.registry.get(request.run_id)
+        _require_letters(request.dead_letter_ids)
+        purged = await self.store.admin.purge(run.run_id, request.dead_letter_ids)
+        log.info("dead_letters.purged", run_id=run.run_id, count=purged)
+        return pb.PurgeDeadLettersResponse(purged=purged)
+
+    async def PoolReport(self, request: pb.PoolReportRequest, context: Context) -> pb.PoolReportResponse:
+        run = await self.registry.get(request.run_id)
+        audit = await self.store.audits.audit(run.run_id)
+        return pool_report(audit, await self.store.nodes.all(run.run_id))
+
+
+def letter_message(letter: StoredDeadLetter, *, with_task: bool) -> pb.DeadLetter:
+    """Return the contract's form of a dead letter."""
+    return pb.DeadLetter(
+        dead_letter_id=letter.letter_id,
+        task_id=letter.task_id,
+        reason=letter.reason,
+        detail=letter.detail,
+        attempt=letter.attempt,
+        node_id=letter.node_id,
+        create_time=timestamp(letter.create_ms),
+        task=task_pb2.Task.FromString(letter.spec) if with_task else None,
+        payload_ref=f"{letter.key} {letter.letter_id}",
+        evaluation_id=letter.evaluation_id,
+    )
+
+
+def _require_letters(letter_ids: Sequence[str]) -> None:
+    if len(letter_ids) > _MAX_LETTERS:
+        raise InvalidArgumentError(
+            f"{len(letter_ids)} letters in one call, at most {_MAX_LETTERS}; send several"
+        )
+    strange = [letter_id for letter_id in letter_ids if not _LETTER_ID.fullmatch(letter_id)]
+    if strange:
+        raise InvalidArgumentError(
+            f"{strange[0]!r} is not the id of a dead letter; ListDeadLetters shows them, for example 1712000000000-0"
+        )

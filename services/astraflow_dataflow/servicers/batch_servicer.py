@@ -11,9 +11,10 @@ from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1 import batch_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
 from astraflow_dataflow.batching import Batching
+from astraflow_dataflow.durability import Durability
 from astraflow_dataflow.records import Stage
 from astraflow_dataflow.runs import RunContext, RunRegistry
-from astraflow_dataflow.servicers.bounds import wait_seconds
+from astraflow_dataflow.servicers.bounds import MAX_REASON, require_short, wait_seconds
 from astraflow_dataflow.stores import Store
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
@@ -40,6 +41,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
     registry: RunRegistry
     batching: Batching
     metrics: Metrics
+    durability: Durability
 
     async def ClaimPolicy(self, request: pb.ClaimPolicyRequest, context: Context) -> pb.ClaimPolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
@@ -49,7 +51,9 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             trainer_id=request.trainer_id,
             known_epoch=request.known_epoch,
             held_epoch=request.held_epoch,
+            incarnation=await self.store.connection.data_incarnation(),
         )
+        await self.durability.barrier()
         log.info(
             "policy.claimed",
             policy_id=request.policy_id,
@@ -79,6 +83,8 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             base_version=request.base_version,
             wait_s=wait_seconds(request.wait_duration),
         )
+        if handed.batch is not None:
+            await self.durability.barrier()
         return pb.AcquireBatchResponse(
             batch=handed.batch, waiting_for=handed.waiting_for, stage=_STAGE_NUMBERS[handed.stage]
         )
@@ -110,6 +116,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             digest=request.digest,
             stage=_STAGES[request.stage],
         )
+        await self.durability.barrier()
         self.metrics.increment(
             "astraflow_dataflow_steps_total", policy=request.policy_id, stage=recorded.value
         )
@@ -129,6 +136,25 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         )
         return pb.NackBatchResponse(returned_groups=returned)
 
+    async def VoidBatch(self, request: pb.VoidBatchRequest, context: Context) -> pb.VoidBatchResponse:
+        run = await self._run(request.run_id, request.policy_id, step=request.step)
+        if request.action not in (pb.VOID_ACTION_RETURN, pb.VOID_ACTION_DISCARD):
+            raise InvalidArgumentError(
+                f"action {request.action} is not VOID_ACTION_RETURN or VOID_ACTION_DISCARD"
+            )
+        require_short(request.reason, name="reason", limit=MAX_REASON)
+        returned, dropped = await self.store.batches.void(
+            run.run_id,
+            request.policy_id,
+            step=request.step,
+            batch_id=request.batch_id,
+            discard=request.action == pb.VOID_ACTION_DISCARD,
+            reason=request.reason or "voided by an operator",
+        )
+        await self.durability.barrier()
+        log.warning("batch.voided", batch_id=request.batch_id, step=request.step, dropped=dropped)
+        return pb.VoidBatchResponse(returned_groups=returned, dropped_trajectories=dropped)
+
     async def RenewBatch(self, request: pb.RenewBatchRequest, context: Context) -> pb.RenewBatchResponse:
         run = await self._run(request.run_id, request.policy_id, step=request.step)
         await self.store.batches.renew(
@@ -145,6 +171,8 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         await self.store.batches.mark_durable(
             run.run_id, request.policy_id, epoch=request.trainer_epoch, step=request.step
         )
+        # Before anything is freed: the note that it may be must not be lost.
+        await self.durability.barrier()
         released = await self.store.batches.release_durable(run.run_id, request.policy_id)
         return pb.MarkDurableResponse(released_trajectories=released)
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from google.protobuf import duration_pb2
 
 MAX_WAIT_S = 30.0
+MAX_REASON = 256
 
 
 def wait_seconds(duration: duration_pb2.Duration) -> float:
@@ -20,3 +21,14 @@ def wait_seconds(duration: duration_pb2.Duration) -> float:
             f"wait_duration {seconds} s must be 0–{MAX_WAIT_S:g} s; call again to wait longer"
         )
     return seconds
+
+
+def require_short(text: str, *, name: str, limit: int) -> None:
+    """Raise InvalidArgumentError for a text beyond its bound."""
+    if len(text) > limit:
+        raise InvalidArgumentError(f"{name} has {len(text)} characters, at most {limit}")
+
+
+def page_size(asked: int, *, default: int, most: int) -> int:
+    """Return how many items a page has."""
+    return min(asked or default, most)

@@ -10,12 +10,18 @@ from google.protobuf.duration_pb2 import Duration
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
+from astraflow_dataflow.accounts import last_account
+from astraflow_dataflow.durability import Durability
 from astraflow_dataflow.records import Life, StoredRun
-from astraflow_dataflow.reporting import RUN_STATES, timestamp
+from astraflow_dataflow.reporting import RUN_STATES, account_message, timestamp
 from astraflow_dataflow.runs import RunRegistry
 from astraflow_dataflow.stores import Store
 from astraflow_dataflow.versions import Versions
+from astraflow_kit import failpoints
+from astraflow_kit.log import get_logger
 from astraflow_kit.serve import Context
+
+log = get_logger(__name__)
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -29,11 +35,14 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     store: Store
     registry: RunRegistry
     versions: Versions
+    durability: Durability
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
         if not _RUN_ID.fullmatch(request.run.run_id):
             raise InvalidArgumentError(f"run_id {request.run.run_id!r} must be 1–64 characters of [a-z0-9-]")
-        return pb.CreateRunResponse(run=run_message(await self.registry.create(request.run)))
+        run = run_message(await self.registry.create(request.run))
+        await self.durability.barrier()
+        return pb.CreateRunResponse(run=run)
 
     async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
         run_id = await self.registry.resolve(request.run_id)
@@ -48,6 +57,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         if not (request.state == run_pb2.RUN_STATE_FINISHING and life is Life.FINISHED):
             wanted = Life.ACTIVE if request.state == run_pb2.RUN_STATE_ACTIVE else Life.FINISHING
             await self.store.runs.advance(run_id, wanted)
+            await self.durability.barrier()
         return pb.UpdateRunResponse(run=run_message(await self.store.runs.get(run_id)))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
@@ -60,6 +70,21 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         ids = await self.store.runs.ids(offset=offset, limit=size + 1)
         runs = [run_message(await self.store.runs.get(run_id)) for run_id in ids[:size]]
         return pb.ListRunsResponse(runs=runs, next_page_token=str(offset + size) if len(ids) > size else "")
+
+    async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
+        if not _RUN_ID.fullmatch(request.run_id):
+            raise InvalidArgumentError(
+                f"run_id {request.run_id!r} names no run; a run to delete must be named"
+            )
+        counters = await self.store.runs.begin_delete(request.run_id, force=request.force)
+        failpoints.hit("dataflow.deleted")
+        await self.registry.forget(request.run_id)
+        deleted = await self.store.runs.delete_keys(request.run_id)
+        await self.durability.barrier()
+        log.info("run.deleted", run_id=request.run_id, keys=deleted, forced=request.force)
+        return pb.DeleteRunResponse(
+            trajectories=account_message(last_account(counters)), deleted_keys=deleted
+        )
 
     async def JoinRun(self, request: pb.JoinRunRequest, context: Context) -> pb.JoinRunResponse:
         if not _NODE_ID.fullmatch(request.node_id):

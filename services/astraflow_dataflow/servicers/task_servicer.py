@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.dataflow.v1 import task_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
+from astraflow_dataflow.durability import Durability
 from astraflow_dataflow.leasing import Leasing
 from astraflow_dataflow.records import NewTask
 from astraflow_dataflow.runs import RunContext, RunRegistry
@@ -33,11 +34,13 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
     registry: RunRegistry
     leasing: Leasing
     versions: Versions
+    durability: Durability
 
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
         run = await self.registry.get(request.run_id)
         tasks = new_tasks(request, default_group_size=run.recipe.dataflow.group_size)
         submitted = await self.store.tasks.submit(run.run_id, tasks)
+        await self.durability.barrier()
         return pb.SubmitTasksResponse(submitted=submitted, duplicates=len(tasks) - submitted)
 
     async def Work(
@@ -48,7 +51,12 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
             raise InvalidArgumentError("a working session opens with `hello`; send it first")
         run = await self.registry.get(first.hello.run_id)
         session = WorkSession(
-            run, first.hello, store=self.store, leasing=self.leasing, versions=self.versions
+            run,
+            first.hello,
+            store=self.store,
+            leasing=self.leasing,
+            versions=self.versions,
+            durability=self.durability,
         )
         async for response in session.responses(requests):
             yield response
@@ -73,15 +81,16 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
         deadline_s = loop.time() + wait_s
         with run.wakeups.subscribe("work", "run") as news:
             while True:
-                leases, waiting_for = await self.leasing.lease(
+                offer = await self.leasing.lease(
                     run,
                     node_id=request.node_id,
                     want=request.max_tasks,
                     serving=dict(request.serving_versions),
                 )
                 left_s = deadline_s - loop.time()
-                if leases or left_s <= 0:
-                    return pb.LeaseTasksResponse(leases=leases, waiting_for="" if leases else waiting_for)
+                if offer.leases or left_s <= 0:
+                    waiting_for = "" if offer.leases else offer.waiting_for
+                    return pb.LeaseTasksResponse(leases=offer.leases, waiting_for=waiting_for)
                 await news.wait(min(left_s, _LOOK_AGAIN_S))
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:

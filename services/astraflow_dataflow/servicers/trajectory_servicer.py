@@ -28,7 +28,12 @@ class TrajectoryServicer(trajectory_service_pb2_grpc.TrajectoryServiceServicer):
         reader = asyncio.create_task(self._read(requests, window), name="pushes")
         try:
             async for sequence, outcome in window.answers():
-                yield pb.PushResponse(sequence=sequence, result=result_message(outcome))
+                durability = self.ingests.durability
+                yield pb.PushResponse(
+                    sequence=sequence,
+                    result=result_message(outcome, durability.reached),
+                    watermark=durability.watermark(outcome.run_id),
+                )
             await reader
         finally:
             reader.cancel()
@@ -50,14 +55,18 @@ class TrajectoryServicer(trajectory_service_pb2_grpc.TrajectoryServiceServicer):
 
     async def PushEpisode(self, request: pb.PushEpisodeRequest, context: Context) -> pb.PushEpisodeResponse:
         ingest = await self.ingests.get(request.episode.run_id)
-        return pb.PushEpisodeResponse(result=result_message(await ingest.push(request.episode)))
+        outcome, durability = await ingest.push(request.episode), self.ingests.durability
+        return pb.PushEpisodeResponse(
+            result=result_message(outcome, durability.reached), watermark=durability.watermark(outcome.run_id)
+        )
 
 
-def result_message(outcome: PushOutcome) -> pb.PushResult:
+def result_message(outcome: PushOutcome, durability: durability_pb2.Durability.ValueType) -> pb.PushResult:
     """Return the contract's form of an outcome."""
     return pb.PushResult(
         outcome=pb.Outcome.Value(f"OUTCOME_{outcome.outcome.value}"),
         reason=outcome.reason,
         detail=outcome.detail,
-        durability=durability_pb2.DURABILITY_MEMORY,
+        durability=durability,
+        position=outcome.position,
     )

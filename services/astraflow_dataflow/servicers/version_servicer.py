@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from astraflow.dataflow.v1 import version_pb2, version_service_pb2_grpc
 from astraflow.dataflow.v1 import version_service_pb2 as pb
-from astraflow.dataflow.v1 import version_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
+from astraflow_dataflow.durability import Durability
+from astraflow_dataflow.records import StoredPin
+from astraflow_dataflow.reporting import timestamp
 from astraflow_dataflow.runs import RunRegistry
+from astraflow_dataflow.servicers.bounds import MAX_REASON, require_short
 from astraflow_dataflow.versions import Versions
 from astraflow_kit.serve import Context
 
@@ -21,10 +25,12 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
 
     registry: RunRegistry
     versions: Versions
+    durability: Durability
 
     async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:
         run = await self.registry.get(request.run_id)
         announced = await self.versions.publish(run, request.version, epoch=request.trainer_epoch)
+        await self.durability.barrier()
         return pb.PublishResponse(version=announced)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
@@ -44,9 +50,37 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
         first = page_start(request.page_token, newest=run.newest_versions[request.policy_id])
         numbers = range(first, max(-1, first - size), -1)
         found = await self.versions.several(run, request.policy_id, numbers)
+        pins = await self.versions.store.versions.pins(run.run_id, request.policy_id)
         return pb.ListVersionsResponse(
-            versions=found, next_page_token=str(first - size) if first - size >= 0 else ""
+            versions=found,
+            next_page_token=str(first - size) if first - size >= 0 else "",
+            pins=[pin_message(pin) for pin in pins if pin.version in numbers],
         )
+
+    async def PinVersion(self, request: pb.PinVersionRequest, context: Context) -> pb.PinVersionResponse:
+        run = await self.registry.get(request.run_id)
+        run.require_policy(request.policy_id)
+        require_short(request.reason, name="reason", limit=MAX_REASON)
+        pin = await self.versions.store.versions.pin(
+            run.run_id, request.policy_id, version=request.version, reason=request.reason
+        )
+        await self.durability.barrier()
+        return pb.PinVersionResponse(pin=pin_message(pin))
+
+    async def UnpinVersion(
+        self, request: pb.UnpinVersionRequest, context: Context
+    ) -> pb.UnpinVersionResponse:
+        run = await self.registry.get(request.run_id)
+        run.require_policy(request.policy_id)
+        was_pinned = await self.versions.store.versions.unpin(
+            run.run_id, request.policy_id, version=request.version
+        )
+        return pb.UnpinVersionResponse(was_pinned=was_pinned)
+
+
+def pin_message(pin: StoredPin) -> version_pb2.Pin:
+    """Return the contract's form of a pin."""
+    return version_pb2.Pin(version=pin.version, reason=pin.reason, pin_time=timestamp(pin.pin_ms))
 
 
 def page_start(token: str, *, newest: int) -> int:

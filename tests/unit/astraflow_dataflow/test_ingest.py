@@ -8,9 +8,12 @@ from typing import cast
 import pytest
 
 from astraflow.errors import InvalidArgumentError, UnavailableError
+from astraflow_dataflow.durability import Durability
 from astraflow_dataflow.ingest import Ingest, pushed_episode
+from astraflow_dataflow.records import Level
 from astraflow_dataflow.runs import RunContext, RunRegistry
 from astraflow_dataflow.settling import Settling
+from astraflow_dataflow.store import Connection
 from astraflow_dataflow.stores import Store
 from astraflow_kit.metrics import Metrics
 from support.dataflow_world import make_episode
@@ -41,6 +44,7 @@ def ingest_over(error: BaseException) -> Ingest:
         registry=cast("RunRegistry", failing),
         settling=cast("Settling", failing),
         metrics=Metrics(),
+        durability=Durability(cast("Connection", failing), Level.MEMORY),
     )
 
 

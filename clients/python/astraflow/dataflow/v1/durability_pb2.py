@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&astraflow/dataflow/v1/durability.proto\x12\x15\x61straflow.dataflow.v1\"\\\n\tWatermark\x12\x18\n\x10\x64urable_position\x18\x01 \x01(\x04\x12\x35\n\ndurability\x18\x02 \x01(\x0e\x32!.astraflow.dataflow.v1.Durability*r\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x01\x12\x16\n\x12\x44URABILITY_FSYNCED\x10\x02\x12\x19\n\x15\x44URABILITY_REPLICATED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&astraflow/dataflow/v1/durability.proto\x12\x15\x61straflow.dataflow.v1\"v\n\tWatermark\x12\x18\n\x10\x64urable_position\x18\x01 \x01(\x04\x12\x35\n\ndurability\x18\x02 \x01(\x0e\x32!.astraflow.dataflow.v1.Durability\x12\x18\n\x10\x64\x61ta_incarnation\x18\x03 \x01(\t*r\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x01\x12\x16\n\x12\x44URABILITY_FSYNCED\x10\x02\x12\x19\n\x15\x44URABILITY_REPLICATED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.dataflow.v1.durability_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DURABILITY']._serialized_start=159
-  _globals['_DURABILITY']._serialized_end=273
+  _globals['_DURABILITY']._serialized_start=185
+  _globals['_DURABILITY']._serialized_end=299
   _globals['_WATERMARK']._serialized_start=65
-  _globals['_WATERMARK']._serialized_end=157
+  _globals['_WATERMARK']._serialized_end=183
 # @@protoc_insertion_point(module_scope)

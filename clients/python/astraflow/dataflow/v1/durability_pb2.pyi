@@ -53,19 +53,23 @@ class Watermark(_message.Message):
 
     DURABLE_POSITION_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
+    DATA_INCARNATION_FIELD_NUMBER: _builtins.int
     durable_position: _builtins.int
     """Highest position that is durable; 0 before the first."""
     durability: Global___Durability.ValueType
     """What it has reached: FSYNCED or REPLICATED."""
+    data_incarnation: _builtins.str
+    """Data incarnation the position belongs to, as in JoinRunResponse. Another one than in the message before: push again whatever is kept."""
     def __init__(
         self,
         *,
         durable_position: _builtins.int = ...,
         durability: Global___Durability.ValueType = ...,
+        data_incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "durable_position", b"durable_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_incarnation", b"data_incarnation", "durability", b"durability", "durable_position", b"durable_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,116 @@
+-- What operators change: nodes told to leave, pins, and tasks that nobody tries again.
+
+local DEAD_PER_CALL = 500
+local MAX_PINS = 1000
+
+-- drain: node, reason. The node gets nothing more from now on. Returns { leases held, '1' when connected }.
+local function drain(keys, a)
+  local P, N = keys[1], K.node(keys[1], a[1])
+  if call('EXISTS', N) == 0 then return refuse('NOTFOUND', 'node ' .. a[1] .. ' has not joined this run; ListNodes shows who has') end
+  call('HSET', N, 'drain', a[2])
+  emit(P, 'node ' .. a[1], 'drain', a[2])
+  local connected = tonumber(call('HGET', N, 'connected_until') or 0) > now_ms()
+  return { call('SCARD', K.node_leases(P, a[1])), connected and '1' or '0' }
+end
+
+-- pin: policy, version, reason. Returns the time of the pin; pinning again keeps it and replaces the reason.
+local function pin(keys, a)
+  local P, pins = keys[1], K.pins(keys[1], a[1])
+  if call('HEXISTS', K.versions(P, a[1]), a[2]) == 0 then
+    return refuse('NOTFOUND', 'version ' .. a[2] .. ' of ' .. a[1] .. ' is not announced; ListVersions shows those that are')
+  end
+  local known = call('HGET', pins, a[2])
+  if not known and call('HLEN', pins) >= MAX_PINS then
+    return refuse('PRECONDITION', a[1] .. ' has ' .. MAX_PINS .. ' pins, the most there may be; unpin some')
+  end
+  local ms = known and string.match(known, '^%d+') or tostring(now_ms())
+  call('HSET', pins, a[2], ms .. ' ' .. a[3])
+  return ms
+end
+
+-- unpin: policy, version. Returns 1 when it was pinned.
+local function unpin(keys, a)
+  return call('HDEL', K.pins(keys[1], a[1]), a[2])
+end
+
+local function fields_of(entry)
+  local f = {}
+  for i = 1, #entry[2], 2 do f[entry[2][i]] = entry[2][i + 1] end
+  return f
+end
+
+-- A dead task becomes a queued one. Episodes that came before were dropped with their group: repeated, they are duplicates.
+local function revive(P, f)
+  local task, T, size = f.task, K.task(P, f.task), tonumber(f.size)
+  for i = 0, size - 1 do
+    local member = call('HGET', T, 'm' .. i)
+    if member then
+      call('HSET', T, 'r' .. string.sub(member, 2), 'DUPLICATE ')
+      call('HDEL', T, 'm' .. i)
+    end
+  end
+  call('HDEL', T, 'why', 'credited', 'avoid', 'node')
+  local entry = call('XADD', K.lane(P, TRAIN), '*', 'task', task)
+  call('HSET', T, 'state', 'queued', 'attempt', f.attempt, 'tries', 0, 'size', size, 'left', size, 'lane', TRAIN, 'entry', entry,
+    'evaluation', '', 'spec', f.spec)
+  call('PERSIST', T)
+  call('PERSIST', K.trace(P, task))
+  note(P, task, 'X')
+end
+
+-- requeue: letter ids, or none for the oldest. Returns { requeued, unknown, kept }.
+local function requeue(keys, a)
+  local P, requeued, unknown, kept, entries = keys[1], 0, 0, 0, {}
+  if call('HGET', K.run(P), 'state') ~= 'active' then
+    return refuse('PRECONDITION', 'the run takes no tasks any more; create a new run')
+  end
+  if #a == 0 then entries = call('XRANGE', K.dead(P), '-', '+', 'COUNT', DEAD_PER_CALL) end
+  for _, id in ipairs(a) do
+    local found = call('XRANGE', K.dead(P), id, id)
+    if found[1] then entries[#entries + 1] = found[1] else unknown = unknown + 1 end
+  end
+  for _, entry in ipairs(entries) do
+    local f = fields_of(entry)
+    local state = call('HGET', K.task(P, f.task), 'state')
+    if f.evaluation ~= '' or (state and state ~= 'done') then
+      kept = kept + 1
+    elseif call('XDEL', K.dead(P), entry[1]) == 1 then
+      revive(P, f)
+      requeued = requeued + 1
+    end
+  end
+  if requeued > 0 then emit(P, 'work') end
+  return { requeued, unknown, kept }
+end
+
+-- purge: letter ids, or none for all. Returns how many were forgotten.
+local function purge(keys, a)
+  local P = keys[1]
+  if #a == 0 then return call('XTRIM', K.dead(P), 'MAXLEN', 0) end
+  return call('XDEL', K.dead(P), unpack(a))
+end
+
+-- refused: nodes. Returns { tasks that all of them refused, one of these, since when }, looking at the oldest that wait to be tried again.
+local function refused(keys, a)
+  local P, n, example, since = keys[1], 0, '', 0
+  local lanes = call('HKEYS', K.open_evaluations(P))
+  lanes[#lanes + 1] = TRAIN
+  for _, lane in ipairs(lanes) do
+    local waiting = call('ZRANGE', K.retry(P, lane), 0, 255, 'WITHSCORES')
+    for i = 1, #waiting, 2 do
+      local everywhere = #a > 0
+      for _, node in ipairs(a) do everywhere = everywhere and avoids(P, waiting[i], node) end
+      if everywhere then
+        n = n + 1
+        local due = tonumber(waiting[i + 1])
+        if since == 0 or due < since then example, since = waiting[i], due end
+      end
+    end
+  end
+  return { n, example, since }
+end
+
+-- beat. Writes something, so that waiting for it to be safe means that all before it is.
+local function beat(keys)
+  return call('INCR', keys[1])
+end

@@ -1,0 +1,48 @@
+-- Traces: what happened to a task, for people. One bounded list per leased task; it ends with the answers to repeated pushes, and earlier
+-- when many tasks have finished since. Entries are tab separated: kind, ms, then what the kind says (tracing.py reads them).
+
+local MAX_TRACE = 4000
+local MAX_TRACED = 10000
+
+local function note(P, task, kind, ...)
+  local trace = K.trace(P, task)
+  -- Pushes onto an existing list only: what comes after a trace was forgotten must not begin another.
+  if call('LLEN', trace) < MAX_TRACE then
+    call('RPUSHX', trace, table.concat({ kind, now_ms(), ... }, '\t'))
+  end
+end
+
+local function open_trace(P, task)
+  if call('EXISTS', K.trace(P, task)) == 0 then
+    local f = call('HMGET', K.task(P, task), 'lane', 'entry')
+    if f[2] then call('RPUSH', K.trace(P, task), 'Q\t' .. string.match(f[2], '^%d+') .. '\t' .. f[1]) end
+  end
+end
+
+-- Lets a finished task's trace end some day; of very many finished ones only the newest are kept.
+local function close_trace(P, task, ttl_ms)
+  if call('PEXPIRE', K.trace(P, task), ttl_ms) == 0 then return end
+  if call('RPUSH', K.traced(P), task) > MAX_TRACED then
+    local oldest = call('LPOP', K.traced(P))
+    if call('HGET', K.task(P, oldest), 'state') == 'done' then call('UNLINK', K.trace(P, oldest)) end
+  end
+end
+
+local function note_episode(P, task, member, attempt, node, episode, outcome, failed, reason, items)
+  local entry = { table.concat({ member, attempt, node, episode, outcome, failed, reason }, '\t') }
+  for _, item in ipairs(items) do entry[#entry + 1] = item.trace end
+  note(P, task, 'E', lines(entry))
+end
+
+-- A group's id begins with its task's, and task ids hold no slash.
+local function note_group(P, gid, kind, ...)
+  note(P, string.match(gid, '^[^/]+'), kind, gid, ...)
+end
+
+-- trace: task. Returns { '1' when ever submitted, { state, attempt, size, left, lane, why, avoid, entry }, deadline or '', entries }.
+local function trace(keys, a)
+  local P, task = keys[1], a[1]
+  local f = call('HMGET', K.task(P, task), 'state', 'attempt', 'size', 'left', 'lane', 'why', 'avoid', 'entry')
+  for i = 1, 8 do f[i] = f[i] or '' end
+  return { tostring(call('SISMEMBER', K.known(P), task)), f, call('ZSCORE', K.leases(P), task) or '', call('LRANGE', K.trace(P, task), 0, -1) }
+end
