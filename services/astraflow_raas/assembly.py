@@ -36,7 +36,7 @@ from astraflow_raas.weight_sync import FetchedVersion, WeightSync
 from astraflow_raas.worker import Membership, Worker, WorkerHooks
 from astraflow_weights.mirror import Mirror
 from astraflow_weights.settings import MirrorSettings
-from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.store import ObjectStore
 from astraflow_weights.version_log import VersionLog
 
 _MAX_ENGINE_SLOTS = 1024
@@ -51,6 +51,7 @@ async def assemble_node(
     *,
     membership: Membership,
     workflow: Workflow,
+    store: ObjectStore,
     client: AsyncClient,
     settings: NodeSettings,
     folder: NodeFolder,
@@ -58,8 +59,7 @@ async def assemble_node(
     timeline: Timeline,
     told_to_drain: Callable[[str], None],
 ) -> Node:
-    """Return the node, not started. Raises StoreRefused, MirrorMismatch, InvalidArgumentError."""
-    store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
+    """Return the node, not started. Raises MirrorMismatch, InvalidArgumentError."""
     maker = _PolicyMaker(
         found,
         store=store,

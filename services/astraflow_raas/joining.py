@@ -6,13 +6,15 @@ answered. Called by `server` at start; `worker` joins again by itself when a ses
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from astraflow.client import DEFAULT_TIMEOUT_S, AsyncClient, RetryPolicy
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.errors import (
     AstraflowError,
+    FencedError,
     InvalidArgumentError,
     NotFoundError,
     PermissionError_,
@@ -89,25 +91,32 @@ async def _first_answer(client: AsyncClient, run_id: str, *, patience_s: float) 
 
 async def _ask(client: AsyncClient, run_id: str, *, timeout_s: float) -> run_pb2.Run:
     request = run_service_pb2.GetRunRequest(run_id=run_id)
-    try:
+    with _remedies(client):
         answer = await client.call(
             client.runs.GetRun, request, timeout_s=timeout_s, retry=RetryPolicy(total_s=0)
         )
+    return answer.run
+
+
+@contextmanager
+def _remedies(client: AsyncClient) -> Iterator[None]:
+    """Say which option of the node mends a refusal."""
+    try:
+        yield
     except NotFoundError as error:
-        raise NotFoundError(
-            f"{client.address}: {error.message}; --run-id is {run_id or 'not given'!r}"
-        ) from error
+        raise NotFoundError(f"{client.address}: {error.message}; check --run-id and --join") from error
     except PreconditionError as error:
         raise InvalidArgumentError(f"{client.address}: {error.message}; give --run-id") from error
     except (UnauthenticatedError, PermissionError_) as error:
         raise type(error)(
-            f"{client.address}: {error.message}; give --token-file with a token of role `rollout`"
+            f"{client.address}: {error.message}; give --token-file with a token of the role `rollout`"
         ) from error
+    except FencedError as error:
+        raise FencedError(f"{client.address}: {error.message}; choose another --node-id") from error
     except UnimplementedError as error:
         raise UnimplementedError(
             f"{client.address} is no dataflow server: {error.message}; check --join"
         ) from error
-    return answer.run
 
 
 def _gave_up(client: AsyncClient, error: AstraflowError, *, reason: str, waited_s: float) -> str:
@@ -138,7 +147,8 @@ async def join_run(
 ) -> run_service_pb2.JoinRunResponse:
     """Register the node. Raises FencedError when a newer process uses its name."""
     retry = replace(RetryPolicy(), total_s=patience_s)
-    joined = await client.call(client.runs.JoinRun, join_request(membership), retry=retry)
+    with _remedies(client):
+        joined = await client.call(client.runs.JoinRun, join_request(membership), retry=retry)
     log.info(
         "run.joined", run_id=membership.run_id, node_id=membership.node_id, versions=len(joined.versions)
     )

@@ -99,6 +99,7 @@ async def _join(
     # Everything that can be refused is tried before the server counts on this node.
     code = install_code(found.run.code, into=folder.code, allowed=settings.allow_recipe_code)
     workflow = load_workflow(found.recipe, folder=code)
+    store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     membership = membership_of(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
     joined = await join_run(client, membership, patience_s=settings.join_timeout_s)
     timeline.mark(Stage.JOINED)
@@ -108,6 +109,7 @@ async def _join(
         joined,
         membership=membership,
         workflow=workflow,
+        store=store,
         client=client,
         settings=settings,
         folder=folder,

@@ -2,8 +2,9 @@
 
 Invariant: the engine serves the last version that was fetched and verified whole; only announced versions are
 activated, numbers never go back, and whatever fails (store, digest, engine) leaves the old version in place
-and is reported. An evaluation that needs the served version holds the next one back, up to a deadline. The
-worker calls `announce`; the lifecycle runs the loop.
+and is reported; only a node that serves nothing yet ends when its weights can never be read. An evaluation
+that needs the served version holds the next one back, up to a deadline. The worker calls `announce`; the
+lifecycle runs the loop.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from astraflow.client import RetryPolicy
-from astraflow.errors import AstraflowError, RetryableError
+from astraflow.errors import AstraflowError, IncompatibleError, RetryableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
@@ -21,11 +22,19 @@ from astraflow_raas.engine.base import Engine, EngineUnavailable
 from astraflow_raas.loops import LoopService
 from astraflow_raas.served_policy import ServedPolicy
 from astraflow_raas.timeline import Stage
-from astraflow_weights.errors import CorruptManifest, CorruptPart, VerificationFailed
+from astraflow_weights.errors import (
+    CorruptManifest,
+    CorruptPart,
+    MirrorMismatch,
+    StoreRefused,
+    VerificationFailed,
+)
 from astraflow_weights.pull import PullCounts
 
 log = get_logger(__name__)
 
+# With nothing to serve meanwhile, waiting would hide these from whoever started the node.
+_HOPELESS = (IncompatibleError, MirrorMismatch, StoreRefused)
 _RETRY = RetryPolicy(first_wait_s=0.2, max_wait_s=10.0)
 
 
@@ -158,6 +167,8 @@ class WeightSync(LoopService):
                 fetched = await self._fetch(announced)
                 await self._activate(fetched)
             except AstraflowError as error:
+                if self._current is None and isinstance(error, _HOPELESS):
+                    raise
                 self._failed(announced, error)
                 return False
             except OSError as error:

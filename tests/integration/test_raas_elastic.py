@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import httpx
 import psutil
 import pytest
 
@@ -28,7 +29,7 @@ from astraflow_dataflow.keys import Keys
 from astraflow_dataflow.store import as_list, as_text
 from astraflow_kit import failpoints
 from astraflow_raas.spool_files import SpoolFiles
-from support.dataflow_world import Trainer, World
+from support.dataflow_world import Trainer, World, until
 from support.engine_process import running_engine
 from support.node_process import NodeProcess, WeightPublisher, node_of, started, tiny_policy
 from support.scripted_dataflow import eventually
@@ -115,6 +116,14 @@ class Elastic:
         return [
             as_text(f) for f in as_list(await connection.raw("HMGET", Keys(RUN).of("task", task_id), *fields))
         ]
+
+    async def becomes(self, task_id: str, **fields: str) -> None:
+        """Wait until a stored task has these fields."""
+
+        async def so() -> bool:
+            return await self.task(task_id, *fields) == list(fields.values())
+
+        await until(so, within_s=PATIENCE_S)
 
     async def attempts(self) -> dict[str, int]:
         """Attempt of every task that was leased and is still known."""
@@ -214,7 +223,7 @@ async def test_what_a_drain_cannot_finish_goes_to_another_node_at_no_cost(run: E
         assert await node.ends_with() == 0
         reasons = [line["reason"] for line in node.events("lease.given_back")]
     assert reasons == ["drain", "drain"]
-    assert await run.task("train-0", "state", "tries") == ["retry", "0"]
+    await run.becomes("train-0", state="retry", tries="0")
     other = await run.world.node("other")
     leases = await other.lease(2)
     assert {(lease.task.task_id, lease.attempt) for lease in leases} == {("train-0", 2), ("train-1", 2)}
@@ -310,5 +319,31 @@ async def test_what_a_killed_node_finished_is_pushed_by_its_next_process_and_not
     async with run.node("node") as node:
         batch = await run.train(1)
         assert {item.trajectory_id for item in batch.items} == kept
-        assert [line["waiting_for"] for line in node.events("node.waits")]
+        assert node.process.returncode is None
     assert (await run.world.status()).trajectories.conservation_error == 0
+
+
+async def test_a_task_that_a_node_cannot_run_goes_to_one_that_can_and_loses_no_attempt(
+    world: World, checkpoint: Path, shared_engine: str, tmp_path: Path
+) -> None:
+    needy = {"workflow": "support.node_plugins:NeedsSandbox", "max_concurrent_tasks": 2}
+    async with elastic(world, checkpoint, shared_engine, tmp_path, raas=needy) as run:
+        async with run.node("bare") as bare:
+            await run.becomes("train-0", state="retry", attempt="1", tries="0")
+            (reason,) = {str(line["reason"]) for line in bare.events("lease.given_back")}
+            assert reason == "missing_capability"
+            async with run.node("able", TEST_SANDBOX="yes") as able:
+                trained = {item.trajectory_id for item in (await run.train(1)).items}
+                await eventually(lambda: trained <= pushed_by(able), what="the log of the able node")
+            refused = [line["lease_id"] for line in bare.events("lease.given_back")]
+            assert len(refused) == len(set(refused)), "no task came back to the node that refused it"
+        assert (await world.status()).dead_letters == 0
+
+
+async def test_an_engine_that_a_killed_node_left_paused_serves_the_next_one(run: Elastic) -> None:
+    run.gate.touch()
+    async with httpx.AsyncClient(base_url=run.engine) as engine:
+        (await engine.post("/pause_generation", json={"mode": "in_place"})).raise_for_status()
+    async with run.node("next") as node:
+        trained = {item.trajectory_id for item in (await run.train(1)).items}
+        await eventually(lambda: trained <= pushed_by(node), what="the node's log of its pushes")

@@ -40,8 +40,9 @@ run: {{name: {name}, dataset: "support.dataflow_world:{dataset}"}}
 policies:
 {policies}
 dataflow: {{{dataflow}}}
-raas: {{reward: "support.dataflow_world:Zero"{raas}}}
+raas: {{{raas}}}
 """
+REWARD = "support.dataflow_world:Zero"
 POLICY = "  {name}: {{model: {{path: nowhere}}, sampling: {{max_new_tokens: 16}}}}"
 
 
@@ -106,7 +107,7 @@ def recipe_text(
     raas: Mapping[str, object] | None = None,
     **dataflow: object,
 ) -> str:
-    """A recipe with small groups; `dataflow` overrides single keys, `raas` adds some."""
+    """A recipe with small groups; `dataflow` and `raas` override single keys."""
     settings = {
         "group_size": 2,
         "groups_per_step": 2,
@@ -120,7 +121,7 @@ def recipe_text(
         dataset=dataset,
         policies="\n".join(POLICY.format(name=policy) for policy in policies),
         dataflow=", ".join(f"{key}: {value}" for key, value in merged.items()),
-        raas="".join(f", {key}: {value}" for key, value in (raas or {}).items()),
+        raas=", ".join(f"{key}: {value}" for key, value in {"reward": REWARD, **(raas or {})}.items()),
     )
     return parse_recipe(text).yaml_text
 

@@ -77,6 +77,9 @@ class Engine(Protocol):
         may not be in place: ask `served_version`.
         """
 
+    async def resume(self) -> None:
+        """Sample again when somebody paused the engine; harmless otherwise. Raises EngineUnavailable."""
+
     async def served_version(self) -> int | None:
         """Version the engine serves, None when it was started without one. Raises EngineUnavailable."""
 

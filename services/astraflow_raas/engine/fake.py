@@ -34,6 +34,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     swaps: list[tuple[Path, int]] = field(default_factory=list)
     swap_fault: Exception | None = None
+    num_resumed: int = 0
     closed: bool = False
 
     async def generate(self, calls: Sequence[GenerateCall]) -> list[Generation]:
@@ -57,6 +58,10 @@ class FakeEngine:
             raise self.swap_fault
         self.swaps.append((model_dir, version))
         self.version = version
+
+    async def resume(self) -> None:
+        self._require_up()
+        self.num_resumed += 1
 
     async def served_version(self) -> int | None:
         self._require_up()

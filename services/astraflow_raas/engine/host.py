@@ -173,6 +173,8 @@ class RemoteHost(_Host):
         try:
             async with self._policy.changing:
                 fetched = await self._weights.loadable()
+                # A node that was killed in the middle of a swap leaves its engine paused.
+                await engine.resume()
                 await engine.check_health()
                 if await engine.served_version() != fetched.version:
                     await engine.swap(model_dir=fetched.model_dir, version=fetched.version)

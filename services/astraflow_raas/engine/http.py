@@ -72,6 +72,9 @@ class HttpEngine:
                 )
             self._cache_key = str(version)
 
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {"torch_empty_cache": False}, timeout_s=_CONTROL_TIMEOUT_S)
+
     async def served_version(self) -> int | None:
         info = await self._get("/model_info")
         version = info.get("weight_version") if isinstance(info, dict) else None
@@ -94,12 +97,9 @@ class HttpEngine:
                 yield
             finally:
                 # Shielded: an engine left paused by a cancelled swap would never answer again.
-                await asyncio.shield(self._continue())
+                await asyncio.shield(self.resume())
         finally:
             self._open.set()
-
-    async def _continue(self) -> None:
-        await self._post("/continue_generation", {"torch_empty_cache": False}, timeout_s=_CONTROL_TIMEOUT_S)
 
     async def _get(self, path: str, *, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:  # noqa: ANN401 - JSON
         return await self._send("GET", path, timeout=httpx.Timeout(timeout_s))

@@ -199,6 +199,7 @@ async def test_a_remote_engine_is_given_the_nodes_version_and_checked(tmp_path: 
     sync.announce(announced(6))
     await eventually(lambda: policy.engine is not None, what="the engine is ready")
     assert engine.swaps == [(tmp_path, 6)]
+    assert engine.num_resumed == 1, "whoever had it before may have left it paused"
     # Its owner restarts it with other weights: the node notices and gives it the right ones again.
     engine.version = None
     await eventually(lambda: len(engine.swaps) == 2 and policy.engine, what="the engine is corrected")

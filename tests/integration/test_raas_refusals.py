@@ -1,0 +1,177 @@
+"""A node that cannot work says so: exit status, one line with the remedy, and a server that never counted on it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import redis
+
+from astraflow.client import AsyncClient
+from astraflow.dataflow.v1 import run_pb2, run_service_pb2
+from astraflow.recipe_file import CodeFile, bundle_digest
+from support.dataflow_world import World, recipe_text, served
+from support.node_process import NodeProcess, WeightPublisher, node_of, tiny_policy
+from support.scripted_daemons import ScriptedNode, serving
+from support.scripted_dataflow import POLICY, RUN_ID, ScriptedDataflow, running
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+TOKENS = {"ops": "operator", "watcher": "viewer", "node": "rollout"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run, how the node is started, and what it must say."""
+
+    raas: Mapping[str, str] = field(default_factory=dict)
+    code: str = ""
+    store: str = "file:///nowhere"
+    options: tuple[str, ...] = ()
+    token: str | None = "node"
+    runs: tuple[str, ...] = ("run",)
+    code_expected: int = 2
+    says: tuple[str, ...]
+
+
+CASES = {
+    "a plug-in is not installed": Case(
+        raas={"reward": "nowhere_installed.rewards:Best"}, says=("PLUGIN_FAILED", "nowhere_installed")
+    ),
+    "the recipe's code may not run here": Case(
+        raas={"reward": "recipe:Own"}, code="class Own: ...", says=("PLUGIN_FAILED", "--allow-recipe-code")
+    ),
+    "the recipe's code needs a library": Case(
+        raas={"reward": "recipe:Own"},
+        code="import absent_library",
+        options=("--allow-recipe-code",),
+        says=("PLUGIN_FAILED", "absent_library"),
+    ),
+    "the workflow cannot run on this machine": Case(
+        raas={"workflow": "support.node_plugins:CannotBeMade"},
+        says=("PLUGIN_FAILED", "no GPU on this machine; start the node where there is one"),
+    ),
+    "the engine is not installed": Case(
+        options=("--engine", "sglang"),
+        says=("INVALID_ARGUMENT", "no module sglang", "--engine-python"),
+    ),
+    "the engine's interpreter does not exist": Case(
+        options=("--engine", "sglang", "--engine-python", "/nowhere/python"),
+        says=("INVALID_ARGUMENT", "/nowhere/python", "No such file"),
+    ),
+    "the run does not exist": Case(
+        options=("--run-id", "elsewhere"), says=("NOT_FOUND", "no run 'elsewhere'", "check --run-id")
+    ),
+    "there are several runs": Case(
+        runs=("run", "second"), says=("INVALID_ARGUMENT", "several runs", "give --run-id")
+    ),
+    "the token is missing": Case(token=None, says=("UNAUTHENTICATED", "give --token-file")),
+    "the token is unknown": Case(token="guess", says=("UNAUTHENTICATED", "unknown", "give --token-file")),
+    "the token is for something else": Case(
+        token="watcher", says=("PERMISSION_DENIED", "['viewer']", "give --token-file")
+    ),
+    "the store cannot be used": Case(
+        store="ftp://elsewhere/store", says=("STORE_REFUSED", "ftp://elsewhere/store", "s3://")
+    ),
+}
+
+
+@pytest.fixture
+async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
+    """A server that asks for tokens; its client is the operator."""
+    lines = [
+        f"{who} {role} sha256:{hashlib.sha256(who.encode()).hexdigest()}" for who, role in TOKENS.items()
+    ]
+    await asyncio.to_thread((tmp_path / "tokens").write_text, "\n".join(lines))
+    async with (
+        served(redis_url, tmp_path, tokens_file=tmp_path / "tokens") as world,
+        AsyncClient(world.address, token="ops") as client,
+    ):
+        world.client = client
+        yield world
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_node_that_cannot_work_says_why_and_leaves_no_trace(
+    world: World, redis_url: str, tmp_path: Path, name: str
+) -> None:
+    case = CASES[name]
+    for run_id in case.runs:
+        await create(world, run_id, case)
+    before = await asyncio.to_thread(stored, redis_url)
+    options = list(case.options)
+    if case.token is not None:
+        (tmp_path / "token").write_text(case.token)
+        options += ["--token-file", str(tmp_path / "token")]
+    async with node_of(world.address, tmp_path, *options) as node:
+        assert await node.ends_with() == case.code_expected
+        assert_says(node, *case.says)
+    assert await asyncio.to_thread(stored, redis_url) == before
+
+
+async def create(world: World, run_id: str, case: Case) -> None:
+    files = [CodeFile("recipe.py", case.code.encode())] if case.code else []
+    bundle = run_pb2.CodeBundle(
+        files=[run_pb2.CodeFile(path=file.path, content=file.content) for file in files],
+        sha256=bundle_digest(files) if files else b"",
+    )
+    run = run_pb2.Run(
+        run_id=run_id, recipe_yaml=recipe_text(name=run_id, raas=case.raas), code=bundle, store_uri=case.store
+    )
+    await world.client.call(world.client.runs.CreateRun, run_service_pb2.CreateRunRequest(run=run))
+
+
+def stored(url: str) -> dict[bytes, bytes]:
+    """Everything the server keeps."""
+    with redis.Redis.from_url(url) as client:
+        return {key: client.dump(key) or b"" for key in client.scan_iter("*")}
+
+
+def assert_says(node: NodeProcess, *fragments: str) -> None:
+    """The last word of the node is one line with all of these."""
+    (failure,) = node.events("daemon.failed")
+    line = f"{failure.get('reason')}: {failure.get('message')}"
+    assert [fragment for fragment in fragments if fragment not in line] == [], line
+
+
+async def test_a_recipe_of_a_newer_release_is_refused(tmp_path: Path) -> None:
+    script = ScriptedDataflow()
+    script.recipe_yaml = f"schema_version: 2\n{script.recipe_yaml}"
+    async with running(script) as server, node_of(server.address, tmp_path) as node:
+        assert await node.ends_with() == 2
+        assert_says(node, "INVALID_RECIPE", "schema_version")
+    assert script.joins == []
+
+
+async def test_weights_of_a_newer_release_end_a_node_that_serves_nothing_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("astraflow_weights.manifest.SCHEMA_VERSION", 99)
+    weights = WeightPublisher.open(
+        tmp_path / "store", run_id=RUN_ID, policy_id=POLICY, checkpoint=tiny_policy(tmp_path / "policy")
+    )
+    script = ScriptedDataflow(store_uri=(tmp_path / "store").as_uri(), versions=[weights.publish()])
+    async with running(script) as server, node_of(server.address, tmp_path) as node:
+        assert await node.ends_with() == 3
+        assert_says(node, "INCOMPATIBLE", "schema version 99", "run the release that wrote it")
+    assert all(offered.tasks == 0 for offered in script.credits)
+
+
+async def test_a_node_whose_name_is_taken_ends_and_disturbs_nobody(redis_url: str, tmp_path: Path) -> None:
+    async with served(redis_url, tmp_path) as world:
+        await world.create_run()
+        await world.node("node-1", incarnation=2**62)
+        async with node_of(world.address, tmp_path) as node:
+            assert await node.ends_with() == 3
+            assert_says(node, "FENCED", "node-1", "choose another --node-id")
+        assert (await world.status()).nodes[0].restarts == 0
+
+
+async def test_an_address_that_is_no_dataflow_server_is_named(tmp_path: Path) -> None:
+    async with serving(ScriptedNode()) as address, node_of(address, tmp_path) as node:
+        assert await node.ends_with() == 2
+        assert_says(node, "UNIMPLEMENTED", "is no dataflow server", "check --join")
