@@ -52,11 +52,15 @@ def rank(base: U16, target: U16, *, first: int) -> Changes:
     )
 
 
-def locate(base: U16, changes: Changes, *, first: int) -> U32:
-    """Positions of ranks inside classes. Raises CorruptPart when a class has fewer elements."""
+def locate(base: U16, changes: Changes, *, first: int) -> tuple[U32, U16]:
+    """Positions of ranks inside classes, each once, and their steps. Raises CorruptPart when a class has fewer
+    elements.
+    """
     compiled = kernel.active()
     if compiled is not None:
-        located = compiled.locate(base, first_exponent=first, counts=changes.counts, ranks=changes.ranks)
+        located = compiled.locate(
+            base, first_exponent=first, counts=changes.counts, ranks=changes.ranks, steps=changes.steps
+        )
         if located is None:
             raise CorruptPart("it changes elements that its class does not have in this base")
         return located
@@ -69,7 +73,7 @@ def locate(base: U16, changes: Changes, *, first: int) -> U32:
             raise CorruptPart("it changes elements that its class does not have in this base")
         positions.append(members[ranks])
         start += count
-    return _joined(positions, np.uint32)
+    return _joined(positions, np.uint32), changes.steps
 
 
 def _classes(base: U16, *, first: int) -> npt.NDArray[np.uint8]:

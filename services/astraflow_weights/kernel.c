@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-enum { ABI = 1, BLOCK = 64, CLASSES = 16 };
+enum { ABI = 2, BLOCK = 64, CLASSES = 16 };
 enum { SCALAR = 0, AVX2 = 1, AVX512 = 2 };
 enum { OK = 0, CUT_SHORT = -1, LEFT_OVER = -2, OUT_OF_RANGE = -3, NO_ROOM = -4 };
 
@@ -22,7 +22,7 @@ static int chosen = -1;
 static int best_isa(void) {
 #ifdef HAVE_X86
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2")) return SCALAR;
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) return AVX512;
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vpopcntdq")) return AVX512;
   return AVX2;
 #else
   return SCALAR;
@@ -68,7 +68,7 @@ static inline unsigned class_of(uint16_t bits, unsigned first_exponent) {
 
 #ifdef HAVE_X86
 #define TARGET_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt,lzcnt")))
-#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx2,bmi,bmi2,popcnt,lzcnt")))
+#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vpopcntdq,avx2,bmi,bmi2,popcnt,lzcnt")))
 
 TARGET_AVX2 static inline uint32_t equal32_avx2(const uint16_t *a, const uint16_t *b) {
   __m256i low = _mm256_cmpeq_epi16(_mm256_loadu_si256((const __m256i *)a), _mm256_loadu_si256((const __m256i *)b));
@@ -247,21 +247,23 @@ int64_t af_rank(const uint16_t *base, const uint16_t *target, size_t n, unsigned
 
 typedef struct {
   const uint32_t *ranks;
+  const uint16_t *steps;
   uint32_t *positions;
-  size_t cursor[CLASSES], end[CLASSES], left;
+  uint16_t *ordered;
+  size_t cursor[CLASSES], end[CLASSES], found, all;
   uint32_t next[CLASSES], seen[CLASSES];
 } Lookup;
 
 /* Returns the rank that is wanted next in the class. */
 static inline uint32_t found_at(Lookup *lookup, int c, size_t position) {
-  size_t at = lookup->cursor[c]++;
-  lookup->positions[at] = (uint32_t)position;
-  lookup->left--;
+  size_t at = lookup->cursor[c]++, to = lookup->found++;
+  lookup->positions[to] = (uint32_t)position;
+  lookup->ordered[to] = lookup->steps[at];
   return at + 1 < lookup->end[c] ? lookup->ranks[at + 1] : UINT32_MAX;
 }
 
 static void locate_tail(const uint16_t *base, size_t from, size_t n, unsigned first_exponent, Lookup *lookup) {
-  for (size_t i = from; i < n && lookup->left; i++) {
+  for (size_t i = from; i < n && lookup->found < lookup->all; i++) {
     unsigned c = class_of(base[i], first_exponent);
     if (lookup->seen[c]++ == lookup->next[c]) lookup->next[c] = found_at(lookup, (int)c, i);
   }
@@ -274,7 +276,7 @@ static void locate_tail(const uint16_t *base, size_t from, size_t n, unsigned fi
     uint32_t seen[CLASSES] = {0}, next[CLASSES];                                                                 \
     size_t i = 0;                                                                                                \
     memcpy(next, lookup->next, sizeof next);                                                                     \
-    for (; i + BLOCK <= n && lookup->left; i += BLOCK) {                                                         \
+    for (; i + BLOCK <= n && lookup->found < lookup->all; i += BLOCK) {                                                         \
       MEMBERS(base + i, first_exponent, members);                                                                \
       for (int c = 0; c < CLASSES; c++) {                                                                        \
         uint32_t before = seen[c], after = before + (uint32_t)__builtin_popcountll(members[c]);                  \
@@ -292,21 +294,55 @@ static void locate_tail(const uint16_t *base, size_t from, size_t n, unsigned fi
 
 #ifdef HAVE_X86
 DEFINE_LOCATE(locate_avx2, TARGET_AVX2, members_avx2)
-DEFINE_LOCATE(locate_avx512, TARGET_AVX512, members_avx512)
+
+/* As above, with the counters of all classes in registers. What is wanted next is kept there too: a vector load of
+   words that were just stored one by one would wait for them. */
+TARGET_AVX512 static void locate_avx512(const uint16_t *base, size_t n, unsigned first_exponent, Lookup *lookup) {
+  uint64_t members[CLASSES], next[CLASSES], before[CLASSES];
+  __m512i seen[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, wanted[2];
+  size_t i = 0;
+  for (int c = 0; c < CLASSES; c++) next[c] = lookup->next[c];
+  for (int half = 0; half < 2; half++) wanted[half] = _mm512_loadu_si512(next + 8 * half);
+  for (; i + BLOCK <= n && lookup->found < lookup->all; i += BLOCK) {
+    members_avx512(base + i, first_exponent, members);
+    for (int half = 0; half < 2; half++) {
+      __m512i mask = _mm512_loadu_si512(members + 8 * half);
+      __m512i after = _mm512_add_epi64(seen[half], _mm512_popcnt_epi64(mask));
+      unsigned hit = _mm512_cmplt_epu64_mask(wanted[half], after);
+      if (hit) _mm512_storeu_si512(before + 8 * half, seen[half]);
+      seen[half] = after;
+      for (; hit; hit &= hit - 1) {
+        int lane = __builtin_ctz(hit), c = 8 * half + lane;
+        uint64_t rank = next[c], end = before[c] + (uint64_t)__builtin_popcountll(members[c]);
+        do {
+          uint64_t bit = _pdep_u64(1ull << (rank - before[c]), members[c]);
+          rank = found_at(lookup, c, i + (size_t)__builtin_ctzll(bit));
+        } while (rank < end);
+        next[c] = rank;
+        wanted[half] = _mm512_mask_set1_epi64(wanted[half], (__mmask8)(1u << lane), (long long)rank);
+      }
+    }
+  }
+  for (int half = 0; half < 2; half++) _mm512_storeu_si512(before + 8 * half, seen[half]);
+  for (int c = 0; c < CLASSES; c++) {
+    lookup->seen[c] = (uint32_t)before[c];
+    lookup->next[c] = (uint32_t)next[c];
+  }
+  locate_tail(base, i, n, first_exponent, lookup);
+}
 #endif
 
-/* Positions of elements known by class and rank: the inverse of `af_rank`. `ranks` are grouped by class and
-   strictly ascending inside it; OUT_OF_RANGE when a class has fewer elements than a rank says. */
+/* Positions of elements known by class and rank, and their steps, both in order of the blocks of 64 they lie in: the
+   inverse of `af_rank`. `ranks` are grouped by class and strictly ascending inside it; OUT_OF_RANGE when a class
+   has fewer elements than a rank says. */
 int af_locate(const uint16_t *base, size_t n, unsigned first_exponent, const uint32_t *counts, const uint32_t *ranks,
-              uint32_t *positions) {
-  Lookup lookup = {.ranks = ranks, .positions = positions};
-  size_t start = 0;
+              const uint16_t *steps, uint32_t *positions, uint16_t *ordered) {
+  Lookup lookup = {.ranks = ranks, .steps = steps, .positions = positions, .ordered = ordered};
   for (int c = 0; c < CLASSES; c++) {
-    lookup.cursor[c] = start;
-    lookup.end[c] = start += counts[c];
+    lookup.cursor[c] = lookup.all;
+    lookup.end[c] = lookup.all += counts[c];
     lookup.next[c] = counts[c] ? ranks[lookup.cursor[c]] : UINT32_MAX;
   }
-  lookup.left = start;
 #ifdef HAVE_X86
   if (isa() == AVX512)
     locate_avx512(base, n, first_exponent, &lookup);
@@ -315,7 +351,7 @@ int af_locate(const uint16_t *base, size_t n, unsigned first_exponent, const uin
   else
 #endif
     locate_tail(base, 0, n, first_exponent, &lookup);
-  return lookup.left ? OUT_OF_RANGE : OK;
+  return lookup.found < lookup.all ? OUT_OF_RANGE : OK;
 }
 
 /* ------------------------------------------------------------------ bit planes */
@@ -539,14 +575,110 @@ void af_add(uint16_t *tile, const uint32_t *positions, const uint16_t *steps, si
   for (size_t i = 0; i < count; i++) tile[positions[i]] = (uint16_t)(tile[positions[i]] + steps[i]);
 }
 
-/* Number of steps beyond one unit, and the sum of what all steps exceed one unit by. */
-void af_measure(const uint16_t *steps, size_t count, uint64_t *exceptions, uint64_t *excess) {
-  uint64_t beyond = 0, total = 0;
-  for (size_t i = 0; i < count; i++) {
-    uint32_t size = magnitude(steps[i]);
-    beyond += size > 1;
-    total += size - 1;
+/* ------------------------------------------------------------------ parameters */
+
+enum { MAX_GAP_BITS = 21, MAX_SIZE_BITS = 15 };
+
+static int floor_log2(uint64_t value) { return 63 - __builtin_clzll(value | 1); }
+
+/* Bits of Rice codes: the quotients of three neighbouring parameters are summed up in one pass. */
+typedef struct {
+  unsigned first;
+  uint64_t quotients[3];
+} Trial;
+
+static Trial trial(uint64_t population, uint64_t count) {
+  int middle = floor_log2(population / count);
+  return (Trial){.first = middle > 0 ? (unsigned)middle - 1 : 0};
+}
+
+static inline void try_value(Trial *t, uint32_t value) {
+  for (unsigned i = 0; i < 3; i++) t->quotients[i] += value >> (t->first + i);
+}
+
+/* The cheapest parameter, the smallest of equals, and its cost in bits beside the ending bits. */
+static uint64_t settle(const Trial *t, uint64_t count, unsigned most, uint8_t *bits) {
+  uint64_t best = UINT64_MAX;
+  for (unsigned i = 0; i < 3; i++) {
+    uint64_t cost = t->quotients[i] + count * (t->first + i);
+    if (t->first + i > most || cost >= best) continue;
+    best = cost;
+    *bits = (uint8_t)(t->first + i);
   }
-  *exceptions = beyond;
-  *excess = total;
+  return best;
+}
+
+static inline uint64_t size_cost(uint32_t value, unsigned order) {
+  unsigned length = (unsigned)floor_log2((uint64_t)value + (1u << order));
+  return 2 * length + 1 - order;
+}
+
+static uint64_t listed_cost(const uint16_t *steps, ClassCode *code) {
+  uint64_t count = code->exceptions, cost = count;
+  uint32_t run = 0;
+  code->size_bits = 0;
+  if (!count) return 0;
+  Trial runs = trial(code->count, count);
+  for (uint32_t i = 0; i < code->count; i++) {
+    uint32_t size = magnitude(steps[i]);
+    if (size == 1) {
+      run++;
+      continue;
+    }
+    try_value(&runs, run);
+    cost += size_cost(size - 2, 0);
+    run = 0;
+  }
+  return cost + settle(&runs, count, MAX_SIZE_BITS, &code->size_bits);
+}
+
+static uint64_t sized_cost(const uint16_t *steps, uint32_t count, uint64_t excess, uint8_t *order) {
+  int middle = floor_log2(excess / count);
+  unsigned first = middle > 0 ? (unsigned)middle - 1 : 0;
+  uint64_t costs[3] = {0}, best = UINT64_MAX;
+  for (uint32_t i = 0; i < count; i++)
+    for (unsigned k = 0; k < 3; k++) costs[k] += size_cost(magnitude(steps[i]) - 1, first + k);
+  for (unsigned k = 0; k < 3; k++) {
+    if (first + k > MAX_SIZE_BITS || costs[k] >= best) continue;
+    best = costs[k];
+    *order = (uint8_t)(first + k);
+  }
+  return best;
+}
+
+static void choose_sizes(const uint16_t *steps, ClassCode *code) {
+  uint64_t excess = 0;
+  code->exceptions = 0;
+  for (uint32_t i = 0; i < code->count; i++) {
+    uint32_t size = magnitude(steps[i]);
+    code->exceptions += size > 1;
+    excess += size - 1;
+  }
+  code->mode = 0;
+  uint64_t listed = listed_cost(steps, code);
+  /* Giving every step its size costs each a bit at least. */
+  if (listed <= code->count) return;
+  uint8_t order = 0;
+  if (sized_cost(steps, code->count, excess, &order) >= listed) return;
+  code->mode = 1;
+  code->size_bits = order;
+  code->exceptions = 0;
+}
+
+/* Sets the cheapest parameters of each class, whose count and population are given. */
+void af_choose(const uint32_t *ranks, const uint16_t *steps, ClassCode *codes, size_t num_codes) {
+  for (size_t c = 0; c < num_codes; c++) {
+    ClassCode *code = codes + c;
+    if (!code->count) continue;
+    Trial gaps = trial(code->population, code->count);
+    uint32_t next = 0;
+    for (uint32_t i = 0; i < code->count; i++) {
+      try_value(&gaps, ranks[i] - next);
+      next = ranks[i] + 1;
+    }
+    settle(&gaps, code->count, MAX_GAP_BITS, &code->gap_bits);
+    choose_sizes(steps, code);
+    ranks += code->count;
+    steps += code->count;
+  }
 }

@@ -19,7 +19,7 @@ import numpy.typing as npt
 LIBRARY = Path(__file__).with_name("libkernel.so")
 NUM_CLASSES = 16
 NUM_PLANES = 7
-_ABI = 1
+_ABI = 2
 
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
@@ -91,13 +91,22 @@ class Kernel:
         )  # fmt: skip
         return ranks[:found], steps[:found], counts, populations
 
-    def locate(self, base: U16, *, first_exponent: int, counts: U32, ranks: U32) -> U32 | None:
-        """Positions of ranks grouped by class; None when a class has no such rank."""
-        positions = np.empty(len(ranks), np.uint32)
+    def locate(
+        self, base: U16, *, first_exponent: int, counts: U32, ranks: U32, steps: U16
+    ) -> tuple[U32, U16] | None:
+        """Positions of ranks grouped by class, with their steps; None when a class has no such rank."""
+        positions, ordered = np.empty(len(ranks), np.uint32), np.empty(len(ranks), np.uint16)
         status = self.library.af_locate(
-            _at(base), len(base), first_exponent, _at(counts), _at(ranks), _at(positions)
+            _at(base),
+            len(base),
+            first_exponent,
+            _at(counts),
+            _at(ranks),
+            _at(steps),
+            _at(positions),
+            _at(ordered),
         )
-        return positions if status == Status.OK else None
+        return (positions, ordered) if status == Status.OK else None
 
     def pack(
         self, ranks: U32, steps: U16, codes: ClassCodes, *, capacities: Sequence[int]
@@ -127,11 +136,9 @@ class Kernel:
         """Add steps at positions that are known to lie inside the tile."""
         self.library.af_add(_at(tile), _at(positions), _at(steps), len(positions))
 
-    def measure(self, steps: U16) -> tuple[int, int]:
-        """Steps beyond one unit, and the sum of what all steps exceed one unit by."""
-        exceptions, excess = ctypes.c_uint64(), ctypes.c_uint64()
-        self.library.af_measure(_at(steps), len(steps), ctypes.byref(exceptions), ctypes.byref(excess))
-        return exceptions.value, excess.value
+    def choose(self, ranks: U32, steps: U16, codes: ClassCodes) -> None:
+        """Set the cheapest parameters of classes whose count and population are given."""
+        self.library.af_choose(_at(ranks), _at(steps), _at(codes), len(codes))
 
 
 def active() -> Kernel | None:
@@ -193,11 +200,11 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "af_use": (_INT, [_INT]),
     "af_scan": (ctypes.c_int64, [_P, _P, _SIZE, _P, _P]),
     "af_rank": (ctypes.c_int64, [_P, _P, _SIZE, ctypes.c_uint, *[_P] * 7]),
-    "af_locate": (_INT, [_P, _SIZE, ctypes.c_uint, _P, _P, _P]),
+    "af_locate": (_INT, [_P, _SIZE, ctypes.c_uint, *[_P] * 5]),
     "af_pack": (_INT, [_P, _P, _P, _SIZE, _P, _P, _P]),
     "af_unpack": (_INT, [_P, _P, _P, _SIZE, _P, _P]),
     "af_add": (None, [_P, _P, _P, _SIZE]),
-    "af_measure": (None, [_P, _SIZE, _P, _P]),
+    "af_choose": (None, [_P, _P, _P, _SIZE]),
 }
 
 

@@ -17,7 +17,6 @@ is 0, a byte `gap_bits | mode << 5`, a byte `size_bits`, and in mode 0 the numbe
 Rice parameters after R. F. Rice, "Some practical universal noiseless coding techniques", JPL 79-22 (1979).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,8 +36,6 @@ from astraflow_weights.planes import (
 )
 
 _LISTED, _SIZED = 0, 1
-# Above this share of exceptions it is cheaper to give every step its size than to list the exceptions.
-_LISTED_AT_MOST = 0.3
 _MAX_GAP_BITS = 21
 _MAX_SIZE_BITS = 15
 _GAP_Q, _GAP_R, _SIGN, _RUN_Q, _RUN_R, _SIZE_Q, _SIZE_R = range(kernel.NUM_PLANES)
@@ -87,39 +84,63 @@ def magnitudes(steps: U16) -> Ints:
 
 
 def _codes(changes: Changes) -> ClassCodes:
+    """The cheapest parameters of each class: exact costs of a few candidates around the mean are compared."""
     codes = np.zeros(len(changes.counts), CLASS_CODE)
     codes["count"], codes["population"] = changes.counts, changes.populations
-    start = 0
-    for code in codes:
-        count = int(code["count"])
-        if count:
-            _choose(code, changes.steps[start : start + count])
-        start += count
+    compiled = kernel.active()
+    if compiled is not None:
+        compiled.choose(changes.ranks, changes.steps, codes)
+        return codes
+    ends = np.cumsum(changes.counts.astype(np.int64))
+    for code, end in zip(codes, ends.tolist(), strict=True):
+        span = slice(end - int(code["count"]), end)
+        if code["count"]:
+            _choose(code, changes.ranks[span].astype(np.int64), magnitudes(changes.steps[span]))
     return codes
 
 
-def _choose(code: np.void, steps: U16) -> None:
-    exceptions, excess = _measure(steps)
-    code["gap_bits"] = min(_MAX_GAP_BITS, _rice_bits(int(code["population"]), len(steps)))
-    if exceptions <= _LISTED_AT_MOST * len(steps):
-        code["exceptions"] = exceptions
-        code["size_bits"] = min(_MAX_SIZE_BITS, _rice_bits(len(steps), exceptions)) if exceptions else 0
-    else:
-        code["mode"] = _SIZED
-        code["size_bits"] = max(0, (excess // len(steps)).bit_length() - 1)
+def _choose(code: np.void, ranks: Ints, sizes: Ints) -> None:
+    gaps = np.diff(ranks, prepend=-1) - 1
+    code["gap_bits"], _ = _cheapest_rice(gaps, int(code["population"]), most=_MAX_GAP_BITS)
+    listed = np.flatnonzero(sizes > 1)
+    code["exceptions"] = len(listed)
+    listed_cost = 0
+    if len(listed):
+        runs = np.diff(listed, prepend=-1) - 1
+        code["size_bits"], run_cost = _cheapest_rice(runs, len(sizes), most=_MAX_SIZE_BITS)
+        listed_cost = run_cost + len(listed) + _size_cost(sizes[listed] - 2, 0)
+    # Giving every step its size costs each a bit at least.
+    if listed_cost > len(sizes):
+        order, cost = _cheapest_order(sizes - 1)
+        if cost < listed_cost:
+            code["mode"], code["size_bits"], code["exceptions"] = _SIZED, order, 0
 
 
-def _rice_bits(population: int, chosen: int) -> int:
-    """The power of two nearest to 0.69 of the mean gap, which is best for geometric gaps."""
-    return max(0, math.floor(math.log2(0.69 * population / chosen) + 0.5))
+def _cheapest_rice(values: Ints, population: int, *, most: int) -> tuple[int, int]:
+    """Parameter and bits, without the ending bits; the smallest of equals."""
+    first = _first_candidate(population // len(values))
+    candidates = [bits for bits in range(first, first + 3) if bits <= most]
+    costs = [int((values >> bits).sum()) + len(values) * bits for bits in candidates]
+    best = min(range(len(costs)), key=costs.__getitem__)
+    return candidates[best], costs[best]
 
 
-def _measure(steps: U16) -> tuple[int, int]:
-    compiled = kernel.active()
-    if compiled is not None:
-        return compiled.measure(steps)
-    sizes = magnitudes(steps)
-    return int(np.count_nonzero(sizes > 1)), int((sizes - 1).sum())
+def _cheapest_order(values: Ints) -> tuple[int, int]:
+    first = _first_candidate(int(values.sum()) // len(values))
+    candidates = [order for order in range(first, first + 3) if order <= _MAX_SIZE_BITS]
+    costs = [_size_cost(values, order) for order in candidates]
+    best = min(range(len(costs)), key=costs.__getitem__)
+    return candidates[best], costs[best]
+
+
+def _size_cost(values: Ints, order: int) -> int:
+    """Bits of exp-Golomb codes."""
+    lengths = _bit_lengths(values + (1 << order)) - 1
+    return int((2 * lengths + 1 - order).sum())
+
+
+def _first_candidate(mean: int) -> int:
+    return max(0, max(1, mean).bit_length() - 2)
 
 
 # ---------------------------------------------------------------- head

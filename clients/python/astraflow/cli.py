@@ -52,6 +52,12 @@ COMMANDS: dict[str, Subcommand] = {
     "nodes": Subcommand("astraflow.commands.nodes", "List nodes, or drain one.", "", _OPERATE),
     "dead-letters": Subcommand("astraflow.commands.dead_letters", "Care for given-up tasks.", "", _OPERATE),
     "runs": Subcommand("astraflow.commands.runs", "List runs, or delete one.", "", _OPERATE),
+    "bench": Subcommand(
+        "astraflow_launcher.commands.bench",
+        "Measure what the weight path costs on this machine.",
+        "dev",
+        _LOOK,
+    ),
     "dataflow": Subcommand("astraflow_dataflow.__main__", "Start a dataflow server.", "dataflow", _DAEMONS),
     "raas": Subcommand("astraflow_raas.__main__", "Start a RaaS node and join a run.", "raas", _DAEMONS),
     "trainer": Subcommand("astraflow_trainer.__main__", "Start a policy's trainer.", "trainer", _DAEMONS),

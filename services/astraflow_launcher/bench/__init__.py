@@ -1,0 +1,1 @@
+"""`astraflow bench`: measurements that a reader can repeat on their own machine."""

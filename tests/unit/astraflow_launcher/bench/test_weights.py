@@ -1,0 +1,69 @@
+"""The weight benchmark at toy size: every figure is there, and each encoding is checked before it is reported."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from astraflow_launcher.bench.model_pairs import simulated, to_bf16, trained
+from astraflow_launcher.bench.peer_encodings import PEERS, PeerEncoding
+from astraflow_launcher.bench.weights import delta_bytes
+from astraflow_launcher.commands.bench import app
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_encodings_of_peers_come_back(peer: PeerEncoding) -> None:
+    draw = np.random.default_rng(0)
+    base = draw.integers(0, 2**16, 300_000).astype(np.uint16)
+    target = base.copy()
+    target[[0, 5, 70_000, 70_001, 299_999]] += 3
+    mirror = base.copy()
+    peer.apply(mirror, peer.encode(base, target))
+    assert np.array_equal(mirror, target)
+
+
+def test_rounding_is_to_the_nearest_even() -> None:
+    values = np.array([1.0, 1.00390625, 1.01171875, -1.00390625], np.float32)
+    assert [hex(bits) for bits in to_bf16(values)] == ["0x3f80", "0x3f80", "0x3f82", "0xbf80"]
+
+
+def test_a_larger_learning_rate_moves_more_weights() -> None:
+    density = [
+        delta_bytes(simulated(num_elements=2**17, learning_rate=rate, num_versions=2, seed=0))["density"]
+        for rate in (1e-6, 1e-5)
+    ]
+    assert 0.005 < density[0] < 0.02 < density[1] < 0.1
+
+
+def test_our_deltas_are_smaller_than_those_of_peers() -> None:
+    figures = delta_bytes(simulated(num_elements=2**19, learning_rate=1e-6, num_versions=2, seed=0))
+    ours = figures["bytes_per_change"]["rice_ctx"]
+    assert figures["bytes_per_change"]["rice"] > ours
+    assert all(over["rice"] < 1 for over in figures["over_peer"].values())
+
+
+def test_a_model_that_is_trained_moves_too() -> None:
+    (versions,) = trained(learning_rates=[1e-5], warm_up_steps=1, steps=2, seed=0)
+    assert 0 < delta_bytes(versions)["density"] < 0.5
+
+
+def test_the_command_prints_every_documented_field() -> None:
+    arguments = ["weights", "--elements", "65536", "--repeats", "1", "--train-steps", "0", "--json"]
+    result = CliRunner().invoke(app, [*arguments, "--learning-rate", "1e-6"])
+    report = json.loads(result.stdout)
+    assert {
+        "kernel",
+        "num_elements",
+        "memcpy_bytes_per_s",
+        "deltas",
+        "cpu",
+        "merge",
+        "snapshot",
+        "targets",
+    } == set(report)
+    assert report["merge"]["span"] == 8
+    assert {figures["path"] for figures in report["cpu"]} >= {"numpy", "peer"}
+    assert result.exit_code == (0 if all(target["met"] for target in report["targets"]) else 1)
