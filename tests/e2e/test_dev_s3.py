@@ -1,0 +1,64 @@
+"""The same loop over `s3://`: versions are published to and pulled from a bucket, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from astraflow_weights.mirror import Mirror
+from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.version_log import VersionLog
+from support.development import POLICY, RUN_ID, RunFiles, dev, finish
+from support.s3_server import S3Server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+URI = "s3://weights/some/prefix"
+STEPS = 3
+
+
+@pytest.fixture
+def s3_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """moto with an empty bucket; daemons started from here find it."""
+    with S3Server(tmp_path) as server:
+        server.create_bucket("weights")
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def test_a_run_learns_from_and_publishes_to_a_bucket(s3_server: S3Server, tmp_path: Path) -> None:
+    with dev(tmp_path, "--steps", f"{STEPS}", "--store", URI) as launcher:
+        summary = finish(launcher, tmp_path)
+    assert (summary["steps"], summary["conservation_error"]) == (STEPS, 0)
+    store = open_store(URI, settings=s3_server.settings())
+    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
+    newest = log.refresh()
+    trained = [
+        line for line in RunFiles(tmp_path).read_metrics() if line["kind"] == "step" and not line["skipped"]
+    ]
+    assert newest == len(trained) >= 1
+    assert not list((tmp_path / "run" / "store").rglob("*.pb"))
+    assert_node_holds(tmp_path, store, log, version=newest)
+
+
+def assert_node_holds(folder: Path, store: ObjectStore, log: VersionLog, *, version: int) -> None:
+    """The node's newest folder is the published version, bit by bit; the bucket gives the same to anybody."""
+    held = max(
+        (folder / "run" / "work" / "node-1").rglob("astraflow_version.json"),
+        key=lambda path: path.parent.name,
+    )
+    named = json.loads(held.read_text())
+    assert (named["version"], named["manifest_sha256"]) == (
+        version,
+        log.record(version).manifest_sha256.hex(),
+    )
+    mirror = Mirror(folder / "mirror")
+    mirror.advance(store, log, target=version)
+    assert mirror.directory is not None
+    assert (mirror.directory / "model.safetensors").read_bytes() == (
+        held.parent / "model.safetensors"
+    ).read_bytes()
