@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from astraflow import plugins
+from astraflow.client import MAX_MESSAGE_BYTES
 from astraflow.columns import Columns, encode_columns
 from astraflow.errors import RequestError
 from astraflow.rollout.v1 import trajectory_pb2
@@ -21,6 +22,8 @@ from astraflow_raas.lease import LeasedTask
 MAX_TRAJECTORIES = 64
 MAX_METRICS = 64
 MAX_TOKENS = 1_048_576
+# A push is one message; the rest is room for its frame.
+MAX_EPISODE_BYTES = MAX_MESSAGE_BYTES - 2**20
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -67,6 +70,12 @@ def build_episode(episode: plugins.Episode, *, lease: LeasedTask, ids: EpisodeId
         item = _item(trajectory, lease=lease, trajectory_id=f"{ids.episode_id}-{index}")
         message.trajectories.append(item)
     message.metrics.update(_metrics(episode))
+    if message.ByteSize() > MAX_EPISODE_BYTES:
+        raise EpisodeRefused(
+            "too_large",
+            f"{message.ByteSize()} bytes, the limit is {MAX_EPISODE_BYTES} per episode; return fewer or shorter "
+            "trajectories",
+        )
     return message
 
 

@@ -57,7 +57,9 @@ def from_rpc_error(error: grpc.RpcError) -> errors.AstraflowError:
     kind = _BY_CODE.get(code, errors.InternalError)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in (error.details() or ""):
         # gRPC's own refusal of a message, on either side: it will not fit later either.
-        kind = errors.InvalidArgumentError
+        return errors.InvalidArgumentError(
+            f"{code.name}: {error.details()}; send less in one call: split it, or shorten the episode"
+        )
     return kind(f"{code.name}: {error.details() or 'the server gave no message'}")
 
 

@@ -103,6 +103,14 @@ def test_more_than_64_trajectories_are_refused() -> None:
         build(*[GOOD] * 65)
 
 
+def test_an_episode_larger_than_a_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = build(GOOD, GOOD).ByteSize()
+    monkeypatch.setattr("astraflow_raas.episode.MAX_EPISODE_BYTES", size)
+    assert build(GOOD, GOOD).trajectories
+    with pytest.raises(EpisodeRefused, match=rf"too_large: \d+ bytes, the limit is {size} per episode"):
+        build(GOOD, GOOD, GOOD)
+
+
 def test_an_evaluation_must_hold_exactly_the_required_version() -> None:
     assert build(GOOD, required_versions={"solver": 9}).trajectories
     with pytest.raises(VersionMoved, match="required 8"):

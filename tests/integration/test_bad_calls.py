@@ -1,0 +1,378 @@
+"""Bad calls to the dataflow server, as a table: code, reason, the words a person needs, and proof that nothing changed.
+
+Before each row the run has a group that assembles, a bound batch and an older trainer epoch; every key in Redis must be
+the same afterwards. Poison is the exception that the contract names: it is counted and quarantined, and the task stays
+open. `tests/contract/test_dataflow_errors.py` holds one row per rule of the contract; here are the data and the people.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from astraflow.client import AsyncClient, RetryPolicy
+from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2, run_service_pb2, trajectory_service_pb2
+from astraflow.errors import AstraflowError
+from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+from support.dataflow_world import Node, Trainer, World, served
+from support.redis_content import Content, redis_content
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+POISON = trajectory_service_pb2.OUTCOME_POISON
+
+
+@dataclass
+class Scene:
+    """A run in the middle of its work."""
+
+    world: World
+    node: Node
+    trainer: Trainer
+    zombie: Trainer
+    lease: task_pb2.Lease
+    batch: batch_pb2.Batch
+    redis_url: str
+
+    def state(self) -> Content:
+        """Every key with its content."""
+        return redis_content(self.redis_url)
+
+    def episode(self, **changes: object) -> trajectory_pb2.Episode:
+        """A good episode for the open member."""
+        return self.node.episode(self.lease, 1, **changes)
+
+
+@pytest.fixture
+async def scene(world: World, redis_url: str) -> Scene:
+    """One group in a bound batch, one with a member missing, and a trainer that was replaced."""
+    await world.create_run(groups_per_step=1)
+    zombie = await world.trainer()
+    trainer, node = await world.trainer(), await world.node()
+    await world.submit("t1", "t2")
+    first, second = await node.lease(2)
+    assert await node.complete(first) == ["ACCEPTED", "ACCEPTED"]
+    await node.push(node.episode(second, 0))
+    batch = (await trainer.acquire(1)).batch
+    return Scene(world, node, trainer, zombie, second, batch, redis_url)
+
+
+Call = Callable[[Scene], Awaitable[object]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call and what it is answered."""
+
+    call: Call
+    code: str
+    reason: str
+    words: tuple[str, ...]
+
+
+async def ack_with_another_digest(scene: Scene) -> object:
+    return await scene.trainer.ack(scene.batch, batch_service_pb2.BATCH_STAGE_TRAINED, digest=b"x" * 32)
+
+
+async def ack_of_another_batch(scene: Scene) -> object:
+    other = batch_pb2.Batch(step=1, batch_id="solver.9", digest=scene.batch.digest)
+    return await scene.trainer.ack(other, batch_service_pb2.BATCH_STAGE_TRAINED)
+
+
+async def push_to_another_run(scene: Scene) -> object:
+    return await scene.node.push(scene.episode(run_id="elsewhere"))
+
+
+async def push_under_a_version_not_announced_yet(scene: Scene) -> object:
+    return await scene.node.push(scene.episode(version=3))
+
+
+async def lease_in_another_run(scene: Scene) -> object:
+    stranger = dataclasses.replace(scene.world, run_id="elsewhere")
+    return await dataclasses.replace(scene.node, world=stranger).lease(1, wait_s=0)
+
+
+async def join_another_run(scene: Scene) -> object:
+    request = run_service_pb2.JoinRunRequest(
+        run_id="rum", node_id="n2", incarnation=1, max_concurrent_tasks=1
+    )
+    return await scene.world.client.call(scene.world.client.runs.JoinRun, request)
+
+
+async def fetch_a_stranger(scene: Scene) -> object:
+    return await scene.trainer.fetch(1, "somebody-elses")
+
+
+async def send_more_than_a_message(scene: Scene) -> object:
+    return await scene.node.push(scene.episode(episode_id="x" * (64 * 2**20)))
+
+
+async def send_more_than_the_server_reads(scene: Scene) -> object:
+    """As a client of another make would, which has no limit of its own."""
+    import grpc
+
+    from astraflow._status import from_rpc_error
+    from astraflow.dataflow.v1 import trajectory_service_pb2_grpc
+
+    options = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(scene.world.address, options=options) as channel:
+        stub = trajectory_service_pb2_grpc.TrajectoryServiceStub(channel)
+        episode = scene.episode(episode_id="x" * (64 * 2**20))
+        try:
+            return await stub.PushEpisode(trajectory_service_pb2.PushEpisodeRequest(episode=episode))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+
+INVALID, MISSING, STATE = "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"
+
+ROWS: dict[str, Row] = {
+    "ack with a digest of other trajectories": Row(
+        ack_with_another_digest, "ALREADY_EXISTS", "CONFLICT", ("digest", "fetch the batch again")
+    ),
+    "ack of another batch": Row(
+        ack_of_another_batch, MISSING, MISSING, ("solver.9 is not bound to step 1", "acquire the step again")
+    ),
+    "ack under an older epoch": Row(
+        lambda scene: scene.zombie.ack(scene.batch, batch_service_pb2.BATCH_STAGE_TRAINED),
+        STATE,
+        "FENCED",
+        ("epoch 1", "2"),
+    ),
+    "acquire under an older epoch": Row(
+        lambda scene: scene.zombie.acquire(1, wait_s=0), STATE, "FENCED", ("epoch 1", "2")
+    ),
+    "publish under an older epoch": Row(
+        lambda scene: scene.zombie.publish(version=1, step=1), STATE, "FENCED", ("epoch 1", "2")
+    ),
+    "give back under an older epoch": Row(
+        lambda scene: scene.zombie.nack(1), STATE, "FENCED", ("epoch 1", "2")
+    ),
+    "durable under an older epoch": Row(
+        lambda scene: scene.zombie.mark_durable(0), STATE, "FENCED", ("epoch 1", "2")
+    ),
+    "publish a step that is not trained": Row(
+        lambda scene: scene.trainer.publish(version=1, step=1), INVALID, INVALID, ("step 1", "trained")
+    ),
+    "publish another manifest as version 0": Row(
+        lambda scene: scene.trainer.publish(version=0, step=0, content=b"other"),
+        "ALREADY_EXISTS",
+        "CONFLICT",
+        ("version 0",),
+    ),
+    "fetch a trajectory of another batch": Row(
+        fetch_a_stranger, INVALID, INVALID, ("somebody-elses", "batch")
+    ),
+    "push to another run": Row(push_to_another_run, MISSING, MISSING, ("elsewhere",)),
+    "lease in another run": Row(lease_in_another_run, MISSING, MISSING, ("elsewhere",)),
+    "join a run that is not there": Row(join_another_run, MISSING, MISSING, ("rum", "run")),
+    "push under a version not announced yet": Row(
+        push_under_a_version_not_announced_yet,
+        "UNAVAILABLE",
+        "UNKNOWN_VERSION",
+        ("version 3", "newest announced here is 0", "push it again"),
+    ),
+    "send more than a message holds": Row(
+        send_more_than_a_message,
+        INVALID,
+        INVALID,
+        ("bytes, at most 67108864", "send it in parts"),
+    ),
+    "send more than the server reads": Row(
+        send_more_than_the_server_reads,
+        INVALID,
+        INVALID,
+        ("larger than max", "134217728", "shorten the episode"),
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+async def test_a_bad_call_is_refused_and_changes_nothing(scene: Scene, row: str) -> None:
+    wanted = ROWS[row]
+    before = scene.state()
+    with pytest.raises(AstraflowError) as refused:
+        await wanted.call(scene)
+    assert (refused.value.code, refused.value.reason) == (wanted.code, wanted.reason), refused.value.message
+    assert [word for word in wanted.words if word not in refused.value.message] == [], refused.value.message
+    assert scene.state() == before
+    # What the bad call was about still works.
+    assert (await scene.node.push(scene.episode())).outcome == trajectory_service_pb2.OUTCOME_ACCEPTED
+    assert (await scene.world.status()).trajectories.conservation_error == 0
+
+
+Spoil = Callable[[trajectory_pb2.Episode, trajectory_pb2.Trajectory], None]
+
+
+def column(name: str, change: Callable[[bytes], bytes]) -> Spoil:
+    """One column of the body with other bytes."""
+    return lambda _, body: setattr(body, name, change(getattr(body, name)))
+
+
+def logprob(value: float) -> Spoil:
+    """The last token's log-prob."""
+
+    def change(content: bytes) -> bytes:
+        values = np.frombuffer(content, "<f4").copy()
+        values[-1] = value
+        return values.tobytes()
+
+    return column("logprobs", change)
+
+
+def header(**values: object) -> Spoil:
+    """Fields of the header."""
+
+    def spoil(episode: trajectory_pb2.Episode, _: trajectory_pb2.Trajectory) -> None:
+        episode.trajectories[0].header.MergeFrom(trajectory_pb2.TrajectoryHeader(**values))  # type: ignore[arg-type]
+
+    return spoil
+
+
+def not_a_body(episode: trajectory_pb2.Episode, _: trajectory_pb2.Trajectory) -> None:
+    episode.trajectories[0].body = b"\xff" * 9
+
+
+# What is wrong with the episode, the slug of its reason, the words of its detail.
+POISONS: dict[str, tuple[Spoil, str, tuple[str, ...]]] = {
+    "token ids cut": (
+        column("token_ids", lambda c: c[:-1]),
+        "length_mismatch",
+        ("31 bytes", "multiple of 4"),
+    ),
+    "one token less": (
+        column("token_ids", lambda c: c[:-4]),
+        "length_mismatch",
+        ("7 tokens", "header says 8"),
+    ),
+    "log-probs short": (column("logprobs", lambda c: c[:-4]), "length_mismatch", ("28 bytes", "need 32")),
+    "mask long": (column("loss_mask", lambda c: c + b"\0"), "length_mismatch", ("2 bytes", "need 1")),
+    "NaN log-prob": (logprob(float("nan")), "nan_logprob", ("token 7", "NaN")),
+    "infinite log-prob": (logprob(float("-inf")), "inf_logprob", ("-inf", "finite")),
+    "log-prob above zero": (logprob(0.5), "positive_logprob", ("0.5", "above 0")),
+    "NaN reward": (header(reward=float("nan")), "nan_reward", ("nan", "finite", "fail the episode")),
+    "infinite reward": (header(reward=float("inf")), "nan_reward", ("inf", "finite")),
+    "version that cannot exist": (
+        header(max_version=99),
+        "future_version",
+        ("version 99", "newest announced is 0"),
+    ),
+    "unknown policy": (header(policy_id="critic"), "unknown_policy", ("'critic'", "(solver)")),
+    "body of something else": (not_a_body, "bad_body", ("9 bytes", "not a serialized Trajectory")),
+}
+
+
+@pytest.mark.parametrize("name", POISONS)
+async def test_poison_is_told_by_name_counted_and_leaves_the_member_open(scene: Scene, name: str) -> None:
+    spoil, reason, words = POISONS[name]
+    episode = scene.episode(episode_id="bad")
+    body = trajectory_pb2.Trajectory.FromString(episode.trajectories[0].body)
+    spoil(episode, body)
+    if name != "body of something else":
+        episode.trajectories[0].body = body.SerializeToString()
+    before, account = scene.state(), (await scene.world.status()).trajectories
+    result = await scene.node.push(episode)
+    assert (result.outcome, result.reason) == (POISON, reason), result.detail
+    assert [word for word in words if word not in result.detail] == [], result.detail
+    now = scene.state()
+    changed = {key: key.rpartition("}:")[2].split(":")[0] for key in now if before.get(key) != now[key]}
+    assert set(changed.values()) == QUARANTINE
+    task = next(key for key, kind in changed.items() if kind == "task")
+    assert_only_added(before[task], now[task])
+    after = (await scene.world.status()).trajectories
+    assert (after.ingested - account.ingested, dict(after.dropped)) == (1, {"poison": 1})
+    assert (after.assembling, after.in_batch, after.conservation_error) == (1, 2, 0)
+    assert (await scene.node.push(scene.episode())).outcome == trajectory_service_pb2.OUTCOME_ACCEPTED
+
+
+# The counters of run and node, the sample, and the answer that a repeated push will get.
+QUARANTINE = {"counters", "node", "poison", "task"}
+
+
+def assert_only_added(before: object, now: object) -> None:
+    """The task says what it said, and one thing more: the fate of that episode."""
+    assert isinstance(before, dict)
+    assert isinstance(now, dict)
+    assert before.items() <= now.items()
+    assert [name for name in now if name not in before and b"bad" not in name] == []
+
+
+async def test_an_unknown_task_is_answered_by_outcome_and_creates_none(scene: Scene) -> None:
+    result = await scene.node.push(scene.episode(task_id="never-submitted", episode_id="e"))
+    assert trajectory_service_pb2.Outcome.Name(result.outcome) == "OUTCOME_LATE_CLOSED"
+    assert result.reason == "unknown_task"
+    account = (await scene.world.status()).trajectories
+    assert (dict(account.dropped), account.conservation_error) == ({"late_closed": 1}, 0)
+
+
+TOKENS = {"node": "rollout", "learner": "trainer", "person": "viewer"}
+
+
+@pytest.fixture
+async def guarded(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
+    """A server that wants tokens, with a run."""
+    tokens = tmp_path / "tokens"
+    lines = [
+        f"{name} {role} sha256:{hashlib.sha256(name.encode()).hexdigest()}\n" for name, role in TOKENS.items()
+    ]
+    async with served(redis_url, tmp_path) as world:
+        await world.create_run()
+    tokens.write_text("".join(lines))
+    async with served(redis_url, tmp_path, tokens_file=tokens) as world:
+        world.run_id = "run"
+        yield world
+
+
+# Token, call, code, words.
+PEOPLE: dict[str, tuple[str | None, Callable[[World], Awaitable[object]], str, tuple[str, ...]]] = {
+    "no token": (
+        None,
+        lambda world: world.status(),
+        "UNAUTHENTICATED",
+        ("needs `authorization: Bearer TOKEN`",),
+    ),
+    "unknown token": (
+        "stranger",
+        lambda world: world.status(),
+        "UNAUTHENTICATED",
+        ("the token is unknown to this server", "ask its operator"),
+    ),
+    "a node claims a policy": (
+        "node",
+        lambda world: world.trainer(),
+        "PERMISSION_DENIED",
+        ("'node' has roles ['rollout']", "ClaimPolicy is for ['trainer']"),
+    ),
+    "a trainer joins as a node": (
+        "learner",
+        lambda world: world.node(),
+        "PERMISSION_DENIED",
+        ("'learner' has roles ['trainer']", "JoinRun is for"),
+    ),
+    "a viewer ends the run": (
+        "person",
+        lambda world: world.finish(),
+        "PERMISSION_DENIED",
+        ("'person' has roles ['viewer']", "UpdateRun is for ['operator']"),
+    ),
+}
+
+
+@pytest.mark.parametrize("row", PEOPLE)
+async def test_who_may_not_call_is_told_what_is_missing_and_changes_nothing(
+    guarded: World, redis_url: str, row: str
+) -> None:
+    token, call, code, words = PEOPLE[row]
+    before = redis_content(redis_url)
+    async with AsyncClient(guarded.address, token=token, retry=RetryPolicy(total_s=0)) as caller:
+        with pytest.raises(AstraflowError) as refused:
+            await call(dataclasses.replace(guarded, client=caller))
+    assert redis_content(redis_url) == before
+    assert refused.value.code == code
+    assert [word for word in words if word not in refused.value.message] == [], refused.value.message
