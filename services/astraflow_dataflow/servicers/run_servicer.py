@@ -10,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
+from astraflow.rollout.v1 import blob_pb2
 from astraflow_dataflow.accounts import last_account
 from astraflow_dataflow.durability import Durability
 from astraflow_dataflow.records import Life, StoredRun
@@ -112,6 +113,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             versions=await self.versions.newest(run),
             lease_ttl_duration=lease_ttl,
             data_incarnation=await self.store.connection.data_incarnation(),
+            code_ref=blob_pb2.CodeRef(sha256=run.code.sha256),
         )
 
 

@@ -6,6 +6,7 @@ Creating, joining and ending runs."""
 from astraflow.dataflow.v1 import account_pb2 as _account_pb2
 from astraflow.dataflow.v1 import run_pb2 as _run_pb2
 from astraflow.dataflow.v1 import version_pb2 as _version_pb2
+from astraflow.rollout.v1 import blob_pb2 as _blob_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
@@ -332,6 +333,8 @@ class JoinRunResponse(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     LEASE_TTL_DURATION_FIELD_NUMBER: _builtins.int
     DATA_INCARNATION_FIELD_NUMBER: _builtins.int
+    CODE_REF_FIELD_NUMBER: _builtins.int
+    STORE_GRANTS_FIELD_NUMBER: _builtins.int
     data_incarnation: _builtins.str
     """Identity of the Redis data set; another one than before means that writes may have been lost: push every episode again that the durable
     watermark had not passed. Positions and watermarks are comparable within one identity only.
@@ -348,6 +351,14 @@ class JoinRunResponse(_message.Message):
     def lease_ttl_duration(self) -> _duration_pb2.Duration:
         """Lease time to live."""
 
+    @_builtins.property
+    def code_ref(self) -> _blob_pb2.CodeRef:
+        """The recipe's code pinned by digest: `run.code` has this digest, and without leave to run it, what is installed must have it too."""
+
+    @_builtins.property
+    def store_grants(self) -> _containers.RepeatedCompositeFieldContainer[_blob_pb2.StoreGrant]:
+        """Rights to reach the store at `run.store_uri`; empty when the node's own surroundings suffice, as for `file://`."""
+
     def __init__(
         self,
         *,
@@ -355,10 +366,12 @@ class JoinRunResponse(_message.Message):
         versions: _abc.Iterable[_version_pb2.Version] | None = ...,
         lease_ttl_duration: _duration_pb2.Duration | None = ...,
         data_incarnation: _builtins.str = ...,
+        code_ref: _blob_pb2.CodeRef | None = ...,
+        store_grants: _abc.Iterable[_blob_pb2.StoreGrant] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_ttl_duration", b"lease_ttl_duration", "run", b"run"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["code_ref", b"code_ref", "lease_ttl_duration", b"lease_ttl_duration", "run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_incarnation", b"data_incarnation", "lease_ttl_duration", b"lease_ttl_duration", "run", b"run", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code_ref", b"code_ref", "data_incarnation", b"data_incarnation", "lease_ttl_duration", b"lease_ttl_duration", "run", b"run", "store_grants", b"store_grants", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,339 @@
+"""What people ask of a run: why it waits, where a task is, who works on it; and what they order."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
+from astraflow.dataflow.v1 import run_service_pb2, trace_pb2
+from astraflow.dataflow.v1 import version_service_pb2 as versions_pb
+from astraflow.errors import InvalidArgumentError, NotFoundError, PreconditionError
+from support.dataflow_world import Node, Trainer, World, seconds, until
+
+STATE = trace_pb2.TaskState
+PLACE = trace_pb2.TrajectoryPlace
+
+
+async def started(world: World, **recipe: object) -> tuple[Trainer, Node]:
+    """A run with version 0, a trainer and a node."""
+    await world.create_run(**recipe)
+    return await world.trainer(), await world.node()
+
+
+async def why(world: World, task_id: str = "") -> pb.WhyResponse:
+    """Ask why."""
+    return await world.client.call(
+        world.client.admin.Why, pb.WhyRequest(run_id=world.run_id, task_id=task_id)
+    )
+
+
+async def trace(world: World, task_id: str) -> trace_pb2.TaskTrace:
+    """The life of a task."""
+    return (await why(world, task_id)).task
+
+
+def places(task: trace_pb2.TaskTrace) -> list[tuple[str, str]]:
+    """(place, drop reason) of each trajectory."""
+    return [(PLACE.Name(item.place)[17:], item.drop_reason) for item in task.trajectories]
+
+
+def waits_of(response: pb.WhyResponse) -> dict[str, pb.Wait]:
+    """Waits by reason."""
+    return {wait.reason: wait for wait in response.waits}
+
+
+async def test_why_names_stage_since_when_and_what_would_release_it(world: World) -> None:
+    await world.create_run()
+    first = waits_of(await why(world))
+    assert {"no_node", "no_trainer"} <= set(first)
+    assert "start a node" in first["no_node"].released_by
+    await asyncio.sleep(0.05)
+    again = waits_of(await why(world))["no_node"]
+    assert again.since_time == first["no_node"].since_time
+    assert again.waited_duration.ToNanoseconds() > 0
+
+
+async def test_a_trace_tells_the_whole_way_of_a_task_to_its_version(world: World) -> None:
+    trainer, node = await started(world, groups_per_step=1)
+    await world.submit("t1")
+    assert (STATE.Name((await trace(world, "t1")).state), len((await trace(world, "t1")).leases)) == (
+        "TASK_STATE_QUEUED",
+        0,
+    )
+    (lease,) = await node.lease()
+    live = await trace(world, "t1")
+    assert (live.state, live.leases[0].node_id, live.leases[0].outcome) == (
+        trace_pb2.TASK_STATE_LEASED,
+        "n1",
+        "",
+    )
+    assert live.leases[0].HasField("deadline_time")
+    await node.push(node.episode(lease, 0, reward=0.5))
+    assert places(await trace(world, "t1")) == [("ASSEMBLING", "")]
+    await node.push(node.episode(lease, 1))
+    assert places(await trace(world, "t1")) == [("READY", "")] * 2
+    batch = await trainer.train(1, base_version=0)
+    done = await trace(world, "t1")
+    assert (done.state, done.leases[0].outcome) == (trace_pb2.TASK_STATE_DONE, "completed")
+    assert [(episode.member, episode.outcome, episode.node_id) for episode in done.episodes] == [
+        (0, "ACCEPTED", "n1"),
+        (1, "ACCEPTED", "n1"),
+    ]
+    assert places(done) == [("TRAINED", "")] * 2
+    first = done.trajectories[0]
+    assert (first.batch_id, first.step, first.published_version) == (batch.batch_id, 1, 1)
+    assert (first.policy_id, first.reward, first.group_id) == ("solver", 0.5, "t1/solver")
+    await trainer.mark_durable(1)
+    assert places(await trace(world, "t1")) == [("TRAINED", "")] * 2
+    assert done.submit_time.ToMilliseconds() <= done.leases[0].lease_time.ToMilliseconds()
+
+
+async def test_a_trace_lists_each_attempt_with_its_end_and_each_refusal_with_its_reason(world: World) -> None:
+    _, node = await started(world, max_attempts=3)
+    other = await world.node("n2")
+    await world.submit("t1")
+    (first,) = await node.lease()
+    await node.fail(first, "workflow_error")
+    (second,) = await other.lease(wait_s=10)
+    await other.complete(second)
+    await node.push(node.episode(first, 0))
+    task = await trace(world, "t1")
+    assert [(lease.attempt, lease.node_id, lease.outcome) for lease in task.leases] == [
+        (1, "n1", "workflow_error"),
+        (2, "n2", "completed"),
+    ]
+    assert [episode.outcome for episode in task.episodes] == ["ACCEPTED", "ACCEPTED", "FENCED"]
+    assert places(task) == [("READY", "")] * 2 + [("DROPPED", "fenced")]
+
+
+async def test_a_task_that_was_never_submitted_is_not_found(world: World) -> None:
+    await started(world)
+    with pytest.raises(NotFoundError, match="never had a task 'nobody'"):
+        await why(world, "nobody")
+
+
+async def test_a_task_that_every_node_refused_waits_for_a_capable_one_at_no_cost(world: World) -> None:
+    _, node = await started(world, max_attempts=1)
+    other = await world.node("n2")
+    await world.submit("t1")
+    for refusing in (node, other):
+        (lease,) = await refusing.lease(wait_s=10)
+        assert await refusing.fail(lease, "missing_capability")
+    assert not await node.lease(wait_s=0)
+    await world.dataflow.store.nodes.report("run", node_id="n1", incarnation=1, connected_ms=60_000)
+    await world.dataflow.store.nodes.report("run", node_id="n2", incarnation=1, connected_ms=60_000)
+    wait = waits_of(await why(world))["no_capable_node"]
+    assert "for example t1" in wait.detail
+    assert list((await trace(world, "t1")).refused_by) == ["n1", "n2"]
+    able = await world.node("n3")
+    (lease,) = await able.lease(wait_s=10)
+    assert await able.complete(lease) == ["ACCEPTED", "ACCEPTED"]
+
+
+async def list_nodes(world: World, **request: object) -> pb.ListNodesResponse:
+    """List nodes."""
+    message = pb.ListNodesRequest(run_id=world.run_id, **request)  # type: ignore[arg-type]
+    return await world.client.call(world.client.admin.ListNodes, message)
+
+
+async def test_nodes_are_listed_in_pages_with_what_they_joined_with(world: World) -> None:
+    await started(world)
+    request = run_service_pb2.JoinRunRequest(
+        run_id="run",
+        node_id="n2",
+        incarnation=7,
+        max_concurrent_tasks=3,
+        region="eu",
+        pool="spot",
+        engines=["sglang"],
+    )
+    joined = await world.client.call(world.client.runs.JoinRun, request)
+    assert not joined.store_grants
+    first = await list_nodes(world, page_size=1)
+    second = await list_nodes(world, page_size=1, page_token=first.next_page_token)
+    assert ([node.node_id for node in first.nodes], second.next_page_token) == (["n1"], "")
+    (node,) = second.nodes
+    assert (node.region, node.pool, list(node.engines), node.max_concurrent_tasks) == (
+        "eu",
+        "spot",
+        ["sglang"],
+        3,
+    )
+    assert (node.incarnation, node.HasField("join_time"), node.drain_reason) == (7, True, "")
+
+
+async def drain(world: World, node_id: str, reason: str = "") -> pb.DrainNodeResponse:
+    """Order a drain."""
+    request = pb.DrainNodeRequest(run_id=world.run_id, node_id=node_id, reason=reason)
+    return await world.client.call(world.client.admin.DrainNode, request)
+
+
+async def test_a_node_that_must_drain_gets_nothing_more_until_it_starts_anew(world: World) -> None:
+    _, node = await started(world)
+    await world.submit("t1", "t2")
+    (lease,) = await node.lease()
+    assert (await drain(world, "n1")).leases == 1
+    reply = await node.lease_reply()
+    assert (list(reply.leases), reply.waiting_for) == ([], "draining")
+    assert await node.complete(lease) == ["ACCEPTED", "ACCEPTED"]
+    assert (await list_nodes(world)).nodes[0].drain_reason == "operator"
+    again = await world.node("n1", incarnation=2)
+    assert len(await again.lease()) == 1
+
+
+async def test_only_a_known_node_drains_for_a_reason_that_is_a_slug(world: World) -> None:
+    await started(world)
+    with pytest.raises(NotFoundError, match="n9 has not joined"):
+        await drain(world, "n9")
+    with pytest.raises(InvalidArgumentError, match="slug"):
+        await drain(world, "n1", "Because I say so")
+
+
+async def dead_letters(world: World, **request: object) -> pb.ListDeadLettersResponse:
+    """List letters."""
+    message = pb.ListDeadLettersRequest(run_id=world.run_id, **request)  # type: ignore[arg-type]
+    return await world.client.call(world.client.admin.ListDeadLetters, message)
+
+
+async def requeue(world: World, *letter_ids: str) -> tuple[int, int, int]:
+    """Requeue letters; (requeued, unknown, kept)."""
+    request = pb.RequeueDeadLettersRequest(run_id=world.run_id, dead_letter_ids=letter_ids)
+    reply = await world.client.call(world.client.admin.RequeueDeadLetters, request)
+    return reply.requeued, reply.unknown, reply.kept
+
+
+async def bury(world: World, node: Node, *task_ids: str) -> None:
+    """Fail tasks for good; the first member of each has come."""
+    await world.submit(*task_ids)
+    for lease in await node.lease(len(task_ids)):
+        await node.push(node.episode(lease, 0))
+        await node.fail(lease, "workflow_error", retryable=False)
+
+    async def settled() -> bool:
+        return (await world.status()).trajectories.assembling == 0
+
+    await until(settled)
+
+
+async def test_dead_letters_are_listed_in_pages_with_reason_and_payload(world: World) -> None:
+    _, node = await started(world)
+    await bury(world, node, "t1", "t2")
+    first = await dead_letters(world, page_size=1, include_tasks=True)
+    assert (first.total, len(first.dead_letters)) == (2, 1)
+    (letter,) = first.dead_letters
+    assert (letter.task_id, letter.reason, letter.node_id, letter.attempt) == (
+        "t1",
+        "workflow_error",
+        "n1",
+        1,
+    )
+    assert (letter.task.task_id, letter.payload_ref) == ("t1", f"af:{{run}}:dead {letter.dead_letter_id}")
+    rest = await dead_letters(world, page_token=first.next_page_token)
+    assert ([item.task_id for item in rest.dead_letters], rest.next_page_token) == (["t2"], "")
+    assert not rest.dead_letters[0].HasField("task")
+
+
+async def test_a_requeued_task_runs_anew_once_and_every_trajectory_stays_accounted_for(world: World) -> None:
+    _, node = await started(world)
+    await bury(world, node, "t1")
+    (letter,) = (await dead_letters(world)).dead_letters
+    assert await requeue(world, letter.dead_letter_id) == (1, 0, 0)
+    assert await requeue(world, letter.dead_letter_id) == (0, 1, 0)
+    (lease,) = await node.lease(2)
+    assert (lease.task.task_id, lease.attempt, list(lease.members)) == ("t1", 2, [0, 1])
+    lost = node.episode(lease, 0)
+    lost.episode_id = "t1.0.1.n1"  # pushed before the task died: repeated, it fills nothing
+    assert (await node.push(lost)).outcome == 3  # DUPLICATE
+    assert await node.complete(lease) == ["ACCEPTED", "ACCEPTED"]
+    account = (await world.status()).trajectories
+    assert (account.ingested, account.ready, dict(account.dropped)) == (3, 2, {"incomplete": 1})
+    assert account.conservation_error == 0
+    task = await trace(world, "t1")
+    assert places(task) == [("DROPPED", "incomplete"), ("READY", ""), ("READY", "")]
+
+
+async def test_all_letters_are_requeued_at_once_and_none_of_a_finishing_run(world: World) -> None:
+    _, node = await started(world, groups_per_step=4)
+    await bury(world, node, "t1", "t2", "t3")
+    assert await requeue(world) == (3, 0, 0)
+    assert len(await node.lease(4)) == 3
+    await world.finish()
+    with pytest.raises(PreconditionError, match="takes no tasks"):
+        await requeue(world)
+
+
+async def test_a_requeued_task_may_die_again(world: World) -> None:
+    _, node = await started(world, max_attempts=1)
+    await bury(world, node, "t1")
+    await requeue(world)
+    (lease,) = await node.lease()
+    assert not await node.fail(lease, "workflow_error")
+    assert [item.task_id for item in (await dead_letters(world)).dead_letters] == ["t1"]
+
+
+async def test_purged_letters_are_gone(world: World) -> None:
+    _, node = await started(world)
+    await bury(world, node, "t1", "t2")
+    (first, _) = (await dead_letters(world)).dead_letters
+
+    async def purge(*letter_ids: str) -> int:
+        request = pb.PurgeDeadLettersRequest(run_id="run", dead_letter_ids=letter_ids)
+        return (await world.client.call(world.client.admin.PurgeDeadLetters, request)).purged
+
+    assert [await purge(first.dead_letter_id), await purge(first.dead_letter_id), await purge()] == [1, 0, 1]
+    assert (await dead_letters(world)).total == 0
+    assert await requeue(world, first.dead_letter_id) == (0, 1, 0)
+
+
+async def test_an_id_that_is_no_letter_is_refused_showing_one(world: World) -> None:
+    await started(world)
+    with pytest.raises(InvalidArgumentError, match="1712000000000-0"):
+        await requeue(world, "t1")
+
+
+async def test_a_pin_is_kept_listed_and_removed(world: World) -> None:
+    trainer, _ = await started(world)
+    client = world.client
+    request = versions_pb.PinVersionRequest(run_id="run", policy_id="solver", version=0, reason="baseline")
+    pin = (await client.call(client.versions.PinVersion, request)).pin
+    request.reason = "still the baseline"
+    assert (await client.call(client.versions.PinVersion, request)).pin.pin_time == pin.pin_time
+    listing = versions_pb.ListVersionsRequest(run_id="run", policy_id="solver")
+    (listed,) = (await client.call(client.versions.ListVersions, listing)).pins
+    assert (listed.version, listed.reason) == (0, "still the baseline")
+    unpin = versions_pb.UnpinVersionRequest(run_id="run", policy_id="solver", version=0)
+    assert (await client.call(client.versions.UnpinVersion, unpin)).was_pinned
+    assert not (await client.call(client.versions.UnpinVersion, unpin)).was_pinned
+    assert not (await client.call(client.versions.ListVersions, listing)).pins
+    request.version = 9
+    with pytest.raises(NotFoundError, match="version 9 of solver is not announced"):
+        await client.call(client.versions.PinVersion, request)
+    assert trainer.epoch == 1
+
+
+async def test_the_status_is_streamed_when_it_changes_and_only_then(world: World) -> None:
+    _, node = await started(world)
+    request = pb.AdminServiceWatchRequest(run_id="run", interval_duration=seconds(0.1))
+    changes = world.client.stream(world.client.admin.Watch, request)
+    first = await anext(changes)
+    assert {"state", "run_id", "policies", "nodes"} <= set(first.changed)
+    await world.submit("t1")
+    (lease,) = await node.lease()
+    await node.complete(lease)
+    async with asyncio.timeout(20):
+        async for change in changes:
+            assert change.changed
+            if change.status.trajectories.ready == 2:
+                break
+
+
+async def test_pools_report_their_load_and_what_is_left_to_lease(world: World) -> None:
+    await started(world)
+    await world.submit("t1", "t2", "t3")
+    await (await world.node("n1")).lease()
+    await world.dataflow.store.nodes.report("run", node_id="n1", incarnation=1, connected_ms=60_000)
+    reply = await world.client.call(world.client.admin.PoolReport, pb.PoolReportRequest(run_id="run"))
+    (pool,) = reply.pools
+    assert (pool.pool, pool.nodes, pool.capacity, pool.leases, reply.leasable_tasks) == ("", 1, 64, 1, 2)
