@@ -186,7 +186,11 @@ class RunKeeper:
     async def start(self) -> None:
         """Connect, check Redis, load the functions and pick up the runs. Raises UnavailableError, IncompatibleError."""
         await self._dataflow.connection.open()
-        await self._dataflow.durability.start()
+        try:
+            await self._dataflow.durability.start()
+        except AstraflowError:
+            await self._dataflow.connection.close()
+            raise
         self._following = background.start(self._dataflow.durability.run, name="durability", run_id="")
         await self._look()
 

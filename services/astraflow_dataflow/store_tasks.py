@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from astraflow.errors import AstraflowError
+from astraflow.errors import AstraflowError, NotFoundError
 from astraflow_dataflow.keys import TRAIN_LANE, Keys
 from astraflow_dataflow.records import (
     CommitReply,
@@ -155,6 +155,9 @@ class EpisodeStore:
             for item in episode.items
         ]
         replies = await self._connection.call_many(keys, calls, payloads=payloads)
+        if payloads and any(isinstance(reply, NotFoundError) for reply in replies):
+            # The run was deleted meanwhile: it must leave nothing behind.
+            await self._connection.raw("UNLINK", *(key for key, _, _ in payloads))
         return [
             reply if isinstance(reply, AstraflowError) else _commit_reply(episode.task_id, reply)
             for episode, reply in zip(episodes, replies, strict=True)

@@ -17,7 +17,7 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "dataflow.committed": "an episode is committed, its node has no acknowledgement",
         "dataflow.bound": "a batch is bound to its step, its manifest is not sealed and the trainer knows nothing",
         "dataflow.acked": "a stage of a step is recorded, the trainer has no answer",
-        "dataflow.deleting": "a run is marked as deleted, its keys are still there",
+        "dataflow.deleted": "a run is marked as deleted, its keys are still there",
         "dataflow.published": "a version is announced, the trainer has no answer",
         # raas
         "raas.joined": "the server counts on the node, nothing of it runs yet",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -14,59 +12,9 @@ from astraflow.dataflow.v1 import batch_service_pb2, run_pb2
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.errors import AstraflowError, FencedError, InvalidArgumentError, NotFoundError
 from support.dataflow_world import World, until
+from support.work_stream import soon, working
 
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
-
-
-class Session:
-    """The node's side of a `Work` stream; responses are sorted by kind as they arrive."""
-
-    def __init__(self, call: grpc.aio.StreamStreamCall[pb.WorkRequest, pb.WorkResponse]) -> None:
-        self.call = call
-        self.leases: asyncio.Queue[object] = asyncio.Queue()
-        self.cancels: asyncio.Queue[pb.Cancel] = asyncio.Queue()
-        self.versions: asyncio.Queue[object] = asyncio.Queue()
-        self.drains: asyncio.Queue[pb.Drain] = asyncio.Queue()
-        self.watermarks: asyncio.Queue[object] = asyncio.Queue()
-
-    async def read(self) -> None:
-        """Sort responses until the stream ends."""
-        async for response in self.call:
-            kind = response.WhichOneof("kind")
-            queue = {
-                "lease": self.leases,
-                "cancel": self.cancels,
-                "version": self.versions,
-                "drain": self.drains,
-                "watermark": self.watermarks,
-            }
-            queue[kind].put_nowait(getattr(response, kind))  # type: ignore[index]
-
-    async def credits(self, tasks: int, **serving: int) -> None:
-        """Give credits."""
-        await self.call.write(pb.WorkRequest(credits=pb.Credits(tasks=tasks, serving_versions=serving)))
-
-
-@asynccontextmanager
-async def working(world: World, node_id: str = "n1", *, incarnation: int = 1) -> AsyncIterator[Session]:
-    """An open session of a joined node."""
-    call = world.client.open(world.client.tasks.Work)
-    await call.write(
-        pb.WorkRequest(hello=pb.Hello(run_id=world.run_id, node_id=node_id, incarnation=incarnation))
-    )
-    session = Session(call)
-    reader = asyncio.create_task(session.read())
-    try:
-        yield session
-    finally:
-        call.cancel()
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
-
-
-async def soon(queue: asyncio.Queue[object]) -> object:
-    """The next item, within ten seconds."""
-    return await asyncio.wait_for(queue.get(), 10)
 
 
 async def test_leases_follow_credits_and_never_exceed_them(world: World) -> None:

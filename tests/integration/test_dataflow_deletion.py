@@ -1,0 +1,180 @@
+"""Deleting a run: who may, what its trajectories become, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from astraflow.dataflow.v1 import run_service_pb2 as pb
+from astraflow.errors import AstraflowError, InvalidArgumentError, NotFoundError, PreconditionError
+from astraflow_dataflow.store import as_list, as_text
+from astraflow_kit.failpoints import read_hits
+from support.dataflow_process import DataflowProcess
+from support.dataflow_world import World, served, until
+from support.valkey import ValkeyServer
+from support.work_stream import working
+
+SERVERS_OWN = {"af:schema", "af:incarnation", "af:beat"}
+
+
+async def delete(world: World, run_id: str = "run", *, force: bool = False) -> pb.DeleteRunResponse:
+    """Delete a run."""
+    request = pb.DeleteRunRequest(run_id=run_id, force=force)
+    return await world.client.call(world.client.runs.DeleteRun, request)
+
+
+async def keys(world: World) -> set[str]:
+    """Every key in Redis."""
+    return {as_text(key) for key in as_list(await world.dataflow.connection.raw("KEYS", "*"))}
+
+
+async def lived(world: World) -> None:
+    """A run that trained a step, holds a batch, ready groups, half a group, dead letters, pins and refusals."""
+    await world.create_run(max_attempts=1, groups_per_step=1, max_staleness=4)
+    trainer, node = await world.trainer(), await world.node()
+    await world.submit("t1", "t2", "t3", "t4", "t5", "t6")
+    leases = await node.lease(5)
+    for lease in leases[:3]:
+        await node.complete(lease)
+    await node.push(node.episode(leases[3], 0))
+    await node.push(node.episode(leases[3], 1, reward=float("nan")))
+    await node.fail(leases[4], "workflow_error")
+    await trainer.train(1, base_version=0)
+    await trainer.acquire(2, base_version=1)
+
+
+async def test_a_deleted_run_leaves_no_key_and_a_whole_account(world: World) -> None:
+    await lived(world)
+    before = (await world.status()).trajectories
+    assert (before.trained, before.in_batch, before.ready, before.assembling) == (2, 2, 2, 1)
+    reply = await delete(world, force=True)
+    account = reply.trajectories
+    assert account.dropped["run_deleted"] == 5
+    assert (account.ingested, account.trained, account.conservation_error) == (before.ingested, 2, 0)
+    assert reply.deleted_keys > 20
+    assert await keys(world) <= SERVERS_OWN
+
+
+async def test_a_run_that_is_worked_on_is_deleted_only_by_force(world: World) -> None:
+    await world.create_run()
+    await world.trainer()
+    await world.node()
+    async with working(world):
+        await until(lambda: connected(world))
+        with pytest.raises(PreconditionError, match=r"node n1 is connected.*force"):
+            await delete(world)
+    assert (await world.status()).run_id == "run"
+
+
+async def connected(world: World) -> bool:
+    """Whether any node is."""
+    return any(node.connected for node in (await world.status()).nodes)
+
+
+async def test_a_run_that_nobody_works_on_needs_no_force(world: World) -> None:
+    await world.create_run()
+    await delete(world)
+    assert await keys(world) <= SERVERS_OWN
+
+
+async def test_a_batch_that_a_trainer_holds_is_work(world: World) -> None:
+    await world.create_run(groups_per_step=1)
+    trainer, node = await world.trainer(), await world.node()
+    await world.submit("t1")
+    for lease in await node.lease():
+        await node.complete(lease)
+    await trainer.acquire(1)
+    await world.dataflow.store.nodes.report("run", node_id="n1", incarnation=1, connected_ms=0)
+    with pytest.raises(PreconditionError, match="a trainer holds a batch"):
+        await delete(world)
+
+
+async def test_everything_about_a_deleted_run_is_not_found_at_once(world: World) -> None:
+    await lived(world)
+    node = await world.node()
+    await world.submit("t9")
+    (lease,) = await node.lease()
+    waiting = asyncio.create_task((await world.trainer()).acquire(9, wait_s=20))
+    await asyncio.sleep(0.05)
+    await delete(world, force=True)
+    for call in (world.status(), node.lease(), node.push(node.episode(lease, 0)), world.submit("t8")):
+        with pytest.raises(NotFoundError):
+            await call
+    with pytest.raises(AstraflowError):
+        await waiting
+    with pytest.raises(NotFoundError):
+        await delete(world, force=True)
+    assert await keys(world) <= SERVERS_OWN
+
+
+async def test_an_open_session_ends_when_its_run_is_deleted(world: World) -> None:
+    await world.create_run()
+    await world.trainer()
+    await world.node()
+    async with working(world) as session:
+        await session.credits(1, solver=0)
+        await until(lambda: connected(world))
+        await delete(world, force=True)
+        assert (await session.call.code()).name == "NOT_FOUND"
+    assert await keys(world) <= SERVERS_OWN
+
+
+async def test_another_run_is_left_alone_and_the_name_is_free_again(world: World) -> None:
+    await world.create_run(name="run-2")
+    await lived(world)
+    await delete(world, force=True)
+    world.run_id = "run-2"
+    assert (await world.status()).run_id == "run-2"
+    await lived(world)
+    account = (await world.status()).trajectories
+    assert (account.trained, account.conservation_error) == (2, 0)
+
+
+async def test_what_arrives_at_another_server_leaves_nothing_either(redis_url: str, tmp_path: Path) -> None:
+    async with served(redis_url, tmp_path) as one, served(redis_url, tmp_path) as other:
+        await one.create_run()
+        other.run_id = "run"
+        await one.trainer()
+        node = await other.node()
+        await other.submit("t1")
+        (lease,) = await node.lease()
+        await delete(one, force=True)
+        with pytest.raises(AstraflowError):
+            await node.push(node.episode(lease, 0))
+
+        async def forgotten() -> bool:
+            return not other.dataflow.registry.loaded()
+
+        await until(forgotten)
+        assert await keys(one) <= SERVERS_OWN
+
+
+async def test_a_run_to_delete_is_always_named(world: World) -> None:
+    await world.create_run()
+    with pytest.raises(InvalidArgumentError, match="must be named"):
+        await delete(world, "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+async def test_a_deletion_that_was_cut_off_is_finished_by_the_next_server(
+    valkey: ValkeyServer, redis_url: str, tmp_path: Path
+) -> None:
+    process = DataflowProcess(redis_url, tmp_path)
+    try:
+        process.start(failpoints="dataflow.deleted=kill")
+        async with process.world() as world:
+            await lived(world)
+            with pytest.raises(AstraflowError):
+                await delete(world, force=True)
+        process.wait_until_ended()
+        assert [hit.name for hit in read_hits(process.failpoints_log)] == ["dataflow.deleted"]
+    finally:
+        process.kill()
+    async with served(redis_url, tmp_path) as world:
+        world.run_id = "run"
+        with pytest.raises(NotFoundError):
+            await world.status()
+        assert await keys(world) <= SERVERS_OWN

@@ -1,0 +1,76 @@
+"""The node's side of a `Work` stream, for tests of the dataflow server.
+
+Responses are sorted by kind as they arrive, so a test waits for the one it is about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from astraflow.dataflow.v1 import task_service_pb2 as pb
+from support.dataflow_world import World
+
+if TYPE_CHECKING:
+    import grpc
+
+
+class Session:
+    """The node's side of a `Work` stream; responses are sorted by kind as they arrive."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[pb.WorkRequest, pb.WorkResponse]) -> None:
+        self.call = call
+        self.leases: asyncio.Queue[object] = asyncio.Queue()
+        self.cancels: asyncio.Queue[pb.Cancel] = asyncio.Queue()
+        self.versions: asyncio.Queue[object] = asyncio.Queue()
+        self.drains: asyncio.Queue[pb.Drain] = asyncio.Queue()
+        self.watermarks: asyncio.Queue[object] = asyncio.Queue()
+
+    async def read(self) -> None:
+        """Sort responses until the stream ends."""
+        async for response in self.call:
+            kind = response.WhichOneof("kind")
+            assert kind is not None, "the server sent an empty message"
+            queues: dict[str, asyncio.Queue[Any]] = {
+                "lease": self.leases,
+                "cancel": self.cancels,
+                "version": self.versions,
+                "drain": self.drains,
+                "watermark": self.watermarks,
+            }
+            queues[kind].put_nowait(getattr(response, kind))
+
+    async def receipt(self, *lease_ids: str) -> None:
+        """Confirm leases."""
+        await self.call.write(pb.WorkRequest(receipt=pb.Receipt(lease_ids=lease_ids)))
+
+    async def credits(self, tasks: int, **serving: int) -> None:
+        """Give credits."""
+        await self.call.write(pb.WorkRequest(credits=pb.Credits(tasks=tasks, serving_versions=serving)))
+
+
+@asynccontextmanager
+async def working(
+    world: World, node_id: str = "n1", *, incarnation: int = 1, held: Sequence[str] | None = None
+) -> AsyncIterator[Session]:
+    """An open session of a joined node; `held` says which leases it holds."""
+    call = world.client.open(world.client.tasks.Work)
+    hello = pb.Hello(run_id=world.run_id, node_id=node_id, incarnation=incarnation)
+    if held is not None:
+        hello.held.CopyFrom(pb.Renewal(lease_ids=held))
+    await call.write(pb.WorkRequest(hello=hello))
+    session = Session(call)
+    reader = asyncio.create_task(session.read())
+    try:
+        yield session
+    finally:
+        call.cancel()
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+
+
+async def soon(queue: asyncio.Queue[object]) -> object:
+    """The next item, within ten seconds."""
+    return await asyncio.wait_for(queue.get(), 10)
