@@ -20,8 +20,15 @@ PROTOCOLS = {
 VALUES: dict[str, Any] = dict(inspect.getmembers(plugins, dataclasses.is_dataclass))
 
 
-def test_every_public_name_is_a_protocol_or_a_value() -> None:
-    assert sorted(plugins.__all__) == sorted({**PROTOCOLS, **VALUES})
+ERRORS = {
+    name: kind
+    for name, kind in inspect.getmembers(plugins, inspect.isclass)
+    if issubclass(kind, Exception) and kind.__module__ == plugins.__name__
+}
+
+
+def test_every_public_name_is_a_protocol_a_value_or_an_error() -> None:
+    assert sorted(plugins.__all__) == sorted({**PROTOCOLS, **VALUES, **ERRORS})
 
 
 def test_importing_the_protocols_needs_only_the_standard_library() -> None:

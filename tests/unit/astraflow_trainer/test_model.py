@@ -35,7 +35,7 @@ def test_scores_equal_the_plain_model_row_by_row(
     policy, rows = make_policy(sharded=False), make_rows()
     with torch.no_grad():
         for row, scores in zip(rows, _scores_by_row(policy, rows, **packing), strict=True):
-            torch.testing.assert_close(scores, _plain_logprobs(policy, row), atol=2e-6, rtol=0)
+            torch.testing.assert_close(scores, _plain_logprobs(policy, row), atol=5e-6, rtol=0)
 
 
 def test_packed_rows_never_see_each_other(
