@@ -58,6 +58,12 @@ class FoundRun:
         }
 
 
+class _NoRunYet(RetryableError):
+    """The server is there, and nobody has created a run on it."""
+
+    reason, code = "NO_RUN", "NOT_FOUND"
+
+
 async def find_run(client: AsyncClient, run_id: str, *, patience_s: float) -> FoundRun:
     """Ask the server for the run; waits up to `patience_s` for an unreachable server, or for its first run.
 
@@ -75,10 +81,8 @@ async def _first_answer(client: AsyncClient, run_id: str, *, patience_s: float) 
     while True:
         try:
             return await _ask(client, run_id, timeout_s=min(DEFAULT_TIMEOUT_S, patience_s))
-        except (RetryableError, NotFoundError) as error:
-            if isinstance(error, NotFoundError) and run_id:
-                raise
-            reason = "run" if isinstance(error, NotFoundError) else "server"
+        except RetryableError as error:
+            reason = "run" if isinstance(error, _NoRunYet) else "server"
             failures += 1
             wait_s, waited_s = _KNOCK.wait_s(failures), loop.time() - started_s
             if waited_s + wait_s > patience_s:
@@ -92,9 +96,14 @@ async def _first_answer(client: AsyncClient, run_id: str, *, patience_s: float) 
 async def _ask(client: AsyncClient, run_id: str, *, timeout_s: float) -> run_pb2.Run:
     request = run_service_pb2.GetRunRequest(run_id=run_id)
     with _remedies(client):
-        answer = await client.call(
-            client.runs.GetRun, request, timeout_s=timeout_s, retry=RetryPolicy(total_s=0)
-        )
+        try:
+            answer = await client.call(
+                client.runs.GetRun, request, timeout_s=timeout_s, retry=RetryPolicy(total_s=0)
+            )
+        except NotFoundError as error:
+            if run_id:
+                raise
+            raise _NoRunYet(error.message) from error
     return answer.run
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+from grpc_status import rpc_status
 
+from astraflow._status import to_status
 from astraflow.dataflow.v1 import (
     durability_pb2,
     run_pb2,
@@ -24,6 +26,7 @@ from astraflow.dataflow.v1 import (
     trajectory_service_pb2_grpc,
     version_pb2,
 )
+from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 
 PATIENCE_S = 15.0
@@ -103,6 +106,11 @@ async def eventually(holds: Callable[[], object], *, what: str, patience_s: floa
         raise AssertionError(f"not within {patience_s} s: {what}") from None
 
 
+async def refuse(context: Context, error: AstraflowError) -> None:
+    """Answer with an error as a real server does."""
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+
 @dataclass
 class ScriptedDataflow(
     run_service_pb2_grpc.RunServiceServicer,
@@ -120,6 +128,8 @@ class ScriptedDataflow(
     judge: Judge = accepted
     ack: asyncio.Event | None = None
     """While set to an unset event, pushes are received and not acknowledged."""
+    run_fault: AstraflowError | None = None
+    join_error: AstraflowError | None = None
     join_fault: grpc.StatusCode | None = None
     push_fault: grpc.StatusCode | None = None
 
@@ -156,11 +166,15 @@ class ScriptedDataflow(
     async def GetRun(
         self, request: run_service_pb2.GetRunRequest, context: Context
     ) -> run_service_pb2.GetRunResponse:
+        if self.run_fault is not None:
+            await refuse(context, self.run_fault)
         return run_service_pb2.GetRunResponse(run=self._run())
 
     async def JoinRun(
         self, request: run_service_pb2.JoinRunRequest, context: Context
     ) -> run_service_pb2.JoinRunResponse:
+        if self.join_error is not None:
+            await refuse(context, self.join_error)
         if self.join_fault is not None:
             await context.abort(self.join_fault, "as the test asked")
         self.joins.append(request)
