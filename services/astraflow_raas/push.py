@@ -110,11 +110,7 @@ class Pusher(LoopService):
         return await asyncio.shield(spooled.outcome)
 
     def durable(self, position: int) -> None:
-        """The server's disk has every commit of the run up to `position`.
-
-        Only the word of a working session counts: each begins by comparing data sets, so it never speaks of
-        another one than this node knows.
-        """
+        """The server's disk has every commit of the run up to `position` of the data set last heard of."""
         self._spool.durable(position)
         self._has_room.set()
 

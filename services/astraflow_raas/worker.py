@@ -191,9 +191,13 @@ class Worker(LoopService):
         self._lease_ttl_s = _ttl_s(answer)
         for version in answer.versions:
             self._hooks.announce(version)
-        if answer.data_incarnation != self._data_incarnation:
-            log.warning("server.data_replaced", before=self._data_incarnation, now=answer.data_incarnation)
-            self._data_incarnation = answer.data_incarnation
+        self._compare_data(answer.data_incarnation)
+
+    def _compare_data(self, incarnation: str) -> None:
+        """Another data set than before may have lost what was acknowledged and is not durable."""
+        if incarnation != self._data_incarnation:
+            log.warning("server.data_replaced", before=self._data_incarnation, now=incarnation)
+            self._data_incarnation = incarnation
             self._hooks.data_lost()
 
     async def _session(self) -> None:
@@ -275,6 +279,7 @@ class Worker(LoopService):
             elif kind == "version":
                 self._hooks.announce(response.version)
             elif kind == "watermark":
+                self._compare_data(response.watermark.data_incarnation)
                 self._hooks.durable(response.watermark.durable_position)
             elif kind == "drain":
                 log.info("node.told_to_drain", reason=response.drain.reason)

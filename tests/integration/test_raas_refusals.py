@@ -19,6 +19,8 @@ from support.node_process import NodeProcess, WeightPublisher, node_of, tiny_pol
 from support.scripted_daemons import ScriptedNode, serving
 from support.scripted_dataflow import POLICY, RUN_ID, ScriptedDataflow, running
 
+# The other Redis has the dataflow server's own tests: nodes never see it.
+ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 TOKENS = {"ops": "operator", "watcher": "viewer", "node": "rollout"}
@@ -95,6 +97,7 @@ async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
         yield world
 
 
+@ONE_REDIS
 @pytest.mark.parametrize("name", CASES)
 async def test_a_node_that_cannot_work_says_why_and_leaves_no_trace(
     world: World, redis_url: str, tmp_path: Path, name: str
@@ -161,6 +164,7 @@ async def test_weights_of_a_newer_release_end_a_node_that_serves_nothing_yet(
     assert all(offered.tasks == 0 for offered in script.credits)
 
 
+@ONE_REDIS
 async def test_a_node_whose_name_is_taken_ends_and_disturbs_nobody(redis_url: str, tmp_path: Path) -> None:
     async with served(redis_url, tmp_path) as world:
         await world.create_run()

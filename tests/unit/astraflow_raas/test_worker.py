@@ -167,9 +167,22 @@ async def test_leases_are_confirmed_and_told_again_by_the_next_session(setup: Se
     assert list(setup.script.hellos[1].held.lease_ids) == ["b#1"]
 
 
+def watermark(position: int, incarnation: str) -> durability_pb2.Watermark:
+    return durability_pb2.Watermark(durable_position=position, data_incarnation=incarnation)
+
+
 async def test_what_is_durable_is_handed_on(setup: Setup) -> None:
-    setup.script.send(watermark=durability_pb2.Watermark(durable_position=17))
+    setup.script.send(watermark=watermark(17, "data-1"))
     await eventually(lambda: setup.heard.durable == [17], what="the watermark")
+    assert setup.heard.data_lost == 0
+
+
+async def test_a_watermark_of_another_data_set_tells_that_data_was_lost(setup: Setup) -> None:
+    setup.script.data_incarnation = "data-2"
+    setup.script.send(watermark=watermark(3, "data-2"))
+    setup.script.send(watermark=watermark(4, "data-2"))
+    await eventually(lambda: setup.heard.durable == [3, 4], what="the watermarks")
+    assert setup.heard.data_lost == 1
 
 
 async def test_evaluation_tasks_take_the_room_of_one_episode(setup: Setup) -> None:
