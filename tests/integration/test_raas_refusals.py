@@ -80,6 +80,13 @@ CASES = {
         store="ftp://elsewhere/store", says=("STORE_REFUSED", "ftp://elsewhere/store", "s3://")
     ),
 }
+QUICK = {
+    "a plug-in is not installed",
+    "the engine is not installed",
+    "the run does not exist",
+    "the token is missing",
+}
+"""The kinds of refusal, one each, for every run of the tests; the whole table is for .ci/run."""
 
 
 @pytest.fixture
@@ -98,7 +105,9 @@ async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
 
 
 @ONE_REDIS
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.ci) for name in CASES]
+)
 async def test_a_node_that_cannot_work_says_why_and_leaves_no_trace(
     world: World, redis_url: str, tmp_path: Path, name: str
 ) -> None:
