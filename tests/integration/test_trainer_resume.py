@@ -1,0 +1,141 @@
+"""A trainer killed inside each window of a step resumes, and ends with the very bits of one that was not.
+
+Real trainer processes over a real dataflow server; the batches are the same for every run, so what they end with
+can be compared. One thread on CPU: on a GPU only the ledger would be comparable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from astraflow_kit.failpoints import read_hits
+from astraflow_weights.store import open_store
+from support import store_census
+from support.dataflow_world import World
+from support.ledger_audit import LedgerAudit, audit
+from support.trainer_process import (
+    GROUPS_PER_STEP,
+    POLICY,
+    TrainerProcess,
+    create_run,
+    forking,
+    newest_checkpoint,
+    push_groups,
+    valkey,
+)
+
+__all__ = ["valkey"]
+
+STEPS, CHECKPOINT_EVERY = 6, 2
+KILLED = -9
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forking() -> Iterator[None]:
+    with forking():
+        yield
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a run ended with."""
+
+    checkpoint: dict[str, torch.Tensor]
+    census: store_census.Census
+    ledger: LedgerAudit
+
+
+async def run_to_the_end(world: World, folder: Path, *, failpoints: str = "", name: str = "run") -> Ending:
+    """Train all steps, in two lives when a failpoint kills the first."""
+    run = await create_run(
+        world, folder=folder, name=name, steps=STEPS, checkpoint_every_steps=CHECKPOINT_EVERY
+    )
+    trainer = TrainerProcess(world.address, folder, run_id=name)
+    recording = asyncio.create_task(push_groups(world, count=STEPS * GROUPS_PER_STEP))
+    try:
+        trainer.start(failpoints=failpoints)
+        status = await asyncio.to_thread(trainer.wait)
+        if failpoints:
+            assert status == KILLED, trainer.log
+            trainer.start()
+            status = await asyncio.to_thread(trainer.wait)
+        assert status == 0, trainer.log
+        await recording
+    finally:
+        recording.cancel()
+        trainer.kill()
+    step, checkpoint = newest_checkpoint(trainer.work_dir)
+    assert step == STEPS
+    account = (await world.status()).trajectories
+    assert (account.trained, account.conservation_error) == (STEPS * GROUPS_PER_STEP * 2, 0)
+    return Ending(
+        checkpoint=checkpoint,
+        census=store_census.take(open_store(run.store_uri), run_id=run.run_id, policy_id=POLICY),
+        ledger=audit(trainer.ledger),
+    )
+
+
+_undisturbed: list[Ending] = []
+
+
+@pytest.fixture
+async def undisturbed(world: World, tmp_path: Path) -> Ending:
+    """What the same batches lead to when nobody is killed; made once."""
+    if not _undisturbed:
+        folder = tmp_path / "undisturbed"
+        folder.mkdir()
+        _undisturbed.append(await run_to_the_end(world, folder, name="undisturbed"))
+    return _undisturbed[0]
+
+
+SOME = [
+    "trainer.step_taken@4",
+    "weights.publish.before_manifest@4",
+    "trainer.committed@4",
+    "trainer.checkpoint_half_written@2",
+]
+ALL = [
+    "trainer.intent_recorded@1",
+    "trainer.intent_recorded@4",
+    "trainer.step_acked@4",
+    "trainer.before_publish@1",
+    "trainer.before_publish@4",
+    "weights.publish.parts_uploaded@4",
+    "weights.publish.after_manifest@1",
+    "weights.publish.after_manifest@4",
+    "trainer.announced@4",
+    "trainer.checkpoint_half_written@1",
+    "trainer.checkpoint_written@1",
+    "trainer.checkpoint_written@3",
+]
+WINDOWS = [*SOME, *(pytest.param(window, marks=pytest.mark.ci) for window in ALL)]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("window", WINDOWS)
+async def test_a_trainer_killed_in_any_window_ends_with_the_same_bits(
+    undisturbed: Ending, world: World, tmp_path: Path, window: str
+) -> None:
+    name, _, number = window.partition("@")
+    resumed = await run_to_the_end(world, tmp_path, failpoints=f"{name}=kill@{number}")
+    assert [hit for hit in read_hits(tmp_path / "trainer.failpoints.jsonl") if hit.acted], window
+    differing = [
+        key
+        for key, value in undisturbed.checkpoint.items()
+        if not torch.equal(value, resumed.checkpoint[key])
+    ]
+    assert resumed.checkpoint.keys() == undisturbed.checkpoint.keys()
+    assert not differing
+    assert [record.model_root for record in resumed.census.records] == [
+        record.model_root for record in undisturbed.census.records
+    ]
+    assert resumed.census.steps == list(range(STEPS + 1))
+    assert resumed.ledger.step_of == undisturbed.ledger.step_of
+    assert resumed.ledger.last_step == STEPS

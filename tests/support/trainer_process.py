@@ -1,0 +1,245 @@
+"""Trainers as real processes over a recorded log of batches: to be killed, frozen and started again.
+
+A process that has imported torch forks the trainers, so that each starts in well under a second. `push_groups`
+plays the nodes: the same groups in the same order for every run of one seed, so two trainers that consume them
+must end with the same bits. Used by the tests of resume and of epochs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+
+from astraflow.columns import Columns, encode_columns
+from astraflow.dataflow.v1 import run_pb2, run_service_pb2
+from astraflow.recipe_file import parse_recipe
+from astraflow.rollout.v1 import trajectory_pb2
+from support.dataflow_world import World, until
+from support.valkey import ValkeyServer
+
+POLICY = "solver"
+VOCAB = 32
+GROUPS_PER_STEP = 2
+GROUP_SIZE = 2
+RECIPE = """
+run: {{name: {name}, dataset: "support.dataflow_world:Empty", steps: {steps}}}
+policies:
+  solver: {{model: {{path: "{model}"}}, sampling: {{max_new_tokens: 16}}}}
+dataflow:
+  group_size: {group_size}
+  groups_per_step: {groups_per_step}
+  max_staleness: {steps}
+  evaluation: {{every_versions: 0, num_samples: 1, final_samples: 1}}
+raas: {{reward: "support.dataflow_world:Zero"}}
+trainer:
+  checkpoint_every_steps: {checkpoint_every_steps}
+  optimizer: {{learning_rate: 0.01, warmup_steps: 2}}
+  publish: {{snapshot_every_versions: 3}}
+"""
+
+
+class TrainerProcess:
+    """One trainer: a work folder over any number of lives."""
+
+    def __init__(self, address: str, folder: Path, *, name: str = "trainer", run_id: str = "run") -> None:
+        self.work_dir = folder / name
+        self.failpoints_log = folder / f"{name}.failpoints.jsonl"
+        self._log = folder / f"{name}.log"
+        self._address = address
+        self._run_id = run_id
+        self._process: ForkServerProcess | None = None
+
+    @property
+    def ledger(self) -> Path:
+        """What it recorded that it trained on."""
+        return self.work_dir / "ledger.jsonl"
+
+    @property
+    def log(self) -> str:
+        """The end of its log."""
+        return self._log.read_text()[-6000:] if self._log.exists() else ""
+
+    def start(self, *, failpoints: str = "") -> None:
+        """Start another life with these failpoints armed; returns at once."""
+        options = {
+            "join": self._address,
+            "run_id": self._run_id,
+            "work_dir": str(self.work_dir),
+            "failpoints": failpoints,
+            "failpoints_log": str(self.failpoints_log),
+            "log_format": "json",
+        }
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "astraflow_trainer.server"])
+        self._process = context.Process(target=_live, args=(options, str(self._log)))
+        self._process.start()
+
+    def wait(self, *, timeout_s: float = 60.0) -> int:
+        """Wait for its end and return the exit status; of a signal as a negative number."""
+        process = self._running()
+        process.join(timeout_s)
+        assert process.exitcode is not None, f"the trainer does not end: {self.log}"
+        return process.exitcode
+
+    def is_stopped(self) -> bool:
+        """Whether a failpoint has frozen it."""
+        status = Path(f"/proc/{self._running().pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] == "T"
+
+    def is_alive(self) -> bool:
+        """Whether it lives, frozen or not."""
+        return self._process is not None and self._process.is_alive()
+
+    def go_on(self) -> None:
+        """Let a frozen one continue."""
+        os.kill(self._running().pid or 0, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, frozen or not, started or not."""
+        if self._process is not None and self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _running(self) -> ForkServerProcess:
+        assert self._process is not None, "start the trainer first"
+        return self._process
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    """One kind of Redis is enough for what trainers do; imported by test modules in place of the shared one."""
+    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Inside, trainers may be started; afterwards the process that forks them is gone."""
+    yield
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would live as long as we do
+
+
+def _live(options: dict[str, str], log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    from astraflow_kit import lifecycle
+    from astraflow_trainer import server
+    from astraflow_trainer.settings import TrainerSettings
+
+    settings = TrainerSettings(**options)  # type: ignore[arg-type]
+    lifecycle.begin("trainer", settings)
+    sys.exit(server.run(settings))
+
+
+async def create_run(
+    world: World, *, folder: Path, name: str = "run", steps: int = 6, checkpoint_every_steps: int = 2
+) -> run_pb2.Run:
+    """Create a run over the tiny model of `folder`, with a store of its own."""
+    text = RECIPE.format(
+        name=name,
+        steps=steps,
+        model=tiny_model(folder),
+        group_size=GROUP_SIZE,
+        groups_per_step=GROUPS_PER_STEP,
+        checkpoint_every_steps=checkpoint_every_steps,
+    )
+    run = run_pb2.Run(
+        run_id=name, recipe_yaml=parse_recipe(text).yaml_text, store_uri=(folder / f"{name}.store").as_uri()
+    )
+    request = run_service_pb2.CreateRunRequest(run=run)
+    created = (await world.client.call(world.client.runs.CreateRun, request)).run
+    world.run_id = created.run_id
+    return created
+
+
+async def push_groups(world: World, *, count: int, seed: int = 0) -> None:
+    """Once the first version is announced, submit `count` tasks and complete them, one after the other.
+
+    The groups, and so the batches, are the same for every run with this seed, however its trainers fare.
+    """
+
+    async def has_a_version() -> bool:
+        return (await world.status()).policies[0].HasField("version")
+
+    await until(has_a_version, within_s=90)
+    draw = np.random.default_rng(seed)
+    node = await world.node("recorder")
+    for index in range(count):
+        await world.submit(f"task-{seed}-{index}", group_size=GROUP_SIZE)
+        (lease,) = await node.lease(1, wait_s=20)
+        for member in lease.members:
+            episode = node.episode(lease, member, reward=float(member))
+            _resample(episode, draw)
+            result = await node.push(episode)
+            assert not result.reason, result
+
+
+def _resample(episode: trajectory_pb2.Episode, draw: np.random.Generator) -> None:
+    """Give a trajectory tokens and log-probs of its own, in the space that its header leaves."""
+    (item,) = episode.trajectories
+    num_tokens, num_trained = item.header.num_tokens, item.header.num_trainable_tokens
+    mask = np.arange(num_tokens) >= num_tokens - num_trained
+    logprobs = np.where(mask, -3.5 + 0.3 * draw.standard_normal(num_tokens), 0.0).astype(np.float32)
+    columns = Columns(
+        token_ids=draw.integers(0, VOCAB, num_tokens).astype(np.int32),
+        loss_mask=mask,
+        logprobs=np.minimum(logprobs, 0.0),
+        version_spans=((num_tokens - num_trained, num_tokens, 0),),
+    )
+    trajectory = encode_columns(columns, trajectory_id=item.header.trajectory_id)
+    trajectory.sampling.temperature = 1.0
+    item.body = trajectory.SerializeToString()
+
+
+def tiny_model(folder: Path) -> Path:
+    """A random model of a few thousand parameters, the same every time."""
+    from astraflow_trainer.model import Qwen3Shape, build_causal_lm, save_causal_lm
+
+    directory = folder / "model"
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        shape = Qwen3Shape(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            intermediate_size=32,
+            initializer_range=0.3,
+        )
+        save_causal_lm(build_causal_lm(shape, seed=0), directory)
+    return directory
+
+
+def newest_checkpoint(work_dir: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """Step and content of the newest checkpoint: masters, moments and random state."""
+    path = max((work_dir / "checkpoints").glob("step-*"))
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DCP warns that one process loads alone, which is the intent
+        load_tensors(tensors, storage_reader=FileSystemReader(path), no_dist=True)
+    return int(path.name.removeprefix("step-")), tensors
