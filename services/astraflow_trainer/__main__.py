@@ -10,7 +10,7 @@ import typer
 
 from astraflow_kit import lifecycle
 from astraflow_kit.settings import load
-from astraflow_trainer.settings import TrainerSettings
+from astraflow_trainer.settings import TrainerSettings, load_rank_settings
 
 app = typer.Typer(add_completion=False)
 
@@ -52,7 +52,8 @@ def trainer(
 
     It gets the recipe and the store from the dataflow server, resumes from --work-dir when it holds a
     checkpoint, and ends with status 0 when the last step is published. A second trainer of the same policy
-    takes over; the first one stops.
+    takes over; the first one stops. With `torchrun --nproc-per-node N -m astraflow_trainer …` N ranks train
+    together; they need one --work-dir that all of them see.
     """
     given = {
         "join": join,
@@ -69,12 +70,12 @@ def trainer(
         "grpc_port": grpc_port,
         "http_port": http_port,
     }
-    settings = load(TrainerSettings, given)
+    settings, rank = load(TrainerSettings, given), load_rank_settings()
     lifecycle.begin("trainer", settings)
     # torch takes seconds to import: `--help` and wrong settings must not wait for it.
     from astraflow_trainer import server
 
-    sys.exit(server.check(settings) if check else server.run(settings))
+    sys.exit(server.check(settings) if check else server.run(settings, rank))
 
 
 if __name__ == "__main__":

@@ -118,15 +118,17 @@ class CheckpointStore:
     def restore(self, optimizer: MasterOptimizer, *, at_most: int | None = None) -> Position | None:
         """Load the newest complete checkpoint into `optimizer` and its model; None when there is none.
 
+        A collective. It may have been written by another number of ranks: masters and moments are spread anew,
+        bit for bit. A rank takes up its own random state, or keeps the one it has where none was saved.
         Checkpoints after step `at_most` are dropped: the server forgot those steps, and they will be other ones.
         Raises CheckpointError when its schema, names or shapes differ from this trainer's.
         """
         if at_most is not None:
             self._as_first(lambda: self._drop([step for step in self.steps() if step > at_most]))
-        steps = self.steps()
-        if not steps:
+        newest = int(self._ranks.tell(str(max(self.steps(), default=-1)).encode()))
+        if newest < 0:
             return None
-        path = self._path(steps[-1])
+        path = self._path(newest)
         position = _read_position(path / _POSITION_FILE)
         tensors = optimizer.state()
         random_state = torch.get_rng_state()

@@ -1,7 +1,8 @@
 """Model, optimizer and checkpoints of one policy, put together from the recipe.
 
 Translates the recipe's `trainer` section to the compute core and offers the loop what `loop.Learner` names.
-One process here: FSDP2 over a mesh of one, gloo; the sharded layout is the same with more.
+FSDP2 over a mesh of the trainer's ranks, gloo; with one rank the layout is the same. Every method is a
+collective but `published_bytes`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from astraflow.recipe import AlgorithmSettings, Recipe
@@ -32,7 +31,8 @@ from astraflow_trainer.losses import (
 from astraflow_trainer.model import PolicyModel, load_causal_lm, shard
 from astraflow_trainer.optimizer import MasterOptimizer, OptimizerSettings, ScheduleSettings
 from astraflow_trainer.publish import ModelBytes
-from astraflow_trainer.published import published_tensors
+from astraflow_trainer.published import published_shards
+from astraflow_trainer.rank_group import RankGroup
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.step import StepMetrics, StepSettings, train_step
 
@@ -44,27 +44,39 @@ _ADVANTAGES: dict[str, AdvantageSettings] = {"grpo": GRPO, "dr_grpo": DR_GRPO, "
 class PolicyLearner:
     """One policy being trained. Not thread-safe: owned by the training thread."""
 
-    def __init__(self, recipe: Recipe, *, model_dir: Path, checkpoint_dir: Path) -> None:
-        _join_process_group()
+    def __init__(self, recipe: Recipe, *, model_dir: Path, checkpoint_dir: Path, group: RankGroup) -> None:
+        """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see."""
+        self._ranks = group.training
         self._policy = PolicyModel(load_causal_lm(model_dir)).train()
-        shard(self._policy, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        shard(self._policy, mesh=init_device_mesh("cpu", (group.size,)))
         self._optimizer = MasterOptimizer(
             self._policy, settings=_optimizer_settings(recipe.trainer.optimizer)
         )
         self._settings = step_settings(recipe)
-        self._checkpoints = CheckpointStore(checkpoint_dir, keep=recipe.trainer.keep_checkpoints)
+        self._checkpoints = CheckpointStore(
+            checkpoint_dir,
+            keep=recipe.trainer.keep_checkpoints,
+            ranks=group.saving,
+            group=group.saving_group,
+        )
 
     def restore(self, *, at_most: int | None = None) -> Position | None:
         """Load the newest complete checkpoint, at step `at_most` or before; None when there is none."""
         return self._checkpoints.restore(self._optimizer, at_most=at_most)
 
     def train(self, rows: Sequence[TrainingRow]) -> StepMetrics:
-        """Take one optimizer step on `rows`, or skip it."""
-        return train_step(self._policy, optimizer=self._optimizer, rows=rows, settings=self._settings)
+        """Take one optimizer step on the `rows` of all ranks, of which these are this rank's, or skip it."""
+        return train_step(
+            self._policy,
+            optimizer=self._optimizer,
+            rows=rows,
+            settings=self._settings,
+            ranks=self._ranks,
+        )
 
     def published_bytes(self) -> ModelBytes:
-        """Return a copy of the weights as they are published; never changed afterwards."""
-        return published_tensors(self._policy)
+        """Return a copy of this rank's weights as they are published; never changed afterwards."""
+        return published_shards(self._policy)
 
     @property
     def learning_rate(self) -> float:
@@ -119,9 +131,3 @@ def _optimizer_settings(optimizer: RecipeOptimizer) -> OptimizerSettings:
         grad_clip=optimizer.grad_clip,
         schedule=ScheduleSettings(warmup_steps=optimizer.warmup_steps),
     )
-
-
-def _join_process_group() -> None:
-    if not dist.is_initialized():
-        # A mesh of one needs a group too; this store never leaves the process.
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

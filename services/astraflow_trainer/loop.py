@@ -38,7 +38,7 @@ class Learner(Protocol):
         """Take one optimizer step on `rows`, or skip it."""
 
     def published_bytes(self) -> ModelBytes:
-        """Return a copy of the weights as they are published; never changed afterwards."""
+        """Return a copy of this rank's weights as they are published; never changed afterwards."""
 
     def save(self, *, step: int, version: int) -> None:
         """Write a durable checkpoint that resumes after `step`; one that exists learns the learning rate."""

@@ -4,19 +4,18 @@ Invariant: versions are published in the order of their steps, each is committed
 announced, none is announced before those below it (a Redis that lost its last second hears of them again),
 and training is at most `max_behind` versions ahead of the newest announced one. A failure that
 retrying cannot mend ends the trainer at its next call here. The loop submits; `PublishWorker` owns the
-thread.
+thread. With several ranks each has a worker, and publishing is a collective of theirs; the first rank
+announces.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
-import numpy as np
 import stamina
-from numpy.typing import NDArray
 
 from astraflow.client import Client
 from astraflow.dataflow.v1 import version_pb2, version_service_pb2
@@ -24,24 +23,23 @@ from astraflow.errors import RetryableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
+from astraflow_weights.shards import ShardedModel
 from astraflow_weights.version_writer import CommittedVersion
 
 log = get_logger(__name__)
 
-__all__ = ["Announcer", "ModelBytes", "PublishWorker", "VersionPublisher"]
+__all__ = ["Announcer", "ModelBytes", "PublishWorker", "SilentAnnouncer", "VersionPublisher"]
 
-ModelBytes = Mapping[str, NDArray[np.generic]]
-"""Hugging Face tensor name to array; uint16 arrays are bfloat16 bit patterns. Never changed after
-submitting.
-"""
+ModelBytes: TypeAlias = ShardedModel
+"""This rank's shards by Hugging Face tensor name, as bfloat16 bit patterns. Never changed after submitting."""
 
 _STORE_RETRY_S = 600.0
 _POLL_S = 0.2
 
 
 class VersionPublisher(Protocol):
-    """Commits a model as the version of a step; `astraflow_weights.publisher.Publisher` is the
-    implementation.
+    """Commits a model as the version of a step; `astraflow_weights.shard_publisher.ShardPublisher`
+    is the implementation.
     """
 
     def publish(
@@ -92,6 +90,16 @@ class Announcer:
         return versions[0].version if versions else None
 
 
+class SilentAnnouncer:
+    """The announcer of a rank that is not the first one, which announces for all."""
+
+    def __init__(self, policy_id: str) -> None:
+        self.policy_id = policy_id
+
+    def announce_missing(self, publisher: VersionPublisher) -> None:
+        """Say nothing."""
+
+
 class PublishWorker:
     """Publishes submitted models in a thread of its own. Use as a context manager; leaving waits for what is
     queued.
@@ -100,7 +108,7 @@ class PublishWorker:
     def __init__(
         self,
         publisher: VersionPublisher,
-        announcer: Announcer,
+        announcer: Announcer | SilentAnnouncer,
         *,
         max_behind: int,
         published: Callable[[CommittedVersion], None],

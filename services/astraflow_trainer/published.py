@@ -1,11 +1,12 @@
 """The bytes that a weight version consists of, taken from a policy model.
 
-Owns the map from parameters to Hugging Face tensor names and rows. Invariant: the values are the model's own,
-bit for bit (they are bf16 already), and the arrays share no memory with it, so publishing may go on beside
-the next step. Called by the loop after a committed step, on the training thread.
+Owns the map from parameters to Hugging Face tensor names and elements. Invariant: the values are the model's
+own, bit for bit (they are bf16 already), each rank takes only the rows that it holds, and the arrays share no
+memory with the model, so publishing may go on beside the next step. Called by the learner after a committed
+step, on the training thread.
 """
 
-from dataclasses import dataclass
+import math
 
 import numpy as np
 import torch
@@ -14,39 +15,32 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from astraflow_trainer.model import PolicyModel, local_part
+from astraflow_weights.shards import Shard as PublishedShard
+from astraflow_weights.shards import ShardedModel
+from astraflow_weights.tensors import Model, TensorSpec, flat_unsigned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TensorShard:
-    """The rows of one tensor that this rank publishes."""
-
-    name: str
-    """Hugging Face tensor name."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    first_row: int
-    """Where `bits` begins along axis 0."""
-    bits: NDArray[np.uint16]
-    """bf16 bit patterns, uint16[rows, *shape[1:]]."""
-
-
-def published_tensors(policy: PolicyModel) -> dict[str, NDArray[np.uint16]]:
-    """Every tensor whole, as bf16 bit patterns by Hugging Face name; tied weights once.
-
-    A collective when the model is sharded over several ranks; with one rank only memory is copied.
-    """
-    return {name: _bits(_whole(parameter)) for name, parameter in policy.hf_parameters()}
-
-
-def published_shards(policy: PolicyModel) -> list[TensorShard]:
-    """The part of each tensor that this rank holds; empty parts are left out. Nothing is communicated."""
-    shards = []
-    for name, parameter in policy.hf_parameters():
+def published_shards(policy: PolicyModel) -> ShardedModel:
+    """This rank's rows of every tensor as bf16 bit patterns; tied weights once. Nothing is communicated."""
+    specs, shards = [], {}
+    for name, parameter in sorted(policy.hf_parameters()):
+        specs.append(TensorSpec(name=name, dtype="bfloat16", shape=tuple(parameter.shape)))
         bits = _bits(local_part(parameter))
+        start = _first_row(parameter) * math.prod(parameter.shape[1:])
         if bits.size:
-            shape = tuple(parameter.shape)
-            shards.append(TensorShard(name=name, shape=shape, first_row=_first_row(parameter), bits=bits))
-    return shards
+            shards[name] = PublishedShard(start=start, elements=bits.reshape(-1))
+    return ShardedModel(specs=tuple(specs), shards=shards)
+
+
+def same_shards(model: Model, like: ShardedModel) -> ShardedModel:
+    """The elements of a whole model that `like` holds of its own; only these are copied."""
+    shards = {
+        spec.name: PublishedShard(
+            start=shard.start, elements=flat_unsigned(model[spec.name])[shard.start : shard.stop].copy()
+        )
+        for spec, shard in like.held()
+    }
+    return ShardedModel(specs=like.specs, shards=shards)
 
 
 @torch.no_grad()
@@ -54,15 +48,6 @@ def _bits(tensor: torch.Tensor) -> NDArray[np.uint16]:
     halves = tensor.detach().to("cpu", torch.bfloat16, copy=True)
     bits: NDArray[np.uint16] = halves.view(torch.uint16).numpy()
     return bits
-
-
-@torch.no_grad()
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if parameter.device_mesh.size() == 1:
-        return parameter.to_local()
-    return parameter.full_tensor()
 
 
 def _first_row(parameter: torch.Tensor) -> int:

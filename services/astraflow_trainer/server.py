@@ -12,6 +12,9 @@ import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from astraflow.client import Client
 from astraflow.errors import AstraflowError
@@ -28,9 +31,10 @@ from astraflow_kit.settings import read_secret
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.joined_run import JoinedRun, join_run
 from astraflow_trainer.progress import Progress
+from astraflow_trainer.rank_group import RankGroup, join_rank_group
 from astraflow_trainer.servicer import TrainerServicer
-from astraflow_trainer.session import TrainingSession
-from astraflow_trainer.settings import TrainerSettings
+from astraflow_trainer.session import TrainingSession, own_folder
+from astraflow_trainer.settings import RankSettings, TrainerSettings
 from astraflow_weights.store import ObjectStore, open_store, probe_create_only
 from astraflow_weights.version_log import VersionLog
 
@@ -38,10 +42,13 @@ log = get_logger(__name__)
 
 __all__ = ["check", "run"]
 
+_LOST_RANK_GRACE_S = 5.0
 
-def run(settings: TrainerSettings) -> int:
-    """Serve and train to the end; returns the exit code."""
-    return lifecycle.run(lambda life: _serve(settings, life), drain_timeout_s=settings.drain_timeout_s)
+
+def run(settings: TrainerSettings, rank: RankSettings) -> int:
+    """Serve and train to the end, as one rank of the trainer; returns the exit code."""
+    serve = _serve if rank.rank == 0 else _follow
+    return lifecycle.run(lambda life: serve(settings, rank, life), drain_timeout_s=settings.drain_timeout_s)
 
 
 def check(settings: TrainerSettings) -> int:
@@ -50,7 +57,7 @@ def check(settings: TrainerSettings) -> int:
     """
     try:
         with _client(settings) as client:
-            joined = _join(client, settings)
+            joined = _join(client, settings, folder=settings.work_dir)
         warm_start = joined.policy.model.warm_start
         if warm_start is not None:
             require_installed(warm_start.demonstrations, folder=joined.recipe_dir)
@@ -64,15 +71,22 @@ def check(settings: TrainerSettings) -> int:
     return int(ExitCode.OK)
 
 
-async def _serve(settings: TrainerSettings, life: Lifecycle) -> None:
+async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle) -> None:
     metrics, progress, controls = Metrics(), Progress(), Controls()
     with _client(settings) as client:
-        joined = await asyncio.to_thread(_join, client, settings)
+        joined = await asyncio.to_thread(_join, client, settings, folder=settings.work_dir)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
         # Before the warm start, which takes long: a store that cannot be used will not become usable.
         store = await asyncio.to_thread(_usable_store, settings, joined)
+        group = await asyncio.to_thread(join_rank_group, rank, timeout_s=settings.rank_timeout_s)
         session = TrainingSession(
-            settings, client=client, joined=joined, store=store, progress=progress, controls=controls
+            settings,
+            client=client,
+            joined=joined,
+            store=store,
+            group=group,
+            progress=progress,
+            controls=controls,
         )
         servicer = TrainerServicer(progress, controls, run_id=joined.run_id, policy_id=joined.policy_id)
         grpc_server = GrpcServer(
@@ -86,42 +100,99 @@ async def _serve(settings: TrainerSettings, life: Lifecycle) -> None:
             port=settings.http_port,
         )
         await lifecycle.run_services(
-            [grpc_server, http_server, _Training(session, controls)],
+            [grpc_server, http_server, _Training(session, controls, group)],
             lifecycle=life,
             on_started=lambda: _publish_addresses(settings, grpc_server.address, http_server.address),
         )
 
 
+async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle) -> None:
+    """A rank that is not the first: it trains and publishes its part, and answers nobody."""
+    folder = own_folder(settings, rank.rank)
+    with _client(settings) as client:
+        joined = await asyncio.to_thread(_join, client, settings, folder=folder)
+        bind(run_id=joined.run_id, policy_id=joined.policy_id, rank=rank.rank)
+        group = await asyncio.to_thread(join_rank_group, rank, timeout_s=settings.rank_timeout_s)
+        controls = Controls()
+        session = TrainingSession(
+            settings,
+            client=client,
+            joined=joined,
+            store=open_store(joined.store_uri, settings=settings.store),
+            group=group,
+            progress=Progress(),
+            controls=controls,
+        )
+        await lifecycle.run_services([_Training(session, controls, group)], lifecycle=life)
+
+
 class _Training:
     """The training thread as a service of the lifecycle."""
 
-    def __init__(self, session: TrainingSession, controls: Controls) -> None:
+    def __init__(self, session: TrainingSession, controls: Controls, group: RankGroup) -> None:
         self._session = session
         self._controls = controls
+        self._group = group
 
     async def start(self) -> None:
         """Nothing to bind."""
 
     async def run(self) -> None:
-        """Train to the end in a thread."""
-        await asyncio.to_thread(self._session.run)
+        """Train to the end in a thread. Raises, within seconds, what ended another rank."""
+        lost = self._watch()
+        training = asyncio.create_task(asyncio.to_thread(self._train))
+        waited: list[asyncio.Future[Any]] = [training, lost]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if training.done():
+            training.result()
+            return
+        error = lost.result()
+        # The thread may be blocked in an exchange with the lost rank, which nothing can interrupt.
+        asyncio.get_running_loop().call_later(
+            _LOST_RANK_GRACE_S, os._exit, int(lifecycle.exit_code_of(error))
+        )
+        raise error
 
     async def stop(self, *, deadline_s: float) -> None:
         """Ask for an end after the step in progress; `run` returns when it is published and checkpointed."""
         del deadline_s
         self._controls.stop_after_step()
+        if self._group.watch is not None:
+            self._group.watch.ask_to_stop()
+
+    def _watch(self) -> asyncio.Future[AstraflowError]:
+        """What ends another rank, when something does."""
+        loop = asyncio.get_running_loop()
+        lost: asyncio.Future[AstraflowError] = loop.create_future()
+        if self._group.watch is not None:
+            self._group.watch.start(
+                on_lost=lambda error: loop.call_soon_threadsafe(partial(lost.set_result, error)),
+                on_stop_wanted=self._controls.stop_after_step,
+            )
+        return lost
+
+    def _train(self) -> None:
+        try:
+            self._session.run()
+        except BaseException as error:
+            reason = self._group.explain(error)
+            self._group.farewell(reason)
+            if reason is error:
+                raise
+            raise reason from error
+        self._group.farewell(None)
 
 
 def _client(settings: TrainerSettings) -> Client:
     return Client(settings.join, token=read_secret(settings.token_file) if settings.token_file else None)
 
 
-def _join(client: Client, settings: TrainerSettings) -> JoinedRun:
+def _join(client: Client, settings: TrainerSettings, *, folder: Path) -> JoinedRun:
     return join_run(
         client,
         run_id=settings.run_id,
         policy_id=settings.policy,
-        work_dir=settings.work_dir,
+        work_dir=folder,
         allow_recipe_code=settings.allow_recipe_code,
     )
 

@@ -3,7 +3,8 @@
 Invariant: nothing is trained or published before the policy is claimed, older writers are fenced out of the
 store and every version in the store is announced. A trainer whose server lost data goes back to its newest
 checkpoint that the server still knows and claims again, but only when no other trainer has a newer epoch;
-otherwise the error that names the other one ends it. `server` runs it in the training thread.
+otherwise the error that names the other one ends it. Every rank runs a session; the first one claims,
+fetches, announces and tells the others what they must know. `server` runs it in the training thread.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from astraflow.client import Client
-from astraflow.errors import InvalidArgumentError, RequestError, StateError
+from astraflow.errors import InvalidArgumentError, RequestError, StateError, UnavailableError
 from astraflow_kit.log import bind, get_logger
 from astraflow_trainer.batch_source import BatchSource, Claim, Ledger
 from astraflow_trainer.controls import Controls
@@ -24,23 +26,23 @@ from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
 from astraflow_trainer.memory import keep_freed_memory
+from astraflow_trainer.open_publisher import open_publisher
 from astraflow_trainer.progress import Progress
-from astraflow_trainer.publish import Announcer, PublishWorker
+from astraflow_trainer.publish import Announcer, PublishWorker, SilentAnnouncer
 from astraflow_trainer.rank_batches import RankBatches
-from astraflow_trainer.ranks import OneRank
+from astraflow_trainer.rank_group import RankGroup
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.starting_model import asset_files, starting_model
+from astraflow_weights.agreement import led
 from astraflow_weights.errors import Fenced
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.publisher import Publisher
-from astraflow_weights.settings import PublishSettings
+from astraflow_weights.shard_publisher import ShardPublisher
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.version_writer import CommittedVersion
 
 log = get_logger(__name__)
 
-__all__ = ["TrainingSession"]
+__all__ = ["TrainingSession", "own_folder"]
 
 
 class TrainingSession:
@@ -53,6 +55,7 @@ class TrainingSession:
         client: Client,
         joined: JoinedRun,
         store: ObjectStore,
+        group: RankGroup,
         progress: Progress,
         controls: Controls,
     ) -> None:
@@ -62,13 +65,15 @@ class TrainingSession:
         self._progress = progress
         self._controls = controls
         self._store = store
+        self._group = group
+        self._leads = group.index == 0
         self._source = BatchSource(
             client,
             run_id=joined.run_id,
             policy_id=joined.policy_id,
             # Of this process alone, also where every restart has the same host name and process id.
             trainer_id=f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}",
-            ledger=Ledger(settings.work_dir / "ledger.jsonl"),
+            ledger=Ledger(own_folder(settings, group.index) / "ledger.jsonl"),
         )
 
     def run(self) -> None:
@@ -77,15 +82,31 @@ class TrainingSession:
         keep_freed_memory()
         torch.set_num_threads(self._settings.threads)
         model_dir = self._starting_model()
-        claim = self._source.claim(known_epoch=self._epoch_in_store())
+        claim = self._claim()
         while True:
             try:
                 return self._train(claim, model_dir=model_dir)
             except (RequestError, StateError) as error:
                 claim = self._claim_again(claim, error)
 
+    def _claim(self) -> Claim:
+        """Claim on the first rank; the claim, on every rank."""
+        claim = led(
+            self._group.publishing,
+            lambda: self._source.claim(known_epoch=self._epoch_in_store()),
+            encode=asdict,
+            decode=lambda content: Claim(**content),
+        )
+        self._source.epoch = claim.epoch
+        return claim
+
     def _claim_again(self, claim: Claim, error: RequestError | StateError) -> Claim:
-        """Return a new claim when Redis lost what `error` complains about; raises `error`, or who fenced us."""
+        """Return a new claim when Redis lost what `error` complains about; raises `error`, or who fenced us.
+
+        Several ranks start again instead, as a group: the others are in the middle of something.
+        """
+        if not self._leads:
+            raise error
         if isinstance(error, Fenced) or self._epoch_in_store() > claim.epoch:
             self._source.require_epoch(claim.last_finished_step + 1)
             raise error
@@ -93,6 +114,8 @@ class TrainingSession:
         if again.data_incarnation == claim.data_incarnation:
             raise error
         log.warning("trainer.redis_lost_data", message=error.message, epoch=again.epoch)
+        if self._group.size > 1:
+            raise UnavailableError(f"Redis lost data, all ranks start again: {error.message}") from error
         return again
 
     def _epoch_in_store(self) -> int:
@@ -104,28 +127,35 @@ class TrainingSession:
         self._progress.starting("model")
         # After the claim: an older trainer that shares the folder can no longer release what we must replay.
         learner = PolicyLearner(
-            self._joined.recipe, model_dir=model_dir, checkpoint_dir=self._settings.work_dir / "checkpoints"
+            self._joined.recipe,
+            model_dir=model_dir,
+            checkpoint_dir=self._settings.work_dir / "checkpoints",
+            group=self._group,
         )
         position = learner.restore(at_most=claim.last_finished_step)
         step, version = (position.step, position.version) if position else (0, 0)
         self._require_retained(claim, step)
-        publisher = self._publisher(claim, assets=asset_files(model_dir))
+        publisher = open_publisher(
+            self._store,
+            joined=self._joined,
+            epoch=claim.epoch,
+            peers=self._group.publishing,
+            shards=learner.published_bytes(),
+            mirror_dir=self._settings.work_dir / "published",
+            assets=asset_files(model_dir),
+        )
         self._progress.claimed(epoch=claim.epoch, step=step, version=claim.version)
         log.info("policy.claimed", epoch=claim.epoch, step=step, version=version)
         self._train_from(step, version, learner=learner, claim=claim, publisher=publisher)
 
     def _train_from(
-        self, step: int, version: int, *, learner: PolicyLearner, claim: Claim, publisher: Publisher
+        self, step: int, version: int, *, learner: PolicyLearner, claim: Claim, publisher: ShardPublisher
     ) -> None:
         recipe, newest = self._joined.recipe, publisher.newest
-        announcer = Announcer(
-            self._client,
-            run_id=self._joined.run_id,
-            policy_id=self._joined.policy_id,
-            epoch=claim.epoch,
-        )
         # A commit may have been the last thing an earlier process did, and Redis may have lost announcements.
+        announcer = self._announcer(claim)
         announcer.announce_missing(publisher)
+        published = self._published_steps(publisher)
         worker = PublishWorker(
             publisher, announcer, max_behind=recipe.trainer.publish.max_behind, published=self._published
         )
@@ -134,7 +164,7 @@ class TrainingSession:
                 worker.submit(step, learner.published_bytes())
                 worker.wait_until_done()
             loop = TrainingLoop(
-                source=RankBatches(self._source, OneRank()),
+                source=RankBatches(self._source, self._group.training),
                 learner=learner,
                 publisher=worker,
                 progress=self._progress,
@@ -146,10 +176,29 @@ class TrainingSession:
                     first_step=step + 1,
                     version=version,
                     last_step=recipe.run.steps,
-                    published={item.step: item.version for item in publisher.committed_since(None)},
+                    published=published,
                     checkpoint_every_steps=recipe.trainer.checkpoint_every_steps,
                 )
             )
+
+    def _announcer(self, claim: Claim) -> Announcer | SilentAnnouncer:
+        if not self._leads:
+            return SilentAnnouncer(self._joined.policy_id)
+        return Announcer(
+            self._client,
+            run_id=self._joined.run_id,
+            policy_id=self._joined.policy_id,
+            epoch=claim.epoch,
+        )
+
+    def _published_steps(self, publisher: ShardPublisher) -> dict[int, int]:
+        """Step to the newest version it has in the log, on every rank."""
+        return led(
+            self._group.publishing,
+            lambda: {item.step: item.version for item in publisher.committed_since(None)},
+            encode=lambda found: list(found.items()),
+            decode=lambda pairs: {int(step): int(version) for step, version in pairs},
+        )
 
     def _require_retained(self, claim: Claim, step: int) -> None:
         if step < claim.last_durable_step:
@@ -161,31 +210,23 @@ class TrainingSession:
             )
 
     def _starting_model(self) -> Path:
+        """The first rank makes it, which may take minutes; the others wait for it."""
         self._progress.starting("warm_start")
-        return starting_model(
+        if not self._leads:
+            return Path(self._group.find_word("model_dir"))
+        model_dir = starting_model(
             self._joined,
             cache=self._settings.cache,
             threads=self._settings.warm_start_cores,
             progress=lambda share: self._progress.starting("warm_start", fraction=share),
         )
-
-    def _publisher(self, claim: Claim, *, assets: list[Path]) -> Publisher:
-        """Fence older writers, then take the newest published bytes as the base of the next delta."""
-        recipe = self._joined.recipe.trainer.publish
-        writer = VersionWriter.open(
-            self._store,
-            run_id=self._joined.run_id,
-            policy_id=self._joined.policy_id,
-            epoch=claim.epoch,
-            settings=PublishSettings(snapshot_every_versions=recipe.snapshot_every_versions),
-        )
-        newest = writer.log.latest()
-        base = None
-        if newest is not None:
-            mirror = Mirror(self._settings.work_dir / "published")
-            mirror.advance(self._store, writer.log, target=newest.version)
-            base = mirror.load()
-        return Publisher(writer, base=base, assets=assets)
+        self._group.leave_word("model_dir", str(model_dir.absolute()))
+        return model_dir
 
     def _published(self, committed: CommittedVersion) -> None:
         self._progress.published(committed.version)
+
+
+def own_folder(settings: TrainerSettings, rank: int) -> Path:
+    """What a rank writes without the others; the first one writes into the work folder itself."""
+    return settings.work_dir if rank == 0 else settings.work_dir / f"rank-{rank}"

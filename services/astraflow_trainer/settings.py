@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from astraflow_kit.settings import SettingsError
 from astraflow_weights.daemon_settings import StoreAccess
 
-__all__ = ["TrainerSettings"]
+__all__ = ["RankSettings", "TrainerSettings", "load_rank_settings"]
 
 _ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[^\s:/]+):[0-9]{1,5}$"
 
@@ -40,6 +42,8 @@ class TrainerSettings(StoreAccess):
     """torch threads of a training step."""
     warm_start_threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """torch threads of the warm start, while no engine runs yet; 0 takes every core."""
+    rank_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    """Longest time a rank waits for the others in one exchange; a rank that died is noticed at once."""
     drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Seconds between the first stop signal, which ends training after the step in progress, and a hard
     stop.
@@ -59,3 +63,45 @@ class TrainerSettings(StoreAccess):
     def warm_start_cores(self) -> int:
         """torch threads of the warm start."""
         return self.warm_start_threads or len(os.sched_getaffinity(0))
+
+
+class RankSettings(BaseSettings):
+    """Which rank of how many this process is, from the variables that `torchrun` sets. One rank without them."""
+
+    model_config = SettingsConfigDict(env_prefix="", frozen=True, extra="ignore", env_ignore_empty=True)
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    """RANK."""
+    world_size: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """WORLD_SIZE."""
+    master_addr: str = "127.0.0.1"
+    """MASTER_ADDR: where the first rank is found; an address of its machine."""
+    master_port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """MASTER_PORT; needed with more than one rank."""
+    torchelastic_use_agent_store: bool = False
+    """Set by `torchrun`, which then keeps the store of the meeting itself."""
+    torchelastic_restart_count: Annotated[int, Field(ge=0)] = 0
+    """Set by `torchrun`: which start of the whole group this is."""
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> Self:
+        if self.rank >= self.world_size:
+            raise ValueError(f"RANK {self.rank} must be below WORLD_SIZE {self.world_size}")
+        if self.world_size > 1 and not self.master_port:
+            raise ValueError(
+                f"WORLD_SIZE {self.world_size} needs MASTER_PORT, a free port of the first rank's machine; "
+                "`torchrun` sets it"
+            )
+        return self
+
+
+def load_rank_settings() -> RankSettings:
+    """Read the variables. Raises SettingsError listing every problem."""
+    try:
+        return RankSettings()
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, detail['loc'])).upper()}: {detail['msg']}".removeprefix(": ")
+            for detail in error.errors(include_url=False)
+        ]
+        raise SettingsError("; ".join(problems)) from error

@@ -27,6 +27,7 @@ from astraflow_trainer.rank_batches import RankBatches
 from astraflow_trainer.ranks import OneRank
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.step import Outcome, SkipReason, StepMetrics
+from astraflow_weights.shards import whole
 from astraflow_weights.version_writer import CommittedVersion
 from support.scripted_batches import PATIENCE_S, ScriptedBatches, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
@@ -72,7 +73,7 @@ class Bookkeeper:
         )
 
     def published_bytes(self) -> ModelBytes:
-        return {"weight": np.asarray([self._step], dtype=np.uint16)}
+        return whole({"weight": np.asarray([self._step], dtype=np.uint16)})
 
     def set_learning_rate(self, peak: float) -> None:
         self.events.append(f"rate {peak:g}")
@@ -104,7 +105,7 @@ class Store:
         assert self.gate.wait(PATIENCE_S)
         if self.failure is not None:
             raise self.failure
-        assert model["weight"].tolist() == [step]
+        assert model.shards["weight"].elements.tolist() == [step]
         existed = step in self.versions
         self.newest = self.versions.setdefault(step, self.newest + 1)
         self.events.append(f"publish {step}")

@@ -13,12 +13,13 @@ import pytest
 
 from astraflow.errors import FencedError, InvalidArgumentError, UnavailableError
 from astraflow_trainer.publish import Announcer, ModelBytes, PublishWorker
+from astraflow_weights.shards import whole
 from astraflow_weights.version_writer import CommittedVersion
 from support.scripted_batches import PATIENCE_S, ScriptedBatches, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
 
 FENCED = FencedError("a newer writer holds the log")
-MODEL: ModelBytes = {"weight": np.zeros(2, dtype=np.uint16)}
+MODEL: ModelBytes = whole({"weight": np.zeros(2, dtype=np.uint16)})
 
 
 def committed(step: int, *, version: int | None = None) -> CommittedVersion:

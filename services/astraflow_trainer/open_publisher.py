@@ -1,0 +1,85 @@
+"""Opens a policy's log for publishing under a claimed epoch, on all ranks together.
+
+Invariant: older writers are fenced before anything is built on the log, and the base of the next delta is
+what the log's newest version holds: the first rank fetches and verifies it, each rank takes only its own
+rows from the files. The trainer's server calls it once per start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from astraflow_trainer.joined_run import JoinedRun
+from astraflow_trainer.published import same_shards
+from astraflow_weights.agreement import led
+from astraflow_weights.checkpoint import map_model
+from astraflow_weights.layout import PolicyKeys
+from astraflow_weights.mirror import Mirror
+from astraflow_weights.peers import Peers
+from astraflow_weights.settings import PublishSettings
+from astraflow_weights.shard_publisher import ShardPublisher
+from astraflow_weights.shards import ShardedModel
+from astraflow_weights.store import ObjectStore
+from astraflow_weights.uploads import Uploads
+from astraflow_weights.version_writer import VersionWriter
+
+__all__ = ["open_publisher"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """What the first rank did: its writer, and the folder of the newest version, empty when there is none."""
+
+    writer: VersionWriter | None
+    newest: str
+
+
+def open_publisher(
+    store: ObjectStore,
+    *,
+    joined: JoinedRun,
+    epoch: int,
+    peers: Peers,
+    shards: ShardedModel,
+    mirror_dir: Path,
+    assets: Sequence[Path],
+) -> ShardPublisher:
+    """Fence older writers and take the newest published bytes as the base of the next delta; a collective.
+
+    `shards` is what this rank holds of the model, whatever its values; `mirror_dir` is one folder that all
+    ranks see. Raises Fenced, and as `Mirror.advance` does.
+    """
+    recipe = joined.recipe.trainer.publish
+    settings = PublishSettings(snapshot_every_versions=recipe.snapshot_every_versions)
+
+    def open_log() -> _Opened:
+        writer = VersionWriter.open(
+            store, run_id=joined.run_id, policy_id=joined.policy_id, epoch=epoch, settings=settings
+        )
+        return _Opened(writer=writer, newest=_fetch_newest(store, writer, mirror_dir=mirror_dir))
+
+    opened = led(
+        peers,
+        open_log,
+        encode=lambda opened: opened.newest,
+        decode=lambda newest: _Opened(writer=None, newest=newest),
+    )
+    keys = PolicyKeys(joined.run_id, joined.policy_id)
+    return ShardPublisher(
+        opened.writer,
+        uploads=opened.writer.uploads
+        if opened.writer
+        else Uploads(store, keys=keys, threads=settings.upload_threads),
+        peers=peers,
+        base=same_shards(map_model(Path(opened.newest)), like=shards) if opened.newest else None,
+        assets=assets,
+    )
+
+
+def _fetch_newest(store: ObjectStore, writer: VersionWriter, *, mirror_dir: Path) -> str:
+    newest = writer.log.latest()
+    if newest is None:
+        return ""
+    return str(Mirror(mirror_dir).advance(store, writer.log, target=newest.version).directory)
