@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from astraflow.errors import InternalError, UnavailableError
+from astraflow.errors import InternalError, InvalidArgumentError, UnavailableError
 from astraflow_kit.lifecycle import Addresses, ExitCode, read_address_file
 from astraflow_kit.log import get_logger
 
@@ -79,7 +79,7 @@ class Child:
 
     async def supervise(self) -> None:
         """Keep the child running until it finishes, breaks, or is stopped. Raises InternalError when it
-        breaks.
+        breaks, InvalidArgumentError when it says that it is used wrongly.
         """
         try:
             while True:
@@ -122,7 +122,9 @@ class Child:
         while self._recent and now - self._recent[0] > self.spec.restart_window_s:
             self._recent.popleft()
         if self.exit_code in _FATAL or len(self._recent) > self.spec.max_restarts:
-            raise InternalError(
+            # What a child calls wrong use is the user's to mend, here as there.
+            kind = InvalidArgumentError if self.exit_code == ExitCode.USAGE else InternalError
+            raise kind(
                 f"{self.spec.name} ended with status {self.exit_code} and will not be started again.\n"
                 f"The end of its log {self.spec.log_path}:\n{self.log_tail()}"
             )
@@ -195,7 +197,7 @@ class Supervisor:
         child = self.children[name]
         await child.stop(grace_s=self._stop_grace_s)
         task = self._tasks[name]
-        with contextlib.suppress(InternalError):
+        with contextlib.suppress(InternalError, InvalidArgumentError):
             await asyncio.wait_for(asyncio.shield(task), self._stop_grace_s)
 
     async def stop_all(self) -> None:

@@ -12,8 +12,9 @@ import json
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from astraflow.errors import ConflictError, IncompatibleError
+from astraflow.errors import ConflictError, IncompatibleError, InvalidArgumentError
 from astraflow.recipe_file import LoadedRecipe
 
 __all__ = ["DEFAULT_ROOT", "RunFolder", "RunRecord", "open_run_folder"]
@@ -89,9 +90,18 @@ def open_run_folder(loaded: LoadedRecipe, *, data_dir: Path | None, now: datetim
     """Return the folder of a new run, or of the run that `data_dir` already holds.
 
     Raises ConflictError when `data_dir` holds a run of another recipe, IncompatibleError when another release
-    wrote it.
+    wrote it or it is damaged, InvalidArgumentError when it cannot be written.
     """
-    moment = now or datetime.now(tz=UTC)
+    try:
+        return _open(loaded, data_dir, now or datetime.now(tz=UTC))
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{error.filename or data_dir} cannot be used for the run: {error.strerror or error}; give a --data-dir "
+            "that can be written"
+        ) from error
+
+
+def _open(loaded: LoadedRecipe, data_dir: Path | None, moment: datetime) -> RunFolder:
     digest = recipe_digest(loaded)
     if data_dir is None:
         base = DEFAULT_ROOT / "runs" / f"{loaded.recipe.run.name}-{moment:%Y%m%d-%H%M%S}"
@@ -125,8 +135,18 @@ def _create(root: Path, cache: Path, loaded: LoadedRecipe, digest: str, moment: 
     return RunFolder(root.resolve(), cache.resolve(), record, resumed=False)
 
 
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(path.read_text())
+    except ValueError as error:
+        raise IncompatibleError(
+            f"{path} is damaged ({error}); restore it, or give another --data-dir"
+        ) from error
+    return stored if isinstance(stored, dict) else {}
+
+
 def _reopen(root: Path, digest: str) -> RunFolder:
-    stored = json.loads((root / "run.json").read_text())
+    stored = _read_record(root / "run.json")
     if stored.get("schema_version") != SCHEMA_VERSION:
         raise IncompatibleError(
             f"{root} was written with schema version {stored.get('schema_version')}, this release "

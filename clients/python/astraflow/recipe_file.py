@@ -22,7 +22,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
 from astraflow.errors import RecipeError
-from astraflow.recipe import Recipe
+from astraflow.recipe import SCHEMA_VERSION, Recipe
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -143,6 +143,11 @@ def _describe(detail: ErrorDetails, document: Any, source: str) -> str:  # noqa:
         return f"{where}: unknown key; {hint}"
     if detail["type"] == "missing":
         return f"{where}: this key is required"
+    if location == ["schema_version"]:
+        return (
+            f"{where}: the recipe has schema version {detail['input']!r}, this release reads {SCHEMA_VERSION}; use the "
+            "release it was written for"
+        )
     message = detail["msg"].removeprefix("Value error, ")
     given = "" if isinstance(detail["input"], Mapping | list) else f" (got {detail['input']!r})"
     return f"{where}: {message}{given}"

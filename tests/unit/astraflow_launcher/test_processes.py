@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from astraflow.errors import InternalError, UnavailableError
+from astraflow.errors import InternalError, InvalidArgumentError, UnavailableError
 from astraflow_kit.lifecycle import ExitCode
 from astraflow_launcher.processes import ChildSpec, Supervisor
 
@@ -56,16 +56,18 @@ async def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
         assert child.restarts == 1
 
 
-@pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.SUPERSEDED])
+@pytest.mark.parametrize(
+    ("code", "kind"), [(ExitCode.USAGE, InvalidArgumentError), (ExitCode.SUPERSEDED, InternalError)]
+)
 async def test_wrong_settings_and_superseded_children_are_fatal_and_show_the_log(
-    tmp_path: Path, code: ExitCode
+    tmp_path: Path, code: ExitCode, kind: type[Exception]
 ) -> None:
     text = f"import sys; print('port 7 is taken', file=sys.stderr); sys.exit({int(code)})"
     async with Supervisor() as supervisor:
         child = await supervisor.start(_spec(tmp_path, text))
         await asyncio.wait_for(child.finished.wait(), 10)
         await asyncio.sleep(0)
-        with pytest.raises(InternalError, match="port 7 is taken"):
+        with pytest.raises(kind, match="port 7 is taken"):
             supervisor.raise_failures()
         assert child.restarts == 0
 
