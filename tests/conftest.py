@@ -12,9 +12,13 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from support.failure_bundles import pytest_runtest_makereport, pytest_runtest_setup
+from support.failure_bundles import (
+    pytest_runtest_makereport,
+    pytest_runtest_setup,
+    pytest_terminal_summary,
+)
 
-__all__ = ["pytest_runtest_makereport", "pytest_runtest_setup"]
+__all__ = ["pytest_runtest_makereport", "pytest_runtest_setup", "pytest_terminal_summary"]
 
 # Before anything imports torch or tokenizers: two cores are shared by two xdist workers and their daemons.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -36,8 +36,7 @@ def test_without_daemons():
     assert False
 """
 CONFTEST = """
-from support.failure_bundles import pytest_runtest_makereport, pytest_runtest_setup
-__all__ = ["pytest_runtest_makereport", "pytest_runtest_setup"]
+from support.failure_bundles import pytest_runtest_makereport, pytest_runtest_setup, pytest_terminal_summary
 """
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -69,8 +68,10 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_the_failure_report_says_where_the_bundle_is(failed: tuple[Path, str]) -> None:
     project, said = failed
     [bundle] = (project / ".cache" / "failures").glob("*.tar.gz")
-    assert "support bundle" in said
-    assert str(bundle) in said
+    report, _, summary = said.partition("support bundles of failed tests")
+    assert "- support bundle -" in report
+    assert str(bundle) in report
+    assert str(bundle) in summary
     assert bundle.name.startswith("e2e-test_run.py-test_of_a_run_that_fails-")
 
 

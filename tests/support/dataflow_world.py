@@ -86,6 +86,17 @@ class Empty(Counting):
         return None
 
 
+class Breaking(Counting):
+    """A data set that fails until a test mends it."""
+
+    mended = False
+
+    def train(self, index: int) -> object:
+        if not Breaking.mended:
+            raise RuntimeError("the file is gone")
+        return super().train(index)
+
+
 class Zero:
     """A reward nobody calls."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+SECTION = "support bundle"
 FOLDER = Path(".cache") / "failures"
 _WATCHED = frozenset({"e2e", "chaos"})
 _MAX_FOLDERS = 3
@@ -33,8 +34,20 @@ def pytest_runtest_makereport(
     """Save a bundle when a test of daemons fails, while what it started may still answer."""
     report = yield
     if report.failed and report.when != "teardown" and runs_daemons(item):
-        report.sections.append(("support bundle", _saved(item, report)))
+        report.sections.append((SECTION, _saved(item, report)))
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say once more, near the end of a long output, where the bundles are: CI shows the end first."""
+    reports = [*terminalreporter.stats.get("failed", []), *terminalreporter.stats.get("error", [])]
+    bundles = [
+        text for report in reports for title, text in getattr(report, "sections", []) if title == SECTION
+    ]
+    if bundles:
+        terminalreporter.section("support bundles of failed tests")
+        for bundle in bundles:
+            terminalreporter.line(bundle)
 
 
 def runs_daemons(item: pytest.Item) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.text import Text
 
+from astraflow.client import Client
 from astraflow.commands.server import (
     DataDirOption,
     JoinOption,
@@ -32,6 +36,7 @@ from astraflow.commands.wording import (
 )
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import run_pb2
+from astraflow.errors import RetryableError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,6 +52,11 @@ _PLACES = (
 )
 _MAX_EVALUATIONS = 6
 
+WatchOption = Annotated[
+    bool,
+    typer.Option("--watch", help="Follow the run until it is finished; with --json, one object per line."),
+]
+
 
 @app.command()
 def status(
@@ -54,15 +64,55 @@ def status(
     data_dir: DataDirOption = None,
     run_id: RunIdOption = "",
     token_file: TokenFileOption = None,
+    watch: WatchOption = False,
     json_: JsonOption = False,
 ) -> None:
     """Show what a run has done and holds: policies, trajectories, nodes, evaluations, waits."""
     with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+        if watch:
+            _show_all(follow(client, run_id=run_id), as_lines=json_)
+            return
         answer = client.call(client.admin.Status, pb.StatusRequest(run_id=run_id))
     if json_:
         print_json(as_json(answer))
     else:
         console().print(status_page(answer))
+
+
+def follow(client: Client, *, run_id: str, pause_s: float = 1.0) -> Iterator[pb.StatusResponse]:
+    """Yield the status at once and after each change until the run is finished.
+
+    A server that was reached once is waited for when it goes away. Raises what it refuses with.
+    """
+    request, reached = pb.AdminServiceWatchRequest(run_id=run_id), False
+    while True:
+        try:
+            for change in client.stream(client.admin.Watch, request):
+                reached = True
+                yield change.status
+                if change.status.state == run_pb2.RUN_STATE_FINISHED:
+                    return
+        except RetryableError as error:
+            if not reached:
+                raise
+            typer.echo(f"the server went away, asking again: {error.message}", err=True)
+        time.sleep(pause_s)
+
+
+def _show_all(statuses: Iterator[pb.StatusResponse], *, as_lines: bool) -> None:
+    """Redraw on a terminal, write page after page into a pipe, or one JSON object per line."""
+    output = console()
+    with suppress(KeyboardInterrupt):
+        if as_lines:
+            for status in statuses:
+                typer.echo(json.dumps(as_json(status), ensure_ascii=False))
+        elif output.is_terminal:
+            with Live(console=output, auto_refresh=False) as live:
+                for status in statuses:
+                    live.update(status_page(status), refresh=True)
+        else:
+            for status in statuses:
+                output.print(status_page(status), end="\n\n")
 
 
 def status_page(status: pb.StatusResponse) -> RenderableType:

@@ -108,7 +108,7 @@ def _block(wait: pb.Wait) -> tuple[RenderableType, ...]:
     whose = f" {wait.policy_id}" if wait.policy_id else ""
     since = span_text(seconds_of(wait.waited_duration))
     title = Text.assemble("\n", (f"{stage}{whose}", "bold"), f" waits since {since}: {wait.reason}")
-    released = [_indented(f"released by {wait.released_by}")] if wait.released_by else []
+    released = [_indented(f"release: {wait.released_by}")] if wait.released_by else []
     return (title, _indented(wait.detail), *released)
 
 

@@ -45,11 +45,11 @@ def test_each_wait_is_a_block_and_the_longest_comes_first() -> None:
         "",
         "publishing solver waits since 70 s: unpublished",
         "  figures of unpublished",
-        "  released by end of unpublished",
+        "  release: end of unpublished",
         "",
         "training solver waits since 2.0 s: ready_groups",
         "  figures of ready_groups",
-        "  released by end of ready_groups",
+        "  release: end of ready_groups",
     ]
 
 
