@@ -99,7 +99,7 @@ def _lease_waits(audit: Audit, connected: Sequence[StoredNode], complaint: str) 
             _lease(
                 "no_version",
                 f"no announced version of {', '.join(missing)}",
-                "its trainer announces version 0; see whether it runs",
+                "its trainer announces version 0 once its starting model is loaded; its log says when it cannot",
             )
         ]
     full = [policy for policy in audit.policies if policy.credit == 0]
@@ -126,7 +126,7 @@ def _refused(refused: Refused, connected: Sequence[StoredNode]) -> Wait:
         stage="lease",
         reason="no_capable_node",
         detail=f"{refused.count} tasks were refused by every connected node ({names}), for example {refused.example}",
-        released_by="join a node that can run them; `why` with the task's id says who refused it",
+        released_by="join a node that can run them; `astraflow trace TASK_ID` says who refused",
         since_ms=refused.since_ms,
     )
 
@@ -141,8 +141,20 @@ def _full(policy: PolicyState) -> Wait:
         policy_id=policy.policy_id,
         reason="staleness_window",
         detail=detail,
-        released_by="the trainer takes a batch, or announces the version of a trained step",
+        released_by=_window_release(policy),
     )
+
+
+def _window_release(policy: PolicyState) -> str:
+    """What happens next on the way to room in the window: only a version, or a dropped group, makes any."""
+    trained = [step for step in policy.unpublished_steps if step <= policy.finished_step]
+    if trained:
+        return f"the trainer announces the version of step {trained[0]}"
+    if policy.unpublished_steps:
+        return f"the trainer finishes step {policy.unpublished_steps[0]} and announces its version"
+    if policy.ready >= policy.groups_per_step:
+        return "the trainer takes a batch of the ready groups, trains on it and announces the version"
+    return "nodes finish the outstanding groups; the step trained on them then announces its version"
 
 
 def _batch_waits(policy: PolicyState, *, now_ms: int) -> list[Wait]:
@@ -168,7 +180,7 @@ def _batch_waits(policy: PolicyState, *, now_ms: int) -> list[Wait]:
                 policy_id=policy.policy_id,
                 reason="no_trainer",
                 detail="no trainer has claimed the policy",
-                released_by="start its trainer",
+                released_by="its trainer claims it: start one, or wait while the one that runs loads its model",
             )
         ]
     return []

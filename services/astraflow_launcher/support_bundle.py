@@ -30,8 +30,11 @@ from astraflow.dataflow.v1 import admin_service_pb2, run_service_pb2
 from astraflow.errors import AstraflowError
 from astraflow.weights.v1 import manifest_pb2
 from astraflow_kit.lifecycle import read_address_file
+from astraflow_kit.settings import load
 from astraflow_launcher.archive import Archive
 from astraflow_launcher.embedded_redis import find_server
+from astraflow_weights.daemon_settings import StoreAccess
+from astraflow_weights.store import open_store
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -224,13 +227,8 @@ def _about(path: Path) -> str:
 
 def _add_manifests(archive: Archive, folder: Path, *, prefix: str) -> None:
     """Add the store's manifests as text: one object per entry, by key."""
-    entries: dict[str, object] = {}
-
-    def read(path: Path) -> None:
-        entries[str(path.relative_to(folder))] = as_json(manifest_pb2.Entry.FromString(path.read_bytes()))
-
-    for path in sorted(folder.rglob("seq/*.pb"))[-_MAX_MANIFESTS:]:
-        archive.attempt(f"{path} as text", partial(read, path), OSError, DecodeError)
+    newest = sorted(folder.rglob("seq/*.pb"))[-_MAX_MANIFESTS:]
+    entries = {str(path.relative_to(folder)): _manifest(path.read_bytes()) for path in newest}
     if entries:
         archive.add_json(f"{prefix}manifests.json", entries, about="the weight store's manifests as text")
 
@@ -263,6 +261,35 @@ def _add_server(archive: Archive, evidence: Evidence) -> None:
         for name, ask in _questions(client, evidence.run_id).items():
             add = partial(_add_answer, archive, name, ask, address=evidence.address)
             archive.attempt(f"{name} of {evidence.address}", add, AstraflowError)
+        archive.attempt(
+            "the weight store", partial(_add_store, archive, client, evidence.run_id), AstraflowError
+        )
+
+
+def _add_store(archive: Archive, client: Client, run_id: str) -> None:
+    """Add what an object store elsewhere holds: the names of all objects, and its newest manifests as text."""
+    asked = run_service_pb2.GetRunRequest(run_id=run_id)
+    run = client.call(client.runs.GetRun, asked, timeout_s=_ANSWER_S).run
+    if run.store_uri.startswith("file:"):
+        return  # the run's folder has it
+    settings = load(StoreAccess).store.model_copy(update={"max_attempts": 2, "read_timeout_s": _ANSWER_S})
+    store = open_store(run.store_uri, settings=settings)
+    objects = list(store.list(f"{run.run_id}/"))
+    listing = "".join(f"{item.size_bytes:>12} {item.key}\n" for item in objects)
+    archive.add_text(
+        "store/objects.txt", listing, about=f"every object of the run in {run.store_uri}: bytes, name"
+    )
+    keys = [item.key for item in objects if "/seq/" in item.key]
+    entries = {key: _manifest(store.get(key)) for key in keys[-_MAX_MANIFESTS:]}
+    archive.add_json("store/manifests.json", entries, about="its newest manifests as text")
+
+
+def _manifest(content: bytes) -> Mapping[str, object]:
+    """A manifest as JSON; what is none is said in its place."""
+    try:
+        return as_json(manifest_pb2.Entry.FromString(content))
+    except DecodeError as error:
+        return {"damaged": str(error), "bytes": len(content)}
 
 
 def _add_answer(archive: Archive, name: str, ask: Callable[[], Message], *, address: str) -> None:

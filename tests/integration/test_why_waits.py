@@ -132,10 +132,12 @@ async def test_a_full_staleness_window_opens_when_a_version_is_announced_and_not
         wait = await seen(world, "lease/staleness_window")
         assert wait.policy_id == "solver"
         assert "announce" in wait.released_by
+        assert wait.released_by.startswith("the trainer takes a batch")
         batch = (await trainer.acquire(1)).batch
+        assert "finishes step 1" in (await seen(world, "lease/staleness_window")).released_by
         await trainer.ack(batch, INTENT)
         await trainer.ack(batch, TRAINED)
-        assert "lease/staleness_window" in await waits(world), "taking and training a batch frees no room"
+        assert "the version of step 1" in (await seen(world, "lease/staleness_window")).released_by
         await trainer.publish(version=1, step=1)
         await gone(world, "lease/staleness_window")
 

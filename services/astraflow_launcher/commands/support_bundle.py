@@ -13,6 +13,7 @@ from astraflow.commands.server import (
     DataDirOption,
     JoinOption,
     RunIdOption,
+    Server,
     TokenFileOption,
     find_server,
     read_token,
@@ -41,7 +42,7 @@ def support_bundle(
     Looks at the newest run below .astraflow/runs unless told otherwise. Changes nothing, and works on a run that
     has ended too.
     """
-    folder = None if join else _folder(data_dir)
+    folder = None if join and data_dir is None else _folder(data_dir)
     address, refusal = _address(join, folder)
     evidence = Evidence(
         folders=(folder,) if folder else (),
@@ -69,7 +70,7 @@ def _folder(data_dir: Path | None) -> Path:
     return runs[-1].parent
 
 
-def _address(join: str | None, folder: Path | None) -> tuple[str, str]:
+def _address(join: Server | None, folder: Path | None) -> tuple[str, str]:
     """The server to ask, or nothing and the reason why nobody is asked."""
     try:
         return find_server(join, data_dir=folder).address, ""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import pytest
 
 from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
 from astraflow_dataflow.waits import Plugged, Wait, WaitBook, current_waits
@@ -105,6 +108,25 @@ def test_each_reason_has_its_name() -> None:
     assert reasons(with_policy(finished_step=2, unpublished_steps=(2, 3)), NODE) == [
         ("publish", "unpublished")
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "release"),
+    [
+        ({"outstanding": 4}, "nodes finish the outstanding groups"),
+        ({"outstanding": 3, "ready": 1}, "nodes finish the outstanding groups"),
+        ({"ready": 2}, "the trainer takes a batch"),
+        ({"unpublished": 2, "unpublished_steps": (1,)}, "the trainer finishes step 1"),
+        (
+            {"ready": 2, "unpublished_steps": (1, 2), "finished_step": 1},
+            "the trainer announces the version of step 1",
+        ),
+    ],
+)
+def test_a_full_window_names_the_next_thing_that_leads_to_room(changes: dict[str, Any], release: str) -> None:
+    waits = current_waits(with_policy(credit=0, **changes), [NODE], [])
+    (full,) = [wait for wait in waits if wait.reason == "staleness_window"]
+    assert full.released_by.startswith(release)
 
 
 def test_an_evaluation_waits_while_no_connected_node_serves_its_version() -> None:

@@ -36,14 +36,38 @@ __all__ = [
 
 RUNS = Path(".astraflow") / "runs"
 ADDRESS_FILE = Path("addresses") / "dataflow.json"
+JOIN_VARIABLE = "ASTRAFLOW_JOIN"
 _PATIENCE = RetryPolicy(total_s=3.0)
 
+
+@dataclass(frozen=True)
+class Server:
+    """A dataflow server and how it was found."""
+
+    address: str
+    found_by: str
+
+
+def _named(address: str) -> Server:
+    return Server(address, "--join")
+
+
+def _with_source(
+    context: typer.Context, parameter: typer.CallbackParam, server: Server | None
+) -> Server | None:
+    source = context.get_parameter_source(parameter.name or "")
+    from_variable = server is not None and source is not None and source.name == "ENVIRONMENT"
+    return Server(server.address, JOIN_VARIABLE) if server is not None and from_variable else server
+
+
 JoinOption = Annotated[
-    str | None,
+    Server | None,
     typer.Option(
         "--join",
         metavar="HOST:PORT",
-        envvar="ASTRAFLOW_JOIN",
+        envvar=JOIN_VARIABLE,
+        parser=_named,
+        callback=_with_source,
         help=f"Dataflow server. Default: the one of the newest folder below {RUNS} whose run is alive.",
     ),
 ]
@@ -61,14 +85,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; docs/debug
 
 
 @dataclass(frozen=True)
-class Server:
-    """A dataflow server and how it was found."""
-
-    address: str
-    found_by: str
-
-
-@dataclass(frozen=True)
 class _Published:
     """What a folder says about its server."""
 
@@ -78,18 +94,18 @@ class _Published:
     written_ns: int
 
 
-def find_server(join: str | None, *, data_dir: Path | None, runs: Path = RUNS) -> Server:
+def find_server(join: Server | None, *, data_dir: Path | None, runs: Path = RUNS) -> Server:
     """Return the server to ask. Raises NotFoundError or UnavailableError with the remedy when there is none."""
     if data_dir is not None:
         return server_of_folder(data_dir)
-    if join:
-        return Server(join, "--join")
+    if join is not None:
+        return join
     published = sorted(
         filter(None, (_published(path) for path in runs.glob("*"))), key=lambda item: item.written_ns
     )
     if not published:
         raise NotFoundError(
-            f"no run is found below {runs}: give --join HOST:PORT, set ASTRAFLOW_JOIN, or start one with "
+            f"no run is found below {runs}: give --join HOST:PORT, set {JOIN_VARIABLE}, or start one with "
             "`astraflow dev`"
         )
     alive = [item for item in published if _is_alive(item.pid)]
@@ -110,7 +126,7 @@ def server_of_folder(folder: Path) -> Server:
 
 @contextmanager
 def connected(
-    join: str | None, *, data_dir: Path | None, token_file: Path | None
+    join: Server | None, *, data_dir: Path | None, token_file: Path | None
 ) -> Iterator[tuple[Client, Server]]:
     """Yield a client of the server to ask. An unreachable server is told with its address and how it was found."""
     server = find_server(join, data_dir=data_dir)

@@ -203,6 +203,8 @@ def node_state(node: pb.NodeStatus) -> str:
     """Return what a node does, in words."""
     if not node.connected:
         return f"gone since {span_text(max(0.0, time.time() - node.last_seen_time.ToNanoseconds() / 1e9))}"
+    if node.drain_reason:
+        return f"draining: {node.drain_reason}"
     return f"waits: {node.waiting_for}" if node.waiting_for else "working" if node.leases else "idle"
 
 

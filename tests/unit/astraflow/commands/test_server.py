@@ -33,7 +33,7 @@ def ended_pid() -> int:
 
 def test_the_named_server_wins_over_any_folder(tmp_path: Path) -> None:
     publish(tmp_path / "a", address="127.0.0.1:1", pid=os.getpid(), written_s=1)
-    assert find_server("host:7", data_dir=None, runs=tmp_path) == Server("host:7", "--join")
+    assert find_server(Server("host:7", "--join"), data_dir=None, runs=tmp_path) == Server("host:7", "--join")
 
 
 def test_the_newest_folder_whose_server_lives_is_asked(tmp_path: Path, ended_pid: int) -> None:
@@ -84,6 +84,6 @@ def test_a_server_that_does_not_answer_is_named_with_how_it_was_found(
 def test_a_token_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with (
         pytest.raises(InvalidArgumentError, match=r"--token-file .*token does not exist"),
-        connected("127.0.0.1:1", data_dir=None, token_file=tmp_path / "token"),
+        connected(Server("127.0.0.1:1", "--join"), data_dir=None, token_file=tmp_path / "token"),
     ):
         pass

@@ -1,0 +1,216 @@
+"""The commands that look at a run and operate it, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from astraflow import cli
+from astraflow_kit import log
+from support.dataflow_world import World, until
+
+pytestmark = pytest.mark.integration
+
+
+_JUDGED = "0 requeued, 0 unknown, 1 kept as they are\n"
+"""Its groups are being settled at this moment."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    status: int
+    output: str
+    errors: str
+
+    @property
+    def json(self) -> Any:
+        """What it printed."""
+        return json.loads(self.output)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    """The server shares this process: its log must not be taken for what a command prints."""
+    log.configure("test", stream=io.StringIO())
+
+
+async def astraflow(world: World, *arguments: str) -> Ended:
+    """Run `astraflow ARGUMENTS --join SERVER` in a thread beside the server's loop."""
+    return await asyncio.to_thread(_run_here, [*arguments, "--join", world.address])
+
+
+def _run_here(arguments: list[str]) -> Ended:
+    output, errors, status = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(output), redirect_stderr(errors), patch("sys.argv", ["astraflow", *arguments]):
+        try:
+            cli.main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return Ended(status, output.getvalue(), errors.getvalue())
+
+
+async def _run(*arguments: str, **variables: str) -> Ended:
+    """The same as a process, with further environment variables."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "astraflow.cli", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | variables,
+    )
+    output, errors = await asyncio.wait_for(process.communicate(), 100)
+    return Ended(process.returncode or 0, output.decode(), errors.decode())
+
+
+async def one_step(world: World) -> str:
+    """A run in which one step was trained and published; returns a task that was in it."""
+    await world.create_run(dataset="Counting", groups_per_step=2)
+    trainer, node = await world.trainer(), await world.node()
+    leases = [lease for lease in await node.lease(16) if not lease.required_versions]
+    for lease in leases:
+        await node.complete(lease)
+    batch = await trainer.train(1, base_version=0)
+    # Items name their groups, groups their tasks; any lease whose first trajectory is in the batch will do.
+    trained = {item.trajectory_id for item in batch.items}
+    return next(
+        lease.task.task_id
+        for lease in leases
+        if any(trajectory.startswith(f"{lease.task.task_id}.") for trajectory in trained)
+    )
+
+
+async def test_status_tells_people_and_programs_the_same(world: World) -> None:
+    await one_step(world)
+    told, parsed = await astraflow(world, "status"), await astraflow(world, "status", "--json")
+    assert (told.status, parsed.status) == (0, 0), told.errors + parsed.errors
+    assert parsed.json["policies"][0]["last_finished_step"] == 1
+    assert parsed.json["trajectories"]["conservation_error"] == 0
+    assert "run run is active" in told.output
+    assert "the figures add up" in told.output
+    assert told.errors == ""
+
+
+async def test_the_server_may_come_from_the_environment_and_is_then_named(world: World) -> None:
+    await world.create_run()
+    ended = await _run("status", ASTRAFLOW_JOIN=world.address)
+    assert ended.status == 0
+    assert ended.errors == f"asking {world.address} (ASTRAFLOW_JOIN)\n"
+
+
+async def test_an_unknown_run_ends_with_its_reason_and_status_2(world: World) -> None:
+    ended = await astraflow(world, "status", "--run-id", "nobody")
+    assert ended.status == 2
+    assert ended.errors.startswith("NOT_FOUND: ")
+    assert "Traceback" not in ended.errors
+
+
+async def test_a_server_that_is_not_there_ends_with_status_75() -> None:
+    ended = await asyncio.to_thread(_run_here, ["status", "--join", "127.0.0.1:1"])
+    assert ended.status == 75
+    assert "no dataflow server answers at 127.0.0.1:1 (--join)" in ended.errors
+
+
+async def test_watch_follows_until_the_run_is_finished(world: World) -> None:
+    await world.create_run()
+    following = asyncio.create_task(astraflow(world, "status", "--watch", "--json"))
+    await asyncio.sleep(0.5)
+    await world.finish()
+    ended = await following
+    states = [json.loads(line)["state"] for line in ended.output.splitlines()]
+    assert ended.status == 0, ended.errors
+    assert states[-1] == "finished"
+
+
+async def test_why_names_what_blocks_the_run_and_the_way_out(world: World) -> None:
+    await world.create_run()
+    told, parsed = await astraflow(world, "why"), await astraflow(world, "why", "--json")
+    assert told.status == 0, told.errors
+    assert "blocked: no" in told.output
+    assert "release: " in told.output
+    assert parsed.json["verdict"]["bound"] == "blocked"
+    assert {wait["reason"] for wait in parsed.json["waits"]} == {"no_node", "no_trainer"}
+
+
+async def test_trace_leads_from_a_task_to_its_version(world: World) -> None:
+    task_id = await one_step(world)
+    told, parsed = (
+        await astraflow(world, "trace", task_id),
+        await astraflow(world, "trace", task_id, "--json"),
+    )
+    assert told.status == 0, told.errors
+    assert f"task {task_id} is done" in told.output
+    assert "attempt 1 on n1" in told.output
+    assert "→ trained → batch" in told.output
+    assert "step 1 → version 1" in told.output
+    assert {item["place"] for item in parsed.json["trajectories"]} == {"trained"}
+
+
+async def test_trace_of_a_task_that_never_was_ends_with_its_reason(world: World) -> None:
+    await world.create_run()
+    ended = await astraflow(world, "trace", "never")
+    assert ended.status == 2
+    assert "NOT_FOUND" in ended.errors
+    assert "'never'" in ended.errors
+
+
+async def test_nodes_are_listed_and_sent_home(world: World) -> None:
+    await world.create_run()
+    empty = await astraflow(world, "nodes", "list")
+    assert "no node has joined" in empty.output
+    await world.node("n1")
+    listed = await astraflow(world, "nodes", "list")
+    assert "n1" in listed.output
+    drained = await astraflow(world, "nodes", "drain", "n1", "--reason", "upgrade")
+    assert drained.status == 0, drained.errors
+    assert "n1 finishes 0 tasks and leaves" in drained.output
+    [node] = (await astraflow(world, "nodes", "list", "--json")).json
+    assert node["drain_reason"] == "upgrade"
+
+
+async def test_dead_letters_are_listed_requeued_and_forgotten(world: World) -> None:
+    await world.create_run(max_attempts=1)
+    await world.trainer()
+    node = await world.node()
+    assert (await astraflow(world, "dead-letters", "list")).output == "no task was given up\n"
+    await world.submit("bad", "worse")
+    for lease in await node.lease(2):
+        await node.fail(lease, "workflow_error", retryable=False)
+    listed = await astraflow(world, "dead-letters", "list", "--json")
+    letters = {letter["task_id"]: letter["dead_letter_id"] for letter in listed.json["dead_letters"]}
+    assert letters.keys() == {"bad", "worse"}
+    assert "workflow_error" in (await astraflow(world, "dead-letters", "list")).output
+    assert (await astraflow(world, "dead-letters", "requeue")).status == 2, "which ones must be said"
+
+    async def is_requeued() -> bool:
+        requeued = await astraflow(world, "dead-letters", "requeue", letters["bad"])
+        assert requeued.output in ("1 requeued, 0 unknown, 0 kept as they are\n", _JUDGED)
+        return requeued.output != _JUDGED
+
+    await until(is_requeued)
+    assert (await astraflow(world, "dead-letters", "purge", "--all")).output == "1 forgotten\n"
+    [lease] = await node.lease(1)
+    assert lease.task.task_id == "bad"
+
+
+async def test_runs_are_listed_and_deleted(world: World) -> None:
+    assert "the server has no run" in (await astraflow(world, "runs", "list")).output
+    await world.create_run()
+    [run] = (await astraflow(world, "runs", "list", "--json")).json
+    assert (run["run_id"], run["state"]) == ("run", "active")
+    assert "recipe_yaml" not in run
+    await world.finish()
+    await until(world.is_finished)
+    deleted = await astraflow(world, "runs", "delete", "run")
+    assert deleted.status == 0, deleted.errors
+    assert "run run is deleted" in deleted.output
+    assert (await astraflow(world, "runs", "list", "--json")).json == []
