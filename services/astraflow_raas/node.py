@@ -140,7 +140,7 @@ class Node:
         """What the node waits for, as a slug; empty when it works."""
         if self.worker.draining:
             return "drain"
-        if not self.worker.connected:
+        if self.worker.without_server:
             return "server"
         return self.policies.waiting_for or self.pusher.waiting_for
 

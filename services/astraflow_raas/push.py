@@ -39,6 +39,8 @@ _FLUSH_SHARE = 0.6
 """Of the time for stopping: the engines, which stop afterwards, need the rest."""
 _LOOK_AGAIN_S = 0.25
 """How often a full spool lets go of what became safe by time alone."""
+_TELL_EVERY = 15
+"""Failed streams of which one is worth a line: one in half a minute."""
 _RECONNECT = RetryPolicy(first_wait_s=0.1, max_wait_s=2.0)
 
 
@@ -66,7 +68,6 @@ class Pusher(LoopService):
         self._spool = Spool(
             limits=limits or SpoolLimits(), clock=clock or SystemClock(), released=self._released
         )
-        self._num_left_over = 0
         self._num_blocked = 0
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever `waiting_for` may have changed."""
@@ -75,8 +76,9 @@ class Pusher(LoopService):
         self._idle = asyncio.Event()
         self._idle.set()
         self._journal = _Journal()
+        # What an earlier process finished goes first, before anything is leased anew.
         for number, episode in files.recover() if files else ():
-            self._left_over(number, episode)
+            self._add(episode, size_bytes=episode.ByteSize(), file=number, repeated=True)
 
     @property
     def num_unacked(self) -> int:
@@ -90,9 +92,9 @@ class Pusher(LoopService):
 
     @property
     def waiting_for(self) -> str:
-        """Why no new work should be taken: `spool_recovery` while an earlier process's episodes have no answer,
-        `spool_full` while finished ones find no room; empty otherwise."""
-        if self._num_left_over:
+        """Why no new work should be taken: `spool_recovery` while episodes of an earlier process, or of data that
+        the server lost, have no answer; `spool_full` while finished ones find no room; empty otherwise."""
+        if self._spool.num_repeated:
             return "spool_recovery"
         return "spool_full" if self._num_blocked else ""
 
@@ -117,8 +119,9 @@ class Pusher(LoopService):
     def push_recent_again(self) -> None:
         """The server has another data set than before: whatever its disk may have missed is pushed again."""
         again = self._spool.data_was_lost()
-        log.warning("push.repeated", episodes=again)
+        log.warning("push.repeats", episodes=again)
         if again:
+            self.on_change()
             self._idle.clear()
             self._to_send.set()
 
@@ -147,23 +150,15 @@ class Pusher(LoopService):
             log.error("spool.not_written", message=f"{error}; free space or fix the mode of the work folder")
             return None
 
-    def _left_over(self, number: int, episode: trajectory_pb2.Episode) -> None:
-        """Push what an earlier process finished, before anything is leased anew."""
-        self._num_left_over += 1
-        spooled = self._add(episode, size_bytes=episode.ByteSize(), file=number)
-        spooled.outcome.add_done_callback(self._left_over_answered)
-
-    def _left_over_answered(self, _outcome: object) -> None:
-        self._num_left_over -= 1
-        if not self._num_left_over:
-            log.info("spool.recovered")
-            self.on_change()
-
-    def _add(self, episode: trajectory_pb2.Episode, *, size_bytes: int, file: int | None) -> Spooled:
+    def _add(
+        self, episode: trajectory_pb2.Episode, *, size_bytes: int, file: int | None, repeated: bool = False
+    ) -> Spooled:
         outcome: asyncio.Future[trajectory_service_pb2.PushResult] = (
             asyncio.get_running_loop().create_future()
         )
-        spooled = Spooled(episode=episode, size_bytes=size_bytes, outcome=outcome, file=file)
+        spooled = Spooled(
+            episode=episode, size_bytes=size_bytes, outcome=outcome, file=file, repeated=repeated
+        )
         self._spool.add(spooled)
         self._idle.clear()
         self._to_send.set()
@@ -204,8 +199,9 @@ class Pusher(LoopService):
                 await self._stream()
                 failures = 0
             except (RetryableError, InternalError) as error:
-                log.info("push.stream_failed", reason=error.reason, message=error.message)
                 failures, hint_s = failures + 1, error.retry_after_s
+                tell = log.info if failures % _TELL_EVERY == 1 else log.debug
+                tell("push.stream_failed", reason=error.reason, message=error.message)
             await asyncio.sleep(_RECONNECT.wait_s(max(1, failures), hint_s=hint_s))
 
     async def _stream(self) -> None:
@@ -246,9 +242,13 @@ class Pusher(LoopService):
         log.info("push.stream_closed", episodes=self.num_unacked)
 
     def _acknowledged(self, result: trajectory_service_pb2.PushResult) -> None:
+        was_repeating = self._spool.num_repeated
         spooled = self._spool.acknowledge(result)
         if spooled is None:
             raise InternalError("the server acknowledged a push that was never sent")
+        if was_repeating and not self._spool.num_repeated:
+            log.info("push.repeated_all")
+            self.on_change()
         self._record.answered(spooled.episode, result)
         outcome = trajectory_service_pb2.Outcome.Name(result.outcome).removeprefix("OUTCOME_").lower()
         self._metrics.increment("astraflow_raas_pushes_total", outcome=outcome)

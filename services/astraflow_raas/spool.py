@@ -39,6 +39,8 @@ class Spooled:
     file: int | None = None
     """Its file on disk; None when it could not be written."""
     acked_s: float = 0.0
+    repeated: bool = False
+    """Whether an earlier push of it is in doubt: nothing new is begun before it is answered."""
     position: int = 0
     """Where its commit is in the run's order; 0 when the server did not say."""
 
@@ -52,6 +54,8 @@ class Spool:
     released: Callable[[Spooled], None] = lambda _spooled: None
     num_bytes: int = 0
     """Bytes of all episodes in the spool."""
+    num_repeated: int = 0
+    """Repeated episodes without an answer."""
     _unsent: deque[Spooled] = field(default_factory=deque)
     _in_flight: deque[Spooled] = field(default_factory=deque)
     _acked: deque[Spooled] = field(default_factory=deque)
@@ -77,6 +81,7 @@ class Spool:
     def add(self, spooled: Spooled) -> None:
         """Append an unsent episode."""
         self._unsent.append(spooled)
+        self.num_repeated += spooled.repeated
         self.num_bytes += spooled.size_bytes
 
     def next_to_send(self) -> Spooled | None:
@@ -95,6 +100,8 @@ class Spool:
         if not self._in_flight:
             return None
         spooled = self._leave_flight()
+        self.num_repeated -= spooled.repeated
+        spooled.repeated = False
         if not spooled.outcome.done():
             spooled.outcome.set_result(result)
         self._retain(spooled, result)
@@ -114,6 +121,9 @@ class Spool:
         self._acked.clear()
         # Positions of the lost data set mean nothing in the new one.
         self._durable_position = None
+        for spooled in again:
+            spooled.repeated = True
+        self.num_repeated += len(again)
         self._unsent.extendleft(reversed(again))
         return len(again)
 

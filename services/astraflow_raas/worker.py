@@ -140,6 +140,8 @@ class Worker(LoopService):
         """True once the node takes no new leases."""
         self.connected = False
         """True while a working session is open."""
+        self.without_server = False
+        """True from the loss of a session until the next one is open."""
 
     @property
     def num_held(self) -> int:
@@ -181,7 +183,7 @@ class Worker(LoopService):
                 joined, failures = False, 0
                 await self._session()
             except (RetryableError, InternalError) as error:
-                failures += 1
+                failures, self.without_server = failures + 1, True
                 tell = log.info if failures % _TELL_EVERY == 1 else log.debug
                 tell("session.lost", reason=error.reason, message=error.message, leases=self.num_held)
             await asyncio.sleep(_RECONNECT.wait_s(max(1, failures)))
@@ -211,7 +213,7 @@ class Worker(LoopService):
         """Hello with what an earlier session left, then receipts, credits and renewals until the stream ends."""
         self._receipts.clear()
         await call.write(task_service_pb2.WorkRequest(hello=self._hello()))
-        self.connected = True
+        self.connected, self.without_server = True, False
         loop, last = asyncio.get_running_loop(), None
         renew_s = beat_s = loop.time()
         while True:

@@ -215,21 +215,27 @@ def pushed_by(node: NodeProcess, *, outcome: str = "") -> set[str]:
     return {str(name) for line in lines for name in cast("list[object]", line["trajectory_ids"])}
 
 
-async def by_signal(node: NodeProcess) -> None:
+async def by_signal(run: Elastic, node: NodeProcess) -> None:
     node.send(signal.SIGTERM)
 
 
-async def by_rpc(node: NodeProcess) -> None:
+async def by_the_server(run: Elastic, node: NodeProcess) -> None:
+    request = admin_service_pb2.DrainNodeRequest(run_id=RUN, node_id="leaving")
+    answer = await run.world.client.call(run.world.client.admin.DrainNode, request)
+    assert (answer.leases, answer.connected) == (2, True)
+
+
+async def by_rpc(run: Elastic, node: NodeProcess) -> None:
     async with node.channel() as channel:
         stub = node_service_pb2_grpc.NodeServiceStub(channel)
         assert (await stub.Drain(node_service_pb2.DrainRequest(), timeout=10)).leases == 2
 
 
-@pytest.mark.parametrize("drain", [by_signal, by_rpc])
+@pytest.mark.parametrize("drain", [by_signal, by_rpc, by_the_server])
 async def test_a_drain_within_its_time_costs_no_task_a_second_lease(run: Elastic, drain: object) -> None:
     async with run.node("leaving") as node:
         await run.held_by("leaving", 2)
-        await drain(node)  # type: ignore[operator]
+        await drain(run, node)  # type: ignore[operator]
         await run.status_where(
             lambda status: status.nodes[0].waiting_for == "drain", what="the drain is reported"
         )

@@ -24,7 +24,7 @@ from astraflow_kit import failpoints
 from astraflow_raas.engine.base import GenerateCall
 from astraflow_raas.engine.http import HttpEngine
 from support.engine_process import running_engine
-from support.node_process import START_S, WeightPublisher, node_of, tiny_policy
+from support.node_process import START_S, NodeProcess, WeightPublisher, node_of, tiny_policy
 from support.scripted_dataflow import (
     POLICY,
     RUN_ID,
@@ -149,6 +149,49 @@ async def test_on_sigterm_a_node_finishes_and_pushes_what_it_holds(
         script.ack.set()
         assert await node.ends_with() == 0
     assert script.failures == []
+
+
+async def test_an_operators_drain_is_obeyed_also_by_a_node_that_stays(
+    server: RunningServer, trainer: WeightPublisher, shared_engine: str, tmp_path: Path
+) -> None:
+    script = server.script
+    script.versions = [trainer.publish()]
+    async with node_of(server.address, tmp_path, "--engine", shared_engine, "--stay") as node:
+        await ready(script, 0)
+        script.send(drain=task_service_pb2.Drain(reason="run_finished"))
+        await eventually(lambda: node.events("node.stays"), what="the end of the run is noted")
+        script.send(drain=task_service_pb2.Drain(reason="operator"))
+        assert await node.ends_with() == 0
+
+
+async def test_a_node_without_its_server_keeps_what_it_has_says_so_and_goes_on(
+    server: RunningServer, trainer: WeightPublisher, shared_engine: str, tmp_path: Path
+) -> None:
+    script = server.script
+    script.versions = [trainer.publish()]
+    script.ack = asyncio.Event()
+    async with node_of(server.address, tmp_path, "--engine", shared_engine) as node:
+        await ready(script, 0)
+        script.send(lease=lease("kept"))
+        await eventually(lambda: len(script.pushes) == 4, what="four episodes")
+        await server.stop()
+        await eventually(lambda: waits_of(node)[-1:] == [("server", 1, 4)], what="the wait is in the log")
+        assert (await node.status()).waiting_for == "server"
+        await server.restart()
+        await eventually(lambda: len(script.hellos) == 2, what="a new session")
+        assert list(script.hellos[1].held.lease_ids) == ["kept#1"]
+        script.ack.set()
+        await eventually(lambda: len(script.pushes) == 8, what="the four again")
+        await eventually(lambda: script.credits[-1].tasks == 2, what="the lease is finished")
+    assert {episode.episode_id for episode in script.pushes[4:]} == {
+        episode.episode_id for episode in script.pushes[:4]
+    }
+
+
+def waits_of(node: NodeProcess) -> list[tuple[object, object, object]]:
+    """What it said it waits for, with the leases and episodes it kept."""
+    lines = node.events("node.waits")
+    return [(line["waiting_for"], line["leases"], line["episodes_kept"]) for line in lines]
 
 
 async def test_a_second_signal_ends_the_node_at_once(

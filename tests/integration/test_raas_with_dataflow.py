@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import admin_service_pb2, batch_service_pb2, run_pb2
+from astraflow.errors import UnavailableError
 from astraflow.rollout.v1 import trajectory_pb2
-from support.dataflow_world import World
+from astraflow_raas.spool import SpoolLimits
+from support.chaos import cut_tail
+from support.dataflow_world import World, served
 from support.raas_node import local_node
 from support.scripted_dataflow import PATIENCE_S, eventually
+from support.valkey import ValkeyServer
 
 pytestmark = pytest.mark.integration
 
@@ -24,7 +31,11 @@ async def status_where(world: World, holds: object, *, what: str) -> admin_servi
     seen: list[admin_service_pb2.StatusResponse] = []
     give_up_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < give_up_s:
-        seen.append(await world.status())
+        try:
+            seen.append(await world.status())
+        except UnavailableError:  # Redis is being restarted
+            await asyncio.sleep(0.05)
+            continue
         if holds(seen[-1]):  # type: ignore[operator]
             return seen[-1]
     raise AssertionError(f"never: {what}; last status:\n{seen[-1]}")
@@ -100,3 +111,52 @@ async def test_a_finished_run_sends_its_node_away(world: World, tmp_path: Path) 
     assert status.evaluations[-1].final
     assert status.evaluations[-1].complete
     assert status.trajectories.conservation_error == 0
+
+
+async def test_the_spool_empties_as_the_servers_disk_catches_up(world: World, tmp_path: Path) -> None:
+    await world.create_run(dataset="Counting")
+    await world.trainer()
+    async with local_node(world.address, tmp_path) as local:
+        await status_where(world, lambda now: now.policies[0].ready_groups == 4, what="the window is full")
+        kept = tmp_path / "spool" / "node-1"
+        await eventually(lambda: not local.node.pusher.num_kept, what="all is durable")
+        assert list(kept.iterdir()) == []
+
+
+@pytest.fixture
+async def world_without_watermark(
+    redis_binary: str, tmp_path: Path
+) -> AsyncIterator[tuple[World, ValkeyServer]]:
+    """A server over a Redis of its own that cannot say what is on its disk."""
+    valkey = ValkeyServer(tmp_path / "valkey", binary=redis_binary)
+    valkey.start()
+    with redis.Redis.from_url(valkey.url) as client:
+        client.config_set("appendfsync", "no")
+    try:
+        async with served(valkey.url, tmp_path) as world:
+            yield world, valkey
+    finally:
+        valkey.stop()
+
+
+async def test_what_redis_lost_is_pushed_again_and_not_sampled_again(
+    world_without_watermark: tuple[World, ValkeyServer], tmp_path: Path
+) -> None:
+    world, valkey = world_without_watermark
+    await world.create_run(dataset="Unevaluated")
+    trainer = await world.trainer()
+    keep = SpoolLimits(retain_acked_s=3600.0)
+    async with local_node(world.address, tmp_path / "node", limits=keep) as local:
+        await status_where(world, lambda now: now.policies[0].ready_groups == 4, what="the window is full")
+        calls = sum(len(request) for request in local.engines["solver"].requests)
+        valkey.kill()
+        cut_tail(valkey.folder, 4000)
+        valkey.start()
+        status = await status_where(
+            world, lambda now: now.policies[0].ready_groups == 4, what="the window is full again"
+        )
+        batch = (await trainer.acquire(1)).batch
+        await eventually(lambda: local.node.waiting_for == "", what="the node works again")
+        assert sum(len(request) for request in local.engines["solver"].requests) == calls == 8
+    assert len({item.trajectory_id for item in batch.items}) == 4
+    assert (status.trajectories.ingested, status.trajectories.conservation_error) == (8, 0)

@@ -22,6 +22,7 @@ from astraflow_raas.recipe_code import load_workflow
 from astraflow_raas.served_policy import ServedPolicy
 from astraflow_raas.session import Session, SessionSettings
 from astraflow_raas.settings import NodeSettings
+from astraflow_raas.spool import SpoolLimits
 from astraflow_raas.spool_files import SpoolFiles
 from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
 from astraflow_raas.worker import Worker, WorkerHooks
@@ -63,7 +64,13 @@ class LocalNode:
 
 @asynccontextmanager
 async def local_node(
-    address: str, folder: Path, *, node_id: str = "node-1", incarnation: int = 1, **options: object
+    address: str,
+    folder: Path,
+    *,
+    node_id: str = "node-1",
+    incarnation: int = 1,
+    limits: SpoolLimits | None = None,
+    **options: object,
 ) -> AsyncIterator[LocalNode]:
     """A node of the only run at `address`; `options` are node settings."""
     settings = NodeSettings(join=address, **options)  # type: ignore[arg-type]
@@ -75,7 +82,7 @@ async def local_node(
         engines = {name: FakeEngine() for name in found.recipe.policies}
         parts = {name: _parts(name, engines[name], folder / name, metrics) for name in engines}
         table = PolicyTable(parts)
-        pusher = Pusher(client, metrics=metrics, files=SpoolFiles(folder / "spool" / node_id))
+        pusher = Pusher(client, metrics=metrics, limits=limits, files=SpoolFiles(folder / "spool" / node_id))
         state = NodeState(policies=table, pusher=pusher)
         session = Session(
             load_workflow(found.recipe, folder=None),
