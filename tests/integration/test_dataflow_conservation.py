@@ -21,6 +21,7 @@ async def test_every_trajectory_is_in_one_place_after_any_history(
         while not walk.trained:  # a walk that never trains proves nothing; its test's timeout bounds it
             await walk.run(100)
         walk.check_ids()
+        await walk.check_traces()
 
 
 @pytest.mark.timeout(120)

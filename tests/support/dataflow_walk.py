@@ -6,6 +6,7 @@ conservation tests, on every Redis they run on.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,8 +14,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2, trajectory_service_pb2
-from astraflow.errors import InvalidArgumentError, PreconditionError
+from astraflow.dataflow.v1 import (
+    admin_service_pb2,
+    batch_pb2,
+    batch_service_pb2,
+    trace_pb2,
+    trajectory_service_pb2,
+)
+from astraflow.errors import InvalidArgumentError, NotFoundError, PreconditionError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.accounts import drift
 from support.dataflow_world import Node, Trainer, World, served
@@ -22,6 +29,7 @@ from support.dataflow_world import Node, Trainer, World, served
 INTENT = batch_service_pb2.BATCH_STAGE_INTENT
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
+RETURN, DISCARD = batch_service_pb2.VOID_ACTION_RETURN, batch_service_pb2.VOID_ACTION_DISCARD
 COUNTED = {"ACCEPTED", "ACCEPTED_LATE", "SUPERSEDED", "FENCED", "LATE_CLOSED", "POISON"}
 KEPT = {"ACCEPTED", "ACCEPTED_LATE"}
 
@@ -36,6 +44,8 @@ class Walk:
     trainer: Trainer | None = None
     leases: list[tuple[Node, task_pb2.Lease]] = field(default_factory=list)
     pushed: list[tuple[Node, trajectory_pb2.Episode]] = field(default_factory=list)
+    retired: set[str] = field(default_factory=set)
+    """Accepted episodes of tasks that were requeued afterwards: their groups are gone."""
     outcomes: dict[str, str] = field(default_factory=dict)
     """Episode id → first outcome that was not a duplicate."""
     trajectories: dict[str, int] = field(default_factory=dict)
@@ -58,7 +68,7 @@ class Walk:
     def _moves(self) -> list[Callable[[], Awaitable[None]]]:
         often = [self.lease, self.push, self.push, self.push, self.push, self.train]
         rare = [self.repeat, self.poison, self.fail, self.expire, self.give_back, self.replace_trainer]
-        return [*often * 3, *rare, self.rejoin, self.durable, self.sweep]
+        return [*often * 3, *rare, self.rejoin, self.durable, self.sweep, self.void, self.requeue]
 
     async def lease(self) -> None:
         node = self.rng.choice(self.nodes)
@@ -150,6 +160,37 @@ class Walk:
             return
         self.batch = None
 
+    async def void(self) -> None:
+        """An operator takes the bound batch away."""
+        if self.batch is None:
+            return
+        request = batch_service_pb2.VoidBatchRequest(
+            run_id="run",
+            policy_id="solver",
+            step=self.step,
+            batch_id=self.batch.batch_id,
+            action=self.rng.choice([RETURN, DISCARD]),
+        )
+        with contextlib.suppress(NotFoundError):  # the trainer gave it back before
+            await self.world.client.call(self.world.client.batches.VoidBatch, request)
+        self.batch = None
+
+    async def requeue(self) -> None:
+        """Dead tasks run anew; what came before was dropped with their groups."""
+        await self.sweep()
+        client = self.world.client
+        listing = admin_service_pb2.ListDeadLettersRequest(run_id="run", page_size=500)
+        letters = (await client.call(client.admin.ListDeadLetters, listing)).dead_letters
+        again = {letter.task_id for letter in letters}
+        request = admin_service_pb2.RequeueDeadLettersRequest(run_id="run")
+        done = await client.call(client.admin.RequeueDeadLetters, request)
+        assert (done.requeued, done.kept) == (len(letters), 0)
+        self.retired |= {
+            episode.episode_id
+            for _, episode in self.pushed
+            if episode.task_id in again and self.outcomes.get(episode.episode_id) in KEPT
+        }
+
     async def replace_trainer(self) -> None:
         self.trainer = await self.world.trainer()
 
@@ -183,11 +224,36 @@ class Walk:
         )
         assert account.ingested - at_the_door == kept
 
+    async def check_traces(self) -> None:
+        """The traces of all tasks, put together, say the same as the accounts."""
+        found: Counter[str] = Counter()
+        for task_id in {episode.task_id for _, episode in self.pushed}:
+            trace = await self.world.dataflow.reporting.trace(
+                await self.world.dataflow.registry.get("run"), task_id
+            )
+            assert not trace.truncated
+            for item in trace.trajectories:
+                place = trace_pb2.TrajectoryPlace.Name(item.place).removeprefix("TRAJECTORY_PLACE_").lower()
+                found[item.drop_reason or place] += 1
+        account = (await self.world.status()).trajectories
+        expected = Counter(
+            {
+                "trained": account.trained,
+                "in_batch": account.in_batch,
+                "ready": account.ready,
+                "assembling": account.assembling,
+            }
+        )
+        expected += Counter({reason: n for reason, n in account.dropped.items() if reason != "poison"})
+        found.pop("poison", None)  # quarantined episodes are not listed trajectory by trajectory
+        assert found == expected
+
     def check_ids(self) -> None:
         """No trajectory was trained twice, none that was not accepted, and groups were whole."""
         used = [item for ids in [*self.trained.values(), *self.skipped.values()] for item in ids]
         assert not [item for item, times in Counter(used).items() if times > 1]
-        accepted = {f"{name}.solver" for name, outcome in self.outcomes.items() if outcome in KEPT}
+        kept = {name for name, outcome in self.outcomes.items() if outcome in KEPT}
+        accepted = {f"{name}.solver" for name in kept - self.retired}
         assert set(used) <= accepted
         tasks = {episode.episode_id: episode.task_id for _, episode in self.pushed}
         members = Counter(tasks[name.removesuffix(".solver")] for name in accepted)
