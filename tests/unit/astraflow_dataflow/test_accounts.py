@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from astraflow_dataflow.accounts import balance, drift
+from astraflow_dataflow.accounts import balance, drift, last_account
 from astraflow_dataflow.records import Audit, Life
 
 
@@ -46,3 +46,10 @@ def test_the_recount_and_not_the_counter_decides() -> None:
     snapshot = audit({"ingested": 4, "ready": 4}, ready=3)
     assert balance(snapshot, trained_in_log=0).error == 1
     assert drift(snapshot, trained_in_log=0) == {"trained": 0, "in_batch": 0, "ready": 1, "assembling": 0}
+
+
+def test_a_deleted_run_balances_from_its_counters_alone() -> None:
+    counters = {"ingested": 9, "trained": 4, "evaluated": 1, "dropped:stale": 1, "dropped:run_deleted": 3}
+    account = last_account(counters)
+    assert (account.error, account.dropped) == (0, {"run_deleted": 3, "stale": 1})
+    assert last_account({"ingested": 2}).error == 2

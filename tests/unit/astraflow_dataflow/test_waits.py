@@ -7,73 +7,9 @@ from typing import Any
 
 import pytest
 
-from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
+from astraflow_dataflow.records import Audit, Life, Refused, StoredEvaluation, StoredNode
 from astraflow_dataflow.waits import Plugged, Wait, WaitBook, current_waits
-
-POLICY = PolicyState(
-    policy_id="p",
-    outstanding=0,
-    ready=0,
-    unpublished=0,
-    credit=4,
-    acceptance=1.0,
-    groups_per_step=2,
-    epoch=1,
-    finished_step=0,
-    durable_step=0,
-    version=0,
-    finish_ms=0,
-    wait="",
-    wait_since_ms=0,
-    wait_until_ms=0,
-    staleness={},
-    recent=(),
-    unpublished_steps=(),
-    bound_steps=0,
-    last_consumed="",
-)
-AUDIT = Audit(
-    now_ms=1000,
-    life=Life.ACTIVE,
-    counters={},
-    held_assembling=0,
-    held_ready=0,
-    held_in_batch=0,
-    dead_letters=0,
-    queued_tasks=1,
-    exhausted=False,
-    retries=0,
-    policies=(POLICY,),
-)
-NODE = StoredNode(
-    node_id="n",
-    incarnation=1,
-    restarts=0,
-    max_tasks=1,
-    leases=0,
-    episodes=0,
-    trajectories=0,
-    tokens=0,
-    serving={"p": 0},
-    seen_ms=900,
-    connected_until_ms=2000,
-    waiting_for="",
-)
-EVALUATION = StoredEvaluation(
-    evaluation_id="e",
-    policy_id="p",
-    version=0,
-    planned=4,
-    final=False,
-    state="open",
-    fed=4,
-    done=0,
-    failed=0,
-    samples=0,
-    reward_sum=0.0,
-    create_ms=0,
-    complete_ms=0,
-)
+from support.dataflow_snapshots import AUDIT, EVALUATION, NODE, POLICY
 
 
 def reasons(
@@ -162,3 +98,23 @@ def test_a_complaint_is_new_once() -> None:
     assert [plugged.note("a"), plugged.note("a"), plugged.note("b")] == [True, False, True]
     plugged.clear()
     assert plugged.note("b")
+
+
+def test_tasks_that_every_connected_node_refused_wait_for_a_capable_one() -> None:
+    refused = Refused(count=3, example="t7", since_ms=400)
+    (wait,) = [
+        wait for wait in current_waits(AUDIT, [NODE], [], refused=refused) if wait.reason == "no_capable_node"
+    ]
+    assert (wait.stage, wait.since_ms, "t7" in wait.detail) == ("lease", 400, True)
+    assert not [
+        wait for wait in current_waits(AUDIT, [NODE], [], refused=Refused()) if "capable" in wait.reason
+    ]
+
+
+def test_every_wait_says_what_would_release_it() -> None:
+    waits = [
+        *current_waits(AUDIT, [], []),
+        *current_waits(AUDIT, [NODE], [EVALUATION], refused=Refused(count=1, example="t")),
+    ]
+    assert waits
+    assert all(wait.released_by for wait in waits)

@@ -66,3 +66,81 @@ async def test_a_cancelled_waiter_stops_although_an_event_arrives_with_the_cance
     waiting.cancel()
     await asyncio.wait([waiting], timeout=5)
     assert waiting.cancelled()
+
+
+class Sessions:
+    """Sessions that take turns; `woken` are those that were poked since they last slept."""
+
+    def __init__(self, *names: str) -> None:
+        self.wakeups = Wakeups()
+        self.turns = self.wakeups.turns
+        self.inboxes = {name: self.wakeups.subscribe("node " + name) for name in names}
+
+    def sleep(self, *names: str) -> None:
+        for name in names:
+            self.turns.wait(self.inboxes[name])
+
+    def ask(self, name: str, *, more: bool) -> None:
+        self.turns.ask(self.inboxes[name])
+        self.turns.answered(self.inboxes[name], more=more)
+
+    async def woken(self) -> set[str]:
+        for inbox in self.inboxes.values():
+            inbox.put(Event(topic="probe", fields={}))
+        await asyncio.sleep(0)
+        return {name for name, inbox in self.inboxes.items() if inbox in self.turns._woken}
+
+
+async def test_news_wakes_the_one_that_waited_longest_and_no_other() -> None:
+    sessions = Sessions("a", "b", "c")
+    sessions.sleep("a", "b", "c")
+    sessions.wakeups.deliver(Event(topic="work", fields={}))
+    assert await sessions.woken() == {"a"}
+
+
+async def test_the_turn_goes_round_once_while_another_might_get_something() -> None:
+    sessions = Sessions("a", "b")
+    sessions.sleep("a", "b")
+    sessions.turns.news()
+    sessions.ask("a", more=True)
+    assert await sessions.woken() == {"b"}
+    sessions.sleep("a")
+    sessions.ask("b", more=True)
+    sessions.sleep("b")
+    assert await sessions.woken() == set(), "nobody asks twice for the same news"
+
+
+async def test_the_turn_ends_when_nobody_else_can_get_anything() -> None:
+    sessions = Sessions("a", "b")
+    sessions.sleep("a", "b")
+    sessions.turns.news()
+    sessions.ask("a", more=False)
+    assert await sessions.woken() == set()
+
+
+async def test_one_that_was_busy_when_news_came_has_its_turn_as_soon_as_it_sleeps() -> None:
+    sessions = Sessions("a")
+    sessions.ask("a", more=False)
+    sessions.turns.news()
+    assert await sessions.woken() == set()
+    sessions.sleep("a")
+    assert await sessions.woken() == {"a"}
+
+
+async def test_an_answer_to_older_news_does_not_end_newer_news() -> None:
+    sessions = Sessions("a", "b")
+    sessions.sleep("a")
+    sessions.turns.news()
+    sessions.turns.ask(sessions.inboxes["a"])
+    sessions.turns.news()
+    sessions.turns.answered(sessions.inboxes["a"], more=False)
+    sessions.sleep("b")
+    assert await sessions.woken() == {"b"}
+
+
+async def test_a_turn_that_is_not_used_goes_to_the_next() -> None:
+    sessions = Sessions("a", "b")
+    sessions.sleep("a", "b")
+    sessions.turns.news()
+    sessions.turns.leave(sessions.inboxes["a"])
+    assert await sessions.woken() == {"b"}

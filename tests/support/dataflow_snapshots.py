@@ -1,0 +1,73 @@
+"""Plain snapshots of a run with one policy and one node; tests change single fields with `replace`.
+
+Used by the unit tests of what is computed from an audit.
+"""
+
+from __future__ import annotations
+
+from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
+
+POLICY = PolicyState(
+    policy_id="p",
+    outstanding=0,
+    ready=0,
+    unpublished=0,
+    credit=4,
+    acceptance=1.0,
+    groups_per_step=2,
+    epoch=1,
+    finished_step=0,
+    durable_step=0,
+    version=0,
+    finish_ms=0,
+    wait="",
+    wait_since_ms=0,
+    wait_until_ms=0,
+    staleness={},
+    recent=(),
+    unpublished_steps=(),
+    bound_steps=0,
+    last_consumed="",
+)
+AUDIT = Audit(
+    now_ms=1000,
+    life=Life.ACTIVE,
+    counters={},
+    held_assembling=0,
+    held_ready=0,
+    held_in_batch=0,
+    dead_letters=0,
+    queued_tasks=1,
+    exhausted=False,
+    retries=0,
+    policies=(POLICY,),
+)
+NODE = StoredNode(
+    node_id="n",
+    incarnation=1,
+    restarts=0,
+    max_tasks=1,
+    leases=0,
+    episodes=0,
+    trajectories=0,
+    tokens=0,
+    serving={"p": 0},
+    seen_ms=900,
+    connected_until_ms=2000,
+    waiting_for="",
+)
+EVALUATION = StoredEvaluation(
+    evaluation_id="e",
+    policy_id="p",
+    version=0,
+    planned=4,
+    final=False,
+    state="open",
+    fed=4,
+    done=0,
+    failed=0,
+    samples=0,
+    reward_sum=0.0,
+    create_ms=0,
+    complete_ms=0,
+)
