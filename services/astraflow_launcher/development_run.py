@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -61,6 +61,8 @@ class Options:
     loaded: LoadedRecipe
     folder: RunFolder
     num_nodes: int = 1
+    trainer_ranks: int = 1
+    """Processes of each policy's trainer."""
     redis_url: str | None = None
     store_uri: str | None = None
     grpc_port: int | None = None
@@ -86,6 +88,7 @@ class DevelopmentRun:
         self._goal_met = False
         self._address = f"127.0.0.1:{options.grpc_port or _free_port()}"
         self._trainers: dict[str, Child] = {}
+        self._trainer_ranks: list[Child] = []
 
     async def run(self) -> Summary:
         """Run to the end and return the summary. Raises the failure of a child that cannot be restarted."""
@@ -148,29 +151,38 @@ class DevelopmentRun:
     async def _start_workers(self, supervisor: Supervisor, observer: Observer) -> None:
         if Part.TRAINER not in self._options.without:
             for policy in self._options.loaded.recipe.policies:
-                child = await supervisor.start(self._trainer_spec(policy))
-                self._trainers[policy] = child
-                observer.watch_trainer(policy, child)
-                observer.watch_restarts(child)
+                await self._start_trainer(policy, supervisor, observer)
         if Part.RAAS not in self._options.without:
             for number in range(1, self._options.num_nodes + 1):
                 child = await supervisor.start(self._node_spec(f"node-{number}"))
                 observer.watch_node(child.spec.name, child)
                 observer.watch_restarts(child)
 
-    def _trainer_spec(self, policy: str) -> ChildSpec:
-        return self._daemon(
-            f"trainer-{policy}",
+    async def _start_trainer(self, policy: str, supervisor: Supervisor, observer: Observer) -> None:
+        """Start all ranks; the first one answers for them."""
+        meeting_port = _free_port()
+        for rank in range(self._options.trainer_ranks):
+            child = await supervisor.start(self._trainer_spec(policy, rank=rank, meeting_port=meeting_port))
+            self._trainer_ranks.append(child)
+            observer.watch_restarts(child)
+            if rank == 0:
+                self._trainers[policy] = child
+                observer.watch_trainer(policy, child)
+
+    def _trainer_spec(self, policy: str, *, rank: int, meeting_port: int) -> ChildSpec:
+        # The ranks of a trainer share its work folder: checkpoints are written by all of them.
+        name = f"trainer-{policy}"
+        spec = self._daemon(
+            name if rank == 0 else f"{name}-rank-{rank}",
             "astraflow_trainer",
             *("--join", self._address, "--run-id", self._run_id, "--policy", policy),
-            *(
-                "--work-dir",
-                str(self._folder.work(f"trainer-{policy}")),
-                "--cache-dir",
-                str(self._folder.cache),
-            ),
+            *("--work-dir", str(self._folder.work(name)), "--cache-dir", str(self._folder.cache)),
             "--allow-recipe-code",
         )
+        size = self._options.trainer_ranks
+        if size == 1:
+            return spec
+        return replace(spec, group=name, env={**spec.env, **_rank_environment(rank, size, meeting_port)})
 
     def _node_spec(self, name: str) -> ChildSpec:
         return self._daemon(
@@ -261,7 +273,7 @@ class DevelopmentRun:
 
     def _trainers_ended(self, observation: Observation) -> bool:
         del observation
-        return all(child.finished.is_set() for child in self._trainers.values())
+        return all(child.finished.is_set() for child in self._trainer_ranks)
 
     async def _stop_trainers(self) -> None:
         for child in self._trainers.values():
@@ -321,6 +333,17 @@ def _daemon_environment(address_file: Path) -> Mapping[str, str]:
         # One thread per process: on two cores the trainer and the engine would otherwise fight for both.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def _rank_environment(rank: int, size: int, meeting_port: int) -> Mapping[str, str]:
+    """What `torchrun` would set; the ranks meet on loopback."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(meeting_port),
+        "GLOO_SOCKET_IFNAME": "lo",
     }
 
 

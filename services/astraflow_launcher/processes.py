@@ -27,6 +27,7 @@ log = get_logger(__name__)
 _FATAL = frozenset({ExitCode.USAGE, ExitCode.SUPERSEDED})
 _READY_POLL_S = 0.05
 _LOG_TAIL_LINES = 12
+_COMPANION_GRACE_S = 20.0
 # A killed server should answer again within 3 s, most of which its own start takes.
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
@@ -43,6 +44,8 @@ class ChildSpec:
     log_path: Path
     env: Mapping[str, str] = field(default_factory=dict)
     address_file: Path | None = None
+    group: str = ""
+    """Children of one group end and start again together; empty for a child on its own."""
     max_restarts: int = 8
     """Restarts within `restart_window_s` before the child counts as broken."""
     restart_window_s: float = 60.0
@@ -61,6 +64,8 @@ class Child:
         self._recent: deque[float] = deque()
         self._quick_ends = 0
         self._stopping = False
+        self.companions: list[Child] = []
+        """The other children of its group."""
 
     @property
     def running(self) -> bool:
@@ -88,6 +93,7 @@ class Child:
                 if self._stopping or self.exit_code == ExitCode.OK:
                     return
                 self._refuse_when_broken()
+                await self._end_companions()
                 self.restarts += 1
                 wait_s = self._backoff_s(lived_s=time.monotonic() - started_s)
                 log.warning("child.restarting", child=self.spec.name, exit_code=self.exit_code, wait_s=wait_s)
@@ -111,6 +117,19 @@ class Child:
         finally:
             if self.process.returncode is None:
                 _signal_group(self.process, signal.SIGKILL)
+
+    async def _end_companions(self) -> None:
+        """Return once the processes that ran beside the one that ended have ended too; they are given a while
+        to notice by themselves, and to say so with their own status.
+        """
+        beside = [other.process for other in self.companions if other.running and other.process is not None]
+        for process in beside:
+            try:
+                await asyncio.wait_for(process.wait(), _COMPANION_GRACE_S)
+            except TimeoutError:
+                log.warning("child.ended_with_its_group", child=self.spec.name, pid=process.pid)
+                _signal_group(process, signal.SIGKILL)
+                await process.wait()
 
     def _backoff_s(self, *, lived_s: float) -> float:
         self._quick_ends = 0 if lived_s >= _STEADY_S else self._quick_ends + 1
@@ -165,6 +184,10 @@ class Supervisor:
         if spec.address_file is not None:
             spec.address_file.unlink(missing_ok=True)
         child = Child(spec)
+        for other in self.children.values():
+            if spec.group and other.spec.group == spec.group:
+                other.companions.append(child)
+                child.companions.append(other)
         self.children[spec.name] = child
         self._tasks[spec.name] = asyncio.create_task(child.supervise(), name=spec.name)
         return child

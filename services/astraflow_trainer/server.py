@@ -111,7 +111,7 @@ async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle
     folder = own_folder(settings, rank.rank)
     with _client(settings) as client:
         joined = await asyncio.to_thread(_join, client, settings, folder=folder)
-        bind(run_id=joined.run_id, policy_id=joined.policy_id, rank=rank.rank)
+        bind(run_id=joined.run_id, policy_id=joined.policy_id)
         group = await asyncio.to_thread(join_rank_group, rank, timeout_s=settings.rank_timeout_s)
         controls = Controls()
         session = TrainingSession(

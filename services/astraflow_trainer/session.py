@@ -155,7 +155,6 @@ class TrainingSession:
         # A commit may have been the last thing an earlier process did, and Redis may have lost announcements.
         announcer = self._announcer(claim)
         announcer.announce_missing(publisher)
-        published = self._published_steps(publisher)
         worker = PublishWorker(
             publisher, announcer, max_behind=recipe.trainer.publish.max_behind, published=self._published
         )
@@ -176,7 +175,7 @@ class TrainingSession:
                     first_step=step + 1,
                     version=version,
                     last_step=recipe.run.steps,
-                    published=published,
+                    published=self._published_steps(publisher),
                     checkpoint_every_steps=recipe.trainer.checkpoint_every_steps,
                 )
             )

@@ -48,6 +48,9 @@ def dev(
         float | None, typer.Option(min=1, metavar="SECONDS", help="End training after this time.")
     ] = None,
     nodes: Annotated[int, typer.Option(min=0, max=64, help="RaaS nodes, each with an engine.")] = 1,
+    trainer_ranks: Annotated[
+        int, typer.Option(min=1, max=64, help="Processes of each policy's trainer, which share its batches.")
+    ] = 1,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder of the run; what is there is resumed. Default: a new one.")
     ] = None,
@@ -92,6 +95,7 @@ def dev(
         loaded=loaded,
         folder=folder,
         num_nodes=nodes,
+        trainer_ranks=trainer_ranks,
         redis_url=redis,
         store_uri=store,
         grpc_port=port,
