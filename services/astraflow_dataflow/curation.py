@@ -91,8 +91,11 @@ def draw(source: Callable[[int], TaskSpec | None], *, start: int, count: int) ->
         try:
             spec = source(index)
         except Exception as error:
+            if specs:  # they are good work; the next draw begins at the fault
+                return specs, False
             raise PluginError(
-                f"the data set raised at index {index}: {type(error).__name__}: {error}"
+                f"the data set's {_name_of(source)} raised at index {index}: {type(error).__name__}: {error}; mend it, "
+                "it is asked again at each sweep"
             ) from error
         if spec is None:
             return specs, True
@@ -115,6 +118,11 @@ def new_task(
     if problem:
         raise PluginError(f"the data set's task {spec.task_id!r} cannot be used: {problem}")
     return NewTask(task_id=message.task_id, group_size=group_size, spec=message.SerializeToString())
+
+
+def _name_of(source: Callable[[int], TaskSpec | None]) -> str:
+    """`module.Class.method`, as its author would look for it."""
+    return f"{getattr(source, '__module__', '')}.{getattr(source, '__qualname__', repr(source))}"
 
 
 def _json(spec: TaskSpec) -> bytes:

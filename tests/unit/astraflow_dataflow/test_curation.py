@@ -35,6 +35,18 @@ def test_a_data_set_that_raises_is_named_with_its_index() -> None:
         draw(broken, start=7, count=1)
 
 
+def test_tasks_before_the_fault_are_good_work_and_the_next_draw_meets_it() -> None:
+    def broken(index: int) -> TaskSpec | None:
+        if index >= 2:
+            raise KeyError(index)
+        return TaskSpec(task_id=f"t{index}", messages=())
+
+    specs, ended = draw(broken, start=0, count=8)
+    assert ([spec.task_id for spec in specs], ended) == (["t0", "t1"], False)
+    with pytest.raises(PluginError, match=r"broken raised at index 2: KeyError.*mend it"):
+        draw(broken, start=2, count=6)
+
+
 @pytest.mark.parametrize(
     ("supply", "expected"),
     [

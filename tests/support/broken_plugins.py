@@ -1,0 +1,67 @@
+"""Plug-ins that raise, named in the recipes of `tests/integration/test_bad_plugins.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from support.dataflow_world import Counting
+
+
+class Data(Counting):
+    """A data set that cannot be read from its third task on, until `mended`."""
+
+    mended = False
+
+    def train(self, index: int) -> object:
+        """Two tasks, then the fault."""
+        if index >= 2 and not Data.mended:
+            raise OSError("the disk with the tasks is gone")
+        return super().train(index)
+
+
+class Filter:
+    """A filter that raises for every group."""
+
+    def __call__(self, rewards: Sequence[float]) -> bool:
+        """Never answers."""
+        raise ZeroDivisionError("no reward was above zero")
+
+
+class Reward:
+    """A reward that raises for every completion."""
+
+    def __call__(self, task: object, completion: str) -> float:
+        """Never answers."""
+        raise KeyError("answer")
+
+
+class NotANumber:
+    """A reward that is no number."""
+
+    def __call__(self, task: object, completion: str) -> float:
+        """Not finite."""
+        return float("nan")
+
+
+class Workflow:
+    """A workflow that raises before its first token."""
+
+    def __init__(self, reward: object) -> None:
+        self.reward = reward
+
+    async def run(self, task: object, policies: object) -> object:
+        """Never answers."""
+        raise RuntimeError("the game server said no")
+
+
+class Unmakeable:
+    """A plug-in that cannot be made."""
+
+    def __init__(self, seed: int) -> None:
+        raise RuntimeError("no licence for the data")
+
+    def train(self, index: int) -> object:
+        """Never asked."""
+
+    def heldout(self, index: int) -> object:
+        """Never asked."""
