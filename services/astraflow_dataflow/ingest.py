@@ -105,9 +105,10 @@ class Ingest:
         bind(correlation_id=task_correlation(episode.task_id), task_id=episode.task_id)
         await self._wait_for_version(episode)
         demand = evaluation.demand_of(episode.task_id)
-        problem = check_episode(
-            episode, Expectation(newest_versions=self.context.newest_versions, demand=demand)
+        expectation = Expectation(
+            newest_versions=self.context.newest_versions, demand=demand, blob_prefix=self.context.blob_prefix
         )
+        problem = check_episode(episode, expectation)
         outcome = await self._quarantine(episode, problem) if problem else await self._enqueue(episode)
         self._durability.note(self.context.run_id, outcome.position)
         await self._durability.barrier()

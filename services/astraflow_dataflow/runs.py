@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from astraflow.blobs import blob_prefix
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import NotFoundError, PluginError, PreconditionError, RecipeError
 from astraflow.plugins import Dataset, Filter
@@ -54,6 +55,11 @@ class RunContext:
     def policy_ids(self) -> tuple[str, ...]:
         """The run's policies in recipe order."""
         return tuple(self.recipe.policies)
+
+    @property
+    def blob_prefix(self) -> str:
+        """Where the run's blobs lie in its store."""
+        return blob_prefix(self.store_uri, self.run_id)
 
     def window(self) -> Window:
         """The admission window; the same for each policy."""

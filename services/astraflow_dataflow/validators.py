@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from astraflow.blobs import blob_problem
 from astraflow.columns import decode_logprobs, unpack_mask
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.evaluation import Demand
@@ -27,6 +28,7 @@ MAX_TOKENS = 1_048_576
 MAX_BODY_BYTES = 32 * 2**20
 MAX_TRAJECTORIES = 64
 MAX_METRICS = 64
+MAX_MEDIA = 256
 LOST_VERSIONS = 16
 """How many announced versions a Redis that lost its last seconds may have forgotten; versions further
 ahead cannot exist.
@@ -54,6 +56,8 @@ class Expectation:
 
     newest_versions: Mapping[str, int]
     demand: Demand | None = None
+    blob_prefix: str = ""
+    """Where the run's blobs lie; nothing else may be referred to."""
 
 
 def unknown_version(episode: trajectory_pb2.Episode, *, newest_versions: Mapping[str, int]) -> str | None:
@@ -119,7 +123,9 @@ def _check_item(item: trajectory_pb2.TrajectoryItem, *, expectation: Expectation
             "bad_body",
             f"the body of {header.trajectory_id} ({len(body)} bytes) is not a serialized Trajectory",
         )
-    return check_trajectory(trajectory, header)
+    return check_trajectory(trajectory, header) or _check_blobs(
+        trajectory, name=header.trajectory_id, num_tokens=header.num_tokens, prefix=expectation.blob_prefix
+    )
 
 
 def _check_header(
@@ -315,6 +321,27 @@ def _check_turn_spans(
             )
         end = span.end
     return None
+
+
+def _check_blobs(
+    trajectory: trajectory_pb2.Trajectory, *, name: str, num_tokens: int, prefix: str
+) -> Problem | None:
+    if len(trajectory.media) > MAX_MEDIA:
+        return _problem("too_many_media", f"{name}: {len(trajectory.media)} media, at most {MAX_MEDIA}")
+    end = 0
+    for span in trajectory.media:
+        if not end <= span.start < span.end <= num_tokens:
+            return _problem(
+                "bad_spans",
+                f"{name}: media span [{span.start}, {span.end}) is not ascending and disjoint within "
+                f"{num_tokens} tokens",
+            )
+        end = span.end
+    refs = [span.blob for span in trajectory.media]
+    if trajectory.HasField("expert_routing"):
+        refs.append(trajectory.expert_routing)
+    wrong = next(filter(None, (blob_problem(ref, prefix=prefix) for ref in refs)), None)
+    return _problem("bad_blob", f"{name}: {wrong}") if wrong else None
 
 
 def _first(problems: Iterable[Problem | None]) -> Problem | None:

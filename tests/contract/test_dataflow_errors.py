@@ -360,3 +360,6 @@ async def test_joining_returns_all_a_node_needs(world: World) -> None:
     assert [version.version for version in joined.versions] == [0]
     assert joined.lease_ttl_duration.ToSeconds() == 20
     assert joined.data_incarnation
+    assert joined.code_ref.sha256 == run.code.sha256
+    assert not joined.code_ref.HasField("bundle"), "it travels in the run"
+    assert not joined.store_grants, "file:// is reached by whoever has the folder"

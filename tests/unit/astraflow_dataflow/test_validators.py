@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from astraflow.blobs import blob_prefix, blob_ref
 from astraflow.columns import Columns, encode_columns
-from astraflow.rollout.v1 import trajectory_pb2
+from astraflow.rollout.v1 import blob_pb2, trajectory_pb2
 from astraflow_dataflow.evaluation import Demand
 from astraflow_dataflow.validators import Expectation, check_episode, unknown_version
 from support.dataflow_world import make_episode, make_trajectory
 
-KNOWN = Expectation(newest_versions={"solver": 3})
+PREFIX = blob_prefix("s3://bucket", "run")
+KNOWN = Expectation(newest_versions={"solver": 3}, blob_prefix=PREFIX)
 Spoil = Callable[[trajectory_pb2.Episode, trajectory_pb2.TrajectoryHeader, trajectory_pb2.Trajectory], None]
 
 
@@ -82,6 +84,33 @@ def turns(*given: tuple[int, int]) -> Spoil:
     def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
         for start, end in given:
             message.turn_spans.add(start=start, end=end, role="user")
+
+    return spoil
+
+
+def a_blob(prefix: str = PREFIX, **values: object) -> blob_pb2.BlobRef:
+    """A good reference under `prefix`, with some fields overwritten."""
+    ref = blob_ref(b"bytes", name="image-1", prefix=prefix, media_type="image/png")
+    for name, value in values.items():
+        setattr(ref, name, value)
+    return ref
+
+
+def media(*given: tuple[int, int], ref: blob_pb2.BlobRef | None = None, times: int = 1) -> Spoil:
+    """Add media spans."""
+
+    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+        for start, end in given * times:
+            message.media.add(start=start, end=end, blob=ref or a_blob())
+
+    return spoil
+
+
+def routing(ref: blob_pb2.BlobRef) -> Spoil:
+    """Add expert routing."""
+
+    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+        message.expert_routing.CopyFrom(ref)
 
     return spoil
 
@@ -196,6 +225,12 @@ POISON: list[tuple[str, Spoil, str]] = [
     ("a span of another version", spans((8, 10, 1), (10, 13, 2)), "version_mismatch"),
     ("turns that overlap", turns((0, 5), (4, 8)), "bad_spans"),
     ("a turn beyond the end", turns((0, 14)), "bad_spans"),
+    ("media that overlap", media((0, 5), (4, 8)), "bad_spans"),
+    ("media beyond the end", media((0, 14)), "bad_spans"),
+    ("too many media", media((0, 5), times=257), "too_many_media"),
+    ("an image of another run", media((0, 5), ref=a_blob(blob_prefix("s3://bucket", "other"))), "bad_blob"),
+    ("an image without a digest", media((0, 5), ref=a_blob(sha256=b"")), "bad_blob"),
+    ("routing of another store", routing(a_blob(blob_prefix("s3://else", "run"))), "bad_blob"),
     ("an episode without an id", episode(episode_id=""), "bad_id"),
     ("an episode that never ended", episode(status=0), "bad_status"),
     ("an unknown status", episode(status=9), "bad_status"),
@@ -209,6 +244,13 @@ POISON: list[tuple[str, Spoil, str]] = [
 
 def test_a_good_episode_passes() -> None:
     assert check_episode(good(), KNOWN) is None
+
+
+def test_an_episode_may_refer_to_blobs_of_its_run() -> None:
+    with_media = spoiled(media((0, 5), (5, 8)))
+    assert check_episode(with_media, KNOWN) is None
+    assert check_episode(spoiled(routing(a_blob())), KNOWN) is None
+    assert trajectory_pb2.Trajectory.FromString(with_media.trajectories[0].body).media[1].blob.num_bytes == 5
 
 
 @pytest.mark.parametrize(("spoil", "reason"), [row[1:] for row in POISON], ids=[row[0] for row in POISON])

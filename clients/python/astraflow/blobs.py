@@ -1,0 +1,58 @@
+"""References to large side data in the run's store: where they may lie, how they are made, what is wrong with one.
+
+Invariant: a reference that passes lies under the run's own prefix and pins size and digest, so reading it can reach
+neither another run nor other bytes. Used by nodes that write blobs and by the server that takes their trajectories.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from astraflow.rollout.v1 import blob_pb2
+
+__all__ = ["blob_prefix", "blob_problem", "blob_ref"]
+
+MAX_URI_CHARS = 1024
+MAX_MEDIA_TYPE_CHARS = 128
+_NAME = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*)*")
+_MEDIA_TYPE = re.compile(r"[!-~]+/[ -~]+")
+
+
+def blob_prefix(store_uri: str, run_id: str) -> str:
+    """Where the blobs of a run lie in its store."""
+    return f"{store_uri.rstrip('/')}/{run_id}/blobs/"
+
+
+def blob_ref(content: bytes, *, name: str, prefix: str, media_type: str) -> blob_pb2.BlobRef:
+    """The reference to `content`, which the caller has put under `prefix` + `name`. Raises ValueError."""
+    ref = blob_pb2.BlobRef(
+        uri=prefix + name,
+        sha256=hashlib.sha256(content).digest(),
+        num_bytes=len(content),
+        media_type=media_type,
+    )
+    problem = blob_problem(ref, prefix=prefix)
+    if problem is not None:
+        raise ValueError(problem)
+    return ref
+
+
+def blob_problem(ref: blob_pb2.BlobRef, *, prefix: str) -> str | None:
+    """What is wrong with a reference, with value, limit and remedy; None when it can be used."""
+    name = ref.uri.removeprefix(prefix)
+    if len(ref.uri) > MAX_URI_CHARS:
+        return f"a blob's uri has {len(ref.uri)} characters, at most {MAX_URI_CHARS}"
+    if name == ref.uri or not _NAME.fullmatch(name):
+        return f"blob {ref.uri!r} is not a plain name under {prefix!r}; write it there before referring to it"
+    if len(ref.sha256) != 32 or ref.num_bytes < 1:
+        return (
+            f"blob {ref.uri!r} has a sha256 of {len(ref.sha256)} bytes and {ref.num_bytes} bytes of content; "
+            "give 32 and at least 1"
+        )
+    if len(ref.media_type) > MAX_MEDIA_TYPE_CHARS or not _MEDIA_TYPE.fullmatch(ref.media_type):
+        return (
+            f"blob {ref.uri!r} has media type {ref.media_type[:200]!r}; give type/subtype of at most "
+            f"{MAX_MEDIA_TYPE_CHARS} printable characters"
+        )
+    return None
