@@ -1,7 +1,7 @@
 """Versions reach the engine from a real store and mirror; whatever fails leaves the old version serving."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -144,26 +144,73 @@ async def test_an_entry_that_is_not_the_announced_one_is_refused(setup: Setup) -
     await setup.serve(setup.trainer.publish())
 
 
-async def test_damaged_bytes_leave_the_old_version_serving_and_are_counted(setup: Setup) -> None:
+Damage = Callable[[Path], object]
+
+
+def flip(path: Path) -> None:
+    """One wrong bit at the end."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+
+
+def cut(path: Path) -> None:
+    """Half of it."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def exchange(path: Path) -> None:
+    """The whole, sound content of another object."""
+    other = min(path.parent.iterdir(), key=lambda found: found.stat().st_mtime_ns)
+    path.write_bytes(other.read_bytes())
+
+
+PART, ENTRY = "*.afwd", "*.pb"
+# Which object, what happens to it, the words of the refusal; each names the version or the object.
+DAMAGES: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
+    "part with a wrong bit": (
+        PART,
+        flip,
+        ("delta from version 0 of version 1 cannot be used", ".afwd", "sha256"),
+    ),
+    "part cut short": (PART, cut, ("delta from version 0 of version 1 cannot be used", "sha256")),
+    "part exchanged": (PART, exchange, ("delta from version 0 of version 1 cannot be used", "sha256")),
+    "part missing": (
+        PART,
+        Path.unlink,
+        ("delta from version 0 of version 1", ".afwd", "is missing from file://"),
+    ),
+    "log entry with a wrong bit": (ENTRY, flip, ("log entry",)),
+    "log entry cut short": (ENTRY, cut, ("log entry",)),
+}
+
+
+@pytest.mark.parametrize("row", DAMAGES)
+async def test_damaged_bytes_leave_the_old_version_serving_are_named_and_counted(
+    setup: Setup, row: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern, damage, words = DAMAGES[row]
     setup.sync.announce(setup.trainer.publish())
     await setup.start_engine()
     announced = setup.trainer.publish()
-    part = newest_part(setup.store)
-    whole = part.read_bytes()
-    part.chmod(0o644)
-    part.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    path = newest(setup.store, pattern)
+    whole = path.read_bytes()
+    path.chmod(0o644)
+    damage(path)
     setup.sync.announce(announced)
     await eventually(lambda: setup.sync.num_verification_failures, what="the refusal")
     assert setup.policy.version == 0
     assert setup.engine.swaps == []
-    part.write_bytes(whole)
+    said = next(line for line in capsys.readouterr().out.splitlines() if "weights.refused" in line)
+    assert [word for word in (*words, "still_serving=0", "version=1") if word not in said] == [], said
+    path.write_bytes(whole)
     await eventually(lambda: setup.policy.version == 1, what="the repaired store is used")
+    assert same_model(map_model(setup.engine.swaps[-1][0]), setup.trainer.models[1])
 
 
-def newest_part(store: FileStore) -> Path:
-    """The part that was published last."""
+def newest(store: FileStore, pattern: str) -> Path:
+    """The object of that kind that was written last."""
     folder = Path(store.uri.removeprefix("file://"))
-    return max(folder.rglob("*.afwd"), key=lambda path: path.stat().st_mtime_ns)
+    return max(folder.rglob(pattern), key=lambda path: path.stat().st_mtime_ns)
 
 
 async def test_a_version_the_store_does_not_list_yet_is_waited_for(setup: Setup) -> None:
