@@ -142,11 +142,11 @@ def _live(options: dict[str, str], log_path: str) -> None:
     os.dup2(log, 2)
     from astraflow_kit import lifecycle
     from astraflow_trainer import server
-    from astraflow_trainer.settings import TrainerSettings
+    from astraflow_trainer.settings import RankSettings, TrainerSettings
 
     settings = TrainerSettings(**options)  # type: ignore[arg-type]
     lifecycle.begin("trainer", settings)
-    sys.exit(server.run(settings))
+    sys.exit(server.run(settings, RankSettings()))
 
 
 async def create_run(
