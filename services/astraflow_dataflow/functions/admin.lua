@@ -42,11 +42,12 @@ end
 -- A dead task becomes a queued one. Episodes that came before were dropped with their group: repeated, they are duplicates.
 local function revive(P, f)
   local task, T, size = f.task, K.task(P, f.task), tonumber(f.size)
-  for i = 0, size - 1 do
-    local member = call('HGET', T, 'm' .. i)
+  local names = {}
+  for i = 0, size - 1 do names[#names + 1] = 'm' .. i end
+  for i, member in ipairs(call('HMGET', T, unpack(names))) do
     if member then
       call('HSET', T, 'r' .. string.sub(member, 2), 'DUPLICATE ')
-      call('HDEL', T, 'm' .. i)
+      call('HDEL', T, names[i])
     end
   end
   call('HDEL', T, 'why', 'credited', 'avoid', 'node')

@@ -102,6 +102,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         run = await self.registry.get(request.run_id)
         _require_letters(request.dead_letter_ids)
         purged = await self.store.admin.purge(run.run_id, request.dead_letter_ids)
+        await self.durability.barrier()
         log.info("dead_letters.purged", run_id=run.run_id, count=purged)
         return pb.PurgeDeadLettersResponse(purged=purged)
 

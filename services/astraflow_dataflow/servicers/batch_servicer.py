@@ -127,6 +127,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         returned = await self.store.batches.nack(
             run.run_id, request.policy_id, epoch=request.trainer_epoch, step=request.step
         )
+        await self.durability.barrier()
         log.info(
             "batch.given_back",
             policy_id=request.policy_id,

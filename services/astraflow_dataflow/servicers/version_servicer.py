@@ -75,6 +75,7 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
         was_pinned = await self.versions.store.versions.unpin(
             run.run_id, request.policy_id, version=request.version
         )
+        await self.durability.barrier()
         return pb.UnpinVersionResponse(was_pinned=was_pinned)
 
 
