@@ -262,8 +262,10 @@ async def test_a_redis_that_lost_writes_without_a_restart_gets_another_identity(
         )
 
     await until(seen)
-    await connection.raw("HSET", "af:{run}:run", "position", 0)
     async with working(world) as session:
+        await session.credits(0)
+        await until(lambda: is_connected(world))
+        await connection.raw("HSET", "af:{run}:run", "position", 0)
         await node.push(node.episode(second, 0))
 
         async def replaced() -> bool:
@@ -271,6 +273,11 @@ async def test_a_redis_that_lost_writes_without_a_restart_gets_another_identity(
 
         await until(replaced)
         assert (await session.call.code()).name == "UNAVAILABLE"
+
+
+async def is_connected(world: World) -> bool:
+    """Whether the node has an open session."""
+    return (await world.status()).nodes[0].connected
 
 
 @pytest.mark.timeout(90)
