@@ -27,7 +27,6 @@ log = get_logger(__name__)
 _FATAL = frozenset({ExitCode.USAGE, ExitCode.SUPERSEDED})
 _READY_POLL_S = 0.05
 _LOG_TAIL_LINES = 12
-_COMPANION_GRACE_S = 20.0
 # A killed server should answer again within 3 s, most of which its own start takes.
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
@@ -46,6 +45,8 @@ class ChildSpec:
     address_file: Path | None = None
     group: str = ""
     """Children of one group end and start again together; empty for a child on its own."""
+    group_grace_s: float = 20.0
+    """Time for the others of the group to notice by themselves, before they are ended."""
     max_restarts: int = 8
     """Restarts within `restart_window_s` before the child counts as broken."""
     restart_window_s: float = 60.0
@@ -125,7 +126,7 @@ class Child:
         beside = [other.process for other in self.companions if other.running and other.process is not None]
         for process in beside:
             try:
-                await asyncio.wait_for(process.wait(), _COMPANION_GRACE_S)
+                await asyncio.wait_for(process.wait(), self.spec.group_grace_s)
             except TimeoutError:
                 log.warning("child.ended_with_its_group", child=self.spec.name, pid=process.pid)
                 _signal_group(process, signal.SIGKILL)

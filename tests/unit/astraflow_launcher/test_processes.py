@@ -149,3 +149,19 @@ def _gone(pid: int) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+async def test_children_of_a_group_end_and_start_again_together(tmp_path: Path) -> None:
+    """One of them ignores that the other died: it is ended too."""
+    async with Supervisor(stop_grace_s=1) as supervisor:
+        first = await supervisor.start(
+            _spec(tmp_path, SLEEPS, name="first", group="trainer", group_grace_s=0.2)
+        )
+        second = await supervisor.start(_spec(tmp_path, SLEEPS, name="second", group="trainer"))
+        alone = await supervisor.start(_spec(tmp_path, SLEEPS, name="alone"))
+        await _until(lambda: first.running and second.running and alone.running)
+        before = [child.process.pid for child in (first, second, alone) if child.process is not None]
+        os.kill(before[0], signal.SIGKILL)
+        await _until(lambda: (first.restarts, second.restarts) == (1, 1) and first.running and second.running)
+        after = [child.process.pid for child in (first, second, alone) if child.process is not None]
+        assert (after[0] == before[0], after[1] == before[1], after[2] == before[2]) == (False, False, True)

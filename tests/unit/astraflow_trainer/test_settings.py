@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from astraflow_kit.settings import SettingsError, load
-from astraflow_trainer.settings import TrainerSettings
+from astraflow_trainer.settings import RankSettings, TrainerSettings, load_rank_settings
 
 
 def test_an_address_is_all_it_takes() -> None:
@@ -57,3 +57,38 @@ def test_warm_starts_lie_in_the_work_folder_unless_runs_share_them(tmp_path: Pat
 def test_a_warm_start_takes_every_core_it_may_use_unless_told() -> None:
     assert load(TrainerSettings, {"join": "h:1"}).warm_start_cores == len(os.sched_getaffinity(0))
     assert load(TrainerSettings, {"join": "h:1", "warm_start_threads": 3}).warm_start_cores == 3
+
+
+def test_without_torchruns_variables_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in RankSettings.model_fields:
+        monkeypatch.delenv(name.upper(), raising=False)
+    settings = load_rank_settings()
+    assert (settings.rank, settings.world_size) == (0, 1)
+
+
+def test_torchruns_variables_say_which_rank_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in (given | {"TORCHELASTIC_RESTART_COUNT": "3", "LOCAL_RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    settings = load_rank_settings()
+    assert (settings.rank, settings.world_size, settings.master_port) == (1, 2, 29500)
+    assert settings.torchelastic_restart_count == 3
+
+
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK 2 must be below WORLD_SIZE 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE 2 needs MASTER_PORT"),
+        ({"WORLD_SIZE": "none"}, "WORLD_SIZE"),
+    ],
+)
+def test_variables_that_make_no_rank_are_refused(
+    variables: dict[str, str], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in RankSettings.model_fields:
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=complaint):
+        load_rank_settings()

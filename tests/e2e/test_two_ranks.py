@@ -1,0 +1,144 @@
+"""A run whose trainer has two ranks, one of which dies while it uploads: nothing is lost, and both go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from astraflow_weights.checkpoint import map_model
+from astraflow_weights.mirror import Mirror
+from astraflow_weights.part_reader import open_part
+from astraflow_weights.store import open_store
+from astraflow_weights.version_log import VersionLog
+from support.development import POLICY, RUN_ID, RunFiles, dev, finish, wait_for
+
+# Each rank counts its own: both die at the first part of version 2, or one does and takes the other along.
+WINDOW = "weights.publish.uploading"
+
+pytestmark = [pytest.mark.e2e, pytest.mark.ci, pytest.mark.timeout(420)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left."""
+
+    files: RunFiles
+    summary: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("ranks")
+    arguments = ("--steps", "4", "--trainer-ranks", "2")
+    with dev(folder, *arguments, failpoints=f"{WINDOW}=kill@3") as launcher:
+        return Run(RunFiles(folder), finish(launcher, folder, timeout_s=400))
+
+
+def test_the_run_finishes_with_every_trajectory_accounted_for(run: Run) -> None:
+    assert run.summary["steps"] == 4
+    assert run.summary["conservation_error"] == 0
+
+
+def test_a_rank_died_while_uploading_and_all_ranks_were_started_again(run: Run) -> None:
+    assert any(hit.acted for hit in run.files.read_hits() if hit.name == WINDOW)
+    starts = [child for child, _ in run.files.starts()]
+    first, second = f"trainer-{POLICY}", f"trainer-{POLICY}-rank-1"
+    assert starts.count(first) == starts.count(second) >= 2
+
+
+def test_each_step_is_one_version_and_one_line_of_work(run: Run) -> None:
+    store = open_store((run.files.data_dir / "store").as_uri())
+    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
+    log.refresh()
+    assert [record.step for record in log.records] == sorted({record.step for record in log.records})
+    trained = {line["step"]: line["trajectory_ids"] for line in run.files.read_ledger()}
+    ids = [trajectory for step in trained.values() for trajectory in step]
+    assert sorted(trained) == [1, 2, 3, 4]
+    assert len(ids) == len(set(ids))
+
+
+def test_every_version_has_parts_of_both_ranks(run: Run) -> None:
+    store = open_store((run.files.data_dir / "store").as_uri())
+    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
+    log.refresh()
+    assert len(log.records) >= 2
+    for record in log.records:
+        refs = record.snapshot or record.deltas[0].parts
+        parts = [open_part(store.get(ref.key)) for ref in refs]
+        rows = [{(tile.spec.name, tile.start) for tile in part.tiles} for part in parts]
+        assert len(parts) == 2
+        assert not rows[0] & rows[1]
+        assert {name for name, _ in rows[0]} & {name for name, _ in rows[1]}
+
+
+def test_each_rank_fetched_at_most_three_fifths_of_every_batch(run: Run) -> None:
+    steps = [line for line in run.files.read_metrics() if line["kind"] == "step"]
+    assert steps
+    for step in steps:
+        received = [step["fetched_bytes_rank_0"], step["fetched_bytes_rank_1"]]
+        assert sum(received) == step["fetched_bytes"] > 0
+        assert max(received) <= 0.6 * sum(received)
+
+
+def test_the_node_serves_the_bytes_that_two_ranks_published(run: Run, tmp_path: Path) -> None:
+    store = open_store((run.files.data_dir / "store").as_uri())
+    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
+    newest = log.refresh()
+    assert newest is not None
+    published = Mirror(tmp_path / "fresh")
+    published.advance(store, log, target=newest)
+    node = next((run.files.data_dir / "work" / "node-1").rglob("current"))
+    served, expected = map_model(node.resolve()), published.load()
+    assert served.keys() == expected.keys()
+    assert all(np.array_equal(served[name], expected[name]) for name in expected)
+
+
+def test_the_last_process_of_each_rank_ended_well(run: Run) -> None:
+    for name in (f"trainer-{POLICY}", f"trainer-{POLICY}-rank-1"):
+        lines = (run.files.data_dir / "logs" / f"{name}.log").read_text().splitlines()
+        ends = [json.loads(line) for line in lines if '"daemon.ended"' in line]
+        assert ends[-1]["exit_code"] == 0
+
+
+def test_torchrun_starts_the_ranks_of_a_trainer(tmp_path: Path) -> None:
+    """The trainer that the launcher leaves out is started as on a cluster."""
+    with dev(tmp_path, "--steps", "2", "--without", "trainer") as launcher:
+        files = RunFiles(tmp_path)
+        wait_for(lambda: (files.addresses / "node-1.json").exists(), what="the node's start")
+        server = json.loads((files.addresses / "dataflow.json").read_text())["grpc"]
+        command = (
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+            *("-m", "astraflow_trainer", "--join", server, "--allow-recipe-code"),
+            *("--work-dir", str(files.data_dir / "work" / "by-hand")),
+        )
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        with (tmp_path / "torchrun").open("w") as output:
+            started = subprocess.run(
+                command, env=environment, stdout=output, stderr=output, timeout=300, check=False
+            )
+        assert started.returncode == 0, (tmp_path / "torchrun").read_text()[-4000:]
+        lines = (tmp_path / "torchrun").read_text().splitlines()
+        assert sum('"step.finished"' in line or "step.finished" in line for line in lines) == 2 * 2
+        launcher.send_signal(signal.SIGINT)
+        assert finish(launcher, tmp_path, timeout_s=120)["conservation_error"] == 0
+    store = open_store((files.data_dir / "store").as_uri())
+    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
+    assert log.refresh() is not None
+
+
+def free_port() -> int:
+    """A port of loopback that nobody uses."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
