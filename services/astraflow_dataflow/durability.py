@@ -167,15 +167,21 @@ class Durability:
         """One beat. Returns whether what was written before it is safe."""
         known = dict(self._highest)
         beat = await self._connection.beat(list(known), wait=_WAITS[self._method])
+        # A run that was deleted meanwhile is forgotten: another one may get its name.
+        positions = {name: number for name, number in beat.positions.items() if name in self._highest}
         if beat.incarnation != self._incarnation:
-            # Another process or data set: its numbers say nothing about those known from before.
-            self._incarnation, self._highest = beat.incarnation, dict(beat.positions)
-        elif lost := lost_runs(known, beat.positions):
+            if self._incarnation:
+                # Another process or data set: its numbers say nothing about those known from before.
+                self._highest.clear()
+            self._incarnation = beat.incarnation
+        elif lost := lost_runs({name: known[name] for name in positions}, positions):
             await self._writes_were_lost(lost, beat)
             return False
+        for run_id, position in positions.items():
+            self._highest[run_id] = max(position, self._highest.get(run_id, 0))
         if self._method is Method.NONE or not beat.is_safe:
             return self._method is Method.NONE
-        for run_id, position in beat.positions.items():
+        for run_id, position in positions.items():
             mark = Mark(position=position, incarnation=beat.incarnation)
             if self._marks.get(run_id) != mark:
                 self._marks[run_id] = mark

@@ -175,6 +175,25 @@ async def test_a_position_that_falls_gives_the_data_another_identity() -> None:
         assert redis.incarnation == "a'"
 
 
+async def test_a_commit_beside_the_very_first_beat_is_remembered() -> None:
+    redis = PlayedRedis(able(), positions={"run": 1})
+    async with following(redis) as durability:
+        durability.note("run", 1)
+        first = asyncio.create_task(durability.barrier())
+        await asyncio.wait_for(redis.answered.wait(), 10)
+        durability.note("run", 2)
+        await first
+        redis.positions["run"] = 1
+        lost = asyncio.Event()
+
+        async def on_loss() -> None:
+            lost.set()
+
+        durability.on_loss = on_loss
+        durability.note("run", 3)
+        await asyncio.wait_for(lost.wait(), 10)
+
+
 async def test_positions_of_another_process_are_not_compared() -> None:
     redis = PlayedRedis(able(), positions={"run": 7})
     async with following(redis) as durability:
