@@ -57,16 +57,17 @@ class Conductor:
     _planned: dict[str, int] = field(default_factory=dict)
     _progress: dict[str, _Progress] = field(default_factory=dict)
     _late: set[str] = field(default_factory=set)
-    _ended: bool = False
+    _idle: bool = False
+    """The run is finished: nothing is due until it is continued."""
     _busy: bool = False
     """An evaluation is open or the run is finishing: every wake-up may be the one that moves it."""
     _sweep_at_s: float = 0.0
 
     async def run(self) -> None:
-        """Conduct until the run is finished or the task is cancelled."""
+        """Conduct until the task is cancelled."""
         topics = ["work", "run", *(f"version {policy_id}" for policy_id in self.context.policy_ids)]
         with self.context.wakeups.subscribe(*topics) as news:
-            while not self._ended:
+            while True:
                 try:
                     await self._step({event.topic for event in await news.wait(SWEEP_S)})
                 except NotFoundError:
@@ -85,6 +86,8 @@ class Conductor:
     async def _step(self, topics: set[str]) -> None:
         """Answer a wake-up; `work` comes with every settled group, so alone it costs one call while nothing is due."""
         now_s = self.clock.monotonic_s()
+        if self._idle and "run" not in topics and now_s < self._sweep_at_s:
+            return
         if topics - {"work"} or self._busy or now_s >= self._sweep_at_s:
             self._sweep_at_s = now_s + SWEEP_S
             await self.tick()
@@ -104,7 +107,7 @@ class Conductor:
             await self._feed_training()
         if life is not Life.FINISHED:
             await self._evaluate(life)
-        self._ended = life is Life.FINISHED
+        self._idle = life is Life.FINISHED
 
     async def _sweep(self) -> None:
         leases, groups = await self.store.tasks.sweep(self.context.run_id, limit=_SWEEP_LIMIT)

@@ -33,6 +33,7 @@ from astraflow_launcher.metrics_file import MetricsFile
 from astraflow_launcher.observation import Goal, Observation
 from astraflow_launcher.observer import Observer
 from astraflow_launcher.processes import Child, ChildSpec, Supervisor, python
+from astraflow_launcher.registration import register_run
 from astraflow_launcher.run_folder import RunFolder
 from astraflow_launcher.summary import Summary, summarize
 from astraflow_launcher.view import View
@@ -71,6 +72,8 @@ class Options:
     timeout_s: float | None = None
     without: frozenset[Part] = frozenset()
     engine_threads: int = 1
+    max_restarts: int = 8
+    """Restarts of one child within a minute before it counts as broken."""
 
 
 class DevelopmentRun:
@@ -95,9 +98,13 @@ class DevelopmentRun:
         async with Supervisor() as supervisor, AsyncClient(self._address) as client:
             observer = Observer(client, self._run_id)
             await self._start_servers(supervisor, observer)
-            await self._create_run(client)
+            options = self._options
+            await register_run(
+                client, folder=self._folder, loaded=options.loaded, store_uri=options.store_uri
+            )
             await self._start_workers(supervisor, observer)
             with MetricsFile(self._folder.metrics, run_id=self._run_id) as metrics, self._signals():
+                observer.resume_after(metrics.earlier_steps)
                 await self._watch(supervisor, observer, client, metrics)
             summary = self._summarize(observer.observation)
         draw_curves(observer.observation, self._folder.curves, title=self._run_id)
@@ -133,20 +140,16 @@ class DevelopmentRun:
             )
         port = _free_port()
         command = embedded_redis.server_command(binary, port=port, folder=self._folder.redis)
-        await supervisor.start(ChildSpec(name="redis", argv=command, log_path=self._folder.log("redis")))
+        await supervisor.start(
+            ChildSpec(
+                name="redis",
+                argv=command,
+                log_path=self._folder.log("redis"),
+                max_restarts=self._options.max_restarts,
+            )
+        )
         await asyncio.to_thread(embedded_redis.wait_until_answering, port, timeout_s=_READY_TIMEOUT_S)
         return f"redis://127.0.0.1:{port}/0"
-
-    async def _create_run(self, client: AsyncClient) -> None:
-        loaded = self._options.loaded
-        files = [run_pb2.CodeFile(path=file.path, content=file.content) for file in loaded.code]
-        run = run_pb2.Run(
-            run_id=self._run_id,
-            recipe_yaml=loaded.yaml_text,
-            code=run_pb2.CodeBundle(files=files, sha256=loaded.code_sha256),
-            store_uri=self._options.store_uri or self._folder.store.as_uri(),
-        )
-        await client.call(client.runs.CreateRun, run_service_pb2.CreateRunRequest(run=run), timeout_s=30.0)
 
     async def _start_workers(self, supervisor: Supervisor, observer: Observer) -> None:
         if Part.TRAINER not in self._options.without:
@@ -177,6 +180,7 @@ class DevelopmentRun:
             "astraflow_trainer",
             *("--join", self._address, "--run-id", self._run_id, "--policy", policy),
             *("--work-dir", str(self._folder.work(name)), "--cache-dir", str(self._folder.cache)),
+            *("--steps", str(self._options.loaded.recipe.run.steps)),
             "--allow-recipe-code",
         )
         size = self._options.trainer_ranks
@@ -201,6 +205,7 @@ class DevelopmentRun:
             log_path=self._folder.log(name),
             address_file=address_file,
             env=_daemon_environment(address_file),
+            max_restarts=self._options.max_restarts,
         )
 
     # ---------------------------------------------------------------- watch

@@ -45,6 +45,9 @@ class Observation:
     versions: dict[str, list[version_pb2.Version]] = field(default_factory=dict)
     """Announced versions per policy, oldest first."""
     steps: list[StepPoint] = field(default_factory=list)
+    """Finished steps, oldest first; those before a resume come from the metrics file."""
+    num_earlier_steps: int = 0
+    """How many of `steps` were finished before this launcher started."""
     restarts: dict[str, int] = field(default_factory=dict)
     """Restarts of each child process."""
     unreachable: dict[str, str] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,6 +55,11 @@ class Observer:
         self._watched: list[_Watched] = []
         self._trainers: dict[str, Child] = {}
         self._children: list[Child] = []
+
+    def resume_after(self, steps: Sequence[StepPoint]) -> None:
+        """Take these steps as known: they were finished before this launcher started."""
+        self.observation.steps = list(steps)
+        self.observation.num_earlier_steps = len(steps)
 
     def watch_trainer(self, policy: str, child: Child) -> None:
         """Add a policy's trainer."""

@@ -2,7 +2,7 @@
 
 Invariant: everything a run needs to be resumed is under its folder, except the warm-start cache, which runs
 started without `--data-dir` share. `run.json` says which recipe the folder belongs to; a folder of another
-recipe is refused.
+recipe is refused. How many steps to train is no part of that: the same run can be continued for longer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from astraflow.recipe_file import LoadedRecipe
 __all__ = ["DEFAULT_ROOT", "RunFolder", "RunRecord", "open_run_folder"]
 
 DEFAULT_ROOT = Path(".astraflow")
-SCHEMA_VERSION = 1
+_RECIPE = "recipe.yaml"
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class RunFolder:
     cache: Path
     record: RunRecord
     resumed: bool
+
+    @property
+    def recipe_yaml(self) -> str:
+        """The resolved recipe the run was created with; a continued run differs from it in `run.steps` only."""
+        return (self.root / _RECIPE).read_text()
 
     @property
     def redis(self) -> Path:
@@ -112,8 +118,11 @@ def _open(loaded: LoadedRecipe, data_dir: Path | None, moment: datetime) -> RunF
 
 
 def recipe_digest(loaded: LoadedRecipe) -> str:
-    """sha256 over the resolved recipe and its code, as hex."""
-    return hashlib.sha256(loaded.yaml_text.encode() + b"\0" + loaded.code_sha256).hexdigest()
+    """sha256 over the resolved recipe without `run.steps`, and its code, as hex."""
+    resolved = loaded.recipe.model_dump(mode="json")
+    del resolved["run"]["steps"]
+    text = json.dumps(resolved, sort_keys=True)
+    return hashlib.sha256(text.encode() + b"\0" + loaded.code_sha256).hexdigest()
 
 
 def _unused(base: Path) -> Path:
@@ -128,7 +137,7 @@ def _create(root: Path, cache: Path, loaded: LoadedRecipe, digest: str, moment: 
     root.mkdir(parents=True, exist_ok=True)
     cache.mkdir(parents=True, exist_ok=True)
     record = RunRecord(SCHEMA_VERSION, loaded.recipe.run.name, digest, moment.isoformat())
-    (root / "recipe.yaml").write_text(loaded.yaml_text)
+    (root / _RECIPE).write_text(loaded.yaml_text)
     draft = root / ".run.json"
     draft.write_text(json.dumps(asdict(record), indent=2) + "\n")
     draft.replace(root / "run.json")
@@ -157,6 +166,6 @@ def _reopen(root: Path, digest: str) -> RunFolder:
         raise ConflictError(
             f"{root} holds run {record.run_id!r} of another recipe "
             f"(its digest {record.recipe_sha256[:12]}, this one {digest[:12]}); give another --data-dir, "
-            "or the recipe and --set values the run was started with"
+            "or the recipe and --set values the run was started with (only --steps may differ)"
         )
     return RunFolder(root.resolve(), (root / "cache").resolve(), record, resumed=True)

@@ -79,7 +79,7 @@ class LineView(QuietView):
         if doing != self._doing:
             self._doing = doing
             self._write(observation, doing)
-        for point in observation.steps[self._steps :]:
+        for point in observation.steps[max(self._steps, observation.num_earlier_steps) :]:
             self._write(observation, _step_line(point))
         self._steps = len(observation.steps)
         for item in _evaluations(observation):

@@ -20,6 +20,9 @@ def trainer(
     join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The dataflow server.")] = None,
     run_id: Annotated[str | None, typer.Option(help="Run to join. Default: the only one.")] = None,
     policy: Annotated[str | None, typer.Option(help="Policy to train. Default: the only one.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Last step to take. Default: the recipe's run.steps.")
+    ] = None,
     work_dir: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints and the ledger; a restart resumes from it.")
     ] = None,
@@ -59,6 +62,7 @@ def trainer(
         "join": join,
         "run_id": run_id,
         "policy": policy,
+        "steps": steps,
         "work_dir": work_dir,
         "cache_dir": cache_dir,
         "token_file": token_file,

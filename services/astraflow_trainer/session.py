@@ -174,7 +174,7 @@ class TrainingSession:
                 LoopSettings(
                     first_step=step + 1,
                     version=version,
-                    last_step=recipe.run.steps,
+                    last_step=self._settings.steps or recipe.run.steps,
                     published=self._published_steps(publisher),
                     checkpoint_every_steps=recipe.trainer.checkpoint_every_steps,
                 )

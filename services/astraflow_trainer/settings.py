@@ -30,6 +30,8 @@ class TrainerSettings(StoreAccess):
     """Run to join; empty means the only run."""
     policy: str | None = None
     """Policy to train; unset means the only one."""
+    steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Last step to take, to continue a run beyond its recipe or to end early; 0 takes the recipe's run.steps."""
     token_file: Path | None = None
     """File holding the trainer's token for the dataflow server; read at start."""
     work_dir: Path = Path("~/.cache/astraflow/trainer")

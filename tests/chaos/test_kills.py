@@ -73,3 +73,15 @@ def test_nothing_is_lost_nothing_is_trained_twice_and_no_version_is_torn(
     assert run.audit.violations == []
     assert run.story.summary["conservation_error"] == 0
     assert run.audit.figures["steps"] == run.story.summary["steps"] > 0
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_each_step_version_and_evaluation_has_one_line_of_metrics(
+    lived: Callable[[str], Lived], name: str
+) -> None:
+    lines = lived(name).story.files.read_metrics()
+    about = [
+        (line["kind"], line["step"] if line["kind"] == "step" else line["version"], line.get("final"))
+        for line in lines
+    ]
+    assert len(about) == len(set(about)) > 0

@@ -9,6 +9,7 @@ import math
 
 from astraflow.dataflow.v1 import admin_service_pb2, batch_service_pb2, run_pb2, trajectory_service_pb2
 from astraflow.rollout.v1 import task_pb2
+from astraflow_dataflow.records import Life
 from support.dataflow_world import Node, Trainer, World, served, until
 
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
@@ -231,3 +232,30 @@ async def test_finishing_is_idempotent_even_after_the_end(world: World) -> None:
     await until(world.is_finished)
     await world.finish()
     assert (await world.status()).state == FINISHED
+
+
+async def test_a_finished_run_is_continued_and_finishes_again(world: World) -> None:
+    trainer, node = await started(world)
+    await world.finish()
+    await until_finished(world, node)
+    await world.resume()
+    for lease in await training_leases(node, 2):
+        await node.complete(lease)
+    batch = (await trainer.acquire(1)).batch
+    await trainer.ack(batch, TRAINED)
+    await trainer.publish(version=1, step=1)
+    await world.finish()
+    node.serving = {"solver": 1}
+    await until_finished(world, node, version=1)
+    finals = [item.version for item in await evaluations(world) if item.final]
+    assert finals == [0, 1]
+    assert (await world.status()).trajectories.conservation_error == 0
+
+
+async def test_a_run_continued_while_it_finishes_is_not_ended_by_who_saw_it_finishing(world: World) -> None:
+    await started(world)
+    await world.finish()
+    await planned(world, 2)
+    await world.resume()
+    await world.dataflow.store.runs.advance(world.run_id, Life.FINISHED)
+    assert (await world.status()).state == run_pb2.RUN_STATE_ACTIVE

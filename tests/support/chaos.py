@@ -33,6 +33,8 @@ _HOSTS = {"dataflow": "dataflow", "raas": "node", "trainer": "trainer", "engine"
 _WEIGHTS_HOSTS = {"publish": "trainer", "mirror": "node"}
 _ENGINE_MODULE = "-m astraflow_engine"
 _LOOK_S = 0.01
+# Until the harness ends the run; the launcher must not take our kills for a broken program.
+_ENDLESS = ("--steps", "100000", "--max-restarts", "1000")
 _STEPS_AFTER = 2
 # Random kills stop while nothing was trained for this long: a trainer needs seconds to start.
 _PAUSE_S = 25.0
@@ -169,7 +171,7 @@ def run_kills(folder: Path, kills: Sequence[Kill], *, timeout_s: float = 400) ->
     deadline_s = time.monotonic() + timeout_s
     director = _Director(Monkey(story), kills)
     while not story.summary:
-        with dev(folder, "--steps", "100000", failpoints=armed) as launcher:
+        with dev(folder, *_ENDLESS, failpoints=armed) as launcher:
             director.monkey.launcher = launcher
             if director.direct(launcher, deadline_s=deadline_s):
                 story.summary = finish(launcher, folder)
@@ -189,7 +191,7 @@ def run_random_kills(
     story = Story(files=RunFiles(folder))
     dice = _Dice(Monkey(story), random.Random(seed), num_kills=num_kills, mean_gap_s=mean_gap_s)
     while not story.summary:
-        with dev(folder, "--steps", "100000") as launcher:
+        with dev(folder, *_ENDLESS) as launcher:
             dice.monkey.launcher = launcher
             if dice.throw(launcher, patience_s=patience_s):
                 story.summary = finish(launcher, folder)

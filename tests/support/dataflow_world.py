@@ -191,7 +191,14 @@ class World:
 
     async def finish(self) -> None:
         """Ask the run to finish."""
-        request = run_service_pb2.UpdateRunRequest(run_id=self.run_id, state=run_pb2.RUN_STATE_FINISHING)
+        await self._update(run_pb2.RUN_STATE_FINISHING)
+
+    async def resume(self) -> None:
+        """Continue a run that was finished."""
+        await self._update(run_pb2.RUN_STATE_ACTIVE)
+
+    async def _update(self, state: run_pb2.RunState.ValueType) -> None:
+        request = run_service_pb2.UpdateRunRequest(run_id=self.run_id, state=state)
         await self.client.call(self.client.runs.UpdateRun, request)
 
 

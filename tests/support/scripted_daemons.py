@@ -52,6 +52,8 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
     before_listing: Callable[[], None] = lambda: None
     on_update: Callable[[], None] = lambda: None
     created: list[run_pb2.Run] = field(default_factory=list)
+    finished_step: int = 0
+    """Last step the trainer is said to have finished."""
     updates: list[run_pb2.RunState.ValueType] = field(default_factory=list)
     num_listings: int = 0
 
@@ -67,7 +69,11 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
         answer = Status()
         answer.CopyFrom(self.status)
         newest = self.versions[-1] if self.versions else None
-        answer.policies.append(admin_service_pb2.PolicyStatus(policy_id=POLICY, version=newest))
+        answer.policies.append(
+            admin_service_pb2.PolicyStatus(
+                policy_id=POLICY, version=newest, last_finished_step=self.finished_step
+            )
+        )
         return answer
 
     async def ListVersions(
@@ -89,7 +95,9 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
         """Keep the run."""
         del context
         self.created.append(request.run)
-        return run_service_pb2.CreateRunResponse(run=request.run)
+        answer = run_service_pb2.CreateRunResponse(run=request.run)
+        answer.run.state = self.status.state
+        return answer
 
     async def UpdateRun(
         self, request: run_service_pb2.UpdateRunRequest, context: Context

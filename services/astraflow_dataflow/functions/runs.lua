@@ -25,12 +25,14 @@ end
 
 local LIFE = { active = 1, finishing = 2, finished = 3 }
 
--- advance: state. Moves a run forward in its life. Returns the state it is in now.
+-- advance: state. Moves a run on in its life: forward, or back to active, which continues it. Only a run that is finishing becomes
+-- finished, so that a server that saw it finishing cannot end one that was continued meanwhile. Returns the state it is in now.
 local function advance(keys, a)
   local P = keys[1]
   local state = call('HGET', K.run(P), 'state')
   if not state then return refuse('NOTFOUND', 'no such run') end
-  if LIFE[a[1]] < LIFE[state] then
+  if a[1] == 'finished' and state == 'active' then return state end
+  if a[1] ~= 'active' and LIFE[a[1]] < LIFE[state] then
     return refuse('PRECONDITION', 'the run is ' .. state .. ' and cannot go back to ' .. a[1])
   end
   if a[1] ~= state then

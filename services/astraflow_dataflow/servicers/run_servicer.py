@@ -53,7 +53,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 if request.state in run_pb2.RunState.values()
                 else request.state
             )
-            raise InvalidArgumentError(f"state {name} cannot be asked for; ask for RUN_STATE_FINISHING")
+            raise InvalidArgumentError(
+                f"state {name} cannot be asked for; ask for RUN_STATE_FINISHING or RUN_STATE_ACTIVE"
+            )
         life = await self.store.runs.life(run_id)
         if not (request.state == run_pb2.RUN_STATE_FINISHING and life is Life.FINISHED):
             wanted = Life.ACTIVE if request.state == run_pb2.RUN_STATE_ACTIVE else Life.FINISHING

@@ -5,7 +5,6 @@ programs.
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +16,7 @@ from astraflow.recipe_file import load_recipe
 from astraflow_kit.log import configure
 from astraflow_kit.settings import load
 from astraflow_launcher.development_run import DevelopmentRun, Options, Part
+from astraflow_launcher.metrics_file import to_json
 from astraflow_launcher.observation import parse_goal
 from astraflow_launcher.run_folder import open_run_folder
 from astraflow_launcher.summary import Summary, as_json, as_table
@@ -36,7 +36,7 @@ def dev(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeatable."),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps (run.steps).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps in all (run.steps).")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of everything (run.seed).")] = None,
     until: Annotated[
         str | None,
@@ -52,7 +52,7 @@ def dev(
         int, typer.Option(min=1, max=64, help="Processes of each policy's trainer, which share its batches.")
     ] = 1,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the run; what is there is resumed. Default: a new one.")
+        Path | None, typer.Option(help="Folder of the run; what is there is continued. Default: a new one.")
     ] = None,
     redis: Annotated[
         str | None, typer.Option(metavar="URL", help="Use this Redis instead of an embedded one.")
@@ -69,6 +69,10 @@ def dev(
     without: Annotated[
         list[Part] | None, typer.Option(help="Leave a part out, to start it by hand; repeatable.")
     ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="End when one process died more often than this in a minute."),
+    ] = 8,
     as_json_: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end, on stdout.")
     ] = False,
@@ -103,6 +107,7 @@ def dev(
         goal=goal,
         timeout_s=timeout,
         without=frozenset(without or ()),
+        max_restarts=max_restarts,
     )
     console = Console(stderr=True)
     view = _choose_view(console, quiet=quiet, title=f"{loaded.recipe.run.name} · {folder.root}")
@@ -122,7 +127,7 @@ def _choose_view(console: Console, *, quiet: bool, title: str) -> View:
 
 
 def _finish(summary: Summary, options: Options, console: Console, *, as_json_object: bool) -> None:
-    text = json.dumps(as_json(summary))
+    text = to_json(as_json(summary))
     options.folder.summary.write_text(text + "\n")
     console.print(as_table(summary))
     if as_json_object:

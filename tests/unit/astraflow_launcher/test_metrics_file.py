@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import version_pb2
-from astraflow_launcher.metrics_file import MetricsFile
+from astraflow_launcher.metrics_file import MetricsFile, to_json
 from astraflow_launcher.observation import Observation, StepPoint
 
 
@@ -131,11 +132,54 @@ def test_a_line_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
         assert [line["step"] for line in _lines(tmp_path / "metrics.jsonl")] == [1]
 
 
-def test_an_existing_file_is_continued(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"kind": "step", "step": 1}\n')
-    observation = _observation()
-    observation.steps.append(StepPoint("solver", 2, 2.5, {}))
+def _written(path: Path, observation: Observation) -> list[StepPoint]:
+    """Write with a launcher of its own; returns the steps it found."""
     with MetricsFile(path, run_id="run-1") as metrics:
         metrics.write(observation)
+        return metrics.earlier_steps
+
+
+def _resumable() -> Observation:
+    observation = _observation(_evaluation(0, 0.5), _evaluation(0, 0.5, final=True))
+    observation.steps.append(StepPoint("solver", 1, 2.5, {"reward_mean": 0.5}))
+    observation.versions["solver"] = [version_pb2.Version(version=0), version_pb2.Version(version=1, step=1)]
+    return observation
+
+
+def test_a_resumed_run_writes_nothing_twice(tmp_path: Path) -> None:
+    path, observation = tmp_path / "metrics.jsonl", _resumable()
+    assert _written(path, observation) == []
+    before = path.read_text()
+    assert _written(path, observation) == observation.steps
+    assert path.read_text() == before
+    observation.steps.append(StepPoint("solver", 2, 9.0, {"reward_mean": 0.75}))
+    _written(path, observation)
+    assert [line["step"] for line in _lines(path) if line["kind"] == "step"] == [1, 2]
+
+
+def test_a_line_that_a_kill_cut_short_is_written_again(tmp_path: Path) -> None:
+    path, observation = tmp_path / "metrics.jsonl", _observation()
+    observation.steps.append(StepPoint("solver", 1, 2.5, {"reward_mean": 0.5}))
+    _written(path, observation)
+    whole = path.read_text()
+    path.write_text(whole + whole.replace('"step": 1', '"step": 2')[:-9])
+    observation.steps.append(StepPoint("solver", 2, 3.5, {"reward_mean": 0.5}))
+    assert [point.step for point in _written(path, observation)] == [1]
     assert [line["step"] for line in _lines(path)] == [1, 2]
+
+
+def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    observation = _observation(_evaluation(0, math.nan))
+    observation.steps.append(StepPoint("solver", 1, 2.5, {"loss": math.nan, "ratio_max": math.inf}))
+    _written(path, observation)
+    step, evaluation = _lines(path)
+    assert (step["loss"], step["ratio_max"], evaluation["heldout_reward"]) == (None, None, None)
+    [found] = _written(path, observation)
+    assert math.isnan(found.metrics["loss"])
+
+
+def test_values_of_any_depth_become_json_that_every_reader_takes() -> None:
+    assert to_json({"a": [1.5, math.nan], "b": {"c": -math.inf}, "d": "nan"}) == (
+        '{"a": [1.5, null], "b": {"c": null}, "d": "nan"}'
+    )

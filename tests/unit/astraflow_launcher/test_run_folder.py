@@ -35,7 +35,15 @@ def test_a_named_folder_is_resumed_by_the_same_recipe(tmp_path: Path) -> None:
 def test_a_folder_of_another_recipe_is_refused_with_the_remedy(tmp_path: Path) -> None:
     open_run_folder(_loaded(), data_dir=tmp_path)
     with pytest.raises(ConflictError, match="give another --data-dir"):
-        open_run_folder(_loaded("run.steps=3"), data_dir=tmp_path)
+        open_run_folder(_loaded("run.seed=3"), data_dir=tmp_path)
+
+
+def test_a_run_may_be_continued_for_other_steps_under_its_own_recipe(tmp_path: Path) -> None:
+    first = open_run_folder(_loaded("run.steps=3"), data_dir=tmp_path)
+    again = open_run_folder(_loaded("run.steps=6"), data_dir=tmp_path)
+    assert again.resumed
+    assert again.record == first.record
+    assert again.recipe_yaml == first.recipe_yaml == _loaded("run.steps=3").yaml_text
 
 
 def test_a_folder_of_another_release_is_refused(tmp_path: Path) -> None:

@@ -87,6 +87,18 @@ def test_lines_tell_each_step_and_evaluation_once() -> None:
     assert [line.split("s  ", 1)[1][:12] for line in lines] == ["running", "solver step ", "solver evalu"]
 
 
+def test_lines_leave_out_steps_of_before_a_resume() -> None:
+    output = io.StringIO()
+    view, observation = LineView(Console(file=output, width=200)), _observation()
+    observation.num_earlier_steps = len(observation.steps)
+    view.show(observation, doing="running")
+    observation.steps.append(StepPoint("solver", 7, 9.0, {"reward_mean": 0.5}))
+    view.show(observation, doing="running")
+    lines = [line for line in output.getvalue().splitlines() if "solver step" in line]
+    assert len(lines) == 1
+    assert "step    7" in lines[0]
+
+
 def test_lines_tell_a_long_wait_once_and_again_when_it_comes_back() -> None:
     output = io.StringIO()
     view, observation = LineView(Console(file=output, width=200)), _observation()

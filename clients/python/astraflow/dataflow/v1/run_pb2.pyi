@@ -33,7 +33,7 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_FINISHING: _RunState.ValueType  # 2
     """No training task is leased any more; a final evaluation of the newest version runs."""
     RUN_STATE_FINISHED: _RunState.ValueType  # 3
-    """The final evaluation is complete; the run only answers reads."""
+    """The final evaluation is complete; the run only answers reads until it is continued."""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
     """Life of a run."""
@@ -45,7 +45,7 @@ RUN_STATE_ACTIVE: RunState.ValueType  # 1
 RUN_STATE_FINISHING: RunState.ValueType  # 2
 """No training task is leased any more; a final evaluation of the newest version runs."""
 RUN_STATE_FINISHED: RunState.ValueType  # 3
-"""The final evaluation is complete; the run only answers reads."""
+"""The final evaluation is complete; the run only answers reads until it is continued."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 @_typing.final

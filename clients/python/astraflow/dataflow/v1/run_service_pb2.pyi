@@ -82,7 +82,7 @@ class UpdateRunRequest(_message.Message):
     run_id: _builtins.str
     """Run to change."""
     state: _run_pb2.RunState.ValueType
-    """RUN_STATE_FINISHING."""
+    """RUN_STATE_FINISHING or RUN_STATE_ACTIVE."""
     def __init__(
         self,
         *,

@@ -80,7 +80,7 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateRun(self, request, context):
-        """Moves a run forward in its life: ACTIVE → FINISHING. Atomic, idempotent. Moving back answers FAILED_PRECONDITION.
+        """FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,7 @@ class RunServiceStub:
     ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT (INVALID_RECIPE) and stores nothing.
     """
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.UpdateRunRequest, _run_service_pb2.UpdateRunResponse]
-    """Moves a run forward in its life: ACTIVE → FINISHING. Atomic, idempotent. Moving back answers FAILED_PRECONDITION."""
+    """FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent."""
     GetRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.GetRunRequest, _run_service_pb2.GetRunResponse]
     """Returns one run. Read only."""
     ListRuns: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.ListRunsRequest, _run_service_pb2.ListRunsResponse]
@@ -64,7 +64,7 @@ class RunServiceAsyncStub(RunServiceStub):
     ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT (INVALID_RECIPE) and stores nothing.
     """
     UpdateRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.UpdateRunRequest, _run_service_pb2.UpdateRunResponse]  # type: ignore[assignment]
-    """Moves a run forward in its life: ACTIVE → FINISHING. Atomic, idempotent. Moving back answers FAILED_PRECONDITION."""
+    """FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent."""
     GetRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.GetRunRequest, _run_service_pb2.GetRunResponse]  # type: ignore[assignment]
     """Returns one run. Read only."""
     ListRuns: _aio.UnaryUnaryMultiCallable[_run_service_pb2.ListRunsRequest, _run_service_pb2.ListRunsResponse]  # type: ignore[assignment]
@@ -97,7 +97,7 @@ class RunServiceServicer:
         request: _run_service_pb2.UpdateRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.UpdateRunResponse, _abc.Awaitable[_run_service_pb2.UpdateRunResponse]]:
-        """Moves a run forward in its life: ACTIVE → FINISHING. Atomic, idempotent. Moving back answers FAILED_PRECONDITION."""
+        """FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent."""
 
     def GetRun(
         self,

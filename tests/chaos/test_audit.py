@@ -1,0 +1,113 @@
+"""The audit finds each kind of damage: what it passes is worth something only because of what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from astraflow_dataflow.keys import Keys
+from support.audit import audit
+from support.development import POLICY, RUN_ID, RunFiles, dev, finish
+from support.valkey import ValkeyServer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.ci, pytest.mark.timeout(240)]
+
+KEYS = Keys(RUN_ID)
+Damage = Callable[[RunFiles], None]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few steps that ended with groups ready for the next one."""
+    folder = tmp_path_factory.mktemp("ended")
+    with dev(folder, "--steps", "3") as launcher:
+        finish(launcher, folder)
+    return folder
+
+
+@contextmanager
+def _redis_of(files: RunFiles) -> Iterator[redis.Redis]:
+    server = ValkeyServer(files.data_dir / "redis")
+    server.start()
+    try:
+        with redis.Redis(port=server.port) as client:
+            yield client
+    finally:
+        server.kill()
+
+
+def _ready_groups(client: redis.Redis) -> list[str]:
+    found: list[bytes] = client.zrange(KEYS.of("ready", POLICY), 0, -1)  # type: ignore[assignment]
+    return [group.decode() for group in found]
+
+
+def _lose_a_payload(files: RunFiles) -> None:
+    with _redis_of(files) as client:
+        client.unlink(next(client.scan_iter(match=f"*{KEYS.of('payload', '*', '*').partition('}')[2]}")))
+
+
+def _lose_a_group(files: RunFiles) -> None:
+    with _redis_of(files) as client:
+        client.zrem(KEYS.of("ready", POLICY), _ready_groups(client)[0])
+
+
+def _lose_a_group_and_count_it_nowhere(files: RunFiles) -> None:
+    with _redis_of(files) as client:
+        group = _ready_groups(client)[0]
+        num_members = int(client.hget(KEYS.of("group", group), "n"))  # type: ignore[arg-type]
+        client.zrem(KEYS.of("ready", POLICY), group)
+        for item in client.hget(KEYS.of("group", group), "ids").decode().split("\n"):  # type: ignore[union-attr]
+            client.hdel(KEYS.of("owners"), item)
+        for counter in ("ingested", "ready"):
+            client.hincrby(KEYS.of("counters"), counter, -num_members)
+
+
+def _forget_a_step(files: RunFiles) -> None:
+    with _redis_of(files) as client:
+        [first, *_] = client.xrange(KEYS.of("consumed", POLICY))  # type: ignore[misc]
+        client.xdel(KEYS.of("consumed", POLICY), first[0])
+
+
+def _train_twice(files: RunFiles) -> None:
+    path = files.data_dir / "work" / f"trainer-{POLICY}" / "ledger.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[2]["trajectory_ids"][0] = lines[0]["trajectory_ids"][0]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _tear_a_part(files: RunFiles) -> None:
+    part = next((files.data_dir / "store").rglob("*.afwd"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.chmod(0o644)
+    part.write_bytes(data)
+
+
+def test_a_run_without_faults_passes(ended: Path) -> None:
+    found = audit(ended)
+    assert found.violations == []
+    assert (found.figures["steps"], found.figures["trained"]) == (3, 24)
+    assert found.figures["held"] > 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_lose_a_payload, "without a payload"),
+        (_lose_a_group, "conservation error"),
+        (_lose_a_group_and_count_it_nowhere, "dropped after they were kept"),
+        (_forget_a_step, "committed steps are not 1, 2, 3"),
+        (_train_twice, "trained twice"),
+        (_tear_a_part, "the store"),
+    ],
+)
+def test_damage_is_named(ended: Path, tmp_path: Path, damage: Damage, words: str) -> None:
+    shutil.copytree(ended, tmp_path / "copy")
+    damage(RunFiles(tmp_path / "copy"))
+    assert any(words in violation for violation in audit(tmp_path / "copy").violations)

@@ -1,0 +1,30 @@
+"""A finished run is continued by the same command with more steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from support.audit import audit
+from support.development import RunFiles, dev, finish
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+
+def test_a_finished_run_trains_on_when_more_steps_are_asked_for(tmp_path: Path) -> None:
+    for steps in ("3", "5"):
+        with dev(tmp_path, "--steps", steps) as launcher:
+            summary = finish(launcher, tmp_path)
+        assert summary["steps"] == int(steps)
+        assert summary["heldout_n"] == 8
+    assert audit(tmp_path).violations == []
+    lines = RunFiles(tmp_path).read_metrics()
+    steps_written = [line["step"] for line in lines if line["kind"] == "step"]
+    assert steps_written == [1, 2, 3, 4, 5]
+    assert max(Counter(line["version"] for line in lines if line["kind"] == "version").values()) == 1
+    finals = [line["version"] for line in lines if line["kind"] == "evaluation" and line["final"]]
+    assert finals == [3, 5]
+    first = next(line for line in lines if line["kind"] == "step")
+    assert summary["reward_first"] == pytest.approx(first["reward_mean"])  # not that of step 4
