@@ -49,6 +49,7 @@ class Controls:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._stop = False
+        self._ended = False
         self._pause_reason: str | None = None
         self._checkpoints: list[Future[int]] = []
         self._rates: list[tuple[float, Future[RateChange]]] = []
@@ -75,7 +76,7 @@ class Controls:
                 f"the reason has {len(reason)} characters, at most {_MAX_REASON_CHARS}; shorten it"
             )
         with self._changed:
-            if self._stop:
+            if self._stop or self._ended:
                 raise PreconditionError("the trainer is stopping; it takes no further step to pause before")
             self._pause_reason = reason
             self._changed.notify_all()
@@ -113,7 +114,8 @@ class Controls:
     def at(self, step: int, *, replaying: bool = False) -> None:
         """`step` is in hand or was the last one. While replaying, the learning rate stays what it was then."""
         with self._changed:
-            self._refusal = ""
+            # After a failure that a new claim mends, training goes on; a wish to stop outlives it.
+            self._refusal, self._ended = "", False
             self._last_step, self._replaying = step, replaying
 
     def interrupts(self) -> bool:
@@ -150,7 +152,7 @@ class Controls:
     def ended(self, error: AstraflowError) -> None:
         """Training is over: whoever still waits gets `error`, and whoever asks from now on hears why."""
         with self._changed:
-            self._stop, self._refusal = True, error.message
+            self._ended, self._refusal = True, error.message
             checkpoints, self._checkpoints = self._checkpoints, []
             rates, self._rates = [future for _, future in self._rates], []
         _answer(checkpoints, lambda future: future.set_exception(error))
