@@ -27,6 +27,7 @@ class Failing:
     def __init__(self, error: BaseException) -> None:
         self._error = error
         self.newest_versions = {"solver": 0}
+        self.blob_prefix = "file:///nowhere/run/blobs/"
         self.episodes = self.recipe = self.dataflow = self
         self.group_deadline_s = 60.0
 
