@@ -202,7 +202,7 @@ class WorkSession:
         self._lost.clear()
         topics = {event.topic.partition(" ")[0] for event in events} | self._heartbeat_topics()
         if "report" in topics:
-            await self._report()
+            await self._report(heard=False)
         if "durable" in topics:
             responses += self._watermark()
         if "version" in topics:
@@ -267,12 +267,13 @@ class WorkSession:
         self._credits -= len(offer.leases)
         return [Response(lease=lease) for lease in offer.leases]
 
-    async def _report(self, fields: dict[str, str | int] | None = None) -> None:
+    async def _report(self, fields: dict[str, str | int] | None = None, *, heard: bool = True) -> None:
         await self._store.nodes.report(
             self._context.run_id,
             node_id=self._node_id,
             incarnation=self._incarnation,
             connected_ms=_CONNECTED_MS,
+            heard=heard,
             fields=fields,
         )
 

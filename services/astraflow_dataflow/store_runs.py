@@ -156,12 +156,22 @@ class NodeStore:
         node_id: str,
         incarnation: int,
         connected_ms: int,
+        heard: bool = True,
         fields: Mapping[str, str | int] | None = None,
     ) -> None:
-        """Note a sign of life. Raises NotFoundError before a join, FencedError for another incarnation."""
+        """Note a sign of life: of the node itself, or (not `heard`) only of its stream.
+
+        Raises NotFoundError before a join, FencedError for another incarnation.
+        """
         pairs: list[Argument] = [part for item in (fields or {}).items() for part in item]
         await self._connection.call(
-            Keys(run_id), "report", node_id, _incarnation(incarnation), connected_ms, *pairs
+            Keys(run_id),
+            "report",
+            node_id,
+            _incarnation(incarnation),
+            connected_ms,
+            "1" if heard else "0",
+            *pairs,
         )
 
     async def reconcile(

@@ -164,6 +164,21 @@ async def test_nodes_are_listed_in_pages_with_what_they_joined_with(world: World
     assert (node.incarnation, node.HasField("join_time"), node.drain_reason) == (7, True, "")
 
 
+async def test_a_node_that_falls_silent_is_last_seen_when_it_spoke_although_its_stream_is_open(
+    world: World,
+) -> None:
+    await started(world)
+    (before,) = (await list_nodes(world)).nodes
+    report = world.dataflow.store.nodes.report
+    await report("run", node_id="n1", incarnation=1, connected_ms=60_000, heard=False)
+    (silent,) = (await list_nodes(world)).nodes
+    assert (silent.connected, silent.last_seen_time) == (True, before.last_seen_time)
+    await report("run", node_id="n1", incarnation=1, connected_ms=60_000)
+    (heard,) = (await list_nodes(world)).nodes
+    assert heard.last_seen_time.ToMilliseconds() >= before.last_seen_time.ToMilliseconds()
+    assert heard.last_seen_time != before.last_seen_time
+
+
 async def drain(world: World, node_id: str, reason: str = "") -> pb.DrainNodeResponse:
     """Order a drain."""
     request = pb.DrainNodeRequest(run_id=world.run_id, node_id=node_id, reason=reason)

@@ -69,7 +69,8 @@ local function join(keys, a)
   return { tonumber(call('HGET', N, 'restarts') or 0), taken }
 end
 
--- report: node, incarnation, connected until (ms from now, 0 when it left), then field, value. Refuses an older incarnation.
+-- report: node, incarnation, connected until (ms from now, 0 when it left), '1' when the node itself was heard, then field, value.
+-- Refuses an older incarnation.
 local function report(keys, a)
   local P, N = keys[1], K.node(keys[1], a[1])
   local known = call('HGET', N, 'incarnation')
@@ -78,8 +79,9 @@ local function report(keys, a)
     return refuse('FENCED', 'node ' .. a[1] .. ' joined with incarnation ' .. known .. ', not ' .. a[2] .. '; another process uses its name')
   end
   local now = now_ms()
-  call('HSET', N, 'seen_ms', now, 'connected_until', now + tonumber(a[3]))
-  for i = 4, #a, 2 do call('HSET', N, a[i], a[i + 1]) end
+  call('HSET', N, 'connected_until', now + tonumber(a[3]))
+  if a[4] == '1' then call('HSET', N, 'seen_ms', now) end
+  for i = 5, #a, 2 do call('HSET', N, a[i], a[i + 1]) end
   return 1
 end
 

@@ -333,7 +333,7 @@ end
 local function leave(keys, a)
   local P, node, now, given = keys[1], a[1], now_ms(), 0
   if call('HGET', K.node(P, node), 'session') == a[2] then
-    call('HSET', K.node(P, node), 'seen_ms', now, 'connected_until', now)
+    call('HSET', K.node(P, node), 'connected_until', now)
   end
   for i = 3, #a do
     local task = holds(P, node, a[i])
