@@ -120,6 +120,8 @@ class TrainingLoop:
         self._progress.ended(Phase.STOPPING)
         if step > saved:
             self._checkpoint(step, version=version)
+        # Nobody else would tell a server that forgot the last version.
+        self._publisher.announce_again()
         self._publisher.wait_until_done()
         self._controls.checkpointed(step)
         self._progress.ended(Phase.FINISHED)

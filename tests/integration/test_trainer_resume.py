@@ -7,6 +7,7 @@ can be compared. One thread on CPU: on a GPU only the ledger would be comparable
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from support.trainer_process import (
     forking,
     newest_checkpoint,
     push_groups,
+    tiny_model,
     valkey,
 )
 
@@ -139,3 +141,33 @@ async def test_a_trainer_killed_in_any_window_ends_with_the_same_bits(
     assert resumed.census.steps == list(range(STEPS + 1))
     assert resumed.ledger.step_of == undisturbed.ledger.step_of
     assert resumed.ledger.last_step == STEPS
+
+
+@pytest.mark.timeout(240)
+async def test_a_replay_with_other_bytes_publishes_them_under_the_next_number(
+    world: World, tmp_path: Path
+) -> None:
+    """As on a GPU that rounds otherwise the second time: here the model under the replay is another one."""
+    run = await create_run(world, folder=tmp_path, steps=3, checkpoint_every_steps=3)
+    trainer = TrainerProcess(world.address, tmp_path)
+    recording = asyncio.create_task(push_groups(world, count=3 * GROUPS_PER_STEP))
+    try:
+        trainer.start(failpoints="trainer.committed=kill@2")
+        assert await asyncio.to_thread(trainer.wait) == KILLED, trainer.log
+        shutil.rmtree(tmp_path / "model")
+        tiny_model(tmp_path, seed=1)
+        trainer.start()
+        assert await asyncio.to_thread(trainer.wait) == 0, trainer.log
+        await recording
+    finally:
+        recording.cancel()
+        trainer.kill()
+    # The census rebuilds each version by its delta: version 2 stands on version 1, not on what the replay began with.
+    census = store_census.take(open_store(run.store_uri), run_id=run.run_id, policy_id=POLICY)
+    assert census.steps == [0, 1, 1, 2, 3]
+    assert census.epochs == [1, 1, 2, 2, 2]
+    assert census.records[2].model_root != census.records[1].model_root
+    assert [delta.base_version for delta in census.records[2].deltas] == [1]
+    policy = (await world.status()).policies[0]
+    assert (policy.version.version, policy.version.step) == (4, 3)
+    assert audit(trainer.ledger).last_step == 3

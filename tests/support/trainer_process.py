@@ -133,7 +133,11 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 def forking() -> Iterator[None]:
     """Inside, trainers may be started; afterwards the process that forks them is gone."""
     yield
-    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would live as long as we do
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]  # it would live as long as we do
+    if server._forkserver_pid is not None:
+        # It holds nothing; an orderly end runs through torch's finalizers, which take long on a busy machine.
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()
 
 
 def _live(options: dict[str, str], log_path: str) -> None:
@@ -209,8 +213,8 @@ def _resample(episode: trajectory_pb2.Episode, draw: np.random.Generator) -> Non
     item.body = trajectory.SerializeToString()
 
 
-def tiny_model(folder: Path) -> Path:
-    """A random model of a few thousand parameters, the same every time."""
+def tiny_model(folder: Path, *, seed: int = 0) -> Path:
+    """A random model of a few thousand parameters, the same for every seed."""
     from astraflow_trainer.model import Qwen3Shape, build_causal_lm, save_causal_lm
 
     directory = folder / "model"
@@ -226,7 +230,7 @@ def tiny_model(folder: Path) -> Path:
             intermediate_size=32,
             initializer_range=0.3,
         )
-        save_causal_lm(build_causal_lm(shape, seed=0), directory)
+        save_causal_lm(build_causal_lm(shape, seed=seed), directory)
     return directory
 
 

@@ -1,0 +1,199 @@
+"""A Redis that lost its last second: the trainer tells it what it forgot, or goes back to what it still knows.
+
+A real Valkey is killed and the tail of its append-only file cut to where it stood at a moment of the trainer, as
+a power loss would; server and trainer are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from astraflow.client import RetryPolicy
+from astraflow.dataflow.v1 import run_pb2, version_service_pb2
+from astraflow_kit.failpoints import read_hits
+from astraflow_kit.lifecycle import ExitCode
+from astraflow_weights.store import open_store
+from support import store_census
+from support.dataflow_process import DataflowProcess
+from support.dataflow_world import World, until
+from support.ledger_audit import audit
+from support.trainer_process import (
+    GROUPS_PER_STEP,
+    POLICY,
+    TrainerProcess,
+    create_run,
+    forking,
+    push_groups,
+)
+from support.valkey import ValkeyServer
+
+STEPS = 3
+PATIENT = RetryPolicy(total_s=60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forking() -> Iterator[None]:
+    with forking():
+        yield
+
+
+@pytest.fixture
+def losing(tmp_path: Path) -> Iterator[ValkeyServer]:
+    """A Valkey of this test alone, to be killed."""
+    server = ValkeyServer(tmp_path / "own")
+    server.start()
+    yield server
+    server.kill()
+
+
+def append_only_file(server: ValkeyServer) -> Path:
+    """The file that the server appends to."""
+    return max(server.folder.glob("**/*.incr.aof"), key=lambda path: path.stat().st_mtime)
+
+
+def lose_all_after(server: ValkeyServer, *, size: int) -> None:
+    """Kill the server, cut its file to `size` bytes, start it again."""
+    server.kill()
+    path = append_only_file(server)
+    assert path.stat().st_size > size, "nothing to lose"
+    with path.open("r+b") as file:
+        file.truncate(size)
+    server.start()
+
+
+async def size_once_settled(server: ValkeyServer) -> int:
+    """Size of the file when the server has written out what it answered."""
+    await asyncio.sleep(1.5)
+    return append_only_file(server).stat().st_size
+
+
+async def announced(world: World) -> list[int]:
+    """Announced versions, oldest first."""
+    request = version_service_pb2.ListVersionsRequest(run_id=world.run_id, policy_id=POLICY)
+    response = await world.client.call(world.client.versions.ListVersions, request, retry=PATIENT)
+    return [version.version for version in reversed(response.versions)]
+
+
+@dataclass
+class Scene:
+    """A run over a Redis that will lose its tail, and its trainers."""
+
+    redis: ValkeyServer
+    world: World
+    run: run_pb2.Run
+    trainer: TrainerProcess
+    successor: TrainerProcess
+    recording: asyncio.Task[None]
+
+    async def frozen(self) -> None:
+        """Wait until a failpoint froze the trainer."""
+
+        async def is_frozen() -> bool:
+            return await asyncio.to_thread(self.trainer.is_stopped)
+
+        await until(is_frozen, within_s=120)
+
+    async def ended(self, trainer: TrainerProcess) -> int:
+        """Exit status of a trainer."""
+        return await asyncio.to_thread(trainer.wait, timeout_s=150)
+
+    async def require_whole(self, *ledgers: Path) -> None:
+        """Everything is announced, trained once and counted once."""
+        assert await announced(self.world) == list(range(STEPS + 1))
+        census = store_census.take(open_store(self.run.store_uri), run_id=self.run.run_id, policy_id=POLICY)
+        assert census.steps == list(range(STEPS + 1))
+        assert audit(*ledgers, redis_lost_data=True).last_step == STEPS
+        account = (await self.world.status()).trajectories
+        assert (account.trained, account.conservation_error) == (STEPS * GROUPS_PER_STEP * 2, 0)
+
+
+@pytest.fixture
+async def scene(losing: ValkeyServer, tmp_path: Path) -> AsyncIterator[Scene]:
+    """Nothing is started but Redis and the server."""
+    server = DataflowProcess(losing.url, tmp_path)
+    server.start()
+    trainers = [TrainerProcess(server.address, tmp_path, name=name) for name in ("trainer", "successor")]
+    try:
+        async with server.world(retry_s=60) as world:
+            run = await create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=STEPS)
+            recording = asyncio.create_task(push_groups(world, count=STEPS * GROUPS_PER_STEP))
+            yield Scene(losing, world, run, *trainers, recording)
+            recording.cancel()
+    finally:
+        for trainer in trainers:
+            trainer.kill()
+        server.kill()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "goes_back"),
+    [
+        # What happens between the two moments is lost: an announcement; the end of a step and more.
+        ("trainer.committed@4", "trainer.announced@4", False),
+        pytest.param("trainer.step_taken@2", "trainer.announced@3", True, marks=pytest.mark.ci),
+    ],
+)
+async def test_what_redis_forgot_is_told_again_or_done_again(
+    scene: Scene, before: str, after: str, goes_back: bool
+) -> None:
+    scene.trainer.start(failpoints=";".join(moment.replace("@", "=stop@") for moment in (before, after)))
+    await scene.frozen()
+    await scene.recording
+    size = await size_once_settled(scene.redis)
+    scene.trainer.go_on()
+    await hits(scene.trainer, 2)
+    await scene.frozen()
+    lose_all_after(scene.redis, size=size)
+    scene.trainer.go_on()
+    assert await scene.ended(scene.trainer) == 0, scene.trainer.log
+    await scene.require_whole(scene.trainer.ledger)
+    assert ("trainer.redis_lost_data" in scene.trainer.log) is goes_back
+
+
+async def lose_its_claim(scene: Scene) -> None:
+    """Freeze a second life of the trainer, in the first step after its claim, and lose everything from the claim on."""
+    scene.trainer.start(failpoints="trainer.intent_recorded=stop@1")
+    await scene.frozen()
+    await scene.recording
+    scene.trainer.kill()
+    size = await size_once_settled(scene.redis)
+    scene.trainer.start(failpoints="trainer.intent_recorded=stop@2")
+    await hits(scene.trainer, 2)
+    await scene.frozen()
+    lose_all_after(scene.redis, size=size)
+
+
+@pytest.mark.ci
+async def test_a_trainer_whose_claim_was_lost_claims_again(scene: Scene) -> None:
+    await lose_its_claim(scene)
+    scene.trainer.go_on()
+    assert await scene.ended(scene.trainer) == 0, scene.trainer.log
+    await scene.require_whole(scene.trainer.ledger)
+    assert (await scene.world.status()).policies[0].trainer_epoch == 3
+    assert "trainer.redis_lost_data" in scene.trainer.log
+
+
+@pytest.mark.ci
+async def test_a_trainer_whose_claim_was_lost_stops_when_another_has_claimed_since(scene: Scene) -> None:
+    await lose_its_claim(scene)
+    scene.successor.start()
+    assert await scene.ended(scene.successor) == 0, scene.successor.log
+    scene.trainer.go_on()
+    assert await scene.ended(scene.trainer) == ExitCode.SUPERSEDED, scene.trainer.log
+    await scene.require_whole(scene.successor.ledger)
+    assert (await scene.world.status()).policies[0].trainer_epoch == 3
+
+
+async def hits(trainer: TrainerProcess, number: int) -> None:
+    """Wait until so many failpoints acted."""
+
+    async def acted() -> bool:
+        return sum(hit.acted for hit in read_hits(trainer.failpoints_log)) >= number
+
+    await until(acted, within_s=120)
