@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,7 +134,8 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 def forking() -> Iterator[None]:
     """Inside, trainers may be started; afterwards the process that forks them is gone."""
     yield
-    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]  # it would live as long as we do
+    # There is no public way to end it before this process ends.
+    server: Any = vars(multiprocessing.forkserver)["_forkserver"]
     if server._forkserver_pid is not None:
         # It holds nothing; an orderly end runs through torch's finalizers, which take long on a busy machine.
         os.kill(server._forkserver_pid, signal.SIGKILL)
