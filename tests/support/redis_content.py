@@ -10,6 +10,8 @@ from typing import Any
 
 import redis
 
+from astraflow_dataflow.keys import BEAT_KEY
+
 Content = dict[str, object]
 
 _READ: Mapping[bytes, Callable[[Any, bytes], object]] = {
@@ -23,9 +25,10 @@ _READ: Mapping[bytes, Callable[[Any, bytes], object]] = {
 
 
 def redis_content(url: str) -> Content:
-    """Every key with what it holds."""
+    """Every key with what it holds, but for the server's own pulse, which goes on whatever is called."""
     with redis.Redis.from_url(url) as client:
-        return {key.decode(): _READ[client.type(key)](client, key) for key in client.keys("*")}
+        keys = [key for key in client.keys("*") if key.decode() != BEAT_KEY]
+        return {key.decode(): _READ[client.type(key)](client, key) for key in keys}
 
 
 def _group(row: Mapping[str, object]) -> tuple[object, object, object]:
