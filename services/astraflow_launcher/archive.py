@@ -82,9 +82,9 @@ class Archive:
             content = f"… the first {left_out} bytes are left out\n".encode() + content.partition(b"\n")[2]
         self._add(name, redacted(content.decode(errors="replace")).encode(), about)
 
-    def add_bytes(self, name: str, path: Path, *, about: str) -> None:
-        """Add a file as it is."""
-        self._add(name, path.read_bytes(), about)
+    def add_bytes(self, name: str, content: bytes, *, about: str) -> None:
+        """Add bytes as they are."""
+        self._add(name, content, about)
 
     def attempt(self, what: str, add: Callable[[], None], *failures: type[Exception]) -> None:
         """Run `add`; when it fails in a foreseen way, note that `what` is missing and why."""

@@ -44,6 +44,7 @@ __all__ = ["Evidence", "save_bundle"]
 MAX_BINARY_BYTES = 256 * 2**20
 _MAX_MANIFESTS = 100
 """As text; all of them are packed as they are."""
+_REDIS_LOOKS = 5
 _ANSWER_S = 5.0
 _ONCE = RetryPolicy(total_s=0.0)
 _TEXTS = frozenset({".log", ".jsonl", ".json", ".yaml", ".txt", ".py", ".err", ".out"})
@@ -82,13 +83,14 @@ def save_bundle(evidence: Evidence, path: Path) -> list[str]:
     with Archive(path) as archive:
         if evidence.note:
             archive.add_text("note.txt", evidence.note, about="why this bundle was made")
+        # What may be gone soon comes first.
+        if evidence.address:
+            _add_server(archive, evidence)
         _add_machine(archive)
         for number, folder in enumerate(evidence.folders):
             prefix = "" if len(evidence.folders) == 1 else f"folder-{number + 1}/"
             _add_folder(archive, folder, prefix=prefix)
         _add_processes(archive, evidence.folders)
-        if evidence.address:
-            _add_server(archive, evidence)
         return archive.missing
 
 
@@ -163,6 +165,8 @@ def _add_processes(archive: Archive, folders: tuple[Path, ...]) -> None:
 
 def _add_folder(archive: Archive, folder: Path, *, prefix: str) -> None:
     listing, binary_bytes = [], 0
+    for data in sorted(folder.rglob("appendonlydir")):
+        archive.attempt(f"Redis' data in {data}", partial(_add_redis, archive, folder, data, prefix), OSError)
     for path in _files(folder):
         name = path.relative_to(folder)
         try:
@@ -189,6 +193,25 @@ def _add_folder(archive: Archive, folder: Path, *, prefix: str) -> None:
     _add_pages(archive, folder, prefix=prefix)
 
 
+def _add_redis(archive: Archive, folder: Path, data: Path, prefix: str) -> None:
+    """Add Redis' append-only files as they were at one moment: a rewrite in between replaces them, so look again."""
+    for _ in range(_REDIS_LOOKS):
+        try:
+            before = sorted(data.iterdir())
+            size = sum(path.stat().st_size for path in before)
+            if size > MAX_BINARY_BYTES:
+                raise OSError(f"{size} bytes, beyond the limit of {MAX_BINARY_BYTES}")
+            contents = {path: path.read_bytes() for path in before}
+        except FileNotFoundError:
+            continue
+        if sorted(data.iterdir()) == before:
+            break
+    else:
+        raise OSError(f"it was rewritten during each of {_REDIS_LOOKS} looks")
+    for path, content in contents.items():
+        archive.add_bytes(f"{prefix}{path.relative_to(folder)}", content, about=_about(path))
+
+
 def _files(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
         return
@@ -201,7 +224,9 @@ def _kind(name: Path) -> str | None:
     """How a file is packed: as the end of a text, as it is, or not at all."""
     if name.suffix == ".pb" and name.parent.name == "seq":
         return "binary"
-    if "appendonlydir" in name.parts or name.suffix == ".rdb":
+    if "appendonlydir" in name.parts:
+        return None  # packed together, as of one moment
+    if name.suffix == ".rdb":
         return "binary"
     if _LEFT_OUT & set(name.parts[:-1]):
         return None
@@ -212,7 +237,7 @@ def _adder(archive: Archive, entry: str, path: Path, kind: str) -> Callable[[], 
     about = _about(path)
     if kind == "text":
         return lambda: archive.add_tail(entry, path, about=about)
-    return lambda: archive.add_bytes(entry, path, about=about)
+    return lambda: archive.add_bytes(entry, path.read_bytes(), about=about)
 
 
 def _about(path: Path) -> str:

@@ -123,3 +123,42 @@ def sections(page: Path) -> set[str]:
     """The anchors of a page's headings, as forges make them."""
     headings = HEADING.findall(FENCE.sub("", page.read_text())) if page.suffix == ".md" else []
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_command_of_the_debugging_page_is_accepted_by_the_real_command_line() -> None:
+    page = REPOSITORY / "docs" / "debugging.md"
+    shown = [found for found in commands_of(page.name, page.read_text()) if found.tool == "astraflow"]
+    assert {found.words[0] for found in shown} >= {
+        "status",
+        "why",
+        "trace",
+        "support-bundle",
+        "nodes",
+        "dead-letters",
+    }
+    for found in shown:
+        parse(found.words)
+
+
+def parse(words: tuple[str, ...]) -> None:
+    """Parses a command line as running it would, without running it. Raises the usage error."""
+    command: Any = typer.main.get_command(importlib.import_module(cli.COMMANDS[words[0]].module).app)
+    rest = list(words[1:])
+    if hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    command.make_context(words[0], rest)
+
+
+def test_a_command_line_that_would_be_refused_is_seen() -> None:
+    for words in (("trace",), ("dead-letters", "list", "--limit", "many"), ("status", "--watch", "extra")):
+        with pytest.raises(Exception, match=r"(?i)missing parameter|not a valid|unexpected extra"):
+            parse(words)
+
+
+def test_the_debugging_page_explains_every_wait_there_is() -> None:
+    source = (REPOSITORY / "services" / "astraflow_dataflow" / "waits.py").read_text()
+    reasons = set(re.findall(r'reason="(\w+)"|_lease\(\s*"(\w+)"|^    "(\w+)": "', source, re.M))
+    named = {name for found in reasons for name in found if name}
+    assert len(named) >= 11
+    page = (REPOSITORY / "docs" / "debugging.md").read_text()
+    assert [name for name in sorted(named) if f"`{name}`" not in page.partition("## Every wait")[2]] == []

@@ -43,8 +43,19 @@ def list_(
         typer.echo("no node has joined; start one: astraflow raas --join HOST:PORT")
         return
     shown = table(
-        *("node", "state", "serves", "leases", "episodes", "tokens", "restarts", "of", "engine", "pool"),
-        right=("leases", "episodes", "tokens", "restarts", "of"),
+        *(
+            "node",
+            "state",
+            "serves",
+            "leases",
+            "episodes",
+            "tokens",
+            "restarts",
+            "capacity",
+            "engine",
+            "pool",
+        ),
+        right=("leases", "episodes", "tokens", "restarts", "capacity"),
     )
     for node in nodes:
         where = "/".join(filter(None, (node.region, node.pool))) or "–"

@@ -132,20 +132,22 @@ def _policies(status: pb.StatusResponse) -> list[RenderableType]:
     if not status.policies:
         return []
     shown = table(
-        *("policy", "step", "version", "reward", "staleness", "ready", "sampling", "unpublished", "room"),
-        right=("step", "version", "reward", "ready", "sampling", "unpublished", "room"),
+        *("policy", "step", "version", "changed", "reward", "staleness"),
+        *("ready", "sampling", "unpublished", "room"),
+        right=("step", "version", "changed", "reward", "ready", "sampling", "unpublished", "room"),
     )
     for policy in status.policies:
         shown.add_row(
             policy.policy_id,
             str(policy.last_finished_step),
             str(policy.version.version) if policy.HasField("version") else "–",
+            f"{policy.version.density:.1%}" if policy.version.version else "–",
             number_text(policy.recent_training_reward),
             _staleness(policy),
             *(str(policy.ready_groups), str(policy.outstanding_groups)),
             *(str(policy.unpublished_groups), str(policy.credit)),
         )
-    note = "  groups: ready to train, being sampled, trained or batched but unpublished, room for new ones"
+    note = "  changed: weights that the newest version changed; ready … room: groups of tasks"
     return [heading("policies"), shown, Text(note, style="dim")]
 
 

@@ -30,7 +30,7 @@ def full_status() -> pb.StatusResponse:
     )
     policy = pb.PolicyStatus(
         policy_id="solver",
-        version=version_pb2.Version(version=3),
+        version=version_pb2.Version(version=3, density=0.081),
         last_finished_step=3,
         ready_groups=2,
         outstanding_groups=4,
@@ -61,6 +61,7 @@ def test_the_page_shows_every_part_of_a_working_run() -> None:
     for said in (
         "run quickstart is active",
         "median 1, largest 2",
+        "8.1%",
         "1,200 arrived = 1,000 trained + 100 ready + 100 dropped (stale 60, incomplete 40)",
         "nothing is lost",
         "solver 3",
