@@ -28,6 +28,13 @@ app = typer.Typer(add_completion=False)
 
 GOAL_MISSED = 1
 
+Without = Annotated[
+    list[Part] | None, typer.Option(help="Leave a part out, to start it by hand; repeatable.")
+]
+MaxRestarts = Annotated[
+    int, typer.Option(min=0, metavar="N", help="End when one process died more often than this in a minute.")
+]
+
 
 @app.command()
 def dev(
@@ -66,13 +73,8 @@ def dev(
     http_port: Annotated[
         int | None, typer.Option(help="Port of its pages for people. Default: a free one.")
     ] = None,
-    without: Annotated[
-        list[Part] | None, typer.Option(help="Leave a part out, to start it by hand; repeatable.")
-    ] = None,
-    max_restarts: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="End when one process died more often than this in a minute."),
-    ] = 8,
+    without: Without = None,
+    max_restarts: MaxRestarts = 8,
     as_json_: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end, on stdout.")
     ] = False,
