@@ -8,7 +8,6 @@ accepted the node.
 import asyncio
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from astraflow.client import AsyncClient
@@ -31,7 +30,7 @@ from astraflow_raas.session import Session, SessionSettings
 from astraflow_raas.settings import NodeSettings
 from astraflow_raas.spool import SpoolLimits
 from astraflow_raas.spool_files import SpoolFiles
-from astraflow_raas.timeline import Stage, Timeline
+from astraflow_raas.timeline import Timeline
 from astraflow_raas.weight_sync import FetchedVersion, WeightSync
 from astraflow_raas.worker import Membership, Worker, WorkerHooks
 from astraflow_weights.mirror import Mirror
@@ -97,7 +96,7 @@ async def assemble_node(
             data_lost=pusher.push_recent_again,
             durable=pusher.durable,
             drained_by_server=told_to_drain,
-            first_lease=partial(timeline.mark, Stage.FIRST_LEASE),
+            reached=timeline.mark,
         ),
         default_sampling=found.sampling,
         metrics=metrics,

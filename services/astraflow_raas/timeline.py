@@ -25,6 +25,8 @@ class Stage(StrEnum):
     WEIGHTS = "weights"
     ENGINE_LAUNCHED = "engine_launched"
     ENGINE_READY = "engine_ready"
+    ASKED = "asked"
+    """For work, with credits; from here on the server may have none to give."""
     FIRST_LEASE = "first_lease"
 
 

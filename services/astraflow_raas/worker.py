@@ -23,6 +23,7 @@ from astraflow_raas.lease import LeasedTask, Sampling, read_lease
 from astraflow_raas.loops import LoopService
 from astraflow_raas.session import Failure
 from astraflow_raas.streams import converse
+from astraflow_raas.timeline import Stage
 
 if TYPE_CHECKING:
     import grpc
@@ -95,7 +96,7 @@ class WorkerHooks:
     data_lost: Callable[[], None]
     durable: Callable[[int], None]
     drained_by_server: Callable[[str], None]
-    first_lease: Callable[[], None] = lambda: None
+    reached: Callable[[Stage], None] = lambda _stage: None
 
 
 @dataclass(eq=False)
@@ -134,6 +135,7 @@ class Worker(LoopService):
         self._data_incarnation = joined.data_incarnation
         self._held: dict[str, _Held] = {}
         self._receipts: list[str] = []
+        self._has_asked = False
         self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self.draining = False
@@ -225,6 +227,9 @@ class Worker(LoopService):
             if wanted != last or loop.time() >= beat_s:
                 await call.write(task_service_pb2.WorkRequest(credits=wanted))
                 last, beat_s = wanted, loop.time() + _HEARTBEAT_S
+                if wanted.tasks and not self._has_asked:
+                    self._has_asked = True
+                    self._hooks.reached(Stage.ASKED)
             await self._wait_for_change(min(renew_s, beat_s) - loop.time())
 
     async def _wait_for_change(self, timeout_s: float) -> None:
@@ -304,7 +309,7 @@ class Worker(LoopService):
             failure = Failure(reason="drain", detail="leased to a node that drains", retryable=True)
             self._spawn(self._report(lease, failure))
             return
-        self._hooks.first_lease()
+        self._hooks.reached(Stage.FIRST_LEASE)
         work = asyncio.create_task(self._work(lease))
         self._held[lease.lease_id] = _Held(lease=lease, work=work)
         self._metrics.increment("astraflow_raas_leases_total", purpose=_purpose(lease))

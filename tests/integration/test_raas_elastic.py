@@ -202,7 +202,15 @@ async def test_a_second_node_joins_mid_run_with_one_command_and_is_trained_on(
             (report,) = late.events("node.first_lease")
             late.send(signal.SIGTERM)
             assert await late.ends_with() == 0
-    order = ("joined_s", "version_s", "weights_s", "engine_launched_s", "engine_ready_s", "first_lease_s")
+    order = (
+        "joined_s",
+        "version_s",
+        "weights_s",
+        "engine_launched_s",
+        "engine_ready_s",
+        "asked_s",
+        "first_lease_s",
+    )
     reached = [float(str(report[name])) for name in order if name != "version_s"]
     assert reached == sorted(reached)
     assert 0 < float(str(report["besides_engine_s"])) < float(str(report["first_lease_s"]))

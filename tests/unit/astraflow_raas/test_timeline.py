@@ -25,9 +25,9 @@ def test_stages_count_from_the_start_of_the_process() -> None:
     clock, metrics = ManualClock(), Metrics()
     timeline = started(clock, metrics)
     pass_through(timeline, clock, *Stage)
-    assert list(timeline.reached_s.values()) == [1.5, 2.5, 3.5, 4.5, 5.5, 6.5]
+    assert list(timeline.reached_s.values()) == [1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5]
     assert timeline.engine_start_s == 1.0
-    assert b'astraflow_raas_start_seconds{stage="first_lease"} 6.5' in metrics.render()
+    assert b'astraflow_raas_start_seconds{stage="first_lease"} 7.5' in metrics.render()
 
 
 def test_the_last_policy_counts_and_nothing_after_the_first_lease() -> None:
