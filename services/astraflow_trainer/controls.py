@@ -112,11 +112,19 @@ class Controls:
         return asked
 
     def at(self, step: int, *, replaying: bool = False) -> None:
-        """`step` is in hand or was the last one. While replaying, the learning rate stays what it was then."""
+        """`step` was the last one taken. While replaying, the learning rate stays what it was then."""
         with self._changed:
             # After a failure that a new claim mends, training goes on; a wish to stop outlives it.
             self._refusal, self._ended = "", False
             self._last_step, self._replaying = step, replaying
+
+    def begin(self, step: int) -> bool:
+        """Take `step` in hand, unless something was asked first: then its batch waits, bound as it is."""
+        with self._changed:
+            if self._pause_reason is not None or self._orders() is not None:
+                return False
+            self._last_step = step
+            return True
 
     def interrupts(self) -> bool:
         """Whether waiting for a batch should end because something was asked."""

@@ -173,7 +173,6 @@ class TrainingLoop:
         )
         if isinstance(batch, Orders):
             return batch
-        self._controls.at(step)
         with self._source.kept_alive(batch, lease_s=self._claim.batch_lease_s):
             self._source.record_intent(batch)
             rows = self._source.fetch(batch)

@@ -99,7 +99,7 @@ class RankBatches:
             batch = self._source.acquire(
                 step, base_version=base_version, waiting=tell_waiting, stopped=controls.interrupts
             )
-            if batch is not None:
+            if batch is not None and controls.begin(step):
                 self._tell(_Turn(_Kind.STEP, batch=message_of(batch).SerializeToString(deterministic=True)))
                 return batch
 

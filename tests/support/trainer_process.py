@@ -30,6 +30,7 @@ from astraflow.columns import Columns, encode_columns
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.recipe_file import parse_recipe
 from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_kit.lifecycle import read_address_file
 from support.dataflow_world import World, until
 from support.valkey import ValkeyServer
 
@@ -61,6 +62,7 @@ class TrainerProcess:
         self.work_dir = folder / name
         self.failpoints_log = folder / f"{name}.failpoints.jsonl"
         self._log = folder / f"{name}.log"
+        self._address_file = folder / f"{name}.json"
         self._address = address
         self._run_id = run_id
         self._process: ForkServerProcess | None = None
@@ -75,8 +77,15 @@ class TrainerProcess:
         """The end of its log."""
         return self._log.read_text()[-6000:] if self._log.exists() else ""
 
+    @property
+    def grpc_address(self) -> str | None:
+        """Where this life answers TrainerService; None until it does."""
+        addresses = read_address_file(self._address_file)
+        return addresses.grpc if addresses is not None else None
+
     def start(self, *, failpoints: str = "") -> None:
         """Start another life with these failpoints armed; returns at once."""
+        self._address_file.unlink(missing_ok=True)
         options = {
             "join": self._address,
             "run_id": self._run_id,
@@ -84,6 +93,7 @@ class TrainerProcess:
             "failpoints": failpoints,
             "failpoints_log": str(self.failpoints_log),
             "log_format": "json",
+            "address_file": str(self._address_file),
         }
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "astraflow_trainer.server"])

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from astraflow.dataflow.v1.batch_service_pb2 import AcquireBatchRequest, AcquireBatchResponse
 from astraflow.errors import FencedError, PreconditionError, UnavailableError
 from astraflow_trainer.batch_source import BatchSource, Ledger
 from astraflow_trainer.controls import PAUSED, Controls, RateChange
@@ -322,6 +323,33 @@ def test_a_paused_trainer_publishes_waits_with_a_reason_and_goes_on_when_told(tm
             assert bench.controls.pause_reason == "maintenance"
             assert bench.controls.resume() == 2
         assert bench.about("train")[-1] == "train 3"
+
+
+class Meddling(ScriptedBatches):
+    """Does something while a poll for a batch is under way."""
+
+    meanwhile: Hook = staticmethod(_nothing)
+
+    def AcquireBatch(self, request: AcquireBatchRequest, context: object) -> AcquireBatchResponse:
+        self.meanwhile(request.step)
+        return super().AcquireBatch(request, context)
+
+
+def test_a_batch_that_comes_after_a_pause_was_promised_waits_for_its_end(tmp_path: Path) -> None:
+    script, promised = Meddling(), []
+    with _bench(tmp_path, script=script) as bench:
+
+        def pause(step: int) -> None:
+            if step == 2 and not promised:
+                promised.append(bench.controls.pause("meanwhile"))
+
+        script.meanwhile = pause
+        with _in_background(lambda: bench.run(last_step=2)):
+            eventually(lambda: bench.progress.state.waiting_for == PAUSED, what="the pause")
+            assert promised == [1]
+            assert bench.about("train") == ["train 1"]
+            bench.controls.resume()
+        assert bench.about("train") == ["train 1", "train 2"]
 
 
 def test_a_stop_request_ends_a_pause(tmp_path: Path) -> None:
