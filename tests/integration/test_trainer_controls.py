@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -94,7 +95,7 @@ async def test_a_learning_rate_a_checkpoint_and_a_pause(world: World, trainer: T
         waiting = account.ready + account.in_batch
         assert (account.trained, waiting) == (2 * GROUPS_PER_STEP * GROUP_SIZE, GROUPS_PER_STEP * GROUP_SIZE)
     trainer.kill()
-    assert trainer.wait() == KILLED
+    assert await asyncio.to_thread(trainer.wait) == KILLED
 
     async with service(trainer) as stub:
         await step_taken(stub, 3)
@@ -103,5 +104,6 @@ async def test_a_learning_rate_a_checkpoint_and_a_pause(world: World, trainer: T
         watch = stub.WatchMetrics(pb.WatchMetricsRequest(after_step=2), timeout=PATIENCE_S)
         assert (await watch.read()).metrics["learning_rate"] == 0.0625
         assert (await stub.StopAfterStep(pb.StopAfterStepRequest(), timeout=PATIENCE_S)).step == 3
-    assert trainer.wait() == 0, trainer.log
+    # In a thread: the server that the trainer asks lives in this loop.
+    assert await asyncio.to_thread(trainer.wait) == 0, trainer.log
     assert newest_checkpoint(trainer.work_dir)[0] == 3
