@@ -123,8 +123,15 @@ def _check_item(item: trajectory_pb2.TrajectoryItem, *, expectation: Expectation
             "bad_body",
             f"the body of {header.trajectory_id} ({len(body)} bytes) is not a serialized Trajectory",
         )
-    return check_trajectory(trajectory, header) or _check_blobs(
-        trajectory, name=header.trajectory_id, num_tokens=header.num_tokens, prefix=expectation.blob_prefix
+    return (
+        check_trajectory(trajectory, header)
+        or (_check_trainable(trajectory) if expectation.demand is None else None)
+        or _check_blobs(
+            trajectory,
+            name=header.trajectory_id,
+            num_tokens=header.num_tokens,
+            prefix=expectation.blob_prefix,
+        )
     )
 
 
@@ -193,6 +200,23 @@ def check_trajectory(
         or _check_version_spans(trajectory.version_spans, mask_T, header=header)
         or _check_turn_spans(trajectory.turn_spans, num_tokens=num_tokens, name=name)
     )
+
+
+def _check_trainable(trajectory: trajectory_pb2.Trajectory) -> Problem | None:
+    """What only training asks for: one trajectory without it would stop every trainer that is given its batch."""
+    name, temperature = trajectory.trajectory_id, trajectory.sampling.temperature
+    if not 0 < temperature < math.inf:
+        return _problem(
+            "bad_temperature",
+            f"{name}: sampling.temperature is {temperature}; the log-probs of training refer to one above 0: sample "
+            "training tasks at a temperature above 0 and send it",
+        )
+    if trajectory.loss_mask[0] & 1:
+        return _problem(
+            "first_token_trained",
+            f"{name}: token 0 is in the loss mask, but nothing predicts it; begin with a prompt, or clear its bit",
+        )
+    return None
 
 
 def _check_lengths(trajectory: trajectory_pb2.Trajectory, *, name: str, header_tokens: int) -> Problem | None:

@@ -413,9 +413,9 @@ def make_trajectory(
         reward=reward,
         finish_reason="stop",
     )
-    return trajectory_pb2.TrajectoryItem(
-        header=header, body=encode_columns(columns, trajectory_id=trajectory_id).SerializeToString()
-    )
+    body = encode_columns(columns, trajectory_id=trajectory_id)
+    body.sampling.temperature = 1.0
+    return trajectory_pb2.TrajectoryItem(header=header, body=body.SerializeToString())
 
 
 def make_episode(

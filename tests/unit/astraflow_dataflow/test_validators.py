@@ -182,6 +182,27 @@ def infinite_metric(whole: trajectory_pb2.Episode, head: object, message: object
 
 
 NAN, INF = float("nan"), float("inf")
+
+
+def temperature(value: float) -> Spoil:
+    """Overwrite the temperature."""
+
+    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+        message.sampling.temperature = value
+
+    return spoil
+
+
+def first_token_trained(
+    _: object, head: trajectory_pb2.TrajectoryHeader, message: trajectory_pb2.Trajectory
+) -> None:
+    mask = bytearray(message.loss_mask)
+    mask[0] |= 1
+    message.loss_mask = bytes(mask)
+    message.version_spans.insert(0, trajectory_pb2.VersionSpan(start=0, end=1, version=2))
+    head.num_trainable_tokens += 1
+
+
 POISON: list[tuple[str, Spoil, str]] = [
     ("nan in a trainable log-prob", logprob(9, NAN), "nan_logprob"),
     ("nan in a prompt log-prob", logprob(0, NAN), "nan_logprob"),
@@ -190,6 +211,11 @@ POISON: list[tuple[str, Spoil, str]] = [
     ("a positive log-prob", logprob(9, 0.25), "positive_logprob"),
     ("the smallest positive log-prob", logprob(9, 1e-45), "positive_logprob"),
     ("a log-prob outside the mask", logprob(0, -0.5), "logprob_outside_mask"),
+    ("greedy samples", temperature(0.0), "bad_temperature"),
+    ("a negative temperature", temperature(-1.0), "bad_temperature"),
+    ("nan temperature", temperature(NAN), "bad_temperature"),
+    ("an infinite temperature", temperature(INF), "bad_temperature"),
+    ("a first token that is trained", first_token_trained, "first_token_trained"),
     ("nan reward", header(reward=NAN), "nan_reward"),
     ("infinite reward", header(reward=-INF), "nan_reward"),
     ("header counts more tokens", header(num_tokens=14), "length_mismatch"),
@@ -302,6 +328,11 @@ def test_bfloat16_log_probs_are_read_and_checked() -> None:
     assert problem.reason == "positive_logprob"
 
 
+def test_an_evaluation_may_be_greedy() -> None:
+    demand = Expectation(newest_versions={"solver": 3}, demand=Demand(policy_id="solver", version=2))
+    assert check_episode(spoiled(temperature(0.0)), demand) is None
+
+
 def test_an_evaluation_demands_its_version_of_its_policy_only() -> None:
     expectation = Expectation(
         newest_versions={"solver": 3, "verifier": 9}, demand=Demand(policy_id="solver", version=2)
@@ -347,10 +378,11 @@ def test_a_flipped_bit_in_the_body_never_crashes_and_never_changes_what_is_accou
         assert sum(bit.bit_count() for bit in body.loss_mask) == head.num_trainable_tokens
 
 
-@given(st.integers(1, 300), st.data())
+@given(st.integers(2, 300), st.data())
 def test_every_well_formed_trajectory_passes(num_tokens: int, data: st.DataObject) -> None:
     mask = np.array(data.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)))
-    mask[data.draw(st.integers(0, num_tokens - 1))] = True
+    mask[0] = False
+    mask[data.draw(st.integers(1, num_tokens - 1))] = True
     cut = data.draw(st.integers(0, num_tokens))
     given_spans = [
         (start, end, version) for start, end, version in ((0, cut, 1), (cut, num_tokens, 2)) if end > start
@@ -365,7 +397,9 @@ def test_every_well_formed_trajectory_passes(num_tokens: int, data: st.DataObjec
     episode = make_episode(run_id="run", task_id="t", member=0)
     item = episode.trajectories[0]
     name = item.header.trajectory_id
-    item.body = encode_columns(columns, trajectory_id=name).SerializeToString()
+    message = encode_columns(columns, trajectory_id=name)
+    message.sampling.temperature = 0.5
+    item.body = message.SerializeToString()
     item.header.num_tokens, item.header.num_trainable_tokens = num_tokens, int(mask.sum())
     item.header.min_version, item.header.max_version = min(used), max(used)
     assert check_episode(episode, KNOWN) is None
