@@ -43,7 +43,7 @@ unit: $(TEST_STAMP) ## Unit, contract and architecture tests, <= 30 s
 
 check: lint types proto-check unit ## Everything to run before a commit
 
-soak: $(TEST_STAMP) ## Long kills, many seeds and full benchmarks; hours
+soak: $(TEST_STAMP) ## Random kills, many seeds, full fuzz counts; about an hour
 	@$(PYTEST) -m soak --hypothesis-profile=soak $(T) $(ARGS)
 
 study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/results/
