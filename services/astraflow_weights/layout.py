@@ -4,6 +4,10 @@ Invariant: every key of the weight path is made here, and ids that could climb o
 refused. The writer, the log and the mirror ask; nobody else builds or parses keys.
 
     <run>/<policy>/seq/<sequence:020d>.pb    log entries, created once
+    <run>/<policy>/merged/<base:020d>-<version:020d>.pb
+                                             added ways: deltas over several versions, created once
+    <run>/<policy>/snapshots/<version:020d>.pb
+                                             added ways: snapshots made after the manifest, created once
     <run>/<policy>/parts/<sha256>.afwd       snapshot and delta parts, content-named
     <run>/<policy>/assets/<sha256>           config, tokenizer and other files, content-named
     <run>/<policy>/latest                    hint, overwritten
@@ -61,6 +65,8 @@ class PolicyKeys:
         """Raises ValueError for ids that cannot stand in a key."""
         self.root = f"{check_id(run_id, what='run id')}/{check_id(policy_id, what='policy id')}/"
         self.entries = f"{self.root}seq/"
+        self.merged = f"{self.root}merged/"
+        self.snapshots = f"{self.root}snapshots/"
         self.parts = f"{self.root}parts/"
         self.assets = f"{self.root}assets/"
         self.latest = f"{self.root}latest"
@@ -68,6 +74,14 @@ class PolicyKeys:
     def entry(self, sequence: int) -> str:
         """Key of log entry `sequence`; keys sort like their numbers."""
         return f"{self.entries}{sequence:020d}{_ENTRY_SUFFIX}"
+
+    def merged_delta(self, base_version: int, version: int) -> str:
+        """Key of the added way from `base_version` to `version`."""
+        return f"{self.merged}{base_version:020d}-{version:020d}{_ENTRY_SUFFIX}"
+
+    def snapshot(self, version: int) -> str:
+        """Key of the added way from nothing to `version`; keys sort like their numbers."""
+        return f"{self.snapshots}{version:020d}{_ENTRY_SUFFIX}"
 
     def part(self, sha256_hex: str) -> str:
         """Key of the part with that digest."""

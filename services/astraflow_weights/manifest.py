@@ -1,8 +1,8 @@
-"""Entries of a policy's log as values, and their bytes in the store.
+"""Entries of a policy's log, and ways added beside it, as values, and their bytes in the store.
 
-Invariant: what `decode_entry` returns is sealed, complete and consistent in itself: a flipped bit anywhere,
-a table that does not match its root or a version without a way to it raise CorruptManifest. Writer and log
-call it; whether an entry counts is the log's business.
+Invariant: what `decode_entry` and `decode_way` return is sealed, complete and consistent in itself:
+a flipped bit anywhere, a table that does not match its root or a version without a way to it raise
+CorruptManifest. Writer, compactor and log call it; whether an entry counts is the log's business.
 """
 
 import math
@@ -105,6 +105,24 @@ class Fence:
     created_time_s: float = field(default=0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AddedWay:
+    """A snapshot (`base_version` None) or a merged delta that was made after the manifest of its version."""
+
+    run_id: str
+    policy_id: str
+    version: int
+    base_version: int | None
+    model_root: bytes
+    parts: tuple[PartRef, ...]
+    created_time_s: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.size_bytes for part in self.parts)
+
+
 Entry = Manifest | Fence
 
 
@@ -118,20 +136,33 @@ def encode_entry(entry: Entry) -> bytes:
         )
     else:
         message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION, fence=_fence_message(entry))
-    content = message.SerializeToString(deterministic=True)
-    return content + _SEAL_HEAD + sha256(content)
+    return _sealed(message)
+
+
+def encode_way(way: AddedWay) -> bytes:
+    """Sealed bytes of an added way. Raises ValueError for what no reader would accept."""
+    message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_way=_way_message(_checked_way(way)))
+    return _sealed(message)
+
+
+def decode_way(data: bytes) -> AddedWay:
+    """The added way in `data`. Raises CorruptManifest for damage, IncompatibleError for another schema
+    version.
+    """
+    message = _read(data)
+    if message.WhichOneof("entry") != "added_way":
+        raise CorruptManifest(f"an object of {len(data)} bytes is not an added way")
+    try:
+        return _checked_way(_way(message.added_way))
+    except ValueError as error:
+        raise CorruptManifest(f"an added way of {len(data)} bytes contradicts itself: {error}") from error
 
 
 def decode_entry(data: bytes) -> Entry:
     """The entry in `data`. Raises CorruptManifest for damage, IncompatibleError for another schema
     version.
     """
-    message = _unsealed(data)
-    if message.schema_version != SCHEMA_VERSION:
-        raise IncompatibleError(
-            f"log entry has schema version {message.schema_version}, this release reads {SCHEMA_VERSION}; "
-            "run the release that wrote it, or start a new run"
-        )
+    message = _read(data)
     try:
         kind = message.WhichOneof("entry")
         if kind == "manifest":
@@ -141,6 +172,21 @@ def decode_entry(data: bytes) -> Entry:
     except ValueError as error:
         raise CorruptManifest(f"a log entry of {len(data)} bytes contradicts itself: {error}") from error
     raise CorruptManifest(f"a log entry of {len(data)} bytes is neither a manifest nor a fence")
+
+
+def _sealed(message: manifest_pb2.Entry) -> bytes:
+    content = message.SerializeToString(deterministic=True)
+    return content + _SEAL_HEAD + sha256(content)
+
+
+def _read(data: bytes) -> manifest_pb2.Entry:
+    message = _unsealed(data)
+    if message.schema_version != SCHEMA_VERSION:
+        raise IncompatibleError(
+            f"log entry has schema version {message.schema_version}, this release reads {SCHEMA_VERSION}; "
+            "run the release that wrote it, or start a new run"
+        )
+    return message
 
 
 def _unsealed(data: bytes) -> manifest_pb2.Entry:
@@ -193,6 +239,18 @@ def _fence_message(fence: Fence) -> manifest_pb2.Fence:
         nonce=fence.nonce,
         previous_epoch=fence.previous_epoch,
         created_time=_timestamp(fence.created_time_s),
+    )
+
+
+def _way_message(way: AddedWay) -> manifest_pb2.AddedWay:
+    return manifest_pb2.AddedWay(
+        run_id=way.run_id,
+        policy_id=way.policy_id,
+        version=way.version,
+        base_version=way.base_version,
+        model_root=way.model_root,
+        parts=_ref_messages(way.parts),
+        created_time=_timestamp(way.created_time_s),
     )
 
 
@@ -252,6 +310,24 @@ def _fence(message: manifest_pb2.Fence) -> Fence:
         previous_epoch=message.previous_epoch if message.HasField("previous_epoch") else None,
         created_time_s=message.created_time.ToMicroseconds() / 1e6,
     )
+
+
+def _way(message: manifest_pb2.AddedWay) -> AddedWay:
+    return AddedWay(
+        run_id=check_id(message.run_id, what="run id"),
+        policy_id=check_id(message.policy_id, what="policy id"),
+        version=message.version,
+        base_version=message.base_version if message.HasField("base_version") else None,
+        model_root=_sized(message.model_root, SHA256_BYTES, what="model root"),
+        parts=_refs(message.parts),
+        created_time_s=message.created_time.ToMicroseconds() / 1e6,
+    )
+
+
+def _checked_way(way: AddedWay) -> AddedWay:
+    if way.base_version is not None and way.base_version >= way.version:
+        raise ValueError(f"a way to version {way.version} starts from version {way.base_version}")
+    return way
 
 
 def _tensor(message: manifest_pb2.Tensor) -> TensorDigest:

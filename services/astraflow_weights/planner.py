@@ -86,10 +86,10 @@ def plan_pull(
 def _ways_to(record: VersionRecord, ways: dict[int, _Way]) -> Iterator[_Way]:
     if record.version in ways:
         yield ways[record.version]
-    if record.snapshot is not None:
+    if (snapshot := record.offered_snapshot) is not None:
         edge = Edge(version=record.version, base_version=None)
-        yield _NOTHING.then(PullStep(edge=edge, parts=record.snapshot))
-    for delta in record.deltas:
+        yield _NOTHING.then(PullStep(edge=edge, parts=snapshot))
+    for delta in record.offered_deltas:
         if delta.base_version in ways:
             edge = Edge(version=record.version, base_version=delta.base_version)
             yield ways[delta.base_version].then(PullStep(edge=edge, parts=delta.parts))

@@ -2,18 +2,29 @@
 
 Invariant: every reader of the same entries sees the same versions: along the sequence epochs never fall, an
 entry with an epoch lower than one before it is ignored, and the manifests that remain are numbered 0, 1, 2
-… without gaps. Writer, planner and mirror ask it; it writes nothing. One owner per object: not thread-safe.
+… without gaps. Ways that were added beside the log count only when they lead to a model root that the
+log has; damaged ones are passed over, for they are never the only way. Writer, planner and mirror ask it;
+it writes nothing. One owner per object: not thread-safe.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from astraflow.errors import UnknownVersionError
+from astraflow.errors import IncompatibleError, UnknownVersionError
 from astraflow_weights.digest import sha256
 from astraflow_weights.errors import CorruptManifest, ObjectNotFound
 from astraflow_weights.fetch import fetch_objects
 from astraflow_weights.layout import PolicyKeys
-from astraflow_weights.manifest import DeltaRef, Entry, Fence, Manifest, PartRef, decode_entry
+from astraflow_weights.manifest import (
+    AddedWay,
+    DeltaRef,
+    Entry,
+    Fence,
+    Manifest,
+    PartRef,
+    decode_entry,
+    decode_way,
+)
 from astraflow_weights.store import ObjectStore
 
 _READ_THREADS = 8
@@ -21,7 +32,10 @@ _READ_THREADS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class VersionRecord:
-    """What is kept in memory of every version; the tensors and assets stay in its manifest."""
+    """What is kept in memory of every version; the tensors and assets stay in its manifest.
+
+    `snapshot` and `deltas` are the manifest's, `added` are the ways made since.
+    """
 
     version: int
     sequence: int
@@ -33,10 +47,28 @@ class VersionRecord:
     deltas: tuple[DeltaRef, ...]
     num_changed: int
     num_elements: int
+    added: tuple[AddedWay, ...] = ()
+
+    @property
+    def offered_snapshot(self) -> tuple[PartRef, ...] | None:
+        """Parts of the snapshot, whenever it was made; None when there is none."""
+        if self.snapshot is not None:
+            return self.snapshot
+        return next((way.parts for way in self.added if way.base_version is None), None)
+
+    @property
+    def offered_deltas(self) -> tuple[DeltaRef, ...]:
+        """The manifest's deltas and the merged ones, one per base version."""
+        bases = {delta.base_version for delta in self.deltas}
+        return self.deltas + tuple(
+            DeltaRef(base_version=way.base_version, parts=way.parts)
+            for way in self.added
+            if way.base_version is not None and way.base_version not in bases
+        )
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of the snapshot's parts; 0 when there is none."""
+        """Bytes of the parts of the manifest's snapshot; 0 when it has none."""
         return sum(part.size_bytes for part in self.snapshot or ())
 
     @property
@@ -70,6 +102,8 @@ class VersionLog:
         self._next_sequence = 0
         self._owner: Owner | None = None
         self._num_ignored = 0
+        self._ways: dict[str, AddedWay] = {}
+        self._damaged_ways: tuple[str, ...] = ()
 
     @property
     def next_sequence(self) -> int:
@@ -91,12 +125,23 @@ class VersionLog:
         """All known versions; the index is the version."""
         return self._records
 
+    @property
+    def damaged_ways(self) -> Sequence[str]:
+        """Keys of added ways that the last `refresh` passed over: damaged, or made for another log."""
+        return self._damaged_ways
+
     def refresh(self) -> int | None:
-        """Read what was added and return the newest version, None when there is none.
+        """Read what was added, entries and ways, and return the newest version, None when there is none.
 
         Raises CorruptManifest or IncompatibleError at the first entry that cannot be used, having taken in
         those before it; Unavailable and StoreRefused as the store does.
         """
+        newest = self.refresh_entries()
+        self._refresh_ways()
+        return newest
+
+    def refresh_entries(self) -> int | None:
+        """`refresh` without the added ways: all that a writer needs to know before it commits."""
         keys = self._new_keys()
         for data in fetch_objects(self._store, keys, threads=_READ_THREADS):
             self.absorb(data)
@@ -149,6 +194,46 @@ class VersionLog:
         self._next_sequence += 1
         return entry
 
+    def _refresh_ways(self) -> None:
+        """Believe the listing: ways that were collected are gone, and only new ones are read."""
+        prefixes = (self._keys.merged, self._keys.snapshots)
+        listed = [info.key for prefix in prefixes for info in self._store.list(prefix)]
+        new = [key for key in listed if key not in self._ways and key not in self._damaged_ways]
+        damaged = [key for key in self._damaged_ways if key in listed]
+        ways = {key: self._ways[key] for key in listed if key in self._ways}
+        for key in new:
+            try:
+                way = decode_way(self._store.get(key))
+            except ObjectNotFound:
+                # Collected since it was listed.
+                continue
+            except (CorruptManifest, IncompatibleError):
+                damaged.append(key)
+                continue
+            if way.version >= len(self._records):
+                # Made for a version committed since the entries were listed: read again at the next refresh.
+                continue
+            if self._fits(way, key):
+                ways[key] = way
+            else:
+                damaged.append(key)
+        self._ways, self._damaged_ways = ways, tuple(damaged)
+        self._take_in_ways()
+
+    def _fits(self, way: AddedWay, key: str) -> bool:
+        here = (way.run_id, way.policy_id) == (self.run_id, self.policy_id)
+        root = self._records[way.version].model_root
+        return here and way.model_root == root and key == way_key(self._keys, way)
+
+    def _take_in_ways(self) -> None:
+        by_version: dict[int, list[AddedWay]] = {}
+        for way in self._ways.values():
+            by_version.setdefault(way.version, []).append(way)
+        for version, record in enumerate(self._records):
+            added = tuple(by_version.get(version, ()))
+            if added != record.added:
+                self._records[version] = replace(record, added=added)
+
     def _new_keys(self) -> list[str]:
         """Keys of the entries that follow without a gap; a store may list late, but never creates out of
         order.
@@ -186,6 +271,13 @@ class VersionLog:
             num_changed=manifest.num_changed,
             num_elements=manifest.num_elements,
         )
+
+
+def way_key(keys: PolicyKeys, way: AddedWay) -> str:
+    """The one key under which an added way counts."""
+    if way.base_version is None:
+        return keys.snapshot(way.version)
+    return keys.merged_delta(way.base_version, way.version)
 
 
 def _writer(entry: Entry) -> tuple[int, bytes]:

@@ -140,8 +140,9 @@ class VersionWriter:
             return True
         chain_bytes = delta_bytes
         for distance, record in enumerate(reversed(self.log.records), start=1):
-            if record.snapshot is not None:
-                too_costly = chain_bytes > self._settings.snapshot_chain_ratio * record.snapshot_bytes
+            if (snapshot := record.offered_snapshot) is not None:
+                snapshot_bytes = sum(part.size_bytes for part in snapshot)
+                too_costly = chain_bytes > self._settings.snapshot_chain_ratio * snapshot_bytes
                 return too_costly or distance >= self._settings.snapshot_every_versions
             chain_bytes += record.delta_bytes
         return True
@@ -152,7 +153,7 @@ class VersionWriter:
         Raises Fenced when another writer took over. This is how a resumed or repeated publication ends in
         success.
         """
-        self.log.refresh()
+        self.log.refresh_entries()
         self._require_ownership()
         for record in reversed(self.log.records):
             if record.step == step and record.model_root == root:

@@ -7,6 +7,8 @@ from astraflow_weights.layout import PolicyKeys, check_file_name, check_id, chec
 
 def test_keys_of_a_policy() -> None:
     keys = PolicyKeys("run-1", "solver")
+    assert keys.merged_delta(8, 16) == f"run-1/solver/merged/{8:020d}-{16:020d}.pb"
+    assert keys.snapshot(9) == f"run-1/solver/snapshots/{9:020d}.pb"
     assert keys.entry(7) == "run-1/solver/seq/00000000000000000007.pb"
     assert keys.part("ab") == "run-1/solver/parts/ab.afwd"
     assert keys.asset("ab") == "run-1/solver/assets/ab"

@@ -9,6 +9,7 @@ from astraflow.weights.v1 import manifest_pb2
 from astraflow_weights.digest import model_root, sha256
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.manifest import (
+    AddedWay,
     Asset,
     DeltaRef,
     Entry,
@@ -16,7 +17,9 @@ from astraflow_weights.manifest import (
     Manifest,
     PartRef,
     decode_entry,
+    decode_way,
     encode_entry,
+    encode_way,
 )
 from astraflow_weights.tensor_hash import tensor_digests
 from support.weight_models import POLICY, RUN, make_model
@@ -145,3 +148,40 @@ def test_a_sealed_manifest_with_a_bad_field_is_refused(damage: object) -> None:
     content = message.SerializeToString()
     with pytest.raises(CorruptManifest, match="contradicts itself"):
         decode_entry(content + b"\x7a\x20" + sha256(content))
+
+
+WAY = AddedWay(
+    run_id=RUN,
+    policy_id=POLICY,
+    version=16,
+    base_version=8,
+    model_root=b"r" * 32,
+    parts=(ref(b"m0"), ref(b"m1")),
+    created_time_s=1_700_000_000.75,
+)
+
+
+@pytest.mark.parametrize("way", [WAY, replace(WAY, base_version=0), replace(WAY, base_version=None)])
+def test_an_added_way_comes_back_as_it_was(way: AddedWay) -> None:
+    assert decode_way(encode_way(way)) == way
+
+
+def test_every_flipped_bit_of_an_added_way_is_found() -> None:
+    data = encode_way(WAY)
+    for bit in range(len(data) * 8):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptManifest):
+            decode_way(bytes(damaged))
+
+
+def test_a_way_is_no_entry_and_an_entry_no_way() -> None:
+    with pytest.raises(CorruptManifest, match="neither a manifest nor a fence"):
+        decode_entry(encode_way(WAY))
+    with pytest.raises(CorruptManifest, match="is not an added way"):
+        decode_way(encode_entry(FENCE))
+
+
+def test_a_way_that_leads_nowhere_is_not_written() -> None:
+    with pytest.raises(ValueError, match="to version 16 starts from version 16"):
+        encode_way(replace(WAY, base_version=16))

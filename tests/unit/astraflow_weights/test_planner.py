@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from astraflow.errors import UnknownVersionError
 from astraflow_weights.errors import Edge, NoPath
-from astraflow_weights.manifest import DeltaRef, PartRef
+from astraflow_weights.manifest import AddedWay, DeltaRef, PartRef
 from astraflow_weights.planner import PullPlan, plan_pull
 from astraflow_weights.store_file import FileStore
 from astraflow_weights.version_log import VersionLog, VersionRecord
 from support.weight_models import POLICY, RUN
 
-# Sizes of one version: its snapshot (None: it has none) and its deltas by base version.
+# Sizes of one version: its snapshot (None: it has none) and its deltas by base version, merged ones too.
 Offer = tuple[int | None, dict[int, int]]
 
 
@@ -40,9 +40,25 @@ def record(version: int, offer: Offer) -> VersionRecord:
         manifest_sha256=b"m" * 32,
         model_root=b"r" * 32,
         snapshot=None if snapshot is None else (ref(snapshot),),
-        deltas=tuple(DeltaRef(base_version=base, parts=(ref(size),)) for base, size in deltas.items()),
+        deltas=tuple(
+            DeltaRef(base_version=base, parts=(ref(size),))
+            for base, size in deltas.items()
+            if base == version - 1
+        ),
         num_changed=0,
         num_elements=1,
+        added=tuple(
+            AddedWay(
+                run_id=RUN,
+                policy_id=POLICY,
+                version=version,
+                base_version=base,
+                model_root=b"r" * 32,
+                parts=(ref(size),),
+            )
+            for base, size in deltas.items()
+            if base != version - 1
+        ),
     )
 
 

@@ -9,10 +9,19 @@ from astraflow.errors import UnknownVersionError
 from astraflow_weights.digest import model_root
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.layout import PolicyKeys
-from astraflow_weights.manifest import Entry, Fence, Manifest, PartRef, encode_entry
+from astraflow_weights.manifest import (
+    AddedWay,
+    DeltaRef,
+    Entry,
+    Fence,
+    Manifest,
+    PartRef,
+    encode_entry,
+    encode_way,
+)
 from astraflow_weights.store_file import FileStore
 from astraflow_weights.tensor_hash import tensor_digests
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.version_log import VersionLog, way_key
 from support.weight_models import POLICY, RUN, make_model, overwrite
 
 KEYS = PolicyKeys(RUN, POLICY)
@@ -159,3 +168,74 @@ def test_an_entry_that_changed_since_it_was_read_is_refused(store: FileStore) ->
     store.delete(KEYS.entry(1))
     with pytest.raises(CorruptManifest, match="is gone"):
         log.manifest(0)
+
+
+def way(version: int, *, base: int | None) -> AddedWay:
+    return AddedWay(
+        run_id=RUN,
+        policy_id=POLICY,
+        version=version,
+        base_version=base,
+        model_root=model_root(TENSORS),
+        parts=(replace(PART, size_bytes=5),),
+    )
+
+
+def add(store: FileStore, added: AddedWay) -> str:
+    key = way_key(KEYS, added)
+    store.put_if_absent(key, encode_way(added))
+    return key
+
+
+def test_ways_made_later_are_offered_beside_those_of_the_manifest(store: FileStore) -> None:
+    log = write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
+    assert log.refresh() == 2
+    key = add(store, way(2, base=0))
+    log.refresh()
+    assert [delta.base_version for delta in log.record(2).offered_deltas] == [0]
+    assert log.record(2).deltas == ()
+    assert log.record(2).offered_snapshot == (PART,)
+    store.delete(key)
+    log.refresh()
+    assert log.record(2).added == ()
+
+
+def test_a_snapshot_made_later_serves_where_the_manifest_has_none(store: FileStore) -> None:
+    second = replace(
+        manifest(1, epoch=1, version=1), snapshot=None, deltas=(DeltaRef(base_version=0, parts=(PART,)),)
+    )
+    log = write(store, manifest(0, epoch=1, version=0), second)
+    add(store, way(1, base=None))
+    log.refresh()
+    assert log.record(1).snapshot is None
+    assert log.record(1).offered_snapshot == way(1, base=None).parts
+
+
+def test_a_way_that_is_damaged_or_made_for_another_log_is_passed_over(store: FileStore) -> None:
+    log = write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
+    flipped = add(store, way(2, base=0))
+    overwrite(store, flipped, encode_way(way(2, base=0))[:-1] + b"?")
+    foreign = add(store, replace(way(2, base=1), model_root=b"o" * 32))
+    misplaced = KEYS.merged_delta(0, 1)
+    store.put_if_absent(misplaced, encode_way(way(2, base=0)))
+    assert log.refresh() == 2
+    assert set(log.damaged_ways) == {flipped, foreign, misplaced}
+    assert log.record(2).added == ()
+    log.refresh()
+    assert set(log.damaged_ways) == {flipped, foreign, misplaced}
+
+
+def test_a_way_to_a_version_that_is_not_read_yet_waits_for_it(store: FileStore) -> None:
+    log = write(store, manifest(0, epoch=1, version=0))
+    add(store, way(1, base=0))
+    log.refresh()
+    assert log.damaged_ways == ()
+    write(store, manifest(1, epoch=1, version=1))
+    log.refresh()
+    assert log.record(1).added == (way(1, base=0),)
+
+
+def test_a_way_in_the_sequence_is_no_entry(store: FileStore) -> None:
+    store.put_if_absent(KEYS.entry(0), encode_way(way(1, base=0)))
+    with pytest.raises(CorruptManifest, match="neither a manifest nor a fence"):
+        write(store).refresh()

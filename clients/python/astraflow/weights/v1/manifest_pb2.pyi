@@ -28,6 +28,7 @@ class Entry(_message.Message):
     SCHEMA_VERSION_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    ADDED_WAY_FIELD_NUMBER: _builtins.int
     SEAL_FIELD_NUMBER: _builtins.int
     schema_version: _builtins.int
     """Schema of the log; 1. A reader refuses any other number."""
@@ -43,19 +44,24 @@ class Entry(_message.Message):
     def fence(self) -> Global___Fence:
         """Opens the log for a new writer and shuts out older ones."""
 
+    @_builtins.property
+    def added_way(self) -> Global___AddedWay:
+        """Another way to a version that exists. Stands beside the log, never in it."""
+
     def __init__(
         self,
         *,
         schema_version: _builtins.int = ...,
         manifest: Global___Manifest | None = ...,
         fence: Global___Fence | None = ...,
+        added_way: Global___AddedWay | None = ...,
         seal: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "fence", b"fence", "manifest", b"manifest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["added_way", b"added_way", "entry", b"entry", "fence", b"fence", "manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "fence", b"fence", "manifest", b"manifest", "schema_version", b"schema_version", "seal", b"seal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_way", b"added_way", "entry", b"entry", "fence", b"fence", "manifest", b"manifest", "schema_version", b"schema_version", "seal", b"seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["manifest", "fence"]  # noqa: Y015
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["manifest", "fence", "added_way"]  # noqa: Y015
     _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
 
@@ -363,6 +369,60 @@ class Fence(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__previous_epoch) -> _WhichOneofReturnType__previous_epoch | None: ...
 
 Global___Fence: _TypeAlias = Fence  # noqa: Y015
+
+@_typing.final
+class AddedWay(_message.Message):
+    """A way to a version that was made after its manifest: a snapshot, or a delta merged over several versions. Created once under the name of
+    what it offers; when it is visible, every part it names exists. Not part of the sequence: who ignores it loses time, never a version.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    MODEL_ROOT_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    CREATED_TIME_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    policy_id: _builtins.str
+    """Policy."""
+    version: _builtins.int
+    """Version it leads to."""
+    base_version: _builtins.int
+    """Version it starts from, lower than `version`; absent for a snapshot."""
+    model_root: _builtins.bytes
+    """Model root of the version it leads to; 32 bytes. Readers ignore the way when the log says otherwise."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartRef]:
+        """In the order of their part numbers."""
+
+    @_builtins.property
+    def created_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was made, by the maker's clock. For people."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        base_version: _builtins.int | None = ...,
+        model_root: _builtins.bytes = ...,
+        parts: _abc.Iterable[Global___PartRef] | None = ...,
+        created_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "created_time", b"created_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "created_time", b"created_time", "model_root", b"model_root", "parts", b"parts", "policy_id", b"policy_id", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
+    _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_version) -> _WhichOneofReturnType__base_version | None: ...
+
+Global___AddedWay: _TypeAlias = AddedWay  # noqa: Y015
 
 @_typing.final
 class LatestHint(_message.Message):
