@@ -1,0 +1,123 @@
+"""Proves, or disproves, that a stored version can be had bit by bit by every way that it offers.
+
+Invariant: a version without faults was rebuilt here once by each of its ways, from nothing, and every part,
+asset, tensor and the root had the digest of the sealed manifest. Changes nothing. `astraflow weights verify`
+calls it.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from astraflow_weights.errors import CorruptPart, Edge, NoPath, VerificationFailed
+from astraflow_weights.fetch import fetch_part
+from astraflow_weights.inspection import carry_out
+from astraflow_weights.manifest import Manifest, PartRef
+from astraflow_weights.part_reader import open_part
+from astraflow_weights.planner import plan_pull
+from astraflow_weights.store import ObjectStore
+from astraflow_weights.version_log import VersionLog, VersionRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that is not what the manifest says.
+
+    `version` may be older than the one that was verified: one that it is built on. `part` is the key of a
+    part or asset, `tensor` a name; each is empty when the fault is not in one.
+    """
+
+    version: int
+    problem: str
+    part: str = ""
+    tensor: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What was checked of one version, and what is wrong with it."""
+
+    version: int
+    ways: int
+    objects: int
+    tensors: int
+    model_root: bytes
+    faults: tuple[Fault, ...]
+
+
+def verify_version(store: ObjectStore, log: VersionLog, *, version: int, threads: int) -> Verification:
+    """Read everything a version names and rebuild it by each of its ways. Holds the model in memory.
+
+    Raises UnknownVersionError, CorruptManifest when its entry was changed, Unavailable, StoreRefused.
+    """
+    manifest, record = log.manifest(version), log.record(version)
+    ways = _ways(record)
+    parts = [ref for refs in ways.values() for ref in refs]
+    assets = [asset.blob for asset in manifest.assets]
+    faults = _object_faults(store, parts, version=version, threads=threads, check=_check_part)
+    faults += _object_faults(store, assets, version=version, threads=threads, check=_check_asset)
+    broken = {fault.part for fault in faults}
+    for edge, refs in ways.items():
+        # A way with a damaged part is told already, by that part.
+        if broken.isdisjoint(ref.key for ref in refs):
+            avoid = frozenset(ways) - {edge}
+            faults += _rebuild_faults(store, log, manifest=manifest, avoid=avoid, threads=threads)
+    return Verification(
+        version=version,
+        ways=len(ways),
+        objects=len(parts) + len(assets),
+        tensors=len(manifest.tensors),
+        model_root=manifest.model_root,
+        faults=tuple(dict.fromkeys(faults)),
+    )
+
+
+def _ways(record: VersionRecord) -> dict[Edge, tuple[PartRef, ...]]:
+    ways: dict[Edge, tuple[PartRef, ...]] = {}
+    if record.snapshot is not None:
+        ways[Edge(version=record.version, base_version=None)] = record.snapshot
+    for delta in record.deltas:
+        ways[Edge(version=record.version, base_version=delta.base_version)] = delta.parts
+    return ways
+
+
+def _object_faults(
+    store: ObjectStore,
+    refs: Sequence[PartRef],
+    *,
+    version: int,
+    threads: int,
+    check: Callable[[ObjectStore, PartRef], None],
+) -> list[Fault]:
+    def problem(ref: PartRef) -> str:
+        try:
+            check(store, ref)
+        except CorruptPart as error:
+            return error.message
+        return ""
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights-verify") as pool:
+        found = zip(refs, pool.map(problem, refs), strict=True)
+        return [Fault(version=version, part=ref.key, problem=text) for ref, text in found if text]
+
+
+def _check_part(store: ObjectStore, ref: PartRef) -> None:
+    open_part(fetch_part(store, ref))
+
+
+def _check_asset(store: ObjectStore, ref: PartRef) -> None:
+    fetch_part(store, ref)
+
+
+def _rebuild_faults(
+    store: ObjectStore, log: VersionLog, *, manifest: Manifest, avoid: frozenset[Edge], threads: int
+) -> list[Fault]:
+    """What hinders building the version from nothing without the ways in `avoid`."""
+    try:
+        plan = plan_pull(log, held=None, target=manifest.version, avoid=avoid)
+        carry_out(store, plan, manifest=manifest, threads=threads)
+    except NoPath as error:
+        return [Fault(version=manifest.version, problem=error.message)]
+    except VerificationFailed as failure:
+        return [Fault(version=failure.version, tensor=failure.tensor, problem=failure.message)]
+    return []
