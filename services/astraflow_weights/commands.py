@@ -60,7 +60,7 @@ def list_(
         typer.echo(f"{where} has no version")
         return
     shown = table(
-        *("version", "step", "epoch", "density", "delta bytes", "snapshot bytes", "pinned"),
+        *("version", "step", "epoch", "density", "delta bytes", "snapshot bytes", "merged from", "pinned"),
         right=("version", "step", "epoch", "density", "delta bytes", "snapshot bytes"),
     )
     for row in rows:
@@ -68,6 +68,7 @@ def list_(
             *(str(row[name]) for name in ("version", "step", "writer_epoch")),
             _share_text(row["density"]),
             *(count_text(row[name]) if row[name] else "–" for name in ("delta_bytes", "snapshot_bytes")),
+            ", ".join(str(base) for base in row["merged_from"]) or "–",
             (row["pin_reason"] or "yes") if row["pinned"] else "",
         )
     console().print(shown)
@@ -216,7 +217,8 @@ def _list_row(record: VersionRecord, pins: dict[int, str] | None) -> dict[str, A
         "num_changed": record.num_changed,
         "num_elements": record.num_elements,
         "delta_bytes": record.delta_bytes,
-        "snapshot_bytes": record.snapshot_bytes,
+        "snapshot_bytes": sum(part.size_bytes for part in record.offered_snapshot or ()),
+        "merged_from": [way.base_version for way in record.added if way.base_version is not None],
         "model_root": record.model_root.hex(),
         "pinned": None if pins is None else record.version in pins,
         "pin_reason": None if pins is None else pins.get(record.version),

@@ -69,12 +69,16 @@ class TensorChange:
         return self.num_changed / self.spec.num_elements if self.spec.num_elements else 0.0
 
 
+def parts_by_base(record: VersionRecord) -> dict[int | None, tuple[PartRef, ...]]:
+    """Parts of every way to a version, made with its manifest or added since, by base; None is the snapshot."""
+    ways: dict[int | None, tuple[PartRef, ...]] = {}
+    if (snapshot := record.offered_snapshot) is not None:
+        ways[None] = snapshot
+    return ways | {delta.base_version: delta.parts for delta in record.offered_deltas}
+
+
 def offered_ways(store: ObjectStore, record: VersionRecord, *, threads: int) -> list[OfferedWay]:
     """The ways to a version, its own parts read and opened. Raises CorruptPart, and as the store does."""
-    offers: list[tuple[int | None, tuple[PartRef, ...]]] = []
-    if record.snapshot is not None:
-        offers.append((None, record.snapshot))
-    offers += [(delta.base_version, delta.parts) for delta in record.deltas]
     return [
         OfferedWay(
             base_version=base,
@@ -82,7 +86,7 @@ def offered_ways(store: ObjectStore, record: VersionRecord, *, threads: int) -> 
             size_bytes=sum(part.size_bytes for part in parts),
             codecs=_codec_shares(store, parts, threads=threads),
         )
-        for base, parts in offers
+        for base, parts in parts_by_base(record).items()
     ]
 
 

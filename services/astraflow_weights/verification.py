@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from astraflow_weights.errors import CorruptPart, Edge, NoPath, VerificationFailed
 from astraflow_weights.fetch import fetch_part
-from astraflow_weights.inspection import carry_out
+from astraflow_weights.inspection import carry_out, parts_by_base
+from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.manifest import Manifest, PartRef
 from astraflow_weights.part_reader import open_part
 from astraflow_weights.planner import plan_pull
 from astraflow_weights.store import ObjectStore
-from astraflow_weights.version_log import VersionLog, VersionRecord
+from astraflow_weights.version_log import VersionLog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Fault:
     """Something that is not what the manifest says.
 
     `version` may be older than the one that was verified: one that it is built on. `part` is the key of a
-    part or asset, `tensor` a name; each is empty when the fault is not in one.
+    part, asset or added way, `tensor` a name; each is empty when the fault is not in one.
     """
 
     version: int
@@ -51,11 +52,12 @@ def verify_version(store: ObjectStore, log: VersionLog, *, version: int, threads
     Raises UnknownVersionError, CorruptManifest when its entry was changed, Unavailable, StoreRefused.
     """
     manifest, record = log.manifest(version), log.record(version)
-    ways = _ways(record)
+    ways = {Edge(version=version, base_version=base): refs for base, refs in parts_by_base(record).items()}
     parts = [ref for refs in ways.values() for ref in refs]
     assets = [asset.blob for asset in manifest.assets]
     faults = _object_faults(store, parts, version=version, threads=threads, check=_check_part)
     faults += _object_faults(store, assets, version=version, threads=threads, check=_check_asset)
+    faults += _damaged_ways(log, keys=PolicyKeys(log.run_id, log.policy_id), version=version)
     broken = {fault.part for fault in faults}
     for edge, refs in ways.items():
         # A way with a damaged part is told already, by that part.
@@ -72,13 +74,13 @@ def verify_version(store: ObjectStore, log: VersionLog, *, version: int, threads
     )
 
 
-def _ways(record: VersionRecord) -> dict[Edge, tuple[PartRef, ...]]:
-    ways: dict[Edge, tuple[PartRef, ...]] = {}
-    if record.snapshot is not None:
-        ways[Edge(version=record.version, base_version=None)] = record.snapshot
-    for delta in record.deltas:
-        ways[Edge(version=record.version, base_version=delta.base_version)] = delta.parts
-    return ways
+def _damaged_ways(log: VersionLog, *, keys: PolicyKeys, version: int) -> list[Fault]:
+    """Ways added to this version that every reader passes over."""
+    of_version = {keys.snapshot(version), *(keys.merged_delta(base, version) for base in range(version))}
+    problem = "an added way is damaged or was made for another log; readers pass it over"
+    return [
+        Fault(version=version, part=key, problem=problem) for key in log.damaged_ways if key in of_version
+    ]
 
 
 def _object_faults(

@@ -19,8 +19,9 @@ from astraflow_kit import log
 from astraflow_weights.publisher import Publisher
 from astraflow_weights.store_file import FileStore
 from astraflow_weights.version_writer import CommittedVersion, VersionWriter
-from support.dataflow_world import World
+from support.dataflow_world import World, until
 from support.weight_models import make_model, overwrite, trained
+from support.work_stream import working
 
 pytestmark = pytest.mark.integration
 
@@ -91,6 +92,10 @@ def _run(arguments: list[str]) -> Ended:
 
 async def _ask_server(world: World, *arguments: str) -> Ended:
     return await asyncio.to_thread(_run, [*arguments, "--join", world.address])
+
+
+async def _serves(world: World, version: int) -> bool:
+    return any(dict(node.serving_versions) == {POLICY: version} for node in (await world.status()).nodes)
 
 
 def test_list_tells_what_was_published(ask: Ask, published: list[CommittedVersion]) -> None:
@@ -190,9 +195,7 @@ async def test_a_server_tells_store_pins_and_who_serves_a_version(
     await world.create_run(store_uri=store.uri)
     trainer = await world.trainer(publish_first=False)
     await trainer.publish(version=0, step=0, content=published[0].manifest_sha256)
-    node = await world.node("n1")
-    node.serving[POLICY] = 0
-    await node.lease_reply()
+    await world.node("n1")
     pinned = await _ask_server(world, "pin", "0", "--reason", "best so far", "--json")
     assert (pinned.status, pinned.json["pin"]["reason"]) == (0, "best so far"), pinned.errors
     rows = (await _ask_server(world, "list", "--json")).json
@@ -201,7 +204,10 @@ async def test_a_server_tells_store_pins_and_who_serves_a_version(
         (1, False, None),
         (0, True, "best so far"),
     ]
-    shown = (await _ask_server(world, "show", "0", "--json")).json
+    async with working(world, "n1") as session:
+        await session.credits(0, solver=0)
+        await until(lambda: _serves(world, 0))
+        shown = (await _ask_server(world, "show", "0", "--json")).json
     assert (shown["announced"], shown["pinned"], shown["served_by"]) == (True, True, ["n1"])
     later = await _ask_server(world, "show", "1")
     assert "no: no node may activate it" in later.output

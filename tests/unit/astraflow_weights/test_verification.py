@@ -6,9 +6,11 @@ import pytest
 
 from astraflow_weights.delta import encode_delta
 from astraflow_weights.errors import CorruptManifest
+from astraflow_weights.fetch import fetch_part
 from astraflow_weights.inspection import build_version
 from astraflow_weights.layout import PolicyKeys
-from astraflow_weights.manifest import DeltaRef
+from astraflow_weights.manifest import AddedWay, DeltaRef, encode_way
+from astraflow_weights.merge import merge_deltas
 from astraflow_weights.publisher import Publisher
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store_file import FileStore
@@ -110,3 +112,21 @@ def test_a_changed_entry_of_the_log_is_refused(store: FileStore) -> None:
     flip(store, PolicyKeys(RUN, POLICY).entry(log.record(3).sequence))
     with pytest.raises(CorruptManifest):
         verify_version(store, log, version=3, threads=2)
+
+
+def test_ways_added_later_are_rebuilt_and_checked_too(store: FileStore) -> None:
+    keys, record = PolicyKeys(RUN, POLICY), read(store).record(3)
+    chain = [
+        [fetch_part(store, part) for part in read(store).record(version).deltas[0].parts]
+        for version in (2, 3)
+    ]
+    uploads = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=2).uploads
+    parts = uploads.upload_parts(merge_deltas(chain))
+    way = AddedWay(
+        run_id=RUN, policy_id=POLICY, version=3, base_version=1, model_root=record.model_root, parts=parts
+    )
+    store.put_if_absent(keys.merged_delta(1, 3), encode_way(way))
+    assert (verified(store, 3).ways, verified(store, 3).faults) == (2, ())
+    flip(store, keys.merged_delta(1, 3))
+    assert [fault.part for fault in verified(store, 3).faults] == [keys.merged_delta(1, 3)]
+    assert verified(store, 4).faults == ()
