@@ -18,7 +18,7 @@ from astraflow_weights.digest import schema_id, sha256
 from astraflow_weights.errors import CorruptPart
 from astraflow_weights.part_format import FORMAT, HEADER, MAGIC, MAX_PART_BYTES, MAX_PARTS, ROW, TRAILER_BYTES
 from astraflow_weights.tensor_hash import tile_digest
-from astraflow_weights.tensors import MAX_TILE_ELEMENTS, TensorSpec, check_spec
+from astraflow_weights.tensors import MAX_AXES, MAX_TILE_ELEMENTS, TensorSpec, check_spec
 from astraflow_weights.tiles import PartKind, StoredTile, TileCodec
 
 _CODECS = frozenset(TileCodec)
@@ -184,6 +184,8 @@ def _tensors(table: memoryview, *, num_rows: int) -> list[tuple[TensorSpec, int,
 
 
 def _spec(tensor: part_pb2.PartTensor) -> TensorSpec:
+    if len(tensor.shape) > MAX_AXES:
+        raise ValueError(f"tensor {tensor.name!r} has {len(tensor.shape)} axes; the limit is {MAX_AXES}")
     return check_spec(TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tuple(tensor.shape)))
 
 

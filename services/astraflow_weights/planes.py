@@ -28,9 +28,12 @@ def pack_unary(values: Ints) -> Bytes:
 
 def unpack_unary(plane: Bytes, *, count: int) -> Ints:
     """The `count` values of a plane. Raises CorruptPart when it holds more, fewer, or a byte too many."""
-    ends = np.flatnonzero(np.unpackbits(plane, bitorder="little"))
-    if len(ends) != count or len(plane) != (int(ends[-1]) // 8 + 1 if count else 0):
-        raise CorruptPart(f"a plane of {len(plane)} bytes holds {len(ends)} numbers where {count} are needed")
+    bits = np.unpackbits(plane, bitorder="little")
+    held = int(np.count_nonzero(bits))
+    # The table of positions is made only when it has the length that the caller expects.
+    ends = np.flatnonzero(bits) if held == count else np.empty(0, np.int64)
+    if held != count or len(plane) != (int(ends[-1]) // 8 + 1 if count else 0):
+        raise CorruptPart(f"a plane of {len(plane)} bytes holds {held} numbers where {count} are needed")
     values: Ints = np.diff(ends, prepend=-1) - 1
     return values
 

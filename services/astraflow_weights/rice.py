@@ -61,9 +61,10 @@ def encode(changes: Changes) -> bytes:
     return b"".join((*map(write_varint, head), *map(_class_head, codes), *map(bytes, planes)))
 
 
-def decode(body: memoryview, *, populations: U32) -> Changes:
-    """Read a body whose classes have `populations` elements. Raises CorruptPart."""
+def decode(body: memoryview, *, populations: U32, num_elements: int) -> Changes:
+    """Read the body of a tile of `num_elements`, whose classes have at most `populations`. Raises CorruptPart."""
     codes, planes = _open(body, populations=populations)
+    _check_room(codes, planes, num_elements=num_elements)
     compiled = kernel.active()
     if compiled is None:
         ranks, steps = _unpack(planes, codes)
@@ -194,6 +195,23 @@ def _split(body: memoryview, codes: ClassCodes, *, lengths: Sequence[int]) -> li
         )
     flat = np.frombuffer(body, np.uint8)
     return [flat[start:end] for start, end in zip(ends, [*ends[1:], len(flat)], strict=True)]
+
+
+def _check_room(codes: ClassCodes, planes: Sequence[Bytes], *, num_elements: int) -> None:
+    """Refuse more than any changes of a tile of this size can need, before room is made for what it unfolds to.
+
+    Unary gaps and runs add up to elements and changes; a size takes 17 unary and 16 low bits at most.
+    """
+    changes = int(codes["count"].sum())
+    if changes > num_elements:
+        raise CorruptPart(f"it lists {changes} changes of {num_elements} elements")
+    bits = {_GAP_Q: num_elements, _RUN_Q: changes, _SIZE_Q: 17 * changes, _SIZE_R: 16 * changes}
+    for plane, most in bits.items():
+        if len(planes[plane]) > (most + 7) // 8:
+            raise CorruptPart(
+                f"a plane of {len(planes[plane])} bytes is longer than {changes} changes of {num_elements} "
+                "elements can need"
+            )
 
 
 # ---------------------------------------------------------------- planes

@@ -78,7 +78,9 @@ def check_spec(spec: TensorSpec) -> TensorSpec:
         )
     if not 1 <= len(spec.name.encode()) <= MAX_NAME_BYTES:
         raise ValueError(f"tensor name {spec.name!r} must have 1 to {MAX_NAME_BYTES} bytes")
-    if len(spec.shape) > MAX_AXES or spec.num_elements > MAX_ELEMENTS or min(spec.shape, default=0) < 0:
+    # Axes of length 0 hide nothing: an array of shape (0, 2^63) cannot be made either.
+    extent = math.prod(axis or 1 for axis in spec.shape[:MAX_AXES])
+    if len(spec.shape) > MAX_AXES or extent > MAX_ELEMENTS or min(spec.shape, default=0) < 0:
         raise ValueError(
             f"tensor {spec.name!r} of shape {spec.shape}: at most {MAX_AXES} axes, {MAX_ELEMENTS} elements"
         )

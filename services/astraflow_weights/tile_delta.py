@@ -156,13 +156,14 @@ def _check_length(tile: StoredTile, expected: int) -> None:
 
 
 def _decode_rice(tile: StoredTile) -> Steps:
-    changes = rice.decode(tile.body, populations=np.array([tile.num_elements], np.uint32))
+    populations = np.array([tile.num_elements], np.uint32)
+    changes = rice.decode(tile.body, populations=populations, num_elements=tile.num_elements)
     return Steps(values=changes.steps, positions=changes.ranks)
 
 
 def _decode_context(tile: StoredTile, base: U16) -> Steps:
     populations = np.full(NUM_CLASSES, tile.num_elements, np.uint32)
-    changes = rice.decode(tile.body, populations=populations)
+    changes = rice.decode(tile.body, populations=populations, num_elements=tile.num_elements)
     if len(changes.ranks) != tile.num_changed:
         raise CorruptPart(f"holds {len(changes.ranks)} changes where {tile.num_changed} are announced")
     positions, steps = exponents.locate(np.ascontiguousarray(base), changes, first=tile.params[0])

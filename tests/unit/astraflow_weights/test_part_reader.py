@@ -12,8 +12,10 @@ from astraflow_weights.digest import sha256
 from astraflow_weights.errors import CorruptPart
 from astraflow_weights.part_format import HEADER, MAX_PART_BYTES, ROW, TRAILER_BYTES
 from astraflow_weights.part_reader import open_part, open_parts, read_head
+from astraflow_weights.part_writer import PartSetHead, write_parts
 from astraflow_weights.snapshot import decode_snapshot, encode_snapshot
 from astraflow_weights.tensor_hash import tile_digest
+from astraflow_weights.tensors import TensorSpec
 from astraflow_weights.tiles import PartKind
 from support.weight_models import make_model, same_model, trained
 
@@ -150,3 +152,13 @@ def test_the_digest_of_a_tile_is_checked_on_its_own() -> None:
     content[-1] ^= 1
     with pytest.raises(CorruptPart, match="its body does not match its digest"):
         open_part(sealed(bytes(content)))
+
+
+@pytest.mark.parametrize("shape", [(0, 2**63), (2**40, 0, 2**40)])
+def test_an_empty_tensor_that_no_array_can_hold_is_refused(shape: tuple[int, ...]) -> None:
+    """Its product is 0, and an array of that shape cannot be made."""
+    spec = TensorSpec(name="e", dtype="float32", shape=shape)
+    head = PartSetHead(kind=PartKind.SNAPSHOT)
+    parts = write_parts([(spec, None)], head=head, specs=[spec], part_bytes=1000)
+    with pytest.raises(CorruptPart, match="at most 16 axes"):
+        decode_snapshot(parts)

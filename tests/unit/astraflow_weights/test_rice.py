@@ -1,5 +1,7 @@
 """Rice coding: the same bytes with and without the kernel, and back again; damage is always noticed."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from astraflow_weights import context, kernel, rice
 from astraflow_weights.errors import CorruptPart
 from astraflow_weights.kernel import Isa
+from astraflow_weights.planes import write_varint
 from astraflow_weights.rice import Changes
 from support.weight_models import gaussian_bf16
 
@@ -37,6 +40,12 @@ def changes(draw: st.DrawFn) -> Changes:
     )
 
 
+def decoded_body(body: bytes, like: Changes) -> Changes:
+    return rice.decode(
+        memoryview(body), populations=like.populations, num_elements=int(like.populations.sum())
+    )
+
+
 def same(left: Changes, right: Changes) -> bool:
     return all(
         np.array_equal(getattr(left, name), getattr(right, name)) for name in ("ranks", "steps", "counts")
@@ -52,7 +61,7 @@ def test_what_is_encoded_comes_back_on_every_path(given_changes: Changes) -> Non
     (body,) = bodies
     for path in PATHS:
         with kernel.using(path):
-            decoded = rice.decode(memoryview(body), populations=given_changes.populations)
+            decoded = decoded_body(body, given_changes)
             assert same(decoded, given_changes)
 
 
@@ -64,7 +73,7 @@ def test_both_paths_refuse_the_same_bodies(given_changes: Changes, data: st.Data
     for path in (None, Isa.SCALAR):
         with kernel.using(path):
             try:
-                answers.append(rice.decode(memoryview(bytes(body)), populations=given_changes.populations))
+                answers.append(decoded_body(bytes(body), given_changes))
             except CorruptPart:
                 answers.append(None)
     first, second = answers
@@ -103,4 +112,42 @@ def test_a_cut_or_lengthened_body_is_refused(path: Isa | None, cut: int) -> None
     with kernel.using(path):
         for wrong in (body[:-cut], body + bytes(cut)):
             with pytest.raises(CorruptPart):
-                rice.decode(memoryview(wrong), populations=made.populations)
+                decoded_body(wrong, made)
+
+
+def hostile_body(*, num_classes: int, count: int, planes: tuple[int, int, int], last: int = 0) -> bytes:
+    """A body whose head fits its planes: those of given lengths are all ones, the others as long as must be."""
+    class_head = write_varint(count) + bytes([0, 0]) + write_varint(count)
+    gap_q, run_q, size_q = planes
+    signs = (num_classes * count + 7) // 8
+    head = b"".join(map(write_varint, planes)) + class_head * num_classes
+    return head + b"\xff" * (gap_q + signs + run_q + size_q + last)
+
+
+@pytest.mark.parametrize("path", [None, Isa.SCALAR], ids=str)
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            hostile_body(num_classes=16, count=50_000, planes=(100_000, 100_000, 100_000), last=2_000_000),
+            "800000 changes of 50000 elements",
+        ),
+        (hostile_body(num_classes=16, count=2, planes=(2_000_000, 4, 4)), "longer than"),
+        (hostile_body(num_classes=16, count=2, planes=(4, 2_000_000, 4)), "longer than"),
+        (hostile_body(num_classes=16, count=2, planes=(4, 4, 2_000_000)), "longer than"),
+        (hostile_body(num_classes=16, count=2, planes=(4, 4, 4), last=2_000_000), "longer than"),
+    ],
+    ids=["changes", "gaps", "runs", "sizes", "low-bits"],
+)
+def test_a_hostile_body_is_refused_before_anything_is_unfolded(
+    path: Isa | None, body: bytes, message: str
+) -> None:
+    populations = np.full(16, 50_000, np.uint32)
+    tracemalloc.start()
+    try:
+        with kernel.using(path), pytest.raises(CorruptPart, match=message):
+            rice.decode(memoryview(body), populations=populations, num_elements=50_000)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 200_000
