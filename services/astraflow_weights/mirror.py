@@ -113,8 +113,9 @@ class Mirror:
         and OSError when the disk is full. After any error the version held before is intact and loadable.
         """
         with self._exclusive():
-            self._reread(log)
+            # First: a log that does not know the target says nothing about what is held.
             record = log.record(target)
+            self._reread(log)
             if self._switch_to_present(record):
                 return self._result(base_version=target, counts=PullCounts())
             manifest = log.manifest(target)

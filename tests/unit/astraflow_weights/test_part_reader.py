@@ -8,41 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow_weights.delta import apply_delta, encode_delta
-from astraflow_weights.digest import sha256
 from astraflow_weights.errors import CorruptPart
 from astraflow_weights.part_format import HEADER, MAX_PART_BYTES, ROW, TRAILER_BYTES
 from astraflow_weights.part_reader import open_part, open_parts, read_head
 from astraflow_weights.part_writer import PartSetHead, write_parts
 from astraflow_weights.snapshot import decode_snapshot, encode_snapshot
-from astraflow_weights.tensor_hash import tile_digest
 from astraflow_weights.tensors import TensorSpec
 from astraflow_weights.tiles import PartKind
+from support.part_fuzz import resealed, sealed
 from support.weight_models import make_model, same_model, trained
 
 SMALL = {"w": np.arange(40, dtype=np.uint16), "z": np.zeros((), dtype=np.float32)}
 CHANGES = np.repeat(np.array([3, 0], dtype=np.uint16), [30, 10])
 SMALL_PART = encode_delta(SMALL, {"w": SMALL["w"] ^ CHANGES, "z": SMALL["z"]})[0]
-
-
-def sealed(content: bytes) -> bytes:
-    """The bytes with a right sha256 at their end."""
-    return content + sha256(content)
-
-
-def resealed(part: bytes) -> bytes:
-    """The part with every digest made right again, as an attacker would."""
-    try:
-        head = read_head(part)
-    except CorruptPart:
-        return sealed(part[:-TRAILER_BYTES])
-    content = bytearray(part[:-TRAILER_BYTES])
-    rows = np.frombuffer(
-        content, dtype=ROW, offset=head.table_end, count=(head.rows_end - head.table_end) // ROW.itemsize
-    )
-    for row in rows:
-        start = head.rows_end + int(row["body_start"])
-        row["body_xxh3"] = tile_digest(bytes(content[start : start + int(row["body_bytes"])]))
-    return sealed(bytes(content))
 
 
 def test_every_flipped_bit_is_detected() -> None:
