@@ -17,14 +17,14 @@ import typer
 
 from astraflow.client import Client
 from astraflow.commands.nodes import all_nodes
-from astraflow.commands.server import Server, connected
+from astraflow.commands.server import Server, connected, find_server
 from astraflow.dataflow.v1 import (
     admin_service_pb2,
     run_service_pb2,
     version_pb2,
     version_service_pb2,
 )
-from astraflow.errors import InvalidArgumentError, NotFoundError
+from astraflow.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from astraflow_kit.settings import load
 from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import ObjectStore, open_store
@@ -119,6 +119,7 @@ def stored_policy(
             raise InvalidArgumentError("--store reads without a server: say --run-id and --policy, too")
         yield _read(store, run_id=run_id, policy_id=policy_id, server=None)
         return
+    _require_server(join, data_dir=data_dir)
     with policy_of_server(
         run_id=run_id, policy_id=policy_id, join=join, data_dir=data_dir, token_file=token_file
     ) as server:
@@ -140,6 +141,17 @@ def policy_of_server(
             policy_id=_chosen([policy.policy_id for policy in status.policies], asked=policy_id),
             store_uri=run.store_uri,
         )
+
+
+def _require_server(join: Server | None, *, data_dir: Path | None) -> None:
+    """A run that has ended left its versions: say how to look at them."""
+    try:
+        find_server(join, data_dir=data_dir)
+    except UnavailableError as error:
+        raise UnavailableError(
+            f"{error.message}. Its versions outlive it: --store file://FOLDER/store (or what `astraflow dev --store` "
+            "was given) --run-id RUN --policy POLICY"
+        ) from error
 
 
 def _chosen(known: list[str], *, asked: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -173,6 +175,17 @@ def test_a_store_needs_run_and_policy(store: FileStore) -> None:
     ended = _run(["list", "--store", store.uri])
     assert ended.status == 2
     assert "say --run-id and --policy, too" in ended.errors
+
+
+def test_a_run_that_has_ended_is_told_how_to_look_at_its_versions(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    (tmp_path / "addresses").mkdir()
+    address = {"pid": gone.pid, "grpc": "127.0.0.1:1"}
+    (tmp_path / "addresses" / "dataflow.json").write_text(json.dumps(address))
+    ended = _run(["list", "--data-dir", str(tmp_path)])
+    assert ended.status == 75
+    assert "--store file://FOLDER/store" in ended.errors
 
 
 def test_a_misspelt_folder_is_refused_and_not_made(tmp_path: Path) -> None:
