@@ -1,14 +1,16 @@
 """What every test shares: one thread per process, hypothesis profiles, xdist placement, no leftovers.
 
-Nothing here is a fixture that a test asks for by name; shared fakes and servers live in `tests/support/`.
+No fixture here is asked for by name; shared fakes and servers live in `tests/support/`.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 
 import hypothesis
 import psutil
 import pytest
+import structlog
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -44,6 +46,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneEndT
     """Used for `-n` whatever `--dist` says; files run in the order in which they were collected."""
     config.option.loadscopereorder = False
     return OneEndToEndTestAtATime(config, log)
+
+
+@pytest.fixture(autouse=True)
+def logging_is_as_it_was() -> Iterator[None]:
+    """What a test configures is undone: another test may read what is printed when nothing is configured."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    if structlog.is_configured():
+        structlog.reset_defaults()
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

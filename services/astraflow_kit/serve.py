@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import quote
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -38,8 +39,10 @@ CORRELATION_METADATA = "x-correlation-id"
 STOP_GRACE_S = 5.0
 RETRY_AFTER_S = 0.2
 """What a caller is told to wait after a retryable error that says nothing itself."""
-# Statuses travel in HTTP/2 headers, which peers bound to 8 KiB, as text (escaped when not ASCII) and as details.
-_MAX_ERROR_BYTES = 2000
+# Statuses travel in HTTP/2 headers, which peers bound to 8 KiB, as text, escaped to three bytes for each that is
+# not ASCII, and once more as details.
+_MAX_ERROR_BYTES, _MAX_ESCAPED_BYTES = 2000, 3600
+_NOT_ESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _OPTIONS = (
     # What is a little too large is refused in words, by `_decoded`; the rest by gRPC, in as few bytes as it can.
     ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
@@ -257,9 +260,15 @@ def _typed(
 
 async def _abort(context: Context, error: AstraflowError) -> None:
     status = to_status(error)
-    while (excess := len(status.message.encode()) - _MAX_ERROR_BYTES) > 0:
-        status.message = status.message[: -max(1, excess // 4)]
+    while (excess := _excess_bytes(status.message)) > 0:
+        status.message = status.message[: -max(1, excess // 12)]
     await context.abort_with_status(rpc_status.to_status(status))
+
+
+def _excess_bytes(message: str) -> int:
+    return max(
+        len(message.encode()) - _MAX_ERROR_BYTES, len(quote(message, safe=_NOT_ESCAPED)) - _MAX_ESCAPED_BYTES
+    )
 
 
 def _loggable(correlation_id: str) -> str:

@@ -69,7 +69,7 @@ def damaged(folder: Path) -> None:
 
 
 RECORD = {
-    "schema_version": 1,
+    "schema_version": 2,
     "run_id": "other",
     "recipe_sha256": "ab" * 32,
     "created": "2030-01-01T00:00:00",
@@ -110,7 +110,7 @@ ROWS: dict[str, Row] = {
     ),
     "data dir of a later release": Row(
         dev(*DATA),
-        ("schema version 99", "this release reads 1", "give a new --data-dir"),
+        ("schema version 99", "this release reads 2", "give a new --data-dir"),
         status=1,
         before=run_json(**RECORD | {"schema_version": 99}),
     ),

@@ -41,17 +41,18 @@ def _forking() -> Iterator[None]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "window",
+    ("window", "last_writer"),
     [
-        "weights.publish.parts_uploaded@2",
-        pytest.param("weights.publish.before_manifest@2", marks=pytest.mark.ci),
-        pytest.param("trainer.step_taken@2", marks=pytest.mark.ci),
-        pytest.param("trainer.committed@2", marks=pytest.mark.ci),
-        pytest.param("trainer.checkpoint_half_written@1", marks=pytest.mark.ci),
+        ("weights.publish.parts_uploaded@2", 2),
+        pytest.param("weights.publish.before_manifest@2", 2, marks=pytest.mark.ci),
+        pytest.param("trainer.step_taken@2", 2, marks=pytest.mark.ci),
+        pytest.param("trainer.committed@2", 2, marks=pytest.mark.ci),
+        # A checkpoint is written after the versions it covers: the successor finds them all.
+        pytest.param("trainer.checkpoint_half_written@1", 1, marks=pytest.mark.ci),
     ],
 )
 async def test_a_frozen_trainer_that_was_replaced_changes_nothing_and_says_who_has_its_policy(
-    world: World, tmp_path: Path, window: str
+    world: World, tmp_path: Path, window: str, last_writer: int
 ) -> None:
     name, _, number = window.partition("@")
     run = await create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=STEPS)
@@ -79,7 +80,7 @@ async def test_a_frozen_trainer_that_was_replaced_changes_nothing_and_says_who_h
     assert "epoch 1 of solver is not the current one (2, of trainer " in zombie.log
     after = store_census.take(open_store(run.store_uri), run_id=run.run_id, policy_id=POLICY)
     assert after.records == before.records
-    assert (after.steps[-1], after.epochs[-1]) == (STEPS, 2)
+    assert (after.steps[-1], after.epochs[-1]) == (STEPS, last_writer)
     assert audit(zombie.ledger, successor.ledger).last_step == STEPS
     account = (await world.status()).trajectories
     assert (account.trained, account.conservation_error) == (STEPS * GROUPS_PER_STEP * 2, 0)

@@ -48,7 +48,12 @@ def to_status(error: errors.AstraflowError) -> status_pb2.Status:
 
 def from_rpc_error(error: grpc.RpcError) -> errors.AstraflowError:
     """Return the typed error for a failed call; the caller raises it `from` the original."""
-    status = rpc_status.from_call(cast("grpc.Call", error))
+    try:
+        status = rpc_status.from_call(cast("grpc.Call", error))
+    except ValueError:
+        status = (
+            None  # something in between refused the answer: its own code counts, not the details it passed on
+        )
     if status is not None:
         typed = from_status(status)
         if typed is not None:

@@ -50,6 +50,19 @@ class Failed(grpc.RpcError):
         return self.text
 
 
+class Overruled(Failed):
+    """What gRPC makes of an answer whose headers are too large: its own code, and the details of the other."""
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:  # type: ignore[override]
+        details = to_status(errors.FencedError("epoch 1 is not the current one")).SerializeToString()
+        return (("grpc-status-details-bin", details),)
+
+
+def test_details_of_an_answer_that_did_not_arrive_do_not_count() -> None:
+    typed = from_rpc_error(Overruled("received metadata size exceeds limit"))
+    assert type(typed) is errors.ResourceExhaustedError
+
+
 def test_an_error_without_details_is_classified_by_its_code() -> None:
     typed = from_rpc_error(Failed("out of streams"))
     assert type(typed) is errors.ResourceExhaustedError

@@ -1,12 +1,15 @@
 """Versions reach the engine from a real store and mirror; whatever fails leaves the old version serving."""
 
 import asyncio
+import io
+import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from astraflow_kit import log
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineFaulty, EngineUnavailable
 from astraflow_raas.engine.fake import FakeEngine
@@ -186,9 +189,11 @@ DAMAGES: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("row", DAMAGES)
 async def test_damaged_bytes_leave_the_old_version_serving_are_named_and_counted(
-    setup: Setup, row: str, capsys: pytest.CaptureFixture[str]
+    setup: Setup, row: str
 ) -> None:
     pattern, damage, words = DAMAGES[row]
+    lines = io.StringIO()
+    log.configure("test", log_format="json", stream=lines)
     setup.sync.announce(setup.trainer.publish())
     await setup.start_engine()
     announced = setup.trainer.publish()
@@ -200,8 +205,10 @@ async def test_damaged_bytes_leave_the_old_version_serving_are_named_and_counted
     await eventually(lambda: setup.sync.num_verification_failures, what="the refusal")
     assert setup.policy.version == 0
     assert setup.engine.swaps == []
-    said = next(line for line in capsys.readouterr().out.splitlines() if "weights.refused" in line)
-    assert [word for word in (*words, "still_serving=0", "version=1") if word not in said] == [], said
+    events = map(json.loads, lines.getvalue().splitlines())
+    said = next(event for event in events if event["event"] == "weights.refused")
+    assert (said["still_serving"], said["version"]) == (0, 1)
+    assert [word for word in words if word not in said["message"]] == [], said
     path.write_bytes(whole)
     await eventually(lambda: setup.policy.version == 1, what="the repaired store is used")
     assert same_model(map_model(setup.engine.swaps[-1][0]), setup.trainer.models[1])
