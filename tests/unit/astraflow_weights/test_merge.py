@@ -8,13 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow_weights.codec import apply_delta, encode_delta, invert_delta, merge_deltas
+from astraflow_weights.delta import encode_delta_tiles
 from astraflow_weights.errors import ModelMismatch, NeedsBase
 from astraflow_weights.part_reader import open_part
 from astraflow_weights.part_writer import PartSetHead, write_parts
 from astraflow_weights.tensors import Array, specs_of
 from astraflow_weights.tile_delta import encode_tile
 from astraflow_weights.tiles import PartKind, TileCodec
-from support.weight_models import gaussian_bf16, make_model, same_model, trained
+from support.weight_models import (
+    AWKWARD_BF16,
+    gaussian_bf16,
+    make_model,
+    same_model,
+    split_model,
+    trained,
+)
 
 
 def chain(length: int, *, seed: int = 0, density: float = 0.05) -> list[dict[str, Array]]:
@@ -43,6 +51,87 @@ def with_context(seed: int = 0) -> list[dict[str, Array]]:
         exponents = (bits >> 7).astype(np.int64) & 0xFF
         models.append({"w": bits + (exponents < np.quantile(exponents, 0.05)).astype(np.uint16)})
     return models
+
+
+def mixed_chain(length: int, *, seed: int) -> list[dict[str, Array]]:
+    """Versions in which tensors of every dtype move, the small bfloat16 ones more often than the large ones."""
+    draw = np.random.default_rng(seed)
+    models: list[dict[str, Array]] = [
+        {
+            "w": gaussian_bf16(draw, (20_000,)),
+            "awkward": np.tile(AWKWARD_BF16, 9),
+            "norm": draw.standard_normal(301).astype(np.float32),
+            "scale": np.array(draw.standard_normal(), np.float32),
+            "codes": draw.integers(0, 256, (7, 31), dtype=np.uint8),
+            "empty": np.zeros((0, 3), np.float32),
+        }
+    ]
+    for _ in range(length):
+        before = models[-1]
+        exponents = (before["w"] >> 7).astype(np.int64) & 0xFF
+        steps = draw.choice(np.array([1, 0xFFFF, 3], np.uint16), 20_000)
+        small = exponents < np.quantile(exponents, 0.1)
+        bits = before["norm"].view(np.uint32) ^ draw.integers(0, 2**32, 301, dtype=np.uint32)
+        models.append(
+            {
+                "w": before["w"] + np.where(small, steps, 0).astype(np.uint16),
+                "awkward": np.roll(before["awkward"], 1),
+                "norm": np.where(draw.random(301) < 0.3, bits, before["norm"].view(np.uint32)).view(
+                    np.float32
+                ),
+                "scale": np.array(draw.standard_normal(), np.float32),
+                "codes": before["codes"] ^ (draw.random((7, 31)) < 0.2).astype(np.uint8) * np.uint8(0x81),
+                "empty": before["empty"],
+            }
+        )
+    return models
+
+
+def rank_split(
+    before: dict[str, Array], after: dict[str, Array], *, ranks: int, number: int, context: bool
+) -> list[bytes]:
+    """The delta as so many ranks write it, each the tiles of its own rows."""
+    bases, targets = split_model(before, ranks), split_model(after, ranks)
+    tiles = [
+        tile
+        for base, target in zip(bases, targets, strict=True)
+        for tile in encode_delta_tiles(base, target, context=context)
+    ]
+    tiles.sort(key=lambda placed: placed[0].name)
+    head = PartSetHead(kind=PartKind.DELTA, base_version=number, target_version=number + 1)
+    return write_parts(tiles, head=head, specs=specs_of(before), part_bytes=20_000)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=4))
+def test_deltas_of_every_dtype_codec_and_number_of_ranks_merge_and_invert(
+    seed: int, written: list[tuple[int, bool]]
+) -> None:
+    """Each delta of the chain by its own number of ranks, with or without RICE_CTX."""
+    models = mixed_chain(len(written), seed=seed)
+    members = [
+        rank_split(models[number], models[number + 1], ranks=ranks, number=number, context=context)
+        for number, (ranks, context) in enumerate(written)
+    ]
+    merged = merge_deltas(members, base=models[0])
+    one_by_one, at_once = copy(models[0]), copy(models[0])
+    for member in members:
+        apply_delta(one_by_one, member)
+    apply_delta(at_once, merged)
+    assert same_model(one_by_one, models[-1])
+    assert same_model(at_once, models[-1])
+    apply_delta(at_once, invert_delta(merged, base=models[0]))
+    assert same_model(at_once, models[0])
+    for number in reversed(range(len(members))):
+        apply_delta(one_by_one, invert_delta(members[number], base=models[number]))
+    assert same_model(one_by_one, models[0])
+
+
+def test_the_mixed_chains_hold_what_they_are_for() -> None:
+    models = mixed_chain(1, seed=0)
+    parts = rank_split(models[0], models[1], ranks=3, number=0, context=True)
+    assert {TileCodec.RICE_CTX, TileCodec.RAW} <= codecs(parts)
+    assert TileCodec.RICE in codecs(rank_split(models[0], models[1], ranks=3, number=0, context=False))
 
 
 def codecs(parts: list[bytes]) -> set[TileCodec]:

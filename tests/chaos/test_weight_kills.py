@@ -1,0 +1,82 @@
+"""SIGKILL at random instants of who publishes weights and of who pulls them: bit-exact afterwards, nothing torn."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from astraflow_weights.mirror import Mirror
+from astraflow_weights.store_file import FileStore
+from support import store_census
+from support.weight_models import POLICY, RUN
+from support.weight_processes import (
+    check_mirror,
+    kill_after,
+    publish,
+    read_log,
+    root_of,
+)
+
+pytestmark = pytest.mark.timeout(3600)
+
+MAX_DELAY_S = 0.4
+PULLED_VERSIONS = 14
+
+
+def kill_publishers(folder: Path, *, times: int, seed: int) -> store_census.Census:
+    """Kill one publisher after the other over one store; each goes on where the one before was killed."""
+    draw, store = random.Random(seed), FileStore(folder / "store")
+    for number in range(times):
+        kill_after(folder, "publish", str(number + 1), delay_s=draw.random() * MAX_DELAY_S)
+        for record in read_log(store).records:
+            assert (record.step, record.model_root) == (record.version, root_of(record.version))
+    before = len(read_log(store).records)
+    publish(folder, epoch=times + 1, versions=before + 2)
+    census = store_census.take(store, run_id=RUN, policy_id=POLICY)
+    assert census.steps == list(range(before + 2))
+    assert before >= times / 5, "they were killed before they did anything"
+    cold = Mirror(folder / "cold")
+    cold.advance(store, read_log(store), target=before + 1)
+    check_mirror(cold)
+    return census
+
+
+def kill_pullers(folder: Path, *, times: int, seed: int) -> set[int]:
+    """Kill one puller after the other over one mirror; returns the versions that were found held."""
+    draw, store = random.Random(seed), FileStore(folder / "store")
+    publish(folder, epoch=1, versions=PULLED_VERSIONS)
+    log, found = read_log(store), set()
+    mirror = Mirror(folder / "mirror")
+    mirror.advance(store, log, target=0)
+    for number in range(times):
+        kill_after(folder, "pull", str(seed + number), delay_s=draw.random() * MAX_DELAY_S)
+        mirror = Mirror(folder / "mirror")
+        assert mirror.version is not None, "the version that was held is lost"
+        check_mirror(mirror)
+        found.add(mirror.version)
+        if number % 3 == 0:
+            mirror.advance(store, log, target=draw.randrange(PULLED_VERSIONS))
+            check_mirror(mirror)
+            assert not list((folder / "mirror").glob("incoming-*"))
+    return found
+
+
+@pytest.mark.ci
+def test_publishers_killed_at_random_instants_leave_whole_versions_only(tmp_path: Path) -> None:
+    kill_publishers(tmp_path, times=5, seed=1)
+
+
+@pytest.mark.ci
+def test_pullers_killed_at_random_instants_leave_a_whole_version(tmp_path: Path) -> None:
+    assert len(kill_pullers(tmp_path, times=5, seed=2)) > 1
+
+
+@pytest.mark.soak
+def test_fifty_killed_publishers(tmp_path: Path) -> None:
+    census = kill_publishers(tmp_path, times=50, seed=3)
+    assert census.num_stray_parts, "no kill met an upload"
+
+
+@pytest.mark.soak
+def test_fifty_killed_pullers(tmp_path: Path) -> None:
+    assert len(kill_pullers(tmp_path, times=50, seed=4)) > 5

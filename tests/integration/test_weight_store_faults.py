@@ -1,0 +1,170 @@
+"""Publisher and mirror over an S3 service that fails at random: no torn version, nothing lost, and an end to it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from astraflow_weights.errors import CorruptManifest, Unavailable, VerificationFailed
+from astraflow_weights.mirror import Mirror
+from astraflow_weights.publisher import Publisher
+from astraflow_weights.settings import PublishSettings
+from astraflow_weights.store import ObjectInfo, ObjectStore, open_store
+from astraflow_weights.store_file import FileStore
+from astraflow_weights.version_log import VersionLog
+from astraflow_weights.version_writer import VersionWriter
+from support import store_census
+from support.s3_server import S3Server
+from support.store_proxy import Fault, StoreProxy
+from support.weight_models import POLICY, RUN, make_model, same_model, trained
+
+pytestmark = pytest.mark.integration
+
+T = TypeVar("T")
+VERSIONS = 5
+SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
+# What a store or the way to it does to one request. A stall costs real seconds and is drawn less often.
+FAULTS: list[Fault | int] = [
+    500,
+    503,
+    429,
+    Fault.RESET,
+    Fault.LOST,
+    Fault.CUT,
+    Fault.WRONG,
+    Fault.GARBAGE,
+] * 3
+FAULTS += [Fault.STALL, Fault.LATE]
+PASSING = (Unavailable, VerificationFailed, CorruptManifest)
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """moto, in a process of its own."""
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+def until_it_works(operation: Callable[[], T], ended: list[str]) -> T:
+    """What a trainer or node does: call again after a fault that may pass. Faults run out, so this ends."""
+    while True:
+        try:
+            return operation()
+        except PASSING as error:
+            ended.append(type(error).__name__)
+
+
+def publish_and_pull(
+    store: ObjectStore, honest: ObjectStore, proxy: StoreProxy, folder: Path, seed: int
+) -> int:
+    """Returns how many faults were met."""
+    draw, ended = random.Random(seed), list[str]()
+    models = [make_model(seed)]
+    for step in range(1, VERSIONS):
+        models.append(trained(models[-1], step, density=0.1))
+    proxy.faults = [draw.choice(FAULTS) for _ in range(60)]
+    writer = until_it_works(
+        lambda: VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=SETTINGS), ended
+    )
+    publisher, mirror = Publisher(writer, base=None), Mirror(folder / "mirror")
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    for step, model in enumerate(models):
+        until_it_works(lambda model=model, step=step: publisher.publish(model, step=step), ended)  # type: ignore[misc]
+        until_it_works(log.refresh, ended)
+        held = mirror.version
+        while mirror.version != step:
+            try:
+                mirror.advance(store, log, target=step)
+            except PASSING as error:
+                ended.append(type(error).__name__)
+                assert mirror.version == held, "a failed pull changed what is held"
+        assert same_model(mirror.load(), model)
+    met = 60 - len(proxy.faults)
+    proxy.faults = []
+    census = store_census.take(honest, run_id=RUN, policy_id=POLICY)
+    assert census.steps == list(range(VERSIONS))
+    return met
+
+
+def met_over_seeds(s3_server: S3Server, folder: Path, seeds: range) -> int:
+    """Faults that were met, each seed in a bucket of its own."""
+    met = 0
+    for seed in seeds:
+        bucket = s3_server.create_bucket(f"faults-{seed}")
+        with StoreProxy(s3_server.url) as proxy:
+            settings = s3_server.settings(endpoint_url=proxy.url, read_timeout_s=0.4)
+            faulty = open_store(f"s3://{bucket}", settings=settings)
+            honest = open_store(f"s3://{bucket}", settings=s3_server.settings())
+            met += publish_and_pull(faulty, honest, proxy, folder / str(seed), seed)
+    return met
+
+
+@pytest.mark.slow
+def test_versions_travel_whole_over_a_store_that_fails_at_random(s3_server: S3Server, tmp_path: Path) -> None:
+    assert met_over_seeds(s3_server, tmp_path, range(1)) > 20
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_versions_travel_whole_over_stores_that_fail_a_thousand_times(
+    s3_server: S3Server, tmp_path: Path
+) -> None:
+    assert met_over_seeds(s3_server, tmp_path, range(100, 125)) > 1_000
+
+
+class DisorderlyStore(FileStore):
+    """Lists in any order, twice over, and not yet what was created last."""
+
+    def __init__(self, root: Path, draw: random.Random) -> None:
+        super().__init__(root)
+        self.draw = draw
+        self.late = 0
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """What the contract does not promise away."""
+        found = list(super().list(prefix, after=after))
+        if self.draw.random() < 0.5 and found:
+            self.late += 1
+            found = found[:-1]
+        found = found * 2
+        self.draw.shuffle(found)
+        return iter(found)
+
+
+def test_a_listing_out_of_order_and_late_hides_versions_at_most(tmp_path: Path) -> None:
+    honest, draw = FileStore(tmp_path / "store"), random.Random(1)
+    store = DisorderlyStore(tmp_path / "store", draw)
+    publisher = Publisher(VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1), base=None)
+    log, mirror = VersionLog(store, run_id=RUN, policy_id=POLICY), Mirror(tmp_path / "mirror")
+    model = make_model()
+    for step in range(12):
+        model = trained(model, step)
+        publisher.publish(model, step=step)
+        seen = log.refresh()
+        assert seen is None or seen <= step
+        while log.refresh() != step:
+            pass
+        mirror.advance(store, log, target=step)
+        assert same_model(mirror.load(), model)
+    assert store.late > 3
+    assert store_census.take(honest, run_id=RUN, policy_id=POLICY).steps == list(range(12))
+
+
+def test_a_part_that_is_missing_for_good_is_told_and_the_old_version_stays(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1)
+    publisher, base = Publisher(writer, base=None), make_model()
+    for step in range(3):
+        publisher.publish(trained(base, step), step=step)
+    log, mirror = VersionLog(store, run_id=RUN, policy_id=POLICY), Mirror(tmp_path / "mirror")
+    log.refresh()
+    mirror.advance(store, log, target=0)
+    store.delete(log.record(1).deltas[0].parts[0].key)
+    with pytest.raises(VerificationFailed, match="missing"):
+        mirror.advance(store, log, target=2)
+    assert mirror.version == 0
+    assert same_model(mirror.load(), trained(base, 0))

@@ -1,0 +1,110 @@
+"""A publisher and a puller of weights as processes of their own, to be killed, and what they must leave behind.
+
+Every version's model follows from its number, so any process and any test can tell what it must hold. Used by the
+tests of kills; the processes run this file.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+
+from astraflow_weights.digest import model_root
+from astraflow_weights.mirror import Mirror
+from astraflow_weights.publisher import Publisher
+from astraflow_weights.settings import PublishSettings
+from astraflow_weights.store_file import FileStore
+from astraflow_weights.tensor_hash import tensor_digests
+from astraflow_weights.tensors import Array
+from astraflow_weights.version_log import VersionLog
+from astraflow_weights.version_writer import VersionWriter
+from support.weight_models import POLICY, RUN, make_model, same_model, trained
+
+_ROWS = 12_000
+"""About 2.5 MB of weights."""
+SETTINGS = PublishSettings(snapshot_every_versions=6, snapshot_chain_ratio=100)
+
+
+@lru_cache(maxsize=8)
+def model_of(version: int) -> dict[str, Array]:
+    """The model of a version; do not change it."""
+    if version == 0:
+        return make_model(rows=_ROWS)
+    return trained(model_of(0), version, density=0.02)
+
+
+@lru_cache(maxsize=1000)
+def root_of(version: int) -> bytes:
+    """The model root that the version's manifest must have."""
+    return model_root(tensor_digests(model_of(version)))
+
+
+def read_log(store: FileStore) -> VersionLog:
+    """The log as it is now."""
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log.refresh()
+    return log
+
+
+def publish(folder: Path, *, epoch: int, versions: int | None = None) -> None:
+    """Fence, take up the newest version, and publish until killed, or until there are so many versions."""
+    store = FileStore(folder / "store")
+    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch, settings=SETTINGS)
+    newest = writer.log.latest()
+    base = None
+    if newest is not None:
+        mirror = Mirror(folder / "publisher")
+        mirror.advance(store, writer.log, target=newest.version)
+        base = mirror.load()
+    publisher = Publisher(writer, base=base)
+    while versions is None or len(writer.log.records) < versions:
+        version = len(writer.log.records)
+        publisher.publish(model_of(version), step=version)
+
+
+def pull(folder: Path, *, seed: int) -> None:
+    """Go from version to version at random until killed."""
+    store, draw = FileStore(folder / "store"), random.Random(seed)
+    log, mirror = read_log(store), Mirror(folder / "mirror")
+    while True:
+        mirror.advance(store, log, target=draw.randrange(len(log.records)))
+
+
+def kill_after(folder: Path, *arguments: str, delay_s: float) -> None:
+    """Start a process of this file and kill it so long after it began its work."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, str(folder), *arguments]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(delay_s)
+        assert process.poll() is None, f"it ended by itself with {process.returncode}"
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+
+
+def check_mirror(mirror: Mirror) -> None:
+    """Whatever version it holds, it holds it to the last bit."""
+    if mirror.version is not None:
+        assert same_model(mirror.load(), model_of(mirror.version)), f"version {mirror.version} is damaged"
+
+
+def main() -> None:
+    """Publish or pull."""
+    folder, task, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    if task == "publish":
+        publish(folder, epoch=number)
+    else:
+        pull(folder, seed=number)
+
+
+if __name__ == "__main__":
+    main()
