@@ -43,6 +43,8 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "weights.publish.parts_uploaded": "all parts and assets of a version are stored, its manifest is not",
         "weights.publish.before_manifest": "the manifest is about to be created, which commits the version",
         "weights.publish.after_manifest": "the version is committed, nobody has been told",
+        "weights.compaction.parts_uploaded": "a merged delta's or snapshot's parts are stored, nothing names them",
+        "weights.compaction.visible": "a merged delta or snapshot is offered, nobody has taken it",
         "weights.mirror.before_rename": "a new version lies whole and synced beside the one that is held",
         # engine
         "engine.before_swap": "new weights are loaded and checked, the old ones still serve",

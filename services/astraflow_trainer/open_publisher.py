@@ -2,12 +2,13 @@
 
 Invariant: older writers are fenced before anything is built on the log, and the base of the next delta is
 what the log's newest version holds: the first rank fetches and verifies it, each rank takes only its own
-rows from the files. The trainer's server calls it once per start.
+rows from the files. The trainer's session calls it once per claim, and `compacting` around its training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.published import same_shards
 from astraflow_weights.agreement import led
 from astraflow_weights.checkpoint import map_model
+from astraflow_weights.compactor import Compactor
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.mirror import Mirror
 from astraflow_weights.peers import Peers
@@ -25,7 +27,7 @@ from astraflow_weights.store import ObjectStore
 from astraflow_weights.uploads import Uploads
 from astraflow_weights.version_writer import VersionWriter
 
-__all__ = ["open_publisher"]
+__all__ = ["compacting", "open_publisher"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,7 @@ def open_publisher(
     `shards` is what this rank holds of the model, whatever its values; `mirror_dir` is one folder that all
     ranks see. Raises Fenced, and as `Mirror.advance` does.
     """
-    recipe = joined.recipe.trainer.publish
-    settings = PublishSettings(snapshot_every_versions=recipe.snapshot_every_versions)
+    settings = _settings(joined)
 
     def open_log() -> _Opened:
         writer = VersionWriter.open(
@@ -75,7 +76,36 @@ def open_publisher(
         peers=peers,
         base=same_shards(map_model(Path(opened.newest)), like=shards) if opened.newest else None,
         assets=assets,
+        inline_snapshots=peers.size > 1,
     )
+
+
+@contextmanager
+def compacting(
+    store: ObjectStore, *, joined: JoinedRun, publisher: ShardPublisher, peers: Peers
+) -> Iterator[Callable[[], None]]:
+    """Make merged deltas and snapshots beside training; yields what to call after each publication.
+
+    Only the first rank does; with several ranks none holds a whole model, and snapshots stay in the manifests.
+    """
+    if peers.index != 0:
+        yield lambda: None
+        return
+    compactor = Compactor(
+        store,
+        run_id=joined.run_id,
+        policy_id=joined.policy_id,
+        kept=publisher.kept if peers.size == 1 else None,
+        settings=_settings(joined),
+    )
+    with compactor:
+        compactor.notify()
+        yield compactor.notify
+
+
+def _settings(joined: JoinedRun) -> PublishSettings:
+    recipe = joined.recipe.trainer.publish
+    return PublishSettings(snapshot_every_versions=recipe.snapshot_every_versions)
 
 
 def _fetch_newest(store: ObjectStore, writer: VersionWriter, *, mirror_dir: Path) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
 from astraflow_trainer.memory import keep_freed_memory
-from astraflow_trainer.open_publisher import open_publisher
+from astraflow_trainer.open_publisher import compacting, open_publisher
 from astraflow_trainer.progress import Progress
 from astraflow_trainer.publish import Announcer, PublishWorker, SilentAnnouncer
 from astraflow_trainer.rank_batches import RankBatches
@@ -155,10 +156,18 @@ class TrainingSession:
         # A commit may have been the last thing an earlier process did, and Redis may have lost announcements.
         announcer = self._announcer(claim)
         announcer.announce_missing(publisher)
-        worker = PublishWorker(
-            publisher, announcer, max_behind=recipe.trainer.publish.max_behind, published=self._published
+        compactor = compacting(
+            self._store, joined=self._joined, publisher=publisher, peers=self._group.publishing
         )
-        with worker:
+        with (
+            compactor as notify,
+            PublishWorker(
+                publisher,
+                announcer,
+                max_behind=recipe.trainer.publish.max_behind,
+                published=lambda committed: self._published(committed, notify),
+            ) as worker,
+        ):
             if newest is None or newest.step < step:
                 worker.submit(step, learner.published_bytes())
                 worker.wait_until_done()
@@ -222,8 +231,9 @@ class TrainingSession:
         self._group.leave_word("model_dir", str(model_dir.absolute()))
         return model_dir
 
-    def _published(self, committed: CommittedVersion) -> None:
+    def _published(self, committed: CommittedVersion, notify: Callable[[], None]) -> None:
         self._progress.published(committed.version)
+        notify()
 
 
 def own_folder(settings: TrainerSettings, rank: int) -> Path:

@@ -3,27 +3,26 @@
 Invariant: nothing is gathered; a version becomes visible only by the first process's manifest, after every
 process has stored its parts; a delta is only ever made against bytes that are in the log, because each
 process keeps its shards of the newest version, which are checked by their common root. Every call is a
-collective and ends alike everywhere. `Publisher` is the case of one process.
+collective and ends alike everywhere. `Publisher` is the case of one process; `Compactor` adds cheaper ways
+behind it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-
 from astraflow.errors import ConflictError
 from astraflow_kit import failpoints
 from astraflow_weights.agreement import Encoded, led, shared
 from astraflow_weights.delta import encode_delta_tiles
 from astraflow_weights.digest import TensorDigest, model_root
+from astraflow_weights.kept import KeptVersion
 from astraflow_weights.manifest import DeltaRef, PartRef
 from astraflow_weights.part_format import TARGET_PART_BYTES
 from astraflow_weights.part_writer import PartSetHead, Placed, TileGroups, group_tiles, seal_parts
 from astraflow_weights.peers import Peers
-from astraflow_weights.shards import Cover, Shard, ShardedModel, check_cover, sharded_digests
+from astraflow_weights.shards import Cover, ShardedModel, check_cover, sharded_digests
 from astraflow_weights.snapshot import encode_snapshot_tiles
-from astraflow_weights.tensors import require_same_specs
 from astraflow_weights.tiles import PartKind
 from astraflow_weights.uploads import Uploads
 from astraflow_weights.version_writer import CommittedVersion, VersionWriter
@@ -65,11 +64,14 @@ class ShardPublisher:
         peers: Peers,
         base: ShardedModel | None,
         assets: Sequence[Path] = (),
+        inline_snapshots: bool = True,
     ) -> None:
         """A collective. `writer` belongs to the first process, None elsewhere; it also sends the assets.
 
         `base` holds this process's shards of the newest version, None when the log has no version. Raises
         ConflictError when that is not what the log's newest version holds: fetch that with a Mirror first.
+        Without `inline_snapshots` only a version without a delta carries a snapshot in its manifest; a
+        `Compactor` over `kept` makes the others.
         """
         assert (writer is not None) == (peers.index == 0)
         self._writer = writer
@@ -77,11 +79,13 @@ class ShardPublisher:
         self._peers = peers
         self._assets = tuple(assets)
         self._cover: Cover | None = None
-        self._base: ShardedModel | None = None
-        self._base_root: bytes | None = None
-        if base is not None:
-            self._keep(base, root=model_root(self._digests(base)))
-        self._require_base(self._led_plan(step=-1, root=b""))
+        self._inline_snapshots = inline_snapshots
+        self.kept = KeptVersion()
+        root = None if base is None else model_root(self._digests(base))
+        plan = self._led_plan(step=-1, root=b"")
+        _require_root(root, plan)
+        if base is not None and root is not None:
+            self.kept.keep(base, version=plan.next_version - 1, root=root)
 
     @property
     def newest(self) -> CommittedVersion | None:
@@ -109,10 +113,11 @@ class ShardPublisher:
         plan = self._led_plan(step=step, root=root)
         committed = plan.existing
         if committed is None:
-            self._require_base(plan)
+            kept = self.kept.newest
+            _require_root(kept.root if kept else None, plan)
             committed = self._send(model, tensors, plan=plan, step=step, learning_rate=learning_rate)
         if committed.version >= plan.next_version - 1:
-            self._keep(model, root=root)
+            self.kept.keep(model, version=committed.version, root=root)
         return committed
 
     def _send(
@@ -150,9 +155,10 @@ class ShardPublisher:
         return committed
 
     def _encode_delta(self, model: ShardedModel, *, version: int) -> _PartSet | None:
-        if self._base is None:
+        kept = self.kept.newest
+        if kept is None:
             return None
-        base = self._base
+        base = kept.shards
         head = PartSetHead(kind=PartKind.DELTA, base_version=version - 1, target_version=version)
         return self._part_set(lambda: list(encode_delta_tiles(base, model)), model, head=head)
 
@@ -188,6 +194,8 @@ class ShardPublisher:
         )
 
     def _wants_snapshot(self, delta: _PartSet | None) -> bool:
+        if delta is not None and not self._inline_snapshots:
+            return False
         size_bytes = delta.size_bytes if delta else None
         return led(
             self._peers,
@@ -224,14 +232,6 @@ class ShardPublisher:
 
         return led(self._peers, plan, encode=_encode_plan, decode=_decode_plan)
 
-    def _require_base(self, plan: _Plan) -> None:
-        if plan.newest_root != self._base_root:
-            raise ConflictError(
-                "the base of this publisher is not the newest version in the log "
-                f"({plan.next_version - 1 if plan.next_version else 'none'}); fetch that with a Mirror and "
-                "open a new publisher"
-            )
-
     def _require_writer(self) -> VersionWriter:
         assert self._writer is not None
         return self._writer
@@ -244,18 +244,15 @@ class ShardPublisher:
             decode=_decode_committed,
         )
 
-    def _keep(self, model: ShardedModel, *, root: bytes) -> None:
-        if self._base is None:
-            copies = {
-                spec.name: Shard(start=shard.start, elements=np.array(shard.elements))
-                for spec, shard in model.held()
-            }
-            self._base = ShardedModel(specs=model.specs, shards=copies)
-        else:
-            require_same_specs(self._base.specs, model.specs)
-            for spec, shard in model.held():
-                np.copyto(self._base.shards[spec.name].elements, shard.elements)
-        self._base_root = root
+
+def _require_root(root: bytes | None, plan: _Plan) -> None:
+    """The root of what this publisher keeps must be that of the newest version."""
+    if plan.newest_root != root:
+        raise ConflictError(
+            "the base of this publisher is not the newest version in the log "
+            f"({plan.next_version - 1 if plan.next_version else 'none'}); fetch that with a Mirror and "
+            "open a new publisher"
+        )
 
 
 def _encode_ref(ref: PartRef) -> Encoded:

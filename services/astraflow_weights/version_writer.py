@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from astraflow.weights.v1 import manifest_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
+from astraflow_weights.compaction import wants_snapshot
 from astraflow_weights.digest import TensorDigest, model_root
 from astraflow_weights.errors import Fenced, ObjectNotFound, Unavailable
 from astraflow_weights.layout import PolicyKeys
@@ -136,16 +137,7 @@ class VersionWriter:
         """Whether the next version should offer a snapshot, given the bytes of its delta (None: it has
         none).
         """
-        if delta_bytes is None:
-            return True
-        chain_bytes = delta_bytes
-        for distance, record in enumerate(reversed(self.log.records), start=1):
-            if (snapshot := record.offered_snapshot) is not None:
-                snapshot_bytes = sum(part.size_bytes for part in snapshot)
-                too_costly = chain_bytes > self._settings.snapshot_chain_ratio * snapshot_bytes
-                return too_costly or distance >= self._settings.snapshot_every_versions
-            chain_bytes += record.delta_bytes
-        return True
+        return wants_snapshot(self.log.records, delta_bytes=delta_bytes, settings=self._settings)
 
     def find(self, *, step: int, root: bytes) -> CommittedVersion | None:
         """Refresh the log; the newest version of this step with these bytes, if there is one.

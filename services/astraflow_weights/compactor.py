@@ -1,0 +1,188 @@
+"""Makes merged deltas and snapshots behind the publisher, in one thread of its own.
+
+Invariant: nothing waits for it, and nothing depends on it: a version is whole by its manifest, what is made
+here are cheaper ways to it. Parts are stored before the way that names them is created, once; whoever comes
+second finds it. Killed at any instant it leaves parts that nothing names. The trainer's first rank owns one.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from astraflow_kit import failpoints
+from astraflow_kit.clock import Clock, SystemClock
+from astraflow_kit.log import get_logger
+from astraflow_weights.compaction import Span, due_merges, snapshot_due
+from astraflow_weights.errors import CorruptPart, Edge, NeedsBase
+from astraflow_weights.fetch import fetch_part
+from astraflow_weights.kept import KeptVersion
+from astraflow_weights.layout import PolicyKeys
+from astraflow_weights.manifest import AddedWay, encode_way
+from astraflow_weights.merge import merge_deltas
+from astraflow_weights.part_format import TARGET_PART_BYTES
+from astraflow_weights.part_writer import PartSetHead, write_parts
+from astraflow_weights.planner import PullPlan, plan_pull
+from astraflow_weights.pull import pull
+from astraflow_weights.settings import PublishSettings
+from astraflow_weights.snapshot import encode_snapshot_tiles
+from astraflow_weights.store import ObjectStore
+from astraflow_weights.tensors import Array
+from astraflow_weights.tiles import PartKind
+from astraflow_weights.uploads import Uploads
+from astraflow_weights.version_log import VersionLog, way_key
+
+log = get_logger(__name__)
+
+
+class Compactor:
+    """Works whenever it is notified. Use as a context manager; leaving waits for the piece of work in hand.
+
+    with Compactor(store, run_id="r1", policy_id="solver", kept=publisher.kept) as compactor:
+        publisher.publish(model, step=1)
+        compactor.notify()
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        run_id: str,
+        policy_id: str,
+        kept: KeptVersion | None,
+        settings: PublishSettings | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`kept` holds the whole model of the newest version, for snapshots; None: make none."""
+        self._store = store
+        self._settings = settings or PublishSettings()
+        self._clock = clock or SystemClock()
+        self._kept = kept
+        self._keys = PolicyKeys(run_id, policy_id)
+        self._log = VersionLog(store, run_id=run_id, policy_id=policy_id)
+        self._uploads = Uploads(store, keys=self._keys, threads=self._settings.upload_threads)
+        self._occasion = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="weights-compactor", daemon=True)
+
+    def notify(self) -> None:
+        """Tell that there may be work; returns at once. Any thread."""
+        self._occasion.set()
+
+    def compact(self) -> bool:
+        """Make everything that is due, in the calling thread. False when something failed: call again."""
+        if not self._attempt("refresh", self._log.refresh):
+            return False
+        done = [
+            self._attempt("merge", partial(self._merge, span)) for span in list(due_merges(self._log.records))
+        ]
+        if self._kept is not None and snapshot_due(self._log.records, self._settings):
+            done.append(self._attempt("snapshot", self._snapshot))
+        return all(done)
+
+    def _work(self) -> None:
+        while True:
+            self._occasion.wait()
+            self._occasion.clear()
+            if self._stopping.is_set():
+                return
+            self.compact()
+
+    def _attempt(self, kind: str, action: Callable[[], object]) -> bool:
+        """Whether `action` succeeded; what fails is told and made at the next occasion."""
+        if self._stopping.is_set():
+            return False
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - the versions are whole without it; the next occasion retries
+            log.warning("compaction.failed", kind=kind, error=type(error).__name__, message=str(error))
+            return False
+        return True
+
+    def _merge(self, span: Span) -> None:
+        plan = self._chain(span, merged=True)
+        try:
+            parts = self._merged(plan, span)
+        except CorruptPart:
+            if all(_length(step.edge) == 1 for step in plan.steps):
+                raise
+            # Perhaps a merged delta among them; the deltas of the manifests may still be good.
+            parts = self._merged(self._chain(span, merged=False), span)
+        self._announce(span.version, span.base_version, parts)
+
+    def _chain(self, span: Span, *, merged: bool) -> PullPlan:
+        """Cheapest deltas over the span; only those of one version unless `merged`. Raises NoPath."""
+        records = self._log.records[: span.version + 1]
+        avoid = {Edge(version=record.version, base_version=None) for record in records}
+        if not merged:
+            ways = {
+                Edge(version=way.version, base_version=way.base_version) for r in records for way in r.added
+            }
+            avoid |= ways
+        return plan_pull(self._log, held=span.base_version, target=span.version, avoid=frozenset(avoid))
+
+    def _merged(self, plan: PullPlan, span: Span) -> list[bytes]:
+        deltas = [[fetch_part(self._store, ref) for ref in step.parts] for step in plan.steps]
+        try:
+            return merge_deltas(deltas)
+        except NeedsBase:
+            return merge_deltas(deltas, base=self._model_of(span.base_version))
+
+    def _model_of(self, version: int) -> dict[str, Array]:
+        """An older version, verified, as a node without anything would pull it."""
+        manifest = self._log.manifest(version)
+        return pull(
+            self._store,
+            plan_pull(self._log, held=None, target=version),
+            manifest=manifest,
+            load_base=dict,
+            threads=self._settings.upload_threads,
+            max_bytes=manifest.size_bytes,
+        )
+
+    def _snapshot(self) -> None:
+        """A snapshot of what is kept now, which may be newer than what made it due."""
+        assert self._kept is not None
+        with self._kept.lend() as kept:
+            if kept is None:
+                return
+            # What is kept was committed before.
+            self._log.refresh_entries()
+            record = self._log.record(kept.version)
+            if record.offered_snapshot is not None or record.model_root != kept.root:
+                return
+            head = PartSetHead(kind=PartKind.SNAPSHOT, base_version=kept.version, target_version=kept.version)
+            tiles = encode_snapshot_tiles(kept.shards)
+            parts = write_parts(tiles, head=head, specs=kept.shards.specs, part_bytes=TARGET_PART_BYTES)
+        self._announce(kept.version, None, parts)
+
+    def _announce(self, version: int, base_version: int | None, parts: Sequence[bytes]) -> None:
+        refs = self._uploads.upload_parts(parts)
+        way = AddedWay(
+            run_id=self._log.run_id,
+            policy_id=self._log.policy_id,
+            version=version,
+            base_version=base_version,
+            model_root=self._log.record(version).model_root,
+            parts=refs,
+            created_time_s=self._clock.wall_time_s(),
+        )
+        failpoints.hit("weights.compaction.parts_uploaded")
+        self._store.put_if_absent(way_key(self._keys, way), encode_way(way))
+        failpoints.hit("weights.compaction.visible")
+        self._log.refresh()
+        log.info("compaction.added", version=version, base_version=base_version, size_bytes=way.size_bytes)
+
+    def __enter__(self) -> "Compactor":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stopping.set()
+        self._occasion.set()
+        if kind is None:
+            self._thread.join()
+
+
+def _length(edge: Edge) -> int:
+    assert edge.base_version is not None
+    return edge.version - edge.base_version

@@ -1,0 +1,255 @@
+"""Merged deltas and snapshots appear behind the publisher, are taken when they are cheaper, and matter to nobody
+when they fail.
+"""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from astraflow_kit import failpoints
+from astraflow_weights.codec import encode_delta, merge_deltas
+from astraflow_weights.compactor import Compactor
+from astraflow_weights.errors import Edge, NeedsBase
+from astraflow_weights.layout import PolicyKeys
+from astraflow_weights.manifest import DeltaRef
+from astraflow_weights.mirror import Mirror
+from astraflow_weights.peers import OnePeer
+from astraflow_weights.planner import plan_pull
+from astraflow_weights.settings import PublishSettings
+from astraflow_weights.shard_publisher import ShardPublisher
+from astraflow_weights.shards import whole
+from astraflow_weights.snapshot import encode_snapshot
+from astraflow_weights.tensor_hash import tensor_digests
+from astraflow_weights.tensors import Array
+from astraflow_weights.version_log import VersionLog
+from astraflow_weights.version_writer import VersionWriter
+from support.store_census import take
+from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite, same_model, trained
+
+NEVER = PublishSettings(snapshot_every_versions=100_000, snapshot_chain_ratio=100)
+EVERY_THIRD = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
+KEYS = PolicyKeys(RUN, POLICY)
+
+
+class World:
+    """A store, a publisher without snapshots in its manifests, and the models it published."""
+
+    def __init__(self, folder: Path, settings: PublishSettings = NEVER) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.store = FaultyStore(folder / "store")
+        writer = VersionWriter.open(self.store, run_id=RUN, policy_id=POLICY, epoch=1, settings=settings)
+        self.publisher = ShardPublisher(
+            writer, uploads=writer.uploads, peers=OnePeer(), base=None, inline_snapshots=False
+        )
+        self.models: list[dict[str, Array]] = []
+
+    def publish(self, model: dict[str, Array]) -> None:
+        self.models.append(model)
+        self.publisher.publish(whole(model), step=len(self.models) - 1)
+
+    def publish_up_to(self, version: int) -> None:
+        while len(self.models) <= version:
+            before = self.models[-1] if self.models else None
+            self.publish(make_model() if before is None else trained(before, len(self.models), density=0.02))
+
+    def compactor(self, *, snapshots: bool = True) -> Compactor:
+        return Compactor(
+            self.store,
+            run_id=RUN,
+            policy_id=POLICY,
+            kept=self.publisher.kept if snapshots else None,
+            settings=self.settings,
+        )
+
+    def log(self) -> VersionLog:
+        log = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
+        log.refresh()
+        return log
+
+    def edges(self, *, held: int | None, target: int) -> list[tuple[int | None, int]]:
+        plan = plan_pull(self.log(), held=held, target=target)
+        return [(step.edge.base_version, step.edge.version) for step in plan.steps]
+
+    def added(self) -> list[tuple[int | None, int]]:
+        return [(way.base_version, way.version) for record in self.log().records for way in record.added]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def adamw_like(count: int) -> list[dict[str, Array]]:
+    """Masters in float32 that move by about the learning rate in each step, the direction changing slowly."""
+    draw = np.random.default_rng(5)
+    weights = (draw.standard_normal(200_000) * 0.02).astype(np.float32)
+    momentum = draw.standard_normal(weights.size)
+    models = []
+    for _ in range(count):
+        models.append({"w": ((weights.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)})
+        momentum = 0.9 * momentum + np.sqrt(1 - 0.9**2) * draw.standard_normal(weights.size)
+        weights = (weights - 1e-6 * momentum).astype(np.float32)
+    return models
+
+
+def test_a_node_eight_versions_behind_pulls_much_less_than_the_deltas_and_never_a_dearer_snapshot(
+    world: World,
+) -> None:
+    for model in adamw_like(17):
+        world.publish(model)
+    assert world.compactor().compact()
+    records = world.log().records
+    for base in (0, 8):
+        plan = plan_pull(world.log(), held=base, target=base + 8)
+        one_by_one = sum(record.delta_bytes for record in records[base + 1 : base + 9])
+        assert [step.edge for step in plan.steps] == [Edge(version=base + 8, base_version=base)]
+        assert plan.size_bytes <= 0.6 * one_by_one
+    mirror = Mirror(world.folder / "mirror")
+    for target in (0, 8, 16):
+        mirror.advance(world.store, world.log(), target=target)
+        assert same_model(mirror.load(), world.models[target])
+    assert mirror.counts.snapshots_fetched == 1
+
+
+def test_merged_deltas_of_8_and_64_versions_lead_to_the_same_bits(world: World) -> None:
+    world.publish_up_to(66)
+    assert world.compactor().compact()
+    assert set(world.added()) == {(base, base + 8) for base in range(0, 64, 8)} | {(0, 64)}
+    assert world.edges(held=0, target=64) == [(0, 64)]
+    mirror = Mirror(world.folder / "mirror")
+    mirror.advance(world.store, world.log(), target=0)
+    for target in (64, 7, 17, 66):
+        mirror.advance(world.store, world.log(), target=target)
+        assert same_model(mirror.load(), world.models[target])
+    take(world.store, run_id=RUN, policy_id=POLICY)
+
+
+def test_a_damaged_merged_delta_is_only_another_rejected_way(world: World) -> None:
+    world.publish_up_to(8)
+    assert world.compactor().compact()
+    merged = world.log().record(8).added[0]
+    overwrite(world.store, merged.parts[0].key, b"damaged")
+    mirror = Mirror(world.folder / "mirror")
+    mirror.advance(world.store, world.log(), target=0)
+    result = mirror.advance(world.store, world.log(), target=8)
+    assert result.rejected == {Edge(version=8, base_version=0)}
+    assert result.counts.deltas_fetched == 8
+    assert same_model(mirror.load(), world.models[8])
+
+
+def test_a_damaged_short_merge_does_not_spoil_the_long_one(world: World) -> None:
+    world.publish_up_to(63)
+    assert world.compactor().compact()
+    overwrite(world.store, world.log().record(24).added[0].parts[0].key, b"damaged")
+    world.publish_up_to(64)
+    assert world.compactor().compact()
+    mirror = Mirror(world.folder / "mirror")
+    mirror.advance(world.store, world.log(), target=0)
+    result = mirror.advance(world.store, world.log(), target=64)
+    assert (result.counts.deltas_fetched, result.rejected) == (1, frozenset())
+    assert same_model(mirror.load(), world.models[64])
+
+
+def test_deltas_that_need_their_base_are_merged_on_it(tmp_path: Path) -> None:
+    store = FaultyStore(tmp_path / "store")
+    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=NEVER)
+    models = adamw_like(9)
+    with pytest.raises(NeedsBase):
+        merge_deltas([encode_delta(models[0], models[1], context=True)])
+    for version, model in enumerate(models):
+        parts = [] if not version else encode_delta(models[version - 1], model, context=True)
+        snapshot = writer.uploads.upload_parts(encode_snapshot(model)) if not version else None
+        deltas = (
+            (DeltaRef(base_version=version - 1, parts=writer.uploads.upload_parts(parts)),) if parts else ()
+        )
+        writer.commit(step=version, tensors=tensor_digests(model), snapshot=snapshot, deltas=deltas)
+    assert Compactor(store, run_id=RUN, policy_id=POLICY, kept=None).compact()
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log.refresh()
+    mirror = Mirror(tmp_path / "mirror")
+    mirror.advance(store, log, target=0)
+    assert mirror.advance(store, log, target=8).counts.deltas_fetched == 1
+    assert same_model(mirror.load(), models[8])
+
+
+def test_a_snapshot_appears_behind_the_manifest_and_starts_the_next_chain(tmp_path: Path) -> None:
+    world = World(tmp_path, EVERY_THIRD)
+    compactor = world.compactor()
+    for version in range(8):
+        world.publish_up_to(version)
+        assert compactor.compact()
+    assert world.added() == [(None, 3), (None, 6)]
+    assert [record.version for record in world.log().records if record.snapshot] == [0]
+    assert world.edges(held=None, target=7) == [(None, 6), (6, 7)]
+    mirror = Mirror(tmp_path / "mirror")
+    mirror.advance(world.store, world.log(), target=7)
+    assert same_model(mirror.load(), world.models[7])
+    take(world.store, run_id=RUN, policy_id=POLICY)
+
+
+def test_without_a_whole_model_no_snapshot_is_made(tmp_path: Path) -> None:
+    world = World(tmp_path, EVERY_THIRD)
+    world.publish_up_to(5)
+    assert world.compactor(snapshots=False).compact()
+    assert world.added() == []
+
+
+def test_two_makers_make_one(world: World) -> None:
+    world.publish_up_to(8)
+    first, second = world.compactor(), world.compactor()
+    threads = [threading.Thread(target=each.compact) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert world.added() == [(0, 8)]
+    assert first.compact()
+    assert second.compact()
+    take(world.store, run_id=RUN, policy_id=POLICY)
+
+
+@pytest.mark.parametrize(
+    ("window", "visible"),
+    [("weights.compaction.parts_uploaded", False), ("weights.compaction.visible", True)],
+)
+def test_what_a_death_cut_short_is_made_at_the_next_occasion(
+    world: World, tmp_path: Path, window: str, visible: bool
+) -> None:
+    world.publish_up_to(8)
+    log = tmp_path / "failpoints.log"
+    failpoints.arm(f"{window}=raise@1", log_path=log)
+    try:
+        assert not world.compactor().compact()
+    finally:
+        failpoints.arm("")
+    assert [hit.name for hit in failpoints.read_hits(log) if hit.acted] == [window]
+    assert world.added() == ([(0, 8)] if visible else [])
+    take(world.store, run_id=RUN, policy_id=POLICY)
+    assert world.compactor().compact()
+    assert world.added() == [(0, 8)]
+
+
+@pytest.mark.parametrize("fault", ["lose_before", "lose_after"])
+def test_a_store_that_fails_costs_an_occasion(world: World, fault: str) -> None:
+    world.publish_up_to(8)
+    setattr(world.store, fault, 1)
+    compactor = world.compactor()
+    assert not compactor.compact()
+    assert compactor.compact()
+    assert world.added() == [(0, 8)]
+
+
+def test_the_thread_works_when_notified_and_ends_with_its_block(world: World) -> None:
+    with world.compactor() as compactor:
+        for version in range(9):
+            world.publish_up_to(version)
+            compactor.notify()
+        deadline = time.monotonic() + 60
+        while not world.added() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert not any(thread.name == "weights-compactor" for thread in threading.enumerate())
+    assert world.added() == [(0, 8)]
