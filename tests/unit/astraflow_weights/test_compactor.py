@@ -2,26 +2,32 @@
 when they fail.
 """
 
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from astraflow_kit import failpoints
+from astraflow_weights import compactor as compactor_module
 from astraflow_weights.codec import encode_delta, merge_deltas
 from astraflow_weights.compactor import Compactor
 from astraflow_weights.errors import Edge, NeedsBase
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.manifest import DeltaRef
 from astraflow_weights.mirror import Mirror
+from astraflow_weights.part_writer import Placed
 from astraflow_weights.peers import OnePeer
 from astraflow_weights.planner import plan_pull
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.shard_publisher import ShardPublisher
-from astraflow_weights.shards import whole
-from astraflow_weights.snapshot import encode_snapshot
+from astraflow_weights.shards import ShardedModel, whole
+from astraflow_weights.snapshot import encode_snapshot, encode_snapshot_tiles
 from astraflow_weights.tensor_hash import tensor_digests
 from astraflow_weights.tensors import Array
 from astraflow_weights.version_log import VersionLog
@@ -253,3 +259,55 @@ def test_the_thread_works_when_notified_and_ends_with_its_block(world: World) ->
             time.sleep(0.01)
     assert not any(thread.name == "weights-compactor" for thread in threading.enumerate())
     assert world.added() == [(0, 8)]
+
+
+_COMPACTOR = """
+import sys
+from pathlib import Path
+from astraflow_kit import failpoints
+from astraflow_weights.compactor import Compactor
+from astraflow_weights.store_file import FileStore
+folder, run, policy, window = Path(sys.argv[1]), *sys.argv[2:]
+failpoints.arm(f"{window}=kill@1", log_path=folder / "failpoints.log")
+Compactor(FileStore(folder / "store"), run_id=run, policy_id=policy, kept=None).compact()
+"""
+
+
+@pytest.mark.parametrize(
+    ("window", "visible"),
+    [("weights.compaction.parts_uploaded", False), ("weights.compaction.visible", True)],
+)
+def test_a_killed_compactor_leaves_a_whole_log(world: World, window: str, visible: bool) -> None:
+    world.publish_up_to(8)
+    command = [sys.executable, "-c", _COMPACTOR, str(world.folder), RUN, POLICY, window]
+    assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
+    assert [hit.name for hit in failpoints.read_hits(world.folder / "failpoints.log") if hit.acted] == [
+        window
+    ]
+    census = take(world.store, run_id=RUN, policy_id=POLICY)
+    assert (world.added(), census.num_stray_parts) == (([(0, 8)], 0) if visible else ([], 1))
+    assert world.compactor().compact()
+    assert world.added() == [(0, 8)]
+    assert take(world.store, run_id=RUN, policy_id=POLICY).num_stray_parts == 0
+
+
+def test_a_version_published_while_a_snapshot_is_encoded_leaves_the_snapshot_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, EVERY_THIRD)
+    world.publish_up_to(3)
+
+    def encode_late(shards: ShardedModel) -> Iterator[Placed]:
+        for version, placed in enumerate(encode_snapshot_tiles(shards), start=4):
+            world.publish_up_to(version)
+            yield placed
+
+    monkeypatch.setattr(compactor_module, "encode_snapshot_tiles", encode_late)
+    assert world.compactor().compact()
+    assert world.added() == [(None, 3)]
+    assert len(world.models) > 6
+    mirror = Mirror(tmp_path / "mirror")
+    for target in (3, len(world.models) - 1):
+        mirror.advance(world.store, world.log(), target=target)
+        assert same_model(mirror.load(), world.models[target])
+    assert world.edges(held=None, target=3) == [(None, 3)]
