@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.mirror import Mirror
 from astraflow_weights.store_file import FileStore
 from support import store_census
@@ -23,13 +24,24 @@ MAX_DELAY_S = 0.4
 PULLED_VERSIONS = 14
 
 
-def kill_publishers(folder: Path, *, times: int, seed: int) -> store_census.Census:
-    """Kill one publisher after the other over one store; each goes on where the one before was killed."""
-    draw, store = random.Random(seed), FileStore(folder / "store")
+def parts_without_version(store: FileStore) -> int:
+    """Parts that no version names yet: what a publisher leaves that is killed between upload and commit."""
+    records = read_log(store).records
+    refs = [part for record in records for part in record.snapshot or ()]
+    refs += [part for record in records for delta in record.deltas for part in delta.parts]
+    return len({info.key for info in store.list(PolicyKeys(RUN, POLICY).parts)} - {ref.key for ref in refs})
+
+
+def kill_publishers(folder: Path, *, times: int, seed: int) -> int:
+    """Kill one publisher after the other over one store; each goes on where the one before was killed. Returns how
+    many were killed between upload and commit.
+    """
+    draw, store, met = random.Random(seed), FileStore(folder / "store"), 0
     for number in range(times):
         kill_after(folder, "publish", str(number + 1), delay_s=draw.random() * MAX_DELAY_S)
         for record in read_log(store).records:
             assert (record.step, record.model_root) == (record.version, root_of(record.version))
+        met += parts_without_version(store) > 0
     before = len(read_log(store).records)
     publish(folder, epoch=times + 1, versions=before + 2)
     census = store_census.take(store, run_id=RUN, policy_id=POLICY)
@@ -38,7 +50,7 @@ def kill_publishers(folder: Path, *, times: int, seed: int) -> store_census.Cens
     cold = Mirror(folder / "cold")
     cold.advance(store, read_log(store), target=before + 1)
     check_mirror(cold)
-    return census
+    return met
 
 
 def kill_pullers(folder: Path, *, times: int, seed: int) -> set[int]:
@@ -73,8 +85,7 @@ def test_pullers_killed_at_random_instants_leave_a_whole_version(tmp_path: Path)
 
 @pytest.mark.soak
 def test_fifty_killed_publishers(tmp_path: Path) -> None:
-    census = kill_publishers(tmp_path, times=50, seed=3)
-    assert census.num_stray_parts, "no kill met an upload"
+    assert kill_publishers(tmp_path, times=50, seed=3) > 0, "no kill met an upload"
 
 
 @pytest.mark.soak
