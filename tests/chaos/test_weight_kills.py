@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from astraflow_weights.inspection import parts_by_base
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.mirror import Mirror
 from astraflow_weights.store_file import FileStore
+from astraflow_weights.verification import verify_version
 from support import store_census
 from support.weight_models import POLICY, RUN
 from support.weight_processes import (
@@ -25,10 +27,12 @@ PULLED_VERSIONS = 14
 
 
 def parts_without_version(store: FileStore) -> int:
-    """Parts that no version names yet: what a publisher leaves that is killed between upload and commit."""
-    records = read_log(store).records
-    refs = [part for record in records for part in record.snapshot or ()]
-    refs += [part for record in records for delta in record.deltas for part in delta.parts]
+    """Parts that no version or added way names yet: what a publisher or its compactor leaves that is killed
+    between upload and commit.
+    """
+    refs = [
+        ref for record in read_log(store).records for parts in parts_by_base(record).values() for ref in parts
+    ]
     return len({info.key for info in store.list(PolicyKeys(RUN, POLICY).parts)} - {ref.key for ref in refs})
 
 
@@ -50,7 +54,15 @@ def kill_publishers(folder: Path, *, times: int, seed: int) -> int:
     cold = Mirror(folder / "cold")
     cold.advance(store, read_log(store), target=before + 1)
     check_mirror(cold)
+    check_added_ways(store)
     return met
+
+
+def check_added_ways(store: FileStore) -> None:
+    """Merged deltas and snapshots that were made beside the publisher lead to the versions' bits."""
+    log = read_log(store)
+    for version in [record.version for record in log.records if record.added]:
+        assert not verify_version(store, log, version=version, threads=4).faults
 
 
 def kill_pullers(folder: Path, *, times: int, seed: int) -> set[int]:

@@ -15,10 +15,13 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
+from astraflow_weights.compactor import Compactor
 from astraflow_weights.digest import model_root
 from astraflow_weights.mirror import Mirror
-from astraflow_weights.publisher import Publisher
+from astraflow_weights.peers import OnePeer
 from astraflow_weights.settings import PublishSettings
+from astraflow_weights.shard_publisher import ShardPublisher
+from astraflow_weights.shards import whole
 from astraflow_weights.store_file import FileStore
 from astraflow_weights.tensor_hash import tensor_digests
 from astraflow_weights.tensors import Array
@@ -53,7 +56,9 @@ def read_log(store: FileStore) -> VersionLog:
 
 
 def publish(folder: Path, *, epoch: int, versions: int | None = None) -> None:
-    """Fence, take up the newest version, and publish until killed, or until there are so many versions."""
+    """Fence, take up the newest version, and publish until killed, or until there are so many versions; merged
+    deltas and snapshots are made beside it, as in a trainer.
+    """
     store = FileStore(folder / "store")
     writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch, settings=SETTINGS)
     newest = writer.log.latest()
@@ -62,10 +67,19 @@ def publish(folder: Path, *, epoch: int, versions: int | None = None) -> None:
         mirror = Mirror(folder / "publisher")
         mirror.advance(store, writer.log, target=newest.version)
         base = mirror.load()
-    publisher = Publisher(writer, base=base)
-    while versions is None or len(writer.log.records) < versions:
-        version = len(writer.log.records)
-        publisher.publish(model_of(version), step=version)
+    publisher = ShardPublisher(
+        writer,
+        uploads=writer.uploads,
+        peers=OnePeer(),
+        base=None if base is None else whole(base),
+        inline_snapshots=False,
+    )
+    compactor = Compactor(store, run_id=RUN, policy_id=POLICY, kept=publisher.kept, settings=SETTINGS)
+    with compactor:
+        while versions is None or len(writer.log.records) < versions:
+            version = len(writer.log.records)
+            publisher.publish(whole(model_of(version)), step=version)
+            compactor.notify()
 
 
 def pull(folder: Path, *, seed: int) -> None:
