@@ -1,9 +1,8 @@
 """Every failpoint of the system, each with the moment it stands for.
 
-One table, so that `astraflow doctor` and the chaos tests can list all failpoints without importing a
-daemon, and a mistyped name is refused in any process. Add a line here together with its
-`failpoints.hit("<name>")`; a test compares both sides. Names are `<root>.<moment>` or
-`<root>.<work>.<moment>`.
+One table, so that `astraflow doctor` and the chaos tests can list all failpoints without importing a daemon, and
+a mistyped name is refused in any process. Add a line here together with its `failpoints.hit("<name>")`; a test
+compares both sides. Names are `<root>.<moment>` or `<root>.<work>.<moment>`.
 """
 
 from collections.abc import Mapping

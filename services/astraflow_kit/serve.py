@@ -266,9 +266,8 @@ async def _abort(context: Context, error: AstraflowError) -> None:
 
 
 def _excess_bytes(message: str) -> int:
-    return max(
-        len(message.encode()) - _MAX_ERROR_BYTES, len(quote(message, safe=_NOT_ESCAPED)) - _MAX_ESCAPED_BYTES
-    )
+    num_escaped = len(quote(message, safe=_NOT_ESCAPED))
+    return max(len(message.encode()) - _MAX_ERROR_BYTES, num_escaped - _MAX_ESCAPED_BYTES)
 
 
 def _loggable(correlation_id: str) -> str:
