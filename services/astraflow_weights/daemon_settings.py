@@ -10,7 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from astraflow_kit.settings import DaemonSettings
-from astraflow_weights.settings import StoreSettings
+from astraflow_weights.settings import ChecksumMode, PieceBytes, RangeBytes, StoreSettings
+
+_DEFAULT = StoreSettings()
 
 
 class StoreAccess(DaemonSettings):
@@ -22,6 +24,18 @@ class StoreAccess(DaemonSettings):
     """Its region; unset leaves it to the credentials' configuration, then `us-east-1`."""
     store_credentials_file: Path | None = None
     """Shared credentials file for the store; unset uses the default chain (environment, profile, instance role)."""
+    store_profile: str | None = None
+    """Profile of the credentials; one with `role_arn` assumes that role. Unset means `default`."""
+    store_path_style: bool = _DEFAULT.path_style
+    """Address buckets as `endpoint/bucket/key`; false means `bucket.endpoint/key`."""
+    store_checksum_mode: ChecksumMode | None = None
+    """Whether uploads carry the newer checksum headers; unset decides by the endpoint."""
+    store_multipart_threshold_bytes: PieceBytes = _DEFAULT.multipart_threshold_bytes
+    """Parts and assets above this are sent in pieces."""
+    store_multipart_piece_bytes: PieceBytes = _DEFAULT.multipart_piece_bytes
+    """Size of such a piece."""
+    store_range_bytes: RangeBytes = _DEFAULT.range_bytes
+    """Objects above this are read in ranges of this size, several at a time."""
 
     @property
     def store(self) -> StoreSettings:
@@ -30,4 +44,10 @@ class StoreAccess(DaemonSettings):
             endpoint_url=self.store_endpoint_url,
             region=self.store_region,
             credentials_file=self.store_credentials_file,
+            profile=self.store_profile,
+            path_style=self.store_path_style,
+            checksum_mode=self.store_checksum_mode,
+            multipart_threshold_bytes=self.store_multipart_threshold_bytes,
+            multipart_piece_bytes=self.store_multipart_piece_bytes,
+            range_bytes=self.store_range_bytes,
         )

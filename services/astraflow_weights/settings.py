@@ -5,11 +5,17 @@ weight path build these from their own settings and pass them in.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid")
+_MIB = 2**20
+
+ChecksumMode = Literal["when_required", "when_supported"]
+# No S3 service takes a piece below 5 MiB (the last excepted) or above 5 GiB.
+PieceBytes = Annotated[int, Field(ge=5 * _MIB, le=5 * 2**30)]
+RangeBytes = Annotated[int, Field(ge=64 * 2**10, le=5 * 2**30)]
 
 
 class StoreSettings(BaseModel):
@@ -41,6 +47,22 @@ class StoreSettings(BaseModel):
     """Bound of that doubling."""
     max_connections: Annotated[int, Field(ge=1, le=256)] = 16
     """Connections kept open."""
+    checksum_mode: ChecksumMode | None = None
+    """Whether uploads carry the newer checksum headers: None means `when_supported` at AWS and `when_required` at
+    any other endpoint, where they are often refused or ignored.
+    """
+    multipart_threshold_bytes: PieceBytes = 32 * _MIB
+    """Objects above this that are named by their content are sent in pieces, several at a time."""
+    multipart_piece_bytes: PieceBytes = 16 * _MIB
+    """Size of such a piece."""
+    range_bytes: RangeBytes = 16 * _MIB
+    """Objects above this are read in ranges of this size, several at a time."""
+    transfer_threads: Annotated[int, Field(ge=1, le=64)] = 8
+    """Pieces and ranges under way at a time, over all objects."""
+    progress_bytes: Annotated[int, Field(ge=1, le=2**30)] = 64 * 2**10
+    """A transfer that moves fewer bytes than this in `progress_window_s` is cut and tried again."""
+    progress_window_s: Annotated[float, Field(gt=0, le=3600)] = 20.0
+    """Seconds over which a transfer's progress is judged."""
 
 
 class PublishSettings(BaseModel):

@@ -46,7 +46,8 @@ class ObjectStore(Protocol):
         """Create the object, whole and durable, or leave the existing one alone.
 
         Of any number of concurrent calls exactly one answers CREATED. A caller whose earlier call ended in
-        Unavailable must compare the content on EXISTS: it may be its own.
+        Unavailable must compare the content on EXISTS: it may be its own. Large content whose sha256 is in the
+        last segment of its key may answer CREATED to several: they wrote the same bytes.
         """
 
     def put(self, key: str, data: bytes) -> None:

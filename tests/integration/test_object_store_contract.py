@@ -1,7 +1,9 @@
-"""What every object store must do, over a folder and over S3 (moto), and how faults of an S3 service are met."""
+"""What every object store must do, over a folder, moto and a real Ceph radosgw (mark `ci`), and how faults are met."""
 
 from __future__ import annotations
 
+import random
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from astraflow_weights.digest import sha256
 from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable, VerificationFailed
 from astraflow_weights.mirror import Mirror
 from astraflow_weights.publisher import Publisher
@@ -16,6 +19,7 @@ from astraflow_weights.settings import StoreSettings
 from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult, open_store, probe_create_only
 from astraflow_weights.version_log import VersionLog
 from astraflow_weights.version_writer import VersionWriter
+from support.radosgw import RadosGateway, missing_programs
 from support.s3_server import S3Server
 from support.store_proxy import Fault, StoreProxy
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
@@ -36,13 +40,69 @@ def bucket(s3_server: S3Server, tmp_path: Path) -> str:
     return s3_server.create_bucket(f"bucket-{abs(hash(tmp_path)):x}")
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(scope="module")
+def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RadosGateway]:
+    """A real Ceph radosgw with one bucket."""
+    if missing := missing_programs():
+        pytest.skip(missing)
+    with RadosGateway(tmp_path_factory.mktemp("radosgw")) as gateway:
+        gateway.create_bucket("bucket-rados")
+        yield gateway
+
+
+MIB = 2**20
+PIECES = {"multipart_threshold_bytes": 5 * MIB, "multipart_piece_bytes": 5 * MIB, "range_bytes": 4 * MIB}
+"""As small as S3 allows, so that what is above 5 MiB travels in pieces."""
+
+
+# The longest part of a test over radosgw is its share of the start.
+@pytest.fixture(
+    params=["file", "s3", pytest.param("radosgw", marks=[pytest.mark.ci, pytest.mark.timeout(300)])]
+)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     """An empty store of each kind."""
     if request.param == "file":
         return open_store((tmp_path / "store").as_uri())
+    if request.param == "radosgw":
+        gateway: RadosGateway = request.getfixturevalue("radosgw")
+        settings = gateway.settings().model_copy(update=PIECES)
+        return open_store(f"s3://bucket-rados/{secrets.token_hex(8)}", settings=settings)
     server: S3Server = request.getfixturevalue("s3_server")
-    return open_store(f"s3://{request.getfixturevalue('bucket')}/some/prefix", settings=server.settings())
+    settings = server.settings(**PIECES)
+    return open_store(f"s3://{request.getfixturevalue('bucket')}/some/prefix", settings=settings)
+
+
+def large(size: int = 11 * MIB + 7) -> tuple[str, bytes]:
+    """A key that names its content, and the content, in which no two ranges are equal."""
+    content = random.Random(size).randbytes(size)
+    return f"run/policy/parts/{sha256(content).hex()}.afwd", content
+
+
+def test_large_content_comes_back_whole_and_in_ranges(store: ObjectStore) -> None:
+    key, content = large()
+    assert store.put_if_absent(key, content) is PutResult.CREATED
+    assert store.put_if_absent(key, content) is PutResult.EXISTS
+    assert store.get(key) == content
+    assert store.head(key).size_bytes == len(content)
+    for start, length in ((0, 9 * MIB), (3 * MIB + 1, 2 * MIB), (7 * MIB, 99 * MIB), (12 * MIB, 5 * MIB)):
+        assert store.get_range(key, start=start, length=length) == content[start : start + length]
+    assert [info.key for info in store.list("")] == [key]
+
+
+def test_of_racing_senders_of_large_content_each_succeeds_and_it_is_whole(store: ObjectStore) -> None:
+    key, content = large(6 * MIB)
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda _: store.put_if_absent(key, content), range(3)))
+    assert PutResult.CREATED in results
+    assert store.get(key) == content
+
+
+def test_large_content_that_its_name_does_not_tell_is_still_created_once(store: ObjectStore) -> None:
+    contents = [bytes([number]) * (6 * MIB) for number in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda content: store.put_if_absent("large", content), contents))
+    assert results.count(PutResult.CREATED) == 1
+    assert store.get("large") == contents[results.index(PutResult.CREATED)]
 
 
 def test_a_key_is_created_once(store: ObjectStore) -> None:

@@ -6,6 +6,7 @@ in the order of the list; requests beyond it pass. Used by the tests of the stor
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import struct
@@ -18,7 +19,15 @@ from urllib.parse import urlsplit
 
 STALL_S = 1.0
 """How long a stalled answer lets its client wait; clients under test give up after less."""
-_CODES = {403: "AccessDenied", 409: "ConditionalRequestConflict", 429: "SlowDown", 501: "NotImplemented"}
+_DROP_S = 0.02
+_SIP_BYTES = 1024
+_CODES = {
+    403: "AccessDenied",
+    404: "NoSuchUpload",
+    409: "ConditionalRequestConflict",
+    429: "SlowDown",
+    501: "NotImplemented",
+}
 
 
 class Fault(Enum):
@@ -32,6 +41,8 @@ class Fault(Enum):
     WRONG = "the answer has one wrong byte"
     SLOW = "the answer comes in drops, whole"
     GARBAGE = "the answer is a page of somebody else"
+    DRIP = "the answer comes byte by byte, for as long as the client waits"
+    SIP = "the request's body is taken in sips, for as long as the client sends"
 
 
 @dataclass(frozen=True)
@@ -48,8 +59,13 @@ class StoreProxy:
     """The proxy. `only` limits faults to requests whose path contains it."""
 
     target: str
-    faults: list[Fault | int] = field(default_factory=list)
+    faults: list[Fault | int | None] = field(default_factory=list)
+    """None lets a request pass."""
     only: str = ""
+    knows_ranges: bool = True
+    """False hides that a range was asked for, as some caches do."""
+    before_request: Callable[[int], None] = lambda number: None
+    """Called with the number of each request."""
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     """Method and If-None-Match of each request."""
     url: str = ""
@@ -75,7 +91,8 @@ class StoreProxy:
         """Send a request on and return its answer."""
         connection = http.client.HTTPConnection(urlsplit(self.target).netloc, timeout=30)
         try:
-            passed = {name: value for name, value in headers if name.lower() not in ("expect", "connection")}
+            hidden = ("expect", "connection", *(() if self.knows_ranges else ("range",)))
+            passed = {name: value for name, value in headers if name.lower() not in hidden}
             connection.request(method, path, body=body, headers=passed)
             answer = connection.getresponse()
             return Answer(answer.status, answer.getheaders(), answer.read())
@@ -88,6 +105,8 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, proxy: StoreProxy) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        # Small, so that a body that is not read soon stands still at its sender.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
         self.proxy = proxy
         self.ended = threading.Event()
 
@@ -99,9 +118,12 @@ class _Handler(BaseHTTPRequestHandler):
     def pass_on(self) -> None:
         """Answer one request: as the server does, or with a fault."""
         proxy = self.server.proxy
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        proxy.requests.append((self.command, self.headers.get("If-None-Match")))
         fault = proxy.next_fault(self.path)
+        proxy.requests.append((self.command, self.headers.get("If-None-Match")))
+        proxy.before_request(len(proxy.requests))
+        if fault is Fault.SIP:
+            return self.sip()
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if isinstance(fault, int):
             self.send(_error(fault))
         elif fault is Fault.RESET:
@@ -111,6 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             answer = proxy.forward(self.command, self.path, list(self.headers.items()), body)
             _SPOIL[fault](self, answer)
+        return None
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = pass_on
 
@@ -136,6 +159,22 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(half, missing=len(answer.body) - kept + 1)
         self.reset()
 
+    def sip(self) -> None:
+        """Take a little of the request's body now and then until the client gives up."""
+        while self.rfile.read(_SIP_BYTES) and not self.server.ended.wait(_DROP_S):
+            pass
+        self.close_connection = True
+
+    def drip(self, answer: Answer) -> None:
+        """Send an answer byte by byte until the client gives up."""
+        self.send(Answer(answer.status, answer.headers, b""), missing=len(answer.body))
+        with contextlib.suppress(OSError):  # the client giving up is what is waited for
+            for byte in answer.body:
+                self.wfile.write(bytes([byte]))
+                if self.server.ended.wait(_DROP_S):
+                    break
+        self.close_connection = True
+
     def stall(self) -> None:
         """Say nothing, then reset."""
         self.server.ended.wait(STALL_S)
@@ -158,6 +197,7 @@ _SPOIL: Mapping[Fault | None, Callable[[_Handler, Answer], None]] = {
     Fault.LATE: lambda handler, _: handler.stall(),
     Fault.CUT: _Handler.send_half,
     Fault.WRONG: lambda handler, answer: handler.send(_with_a_wrong_byte(answer)),
+    Fault.DRIP: _Handler.drip,
     Fault.SLOW: lambda handler, answer: handler.send(answer, pieces=8),
     Fault.GARBAGE: lambda handler, _: handler.send(Answer(200, [], b"<html>sign in to this network</html>")),
 }
