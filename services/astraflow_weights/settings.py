@@ -36,7 +36,7 @@ class StoreSettings(BaseModel):
     profile: str | None = None
     """Profile inside the credentials file; None means `default`."""
     connect_timeout_s: Annotated[float, Field(gt=0, le=300)] = 5.0
-    """Seconds to wait for a connection."""
+    """Seconds to wait for a connection, and for the next 16 KiB of an upload to be taken."""
     read_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """Seconds without a byte after which an answer is given up."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 6

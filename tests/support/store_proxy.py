@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 STALL_S = 1.0
 """How long a stalled answer lets its client wait; clients under test give up after less."""
 _DROP_S = 0.02
-_SIP_BYTES = 1024
+_SIP_BYTES = 256
 _CODES = {
     403: "AccessDenied",
     404: "NoSuchUpload",

@@ -20,3 +20,17 @@ def test_variables_say_how_to_reach_an_s3_service(monkeypatch: pytest.MonkeyPatc
     assert load(StoreAccess, {"store_region": "eu-2"}).store == StoreSettings(
         endpoint_url="http://127.0.0.1:9000", region="eu-2", credentials_file=Path("/run/secrets/store")
     )
+
+
+def test_what_a_store_needs_beside_its_address_is_passed_on() -> None:
+    values = {
+        "profile": "node",
+        "path_style": False,
+        "checksum_mode": "when_supported",
+        "multipart_threshold_bytes": 64 * 2**20,
+        "multipart_piece_bytes": 8 * 2**20,
+        "range_bytes": 4 * 2**20,
+    }
+    assert load(
+        StoreAccess, {f"store_{name}": value for name, value in values.items()}
+    ).store == StoreSettings(**values)

@@ -34,3 +34,11 @@ def test_a_window_that_is_restarted_forgets_the_wait_before_it() -> None:
     now = 100.0
     progress.restart()
     progress.moved(1)
+
+
+def test_a_burst_after_a_long_wait_is_judged_by_its_rate() -> None:
+    now = 0.0
+    progress = Progress(SETTINGS, clock=lambda: now)
+    now = 100.0
+    with pytest.raises(Passing, match=r"999 bytes moved in 100\.0 s, less than 100 in 10 s"):
+        progress.moved(999)
