@@ -166,7 +166,8 @@ def _act(point: Failpoint) -> None:
     if point.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif point.action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: one sent to the process may stop it only after this thread went on for a while.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif point.action == "sleep":
         time.sleep(point.argument)
     elif point.action == "exit":
