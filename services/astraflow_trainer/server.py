@@ -63,7 +63,7 @@ def check(settings: TrainerSettings) -> int:
             require_installed(warm_start.demonstrations, folder=joined.recipe_dir)
             plugins.load(warm_start.demonstrations, protocol=Demonstrations, recipe_dir=joined.recipe_dir)
         store = _usable_store(settings, joined)
-        VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id).refresh()
+        VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id).refresh_entries()
     except AstraflowError as error:
         log.error("check.failed", reason=error.reason, message=error.message)
         return int(lifecycle.exit_code_of(error))

@@ -121,7 +121,7 @@ class TrainingSession:
 
     def _epoch_in_store(self) -> int:
         versions = VersionLog(self._store, run_id=self._joined.run_id, policy_id=self._joined.policy_id)
-        versions.refresh()
+        versions.refresh_entries()
         return versions.owner.epoch if versions.owner else 0
 
     def _train(self, claim: Claim, *, model_dir: Path) -> None:

@@ -213,7 +213,7 @@ def _list_row(record: VersionRecord, pins: dict[int, str] | None) -> dict[str, A
         "version": record.version,
         "step": record.step,
         "writer_epoch": record.writer_epoch,
-        "density": _density(record),
+        "density": record.density,
         "num_changed": record.num_changed,
         "num_elements": record.num_elements,
         "delta_bytes": record.delta_bytes,
@@ -332,10 +332,6 @@ def _changed(changes: list[TensorChange]) -> list[dict[str, Any]]:
         }
         for change in changes
     ]
-
-
-def _density(record: VersionRecord) -> float:
-    return record.num_changed / record.num_elements if record.num_elements else 0.0
 
 
 # ---------------------------------------------------------------- for people

@@ -116,14 +116,6 @@ def _encode_bits(bits: UInts, *, start: int) -> EncodedTile:
     return EncodedTile(start=start, num_elements=len(bits), codec=codec, num_changed=count, body=body)
 
 
-def encode_difference(values: UInts, *, start: int) -> EncodedTile:
-    """Smallest encoding of one difference per element, made without a base."""
-    if values.dtype != BF16:
-        return _encode_bits(values, start=start)
-    positions = np.flatnonzero(values).astype(np.uint32)
-    return encode_steps(positions, values[positions], start=start, num_elements=len(values))
-
-
 def _decode(tile: StoredTile, base: UInts | None) -> Steps:
     _check_parameters(tile)
     width = tile.dtype.itemsize

@@ -50,6 +50,11 @@ class VersionRecord:
     added: tuple[AddedWay, ...] = ()
 
     @property
+    def density(self) -> float:
+        """Changed share of all elements against the version before; 0 for a model without elements."""
+        return self.num_changed / self.num_elements if self.num_elements else 0.0
+
+    @property
     def offered_snapshot(self) -> tuple[PartRef, ...] | None:
         """Parts of the snapshot, whenever it was made; None when there is none."""
         if self.snapshot is not None:
