@@ -74,12 +74,7 @@ class PolicyOfServer:
         request = version_service_pb2.ListVersionsRequest(
             run_id=self.run_id, policy_id=self.policy_id, page_size=_PAGE
         )
-        while True:
-            page = self.client.call(self.client.versions.ListVersions, request)
-            yield page
-            request.page_token = page.next_page_token
-            if not request.page_token:
-                return
+        return self.client.pages(self.client.versions.ListVersions, request)
 
 
 @dataclass(frozen=True, kw_only=True)

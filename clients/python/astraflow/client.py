@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -44,6 +44,18 @@ __all__ = ["AsyncClient", "Client", "RetryPolicy", "channel_options", "correlate
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Item = TypeVar("Item")
+
+
+class _PageRequest(Protocol):
+    page_token: str
+
+
+class _Page(Protocol):
+    next_page_token: str
+
+
+PageRequest = TypeVar("PageRequest", bound=_PageRequest)
+Page = TypeVar("Page", bound=_Page)
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 10.0
@@ -274,6 +286,17 @@ class Client(_Calls):
             except grpc.RpcError as error:
                 wait_s = attempts.wait_s_after(error)
             time.sleep(wait_s)
+
+    def pages(
+        self, rpc: grpc.UnaryUnaryMultiCallable[PageRequest, Page], request: PageRequest
+    ) -> Iterator[Page]:
+        """Call a listing rpc until its last page; advances the `page_token` of `request`."""
+        while True:
+            page = self.call(rpc, request)
+            yield page
+            request.page_token = page.next_page_token
+            if not request.page_token:
+                return
 
     def stream(
         self,

@@ -32,3 +32,12 @@ def require_short(text: str, *, name: str, limit: int) -> None:
 def page_size(asked: int, *, default: int, most: int) -> int:
     """Return how many items a page has."""
     return min(asked or default, most)
+
+
+def page_number(token: str) -> int | None:
+    """Return the number a page token stands for, None for the first page. Raises InvalidArgumentError."""
+    if token and not token.isdigit():
+        raise InvalidArgumentError(
+            f"page_token {token!r} is not one of ours; pass next_page_token of the previous page, or nothing"
+        )
+    return int(token) if token else None

@@ -16,6 +16,7 @@ from astraflow_dataflow.durability import Durability
 from astraflow_dataflow.records import Life, StoredRun
 from astraflow_dataflow.reporting import RUN_STATES, account_message, timestamp
 from astraflow_dataflow.runs import RunRegistry
+from astraflow_dataflow.servicers.bounds import page_number, page_size
 from astraflow_dataflow.stores import Store
 from astraflow_dataflow.versions import Versions
 from astraflow_kit import failpoints
@@ -68,8 +69,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return pb.GetRunResponse(run=run_message(await self.store.runs.get(run_id)))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
-        size = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
-        offset = page_offset(request.page_token)
+        size = page_size(request.page_size, default=_DEFAULT_PAGE, most=_MAX_PAGE)
+        offset = page_number(request.page_token) or 0
         ids = await self.store.runs.ids(offset=offset, limit=size + 1)
         runs = [run_message(await self.store.runs.get(run_id)) for run_id in ids[:size]]
         return pb.ListRunsResponse(runs=runs, next_page_token=str(offset + size) if len(ids) > size else "")
@@ -129,12 +130,3 @@ def run_message(run: StoredRun) -> run_pb2.Run:
         state=RUN_STATES[run.life],
         create_time=timestamp(run.create_ms),
     )
-
-
-def page_offset(token: str) -> int:
-    """Return the offset a page token stands for. Raises InvalidArgumentError."""
-    if token and not token.isdigit():
-        raise InvalidArgumentError(
-            f"page_token {token!r} is not one of ours; pass next_page_token of the previous page, or nothing"
-        )
-    return int(token or 0)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import version_pb2, version_service_pb2_grpc
 from astraflow.dataflow.v1 import version_service_pb2 as pb
-from astraflow.errors import InvalidArgumentError
 from astraflow_dataflow.durability import Durability
 from astraflow_dataflow.records import StoredPin
 from astraflow_dataflow.reporting import timestamp
 from astraflow_dataflow.runs import RunRegistry
-from astraflow_dataflow.servicers.bounds import MAX_REASON, require_short
+from astraflow_dataflow.servicers.bounds import MAX_REASON, page_number, page_size, require_short
 from astraflow_dataflow.versions import Versions
 from astraflow_kit.serve import Context
 
@@ -46,8 +45,9 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
         run = await self.registry.get(request.run_id)
         run.require_policy(request.policy_id)
         await self.registry.refresh_versions(run)
-        size = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
-        first = page_start(request.page_token, newest=run.newest_versions[request.policy_id])
+        size = page_size(request.page_size, default=_DEFAULT_PAGE, most=_MAX_PAGE)
+        newest, asked = run.newest_versions[request.policy_id], page_number(request.page_token)
+        first = newest if asked is None else min(newest, asked)
         numbers = range(first, max(-1, first - size), -1)
         found = await self.versions.several(run, request.policy_id, numbers)
         pins = await self.versions.store.versions.pins(run.run_id, request.policy_id)
@@ -82,12 +82,3 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
 def pin_message(pin: StoredPin) -> version_pb2.Pin:
     """Return the contract's form of a pin."""
     return version_pb2.Pin(version=pin.version, reason=pin.reason, pin_time=timestamp(pin.pin_ms))
-
-
-def page_start(token: str, *, newest: int) -> int:
-    """Return the version a page begins with, going down. Raises InvalidArgumentError."""
-    if token and not token.isdigit():
-        raise InvalidArgumentError(
-            f"page_token {token!r} is not one of ours; pass next_page_token of the previous page, or nothing"
-        )
-    return min(newest, int(token)) if token else newest

@@ -495,3 +495,18 @@ def test_waits_double_up_to_their_bound_and_differ_between_callers() -> None:
 @pytest.mark.parametrize("hint_s", [0.0, -1.0])
 def test_a_hint_of_nothing_still_leaves_the_server_a_moment(hint_s: float) -> None:
     assert RetryPolicy().wait_s(1, hint_s=hint_s) > 0
+
+
+def test_pages_are_asked_for_until_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def call(_: Client, __: object, request: run_service_pb2.ListRunsRequest) -> object:
+        asked.append(request.page_token)
+        return run_service_pb2.ListRunsResponse(
+            next_page_token={"": "1", "1": "2", "2": ""}[request.page_token]
+        )
+
+    monkeypatch.setattr(Client, "call", call)
+    with Client("127.0.0.1:1") as client:
+        pages = list(client.pages(client.runs.ListRuns, run_service_pb2.ListRunsRequest(page_size=5)))
+    assert (len(pages), asked) == (3, ["", "1", "2"])

@@ -89,9 +89,5 @@ def drain(
 def all_nodes(client: Client, *, run_id: str) -> Iterator[pb.NodeStatus]:
     """Yield every node of the run."""
     request = pb.ListNodesRequest(run_id=run_id, page_size=_PAGE)
-    while True:
-        page = client.call(client.admin.ListNodes, request)
+    for page in client.pages(client.admin.ListNodes, request):
         yield from page.nodes
-        request.page_token = page.next_page_token
-        if not request.page_token:
-            return

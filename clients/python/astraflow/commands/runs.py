@@ -72,12 +72,8 @@ def delete(
 def all_runs(client: Client) -> Iterator[run_pb2.Run]:
     """Yield every run of the server."""
     request = pb.ListRunsRequest(page_size=_PAGE)
-    while True:
-        page = client.call(client.runs.ListRuns, request)
+    for page in client.pages(client.runs.ListRuns, request):
         yield from page.runs
-        request.page_token = page.next_page_token
-        if not request.page_token:
-            return
 
 
 def _without_content(run: run_pb2.Run) -> dict[str, object]:
