@@ -10,6 +10,13 @@ refused. The writer, the log and the mirror ask; nobody else builds or parses ke
                                              added ways: snapshots made after the manifest, created once
     <run>/<policy>/parts/<sha256>.afwd       snapshot and delta parts, content-named
     <run>/<policy>/assets/<sha256>           config, tokenizer and other files, content-named
+    <run>/<policy>/intents/<epoch:020d>-<nonce>.pb
+                                             upload intents, deleted by their writers
+    <run>/<policy>/leases/<holder>-<count:08d>.pb
+                                             pull leases, deleted by their holders
+    <run>/<policy>/tombstones/<round:020d>.pb
+                                             names to be collected, created once, deleted after a day
+    <run>/<policy>/swept/<round:020d>.pb     what was collected, created once
     <run>/<policy>/latest                    hint, overwritten
 """
 
@@ -69,6 +76,10 @@ class PolicyKeys:
         self.snapshots = f"{self.root}snapshots/"
         self.parts = f"{self.root}parts/"
         self.assets = f"{self.root}assets/"
+        self.intents = f"{self.root}intents/"
+        self.leases = f"{self.root}leases/"
+        self.tombstones = f"{self.root}tombstones/"
+        self.swept = f"{self.root}swept/"
         self.latest = f"{self.root}latest"
 
     def entry(self, sequence: int) -> str:
@@ -86,6 +97,22 @@ class PolicyKeys:
     def part(self, sha256_hex: str) -> str:
         """Key of the part with that digest."""
         return f"{self.parts}{sha256_hex}.afwd"
+
+    def intent(self, epoch: int, nonce: bytes) -> str:
+        """Key of an upload intent; keys sort like their epochs."""
+        return f"{self.intents}{epoch:020d}-{nonce.hex()}{_ENTRY_SUFFIX}"
+
+    def lease(self, holder: bytes, count: int) -> str:
+        """Key of a holder's pull lease number `count`."""
+        return f"{self.leases}{holder.hex()}-{count:08d}{_ENTRY_SUFFIX}"
+
+    def tombstone(self, number: int) -> str:
+        """Key of the tombstone of round `number`; keys sort like their numbers."""
+        return f"{self.tombstones}{number:020d}{_ENTRY_SUFFIX}"
+
+    def sweep(self, number: int) -> str:
+        """Key of the sweep of round `number`; keys sort like their numbers."""
+        return f"{self.swept}{number:020d}{_ENTRY_SUFFIX}"
 
     def asset(self, sha256_hex: str) -> str:
         """Key of the asset with that digest."""

@@ -136,20 +136,20 @@ def encode_entry(entry: Entry) -> bytes:
         )
     else:
         message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION, fence=_fence_message(entry))
-    return _sealed(message)
+    return seal_entry(message)
 
 
 def encode_way(way: AddedWay) -> bytes:
     """Sealed bytes of an added way. Raises ValueError for what no reader would accept."""
     message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_way=_way_message(_checked_way(way)))
-    return _sealed(message)
+    return seal_entry(message)
 
 
 def decode_way(data: bytes) -> AddedWay:
     """The added way in `data`. Raises CorruptManifest for damage, IncompatibleError for another schema
     version.
     """
-    message = _read(data)
+    message = open_entry(data)
     if message.WhichOneof("entry") != "added_way":
         raise CorruptManifest(f"an object of {len(data)} bytes is not an added way")
     try:
@@ -162,7 +162,7 @@ def decode_entry(data: bytes) -> Entry:
     """The entry in `data`. Raises CorruptManifest for damage, IncompatibleError for another schema
     version.
     """
-    message = _read(data)
+    message = open_entry(data)
     try:
         kind = message.WhichOneof("entry")
         if kind == "manifest":
@@ -174,12 +174,16 @@ def decode_entry(data: bytes) -> Entry:
     raise CorruptManifest(f"a log entry of {len(data)} bytes is neither a manifest nor a fence")
 
 
-def _sealed(message: manifest_pb2.Entry) -> bytes:
+def seal_entry(message: manifest_pb2.Entry) -> bytes:
+    """Bytes of an object of the log, its seal last."""
     content = message.SerializeToString(deterministic=True)
     return content + _SEAL_HEAD + sha256(content)
 
 
-def _read(data: bytes) -> manifest_pb2.Entry:
+def open_entry(data: bytes) -> manifest_pb2.Entry:
+    """What the bytes hold, its seal checked. Raises CorruptManifest, and IncompatibleError for another schema
+    version.
+    """
     message = _unsealed(data)
     if message.schema_version != SCHEMA_VERSION:
         raise IncompatibleError(
@@ -223,7 +227,7 @@ def _manifest_message(manifest: Manifest) -> manifest_pb2.Manifest:
         num_elements=manifest.num_elements,
         density=manifest.density,
         learning_rate=manifest.learning_rate,
-        created_time=_timestamp(manifest.created_time_s),
+        created_time=timestamp(manifest.created_time_s),
     )
     if manifest.snapshot is not None:
         message.snapshot.parts.extend(_ref_messages(manifest.snapshot))
@@ -238,7 +242,7 @@ def _fence_message(fence: Fence) -> manifest_pb2.Fence:
         epoch=fence.epoch,
         nonce=fence.nonce,
         previous_epoch=fence.previous_epoch,
-        created_time=_timestamp(fence.created_time_s),
+        created_time=timestamp(fence.created_time_s),
     )
 
 
@@ -250,7 +254,7 @@ def _way_message(way: AddedWay) -> manifest_pb2.AddedWay:
         base_version=way.base_version,
         model_root=way.model_root,
         parts=_ref_messages(way.parts),
-        created_time=_timestamp(way.created_time_s),
+        created_time=timestamp(way.created_time_s),
     )
 
 
@@ -267,7 +271,8 @@ def _ref_message(ref: PartRef) -> manifest_pb2.PartRef:
     return manifest_pb2.PartRef(key=ref.key, size_bytes=ref.size_bytes, sha256=ref.sha256)
 
 
-def _timestamp(seconds: float) -> Timestamp:
+def timestamp(seconds: float) -> Timestamp:
+    """Seconds since the epoch as a message."""
     stamp = Timestamp()
     stamp.FromMicroseconds(round(seconds * 1e6))
     return stamp
@@ -280,7 +285,7 @@ def _manifest(message: manifest_pb2.Manifest) -> Manifest:
         version=message.version,
         sequence=message.sequence,
         writer_epoch=message.writer_epoch,
-        writer_nonce=_sized(message.writer_nonce, NONCE_BYTES, what="writer nonce"),
+        writer_nonce=sized(message.writer_nonce, NONCE_BYTES, what="writer nonce"),
         step=message.step,
         parent_version=message.parent_version if message.HasField("parent_version") else None,
         snapshot=_refs(message.snapshot.parts) if message.HasField("snapshot") else None,
@@ -288,7 +293,7 @@ def _manifest(message: manifest_pb2.Manifest) -> Manifest:
             DeltaRef(base_version=delta.base_version, parts=_refs(delta.parts)) for delta in message.deltas
         ),
         tensors=tuple(_tensor(tensor) for tensor in message.tensors),
-        model_root=_sized(message.model_root, SHA256_BYTES, what="model root"),
+        model_root=sized(message.model_root, SHA256_BYTES, what="model root"),
         assets=tuple(
             Asset(file_name=check_file_name(asset.file_name), blob=_ref(asset.blob))
             for asset in message.assets
@@ -306,7 +311,7 @@ def _fence(message: manifest_pb2.Fence) -> Fence:
         policy_id=check_id(message.policy_id, what="policy id"),
         sequence=message.sequence,
         epoch=message.epoch,
-        nonce=_sized(message.nonce, NONCE_BYTES, what="nonce"),
+        nonce=sized(message.nonce, NONCE_BYTES, what="nonce"),
         previous_epoch=message.previous_epoch if message.HasField("previous_epoch") else None,
         created_time_s=message.created_time.ToMicroseconds() / 1e6,
     )
@@ -318,7 +323,7 @@ def _way(message: manifest_pb2.AddedWay) -> AddedWay:
         policy_id=check_id(message.policy_id, what="policy id"),
         version=message.version,
         base_version=message.base_version if message.HasField("base_version") else None,
-        model_root=_sized(message.model_root, SHA256_BYTES, what="model root"),
+        model_root=sized(message.model_root, SHA256_BYTES, what="model root"),
         parts=_refs(message.parts),
         created_time_s=message.created_time.ToMicroseconds() / 1e6,
     )
@@ -332,7 +337,7 @@ def _checked_way(way: AddedWay) -> AddedWay:
 
 def _tensor(message: manifest_pb2.Tensor) -> TensorDigest:
     spec = check_spec(TensorSpec(name=message.name, dtype=message.dtype, shape=tuple(message.shape)))
-    return TensorDigest(spec=spec, digest=_sized(message.digest, TENSOR_DIGEST_BYTES, what="tensor digest"))
+    return TensorDigest(spec=spec, digest=sized(message.digest, TENSOR_DIGEST_BYTES, what="tensor digest"))
 
 
 def _refs(messages: Sequence[manifest_pb2.PartRef]) -> tuple[PartRef, ...]:
@@ -342,11 +347,12 @@ def _refs(messages: Sequence[manifest_pb2.PartRef]) -> tuple[PartRef, ...]:
 
 
 def _ref(message: manifest_pb2.PartRef) -> PartRef:
-    digest = _sized(message.sha256, SHA256_BYTES, what="sha256")
+    digest = sized(message.sha256, SHA256_BYTES, what="sha256")
     return PartRef(key=check_key(message.key), size_bytes=message.size_bytes, sha256=digest)
 
 
-def _sized(value: bytes, size: int, *, what: str) -> bytes:
+def sized(value: bytes, size: int, *, what: str) -> bytes:
+    """Return `value` when it has `size` bytes. Raises ValueError."""
     if len(value) != size:
         raise ValueError(f"{what} has {len(value)} bytes instead of {size}")
     return value

@@ -38,6 +38,7 @@ from astraflow_weights.fetch import fetch_part
 from astraflow_weights.manifest import Asset, Manifest
 from astraflow_weights.planner import PullPlan, plan_pull
 from astraflow_weights.pull import PullCounts, counts_of, pull
+from astraflow_weights.pull_guard import PullGuard
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.tensor_hash import tensor_digests
@@ -77,6 +78,7 @@ class Mirror:
         self._link = self._root / "current"
         self._settings = settings or MirrorSettings()
         self._counts = PullCounts()
+        self._guard = PullGuard()
         self._versions.mkdir(parents=True, exist_ok=True)
         self._held = self._current()
 
@@ -118,18 +120,31 @@ class Mirror:
             self._reread(log)
             if self._switch_to_present(record):
                 return self._result(base_version=target, counts=PullCounts())
-            manifest = log.manifest(target)
-            plan = plan_pull(log, held=self.version, target=target)
-            rejected: frozenset[Edge] = frozenset()
-            for repairs_left in range(self._settings.max_repairs, -1, -1):
-                try:
-                    counts = self._follow(store, plan, record=record, manifest=manifest)
-                except VerificationFailed as failure:
-                    rejected |= failure.edges
-                    plan = self._plan_around(log, failure, target=target, avoid=rejected, left=repairs_left)
-                else:
-                    return self._result(base_version=plan.held, counts=counts, rejected=rejected)
+            with self._guard.over(store, log):
+                return self._pull(store, log, record=record)
+
+    def _pull(self, store: ObjectStore, log: VersionLog, *, record: VersionRecord) -> AdvanceResult:
+        """Carry out one plan after another until one ends in the version."""
+        manifest = log.manifest(record.version)
+        plan = self._plan(log, target=record.version, avoid=frozenset())
+        rejected: frozenset[Edge] = frozenset()
+        for repairs_left in range(self._settings.max_repairs, -1, -1):
+            try:
+                counts = self._follow(store, plan, record=record, manifest=manifest)
+            except VerificationFailed as failure:
+                rejected |= failure.edges
+                plan = self._plan_around(
+                    log, failure, target=record.version, avoid=rejected, left=repairs_left
+                )
+            else:
+                return self._result(base_version=plan.held, counts=counts, rejected=rejected)
         raise AssertionError("the last repair returns or raises")
+
+    def _plan(self, log: VersionLog, *, target: int, avoid: frozenset[Edge]) -> PullPlan:
+        """The cheapest plan whose parts are protected while it is carried out."""
+        return self._guard.plan(
+            lambda avoided: plan_pull(log, held=self.version, target=target, avoid=avoided), avoid=avoid
+        )
 
     def _plan_around(
         self, log: VersionLog, failure: VerificationFailed, *, target: int, avoid: frozenset[Edge], left: int
@@ -138,7 +153,7 @@ class Mirror:
         if not left or not failure.edges:
             raise failure
         try:
-            return plan_pull(log, held=self.version, target=target, avoid=avoid)
+            return self._plan(log, target=target, avoid=avoid)
         except NoPath:
             raise failure from None
 

@@ -29,6 +29,10 @@ class Entry(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     ADDED_WAY_FIELD_NUMBER: _builtins.int
+    UPLOAD_INTENT_FIELD_NUMBER: _builtins.int
+    PULL_LEASE_FIELD_NUMBER: _builtins.int
+    TOMBSTONE_FIELD_NUMBER: _builtins.int
+    SWEEP_FIELD_NUMBER: _builtins.int
     SEAL_FIELD_NUMBER: _builtins.int
     schema_version: _builtins.int
     """Schema of the log; 1. A reader refuses any other number."""
@@ -48,6 +52,22 @@ class Entry(_message.Message):
     def added_way(self) -> Global___AddedWay:
         """Another way to a version that exists. Stands beside the log, never in it."""
 
+    @_builtins.property
+    def upload_intent(self) -> Global___UploadIntent:
+        """Says that a writer is storing parts that nothing names yet. Stands beside the log, never in it, as all that follow."""
+
+    @_builtins.property
+    def pull_lease(self) -> Global___PullLease:
+        """Says that a node is fetching parts."""
+
+    @_builtins.property
+    def tombstone(self) -> Global___Tombstone:
+        """Names parts that are about to be collected."""
+
+    @_builtins.property
+    def sweep(self) -> Global___Sweep:
+        """Decides which parts of a tombstone are collected."""
+
     def __init__(
         self,
         *,
@@ -55,13 +75,17 @@ class Entry(_message.Message):
         manifest: Global___Manifest | None = ...,
         fence: Global___Fence | None = ...,
         added_way: Global___AddedWay | None = ...,
+        upload_intent: Global___UploadIntent | None = ...,
+        pull_lease: Global___PullLease | None = ...,
+        tombstone: Global___Tombstone | None = ...,
+        sweep: Global___Sweep | None = ...,
         seal: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["added_way", b"added_way", "entry", b"entry", "fence", b"fence", "manifest", b"manifest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["added_way", b"added_way", "entry", b"entry", "fence", b"fence", "manifest", b"manifest", "pull_lease", b"pull_lease", "sweep", b"sweep", "tombstone", b"tombstone", "upload_intent", b"upload_intent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_way", b"added_way", "entry", b"entry", "fence", b"fence", "manifest", b"manifest", "schema_version", b"schema_version", "seal", b"seal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_way", b"added_way", "entry", b"entry", "fence", b"fence", "manifest", b"manifest", "pull_lease", b"pull_lease", "schema_version", b"schema_version", "seal", b"seal", "sweep", b"sweep", "tombstone", b"tombstone", "upload_intent", b"upload_intent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["manifest", "fence", "added_way"]  # noqa: Y015
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["manifest", "fence", "added_way", "upload_intent", "pull_lease", "tombstone", "sweep"]  # noqa: Y015
     _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
 
@@ -423,6 +447,216 @@ class AddedWay(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__base_version) -> _WhichOneofReturnType__base_version | None: ...
 
 Global___AddedWay: _TypeAlias = AddedWay  # noqa: Y015
+
+@_typing.final
+class UploadIntent(_message.Message):
+    """A writer's notice that it is about to store parts under names that nothing refers to yet. Written before the first of them, deleted when what
+    names them is visible, or when it is certain that nothing ever will.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    CREATED_TIME_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    policy_id: _builtins.str
+    """Policy."""
+    epoch: _builtins.int
+    """Epoch of the log as the writer knows it. An intent below the log's newest epoch is over."""
+    nonce: _builtins.bytes
+    """Random id of the intent; 16 bytes."""
+    @_builtins.property
+    def created_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was made, by the writer's clock. One that is older than an hour is over."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        nonce: _builtins.bytes = ...,
+        created_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_time", b"created_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_time", b"created_time", "epoch", b"epoch", "nonce", b"nonce", "policy_id", b"policy_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UploadIntent: _TypeAlias = UploadIntent  # noqa: Y015
+
+@_typing.final
+class PullLease(_message.Message):
+    """A puller's notice of the parts that it is about to fetch. Renewed by writing the next one and deleting this one; deleted after the pull."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    EXPIRES_TIME_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    policy_id: _builtins.str
+    """Policy."""
+    holder: _builtins.bytes
+    """Random id of the puller; 16 bytes."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """sha256 of every part of the plan; 32 bytes each."""
+
+    @_builtins.property
+    def expires_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ends by itself, by the puller's clock."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        holder: _builtins.bytes = ...,
+        parts: _abc.Iterable[_builtins.bytes] | None = ...,
+        expires_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expires_time", b"expires_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_time", b"expires_time", "holder", b"holder", "parts", b"parts", "policy_id", b"policy_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullLease: _TypeAlias = PullLease  # noqa: Y015
+
+@_typing.final
+class Tombstone(_message.Message):
+    """A round of collection: parts that nothing within retention refers to. From now on no writer refers to one of these names that has not begun
+    before, and none of them is deleted before the round's Sweep.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    CREATED_TIME_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    policy_id: _builtins.str
+    """Policy."""
+    round: _builtins.int
+    """Number of the round: 0, 1, 2 …; each begins after the sweep of the one before."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """sha256 of every part; 32 bytes each."""
+
+    @_builtins.property
+    def created_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was made, by the collector's clock."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+        parts: _abc.Iterable[_builtins.bytes] | None = ...,
+        created_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_time", b"created_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_time", b"created_time", "parts", b"parts", "policy_id", b"policy_id", "round", b"round", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tombstone: _TypeAlias = Tombstone  # noqa: Y015
+
+@_typing.final
+class Sweep(_message.Message):
+    """The decision of a round, made once: the parts of its tombstone are deleted, except those that are kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    KEPT_PARTS_FIELD_NUMBER: _builtins.int
+    WAYS_FIELD_NUMBER: _builtins.int
+    ADDED_WAYS_FIELD_NUMBER: _builtins.int
+    CREATED_TIME_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    policy_id: _builtins.str
+    """Policy."""
+    round: _builtins.int
+    """Number of the round."""
+    @_builtins.property
+    def kept_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """sha256 of the parts that something came to refer to since the tombstone; 32 bytes each."""
+
+    @_builtins.property
+    def ways(self) -> _containers.RepeatedCompositeFieldContainer[Global___SweptWay]:
+        """Ways of manifests that name a deleted part. Nobody takes them any more."""
+
+    @_builtins.property
+    def added_ways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Keys of the added ways that are deleted, before any part."""
+
+    @_builtins.property
+    def created_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was decided, by the collector's clock."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+        kept_parts: _abc.Iterable[_builtins.bytes] | None = ...,
+        ways: _abc.Iterable[Global___SweptWay] | None = ...,
+        added_ways: _abc.Iterable[_builtins.str] | None = ...,
+        created_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_time", b"created_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_ways", b"added_ways", "created_time", b"created_time", "kept_parts", b"kept_parts", "policy_id", b"policy_id", "round", b"round", "run_id", b"run_id", "ways", b"ways"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sweep: _TypeAlias = Sweep  # noqa: Y015
+
+@_typing.final
+class SweptWay(_message.Message):
+    """A way that a manifest offers and whose parts are gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Version it led to."""
+    base_version: _builtins.int
+    """Version it started from; absent for a snapshot."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        base_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
+    _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_version) -> _WhichOneofReturnType__base_version | None: ...
+
+Global___SweptWay: _TypeAlias = SweptWay  # noqa: Y015
 
 @_typing.final
 class LatestHint(_message.Message):

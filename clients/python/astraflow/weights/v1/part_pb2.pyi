@@ -25,6 +25,9 @@ class PartTable(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TENSORS_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    salt: _builtins.int
+    """Means nothing: it gives the same content another sha256, and so a name that was never collected. Absent in a part that needs none."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartTensor]:
         """In the order of their tiles. Together their tile ranges cover every tile row of the part exactly once."""
@@ -33,10 +36,11 @@ class PartTable(_message.Message):
         self,
         *,
         tensors: _abc.Iterable[Global___PartTensor] | None = ...,
+        salt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["salt", b"salt", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
