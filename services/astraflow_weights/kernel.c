@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-enum { ABI = 2, BLOCK = 64, CLASSES = 16 };
+enum { ABI = 2, BLOCK = 64, CLASSES = 16, CHUNK_BLOCKS = 128, AHEAD = 4096 };
 enum { SCALAR = 0, AVX2 = 1, AVX512 = 2 };
 enum { OK = 0, CUT_SHORT = -1, LEFT_OVER = -2, OUT_OF_RANGE = -3, NO_ROOM = -4 };
 
@@ -27,6 +27,12 @@ static int best_isa(void) {
 #else
   return SCALAR;
 #endif
+}
+
+/* Work on a block takes about as long as fetching one from memory; asked for this early, both run side by side.
+   An address behind the end is only a hint that is not taken. */
+static inline void fetch_ahead(const uint16_t *block) {
+  for (int line = 0; line < BLOCK; line += 32) __builtin_prefetch((const void *)((uintptr_t)(block + line) + 2 * AHEAD));
 }
 
 static int isa(void) {
@@ -102,30 +108,54 @@ TARGET_AVX2 static inline __m256i classes32_avx2(const uint16_t *bits, unsigned 
 }
 
 TARGET_AVX512 static inline __m512i classes64_avx512(const uint16_t *bits, unsigned first_exponent) {
-  const __m512i first = _mm512_set1_epi16((short)first_exponent), last = _mm512_set1_epi16(CLASSES - 1);
-  const __m512i exponent_bits = _mm512_set1_epi16(0xff);
   __m256i half[2];
-  for (int i = 0; i < 2; i++) {
-    __m512i exponent = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(bits + 32 * i), 7), exponent_bits);
-    half[i] = _mm512_cvtepi16_epi8(_mm512_min_epu16(_mm512_subs_epu16(exponent, first), last));
-  }
-  return _mm512_inserti64x4(_mm512_castsi256_si512(half[0]), half[1], 1);
+  for (int i = 0; i < 2; i++) half[i] = _mm512_cvtepi16_epi8(_mm512_srli_epi16(_mm512_loadu_si512(bits + 32 * i), 7));
+  __m512i exponents = _mm512_inserti64x4(_mm512_castsi256_si512(half[0]), half[1], 1);
+  __m512i distances = _mm512_subs_epu8(exponents, _mm512_set1_epi8((char)first_exponent));
+  return _mm512_min_epu8(distances, _mm512_set1_epi8(CLASSES - 1));
 }
 
-/* The members of each class in a block of 64, as masks. */
+/* The members of each class in a block of 64, as masks: what the four bits of a class select, all classes at once. */
 TARGET_AVX2 static inline void members_avx2(const uint16_t *bits, unsigned first_exponent, uint64_t *members) {
   __m256i low = classes32_avx2(bits, first_exponent), high = classes32_avx2(bits + 32, first_exponent);
-  for (int c = 0; c < CLASSES; c++) {
-    __m256i wanted = _mm256_set1_epi8((char)c);
-    uint32_t a = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(low, wanted));
-    uint32_t b = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(high, wanted));
-    members[c] = ((uint64_t)b << 32) | a;
+  uint64_t plane[4];
+  for (int bit = 0; bit < 4; bit++) {
+    uint32_t a = (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(low, 7 - bit));
+    uint32_t b = (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(high, 7 - bit));
+    plane[bit] = ((uint64_t)b << 32) | a;
   }
+  __m256i first = _mm256_xor_si256(_mm256_set1_epi64x((long long)plane[0]), _mm256_setr_epi64x(-1, 0, -1, 0));
+  __m256i second = _mm256_xor_si256(_mm256_set1_epi64x((long long)plane[1]), _mm256_setr_epi64x(-1, -1, 0, 0));
+  __m256i lanes = _mm256_and_si256(first, second);
+  for (int upper = 0; upper < 4; upper++) {
+    uint64_t chosen = (upper & 1 ? plane[2] : ~plane[2]) & (upper & 2 ? plane[3] : ~plane[3]);
+    __m256i masks = _mm256_and_si256(lanes, _mm256_set1_epi64x((long long)chosen));
+    _mm256_storeu_si256((__m256i *)(members + 4 * upper), masks);
+  }
+}
+
+TARGET_AVX2 static inline void count_avx2(const uint64_t *members, uint32_t *seen) {
+  for (int c = 0; c < CLASSES; c++) seen[c] += (uint32_t)__builtin_popcountll(members[c]);
 }
 
 TARGET_AVX512 static inline void members_avx512(const uint16_t *bits, unsigned first_exponent, uint64_t *members) {
-  __m512i classes = classes64_avx512(bits, first_exponent);
-  for (int c = 0; c < CLASSES; c++) members[c] = _mm512_cmpeq_epi8_mask(classes, _mm512_set1_epi8((char)c));
+  __m512i classes = classes64_avx512(bits, first_exponent), plane[4];
+  for (int bit = 0; bit < 4; bit++)
+    plane[bit] = _mm512_set1_epi64((long long)_mm512_test_epi8_mask(classes, _mm512_set1_epi8((char)(1 << bit))));
+  __m512i lanes = _mm512_xor_si512(plane[0], _mm512_setr_epi64(-1, 0, -1, 0, -1, 0, -1, 0));
+  lanes = _mm512_and_si512(lanes, _mm512_xor_si512(plane[1], _mm512_setr_epi64(-1, -1, 0, 0, -1, -1, 0, 0)));
+  lanes = _mm512_and_si512(lanes, _mm512_xor_si512(plane[2], _mm512_setr_epi64(-1, -1, -1, -1, 0, 0, 0, 0)));
+  _mm512_storeu_si512(members, _mm512_andnot_si512(plane[3], lanes));
+  _mm512_storeu_si512(members + 8, _mm512_and_si512(plane[3], lanes));
+}
+
+/* Adds the number of members to each class's counter. */
+TARGET_AVX512 static inline void count_avx512(const uint64_t *members, uint32_t *seen) {
+  const __m512i low_words = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  __m512i low = _mm512_popcnt_epi64(_mm512_loadu_si512(members));
+  __m512i high = _mm512_popcnt_epi64(_mm512_loadu_si512(members + 8));
+  __m512i counts = _mm512_permutex2var_epi32(low, low_words, high);
+  _mm512_storeu_si512(seen, _mm512_add_epi32(_mm512_loadu_si512(seen), counts));
 }
 #endif
 
@@ -136,6 +166,8 @@ TARGET_AVX512 static inline void members_avx512(const uint16_t *bits, unsigned f
                              uint16_t *steps) {                                                                  \
     size_t found = 0, i = 0;                                                                                     \
     for (; i + BLOCK <= n; i += BLOCK) {                                                                         \
+      fetch_ahead(base + i);                                                                                     \
+      fetch_ahead(target + i);                                                                                   \
       for (uint64_t changed = CHANGED(base + i, target + i); changed; changed &= changed - 1) {                  \
         size_t at = i + (size_t)__builtin_ctzll(changed);                                                        \
         positions[found] = (uint32_t)at;                                                                         \
@@ -187,12 +219,14 @@ static size_t rank_tail(const uint16_t *base, const uint16_t *target, size_t fro
   return count;
 }
 
-#define DEFINE_RANK(NAME, TARGET, CHANGED, MEMBERS)                                                              \
+#define DEFINE_RANK(NAME, TARGET, CHANGED, MEMBERS, COUNT)                                                       \
   TARGET static size_t NAME(const uint16_t *base, const uint16_t *target, size_t n, unsigned first_exponent,     \
                             uint32_t *seen, Found found) {                                                       \
     uint64_t members[CLASSES];                                                                                   \
     size_t count = 0, i = 0;                                                                                     \
     for (; i + BLOCK <= n; i += BLOCK) {                                                                         \
+      fetch_ahead(base + i);                                                                                     \
+      fetch_ahead(target + i);                                                                                   \
       uint64_t changed = CHANGED(base + i, target + i);                                                          \
       MEMBERS(base + i, first_exponent, members);                                                                \
       for (; changed; changed &= changed - 1) {                                                                  \
@@ -204,14 +238,14 @@ static size_t rank_tail(const uint16_t *base, const uint16_t *target, size_t fro
         found.steps[count] = (uint16_t)(target[at] - base[at]);                                                  \
         found.classes[count++] = (uint8_t)c;                                                                     \
       }                                                                                                          \
-      for (int c = 0; c < CLASSES; c++) seen[c] += (uint32_t)__builtin_popcountll(members[c]);                   \
+      COUNT(members, seen);                                                                                      \
     }                                                                                                            \
     return rank_tail(base, target, i, n, first_exponent, seen, found, count);                                    \
   }
 
 #ifdef HAVE_X86
-DEFINE_RANK(rank_avx2, TARGET_AVX2, changed_avx2, members_avx2)
-DEFINE_RANK(rank_avx512, TARGET_AVX512, changed_avx512, members_avx512)
+DEFINE_RANK(rank_avx2, TARGET_AVX2, changed_avx2, members_avx2, count_avx2)
+DEFINE_RANK(rank_avx512, TARGET_AVX512, changed_avx512, members_avx512, count_avx512)
 #endif
 
 /* Ranks of the changed elements among the elements whose old value is of the same class, grouped by class and
@@ -251,89 +285,75 @@ typedef struct {
   uint32_t *positions;
   uint16_t *ordered;
   size_t cursor[CLASSES], end[CLASSES], found, all;
-  uint32_t next[CLASSES], seen[CLASSES];
 } Lookup;
 
-/* Returns the rank that is wanted next in the class. */
-static inline uint32_t found_at(Lookup *lookup, int c, size_t position) {
+static inline void found_at(Lookup *lookup, int c, size_t position) {
   size_t at = lookup->cursor[c]++, to = lookup->found++;
   lookup->positions[to] = (uint32_t)position;
   lookup->ordered[to] = lookup->steps[at];
-  return at + 1 < lookup->end[c] ? lookup->ranks[at + 1] : UINT32_MAX;
 }
 
-static void locate_tail(const uint16_t *base, size_t from, size_t n, unsigned first_exponent, Lookup *lookup) {
+static void locate_tail(const uint16_t *base, size_t from, size_t n, unsigned first_exponent, uint32_t *seen,
+                        Lookup *lookup) {
   for (size_t i = from; i < n && lookup->found < lookup->all; i++) {
-    unsigned c = class_of(base[i], first_exponent);
-    if (lookup->seen[c]++ == lookup->next[c]) lookup->next[c] = found_at(lookup, (int)c, i);
+    int c = (int)class_of(base[i], first_exponent);
+    size_t at = lookup->cursor[c];
+    if (at < lookup->end[c] && lookup->ranks[at] == seen[c]) found_at(lookup, c, i);
+    seen[c]++;
   }
 }
-
-/* `seen` and `next` are kept apart from the lookup: the compiler can then hold them in registers. */
-#define DEFINE_LOCATE(NAME, TARGET, MEMBERS)                                                                     \
-  TARGET static void NAME(const uint16_t *base, size_t n, unsigned first_exponent, Lookup *lookup) {             \
-    uint64_t members[CLASSES];                                                                                   \
-    uint32_t seen[CLASSES] = {0}, next[CLASSES];                                                                 \
-    size_t i = 0;                                                                                                \
-    memcpy(next, lookup->next, sizeof next);                                                                     \
-    for (; i + BLOCK <= n && lookup->found < lookup->all; i += BLOCK) {                                                         \
-      MEMBERS(base + i, first_exponent, members);                                                                \
-      for (int c = 0; c < CLASSES; c++) {                                                                        \
-        uint32_t before = seen[c], after = before + (uint32_t)__builtin_popcountll(members[c]);                  \
-        seen[c] = after;                                                                                         \
-        while (next[c] < after) {                                                                                \
-          uint64_t bit = _pdep_u64(1ull << (next[c] - before), members[c]);                                      \
-          next[c] = found_at(lookup, c, i + (size_t)__builtin_ctzll(bit));                                       \
-        }                                                                                                        \
-      }                                                                                                          \
-    }                                                                                                            \
-    memcpy(lookup->seen, seen, sizeof seen);                                                                     \
-    memcpy(lookup->next, next, sizeof next);                                                                     \
-    locate_tail(base, i, n, first_exponent, lookup);                                                             \
-  }
 
 #ifdef HAVE_X86
-DEFINE_LOCATE(locate_avx2, TARGET_AVX2, members_avx2)
+/* The blocks of one chunk: members of each class, and how many of it come before the block. */
+typedef struct {
+  uint64_t members[CHUNK_BLOCKS][CLASSES];
+  uint32_t before[CHUNK_BLOCKS][CLASSES];
+} Chunk;
 
-/* As above, with the counters of all classes in registers. What is wanted next is kept there too: a vector load of
-   words that were just stored one by one would wait for them. */
-TARGET_AVX512 static void locate_avx512(const uint16_t *base, size_t n, unsigned first_exponent, Lookup *lookup) {
-  uint64_t members[CLASSES], next[CLASSES], before[CLASSES];
-  __m512i seen[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, wanted[2];
-  size_t i = 0;
-  for (int c = 0; c < CLASSES; c++) next[c] = lookup->next[c];
-  for (int half = 0; half < 2; half++) wanted[half] = _mm512_loadu_si512(next + 8 * half);
-  for (; i + BLOCK <= n && lookup->found < lookup->all; i += BLOCK) {
-    members_avx512(base + i, first_exponent, members);
-    for (int half = 0; half < 2; half++) {
-      __m512i mask = _mm512_loadu_si512(members + 8 * half);
-      __m512i after = _mm512_add_epi64(seen[half], _mm512_popcnt_epi64(mask));
-      unsigned hit = _mm512_cmplt_epu64_mask(wanted[half], after);
-      if (hit) _mm512_storeu_si512(before + 8 * half, seen[half]);
-      seen[half] = after;
-      for (; hit; hit &= hit - 1) {
-        int lane = __builtin_ctz(hit), c = 8 * half + lane;
-        uint64_t rank = next[c], end = before[c] + (uint64_t)__builtin_popcountll(members[c]);
-        do {
-          uint64_t bit = _pdep_u64(1ull << (rank - before[c]), members[c]);
-          rank = found_at(lookup, c, i + (size_t)__builtin_ctzll(bit));
-        } while (rank < end);
-        next[c] = rank;
-        wanted[half] = _mm512_mask_set1_epi64(wanted[half], (__mmask8)(1u << lane), (long long)rank);
-      }
-    }
+/* Finds what is wanted of class `c` in the chunk at `start`, where `end` is the first rank behind it. Which block holds
+   a rank is found without branches, by halving: what comes next cannot be foreseen by the processor either. */
+TARGET_AVX2 static inline void locate_class(const Chunk *chunk, int c, size_t start, uint32_t end, Lookup *lookup) {
+  size_t at = lookup->cursor[c], last = lookup->end[c], to = lookup->found;
+  for (; at < last && lookup->ranks[at] < end; at++, to++) {
+    uint32_t rank = lookup->ranks[at];
+    size_t block = 0;
+    for (size_t half = CHUNK_BLOCKS / 2; half; half /= 2)
+      block += chunk->before[block + half][c] <= rank ? half : 0;
+    uint64_t bit = _pdep_u64(1ull << (rank - chunk->before[block][c]), chunk->members[block][c]);
+    lookup->positions[to] = (uint32_t)(start + block * BLOCK + (size_t)__builtin_ctzll(bit));
+    lookup->ordered[to] = lookup->steps[at];
   }
-  for (int half = 0; half < 2; half++) _mm512_storeu_si512(before + 8 * half, seen[half]);
-  for (int c = 0; c < CLASSES; c++) {
-    lookup->seen[c] = (uint32_t)before[c];
-    lookup->next[c] = (uint32_t)next[c];
-  }
-  locate_tail(base, i, n, first_exponent, lookup);
+  lookup->cursor[c] = at;
+  lookup->found = to;
 }
+
+#define DEFINE_LOCATE(NAME, TARGET, MEMBERS, COUNT)                                                              \
+  TARGET static void NAME(const uint16_t *base, size_t n, unsigned first_exponent, Lookup *lookup) {             \
+    Chunk chunk;                                                                                                 \
+    uint32_t seen[CLASSES] = {0};                                                                                \
+    size_t start = 0;                                                                                            \
+    while (start + BLOCK <= n && lookup->found < lookup->all) {                                                  \
+      size_t blocks = (n - start) / BLOCK < CHUNK_BLOCKS ? (n - start) / BLOCK : CHUNK_BLOCKS;                   \
+      for (size_t b = 0; b < blocks; b++) {                                                                      \
+        const uint16_t *block = base + start + b * BLOCK;                                                        \
+        fetch_ahead(block);                                                                                      \
+        memcpy(chunk.before[b], seen, sizeof seen);                                                              \
+        MEMBERS(block, first_exponent, chunk.members[b]);                                                        \
+        COUNT(chunk.members[b], seen);                                                                           \
+      }                                                                                                          \
+      memset(chunk.before[blocks], 0xff, (CHUNK_BLOCKS - blocks) * sizeof seen);                                 \
+      for (int c = 0; c < CLASSES; c++) locate_class(&chunk, c, start, seen[c], lookup);                         \
+      start += blocks * BLOCK;                                                                                   \
+    }                                                                                                            \
+    locate_tail(base, start, n, first_exponent, seen, lookup);                                                   \
+  }
+
+DEFINE_LOCATE(locate_avx2, TARGET_AVX2, members_avx2, count_avx2)
+DEFINE_LOCATE(locate_avx512, TARGET_AVX512, members_avx512, count_avx512)
 #endif
 
-/* Positions of elements known by class and rank, and their steps, both in order of the blocks of 64 they lie in: the
-   inverse of `af_rank`. `ranks` are grouped by class and strictly ascending inside it; OUT_OF_RANGE when a class
+/* Positions of elements known by class and rank, and their steps, both in order of the chunks they lie in: the inverse
+   of `af_rank`. `ranks` are grouped by class and strictly ascending inside it; OUT_OF_RANGE when a class
    has fewer elements than a rank says. */
 int af_locate(const uint16_t *base, size_t n, unsigned first_exponent, const uint32_t *counts, const uint32_t *ranks,
               const uint16_t *steps, uint32_t *positions, uint16_t *ordered) {
@@ -341,7 +361,6 @@ int af_locate(const uint16_t *base, size_t n, unsigned first_exponent, const uin
   for (int c = 0; c < CLASSES; c++) {
     lookup.cursor[c] = lookup.all;
     lookup.end[c] = lookup.all += counts[c];
-    lookup.next[c] = counts[c] ? ranks[lookup.cursor[c]] : UINT32_MAX;
   }
 #ifdef HAVE_X86
   if (isa() == AVX512)
@@ -350,7 +369,10 @@ int af_locate(const uint16_t *base, size_t n, unsigned first_exponent, const uin
     locate_avx2(base, n, first_exponent, &lookup);
   else
 #endif
-    locate_tail(base, 0, n, first_exponent, &lookup);
+  {
+    uint32_t seen[CLASSES] = {0};
+    locate_tail(base, 0, n, first_exponent, seen, &lookup);
+  }
   return lookup.found < lookup.all ? OUT_OF_RANGE : OK;
 }
 
