@@ -91,10 +91,9 @@ _ENTRIES = (
         "Versions that could not be activated, by reason.",
         ("policy", "reason"),
     ),
-    Metric(
-        "astraflow_raas_engine_losses_total", Kind.COUNTER, "Engines that died or got stuck.", ("policy",)
-    ),
+    Metric("astraflow_raas_engine_losses_total", Kind.COUNTER, "Engines that died or hung.", ("policy",)),
     # trainer
+    Metric("astraflow_trainer_publish_blocked_seconds", Kind.HISTOGRAM, "Training held, a step.", ("cause",)),
     # weights
     # engine
     Metric("astraflow_engine_requests", Kind.GAUGE, "Requests in the engine by state.", ("state",)),

@@ -2,7 +2,7 @@
 
 Translates the recipe's `trainer` section to the compute core and offers the loop what `loop.Learner` names.
 FSDP2 over a mesh of the trainer's ranks, gloo; with one rank the layout is the same. Every method is a
-collective but `published_bytes`.
+collective but `published_bytes` and `held`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from astraflow_trainer.losses import (
 from astraflow_trainer.model import PolicyModel, load_causal_lm, shard
 from astraflow_trainer.optimizer import MasterOptimizer, OptimizerSettings, ScheduleSettings
 from astraflow_trainer.publish import ModelBytes
-from astraflow_trainer.published import published_shards
+from astraflow_trainer.published import HeldPart, WeightCopies
 from astraflow_trainer.rank_group import RankGroup
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.step import StepMetrics, StepSettings, train_step
@@ -52,6 +52,7 @@ class PolicyLearner:
         self._optimizer = MasterOptimizer(
             self._policy, settings=_optimizer_settings(recipe.trainer.optimizer)
         )
+        self._copies = WeightCopies(self._policy)
         self._settings = step_settings(recipe)
         self._checkpoints = CheckpointStore(
             checkpoint_dir,
@@ -75,8 +76,13 @@ class PolicyLearner:
         )
 
     def published_bytes(self) -> ModelBytes:
-        """Return a copy of this rank's weights as they are published; never changed afterwards."""
-        return published_shards(self._policy)
+        """Return a copy of this rank's weights as they are published; it does not change until released."""
+        return self._copies.take()
+
+    @property
+    def held(self) -> HeldPart:
+        """Which part of the published tensors this rank holds."""
+        return self._copies.held
 
     @property
     def learning_rate(self) -> float:

@@ -10,7 +10,8 @@ alike; `RankBatches` lets the first one decide. `session` runs it in the trainin
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Protocol
@@ -31,6 +32,38 @@ log = get_logger(__name__)
 __all__ = ["Learner", "LoopSettings", "TrainingLoop"]
 
 
+@dataclass
+class _Blocked:
+    """How long publishing held up the training thread since the record of the last step."""
+
+    copy_s: float = 0.0
+    """Copying the weights."""
+    wait_s: float = 0.0
+    """Waiting until enough versions are published."""
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.copy_s += time.monotonic() - started
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.wait_s += time.monotonic() - started
+
+    def taken(self) -> dict[str, float]:
+        """The figures of a step; counting begins anew."""
+        copy_s, wait_s = self.copy_s, self.wait_s
+        self.copy_s = self.wait_s = 0.0
+        return {
+            "publish_blocked_s": copy_s + wait_s,
+            "publish_copy_s": copy_s,
+            "publish_wait_s": wait_s,
+        }
+
+
 class Learner(Protocol):
     """Model, optimizer and checkpoints of one policy, as the loop sees them."""
 
@@ -38,7 +71,7 @@ class Learner(Protocol):
         """Take one optimizer step on `rows`, or skip it."""
 
     def published_bytes(self) -> ModelBytes:
-        """Return a copy of this rank's weights as they are published; never changed afterwards."""
+        """Return a copy of this rank's weights as they are published; it does not change until released."""
 
     def save(self, *, step: int, version: int) -> None:
         """Write a durable checkpoint that resumes after `step`; one that exists learns the learning rate."""
@@ -86,6 +119,7 @@ class TrainingLoop:
         self._controls = controls
         self._published: Mapping[int, int] = {}
         self._newest = 0
+        self._blocked = _Blocked()
 
     def run(self, settings: LoopSettings) -> None:
         """Train to the last step, or until stopped; returns when everything is published and checkpointed."""
@@ -146,13 +180,16 @@ class TrainingLoop:
         newest_step = max(self._published, default=0)
         if batch.finished_before and batch.step < newest_step and batch.step in self._published:
             return self._published[batch.step]
-        self._publisher.submit(batch.step, self._learner.published_bytes())
+        with self._blocked.copying():
+            model = self._learner.published_bytes()
+        self._publisher.submit(batch.step, model)
         if batch.step > newest_step:
             self._newest += 1
             return self._newest
         # Equal bytes have their number already; others (a GPU's rounding, other groups after Redis lost the
         # batch) get the next one.
-        self._publisher.wait_until_done()
+        with self._blocked.waiting():
+            self._publisher.wait_until_done()
         number = self._progress.state.version or 0
         self._newest = max(self._newest, number)
         return number
@@ -166,7 +203,8 @@ class TrainingLoop:
         """Wait for the step's batch and train on it, unless something else was asked for first."""
         started = time.monotonic()
         self._progress.waiting("publish")
-        self._publisher.wait_for_room(waiting=lambda: self._progress.waiting("publish"))
+        with self._blocked.waiting():
+            self._publisher.wait_for_room(waiting=lambda: self._progress.waiting("publish"))
         self._progress.waiting("batch")
         batch = self._source.acquire(
             step, base_version=self._newest, waiting=self._waiting, controls=self._controls
@@ -194,7 +232,7 @@ class TrainingLoop:
             finished_at_s=time.time(),
             wait_s=trained_from - started,
             train_s=time.monotonic() - trained_from,
-            metrics=_named(metrics, batch) | self._source.measured(),
+            metrics=_named(metrics, batch) | self._source.measured() | self._blocked.taken(),
         )
 
     def _checkpoint(self, step: int, *, version: int) -> int:
@@ -203,7 +241,8 @@ class TrainingLoop:
         Everything before is published first: a version that only a lost process had in memory could never be made
         again from a checkpoint of a later step.
         """
-        self._publisher.wait_until_done()
+        with self._blocked.waiting():
+            self._publisher.wait_until_done()
         self._learner.save(step=step, version=version)
         failpoints.hit("trainer.checkpoint_written")
         self._source.mark_durable(step)

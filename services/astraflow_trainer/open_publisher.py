@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from astraflow_trainer.joined_run import JoinedRun
-from astraflow_trainer.published import same_shards
+from astraflow_trainer.published import HeldPart, same_shards
 from astraflow_weights.agreement import led
 from astraflow_weights.checkpoint import map_model
 from astraflow_weights.compactor import Compactor
@@ -22,7 +22,6 @@ from astraflow_weights.mirror import Mirror
 from astraflow_weights.peers import Peers
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.shard_publisher import ShardPublisher
-from astraflow_weights.shards import ShardedModel
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.uploads import Uploads
 from astraflow_weights.version_writer import VersionWriter
@@ -44,13 +43,13 @@ def open_publisher(
     joined: JoinedRun,
     epoch: int,
     peers: Peers,
-    shards: ShardedModel,
+    held: HeldPart,
     mirror_dir: Path,
     assets: Sequence[Path],
 ) -> ShardPublisher:
     """Fence older writers and take the newest published bytes as the base of the next delta; a collective.
 
-    `shards` is what this rank holds of the model, whatever its values; `mirror_dir` is one folder that all
+    `held` is the part of the model that this rank holds; `mirror_dir` is one folder that all
     ranks see. Raises Fenced, and as `Mirror.advance` does.
     """
     settings = _settings(joined)
@@ -74,7 +73,7 @@ def open_publisher(
         if opened.writer
         else Uploads(store, keys=keys, threads=settings.upload_threads),
         peers=peers,
-        base=same_shards(map_model(Path(opened.newest)), like=shards) if opened.newest else None,
+        base=same_shards(map_model(Path(opened.newest)), like=held) if opened.newest else None,
         assets=assets,
         inline_snapshots=peers.size > 1,
     )

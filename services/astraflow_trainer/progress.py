@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -105,6 +105,8 @@ class _Clock:
 class Progress:
     """Shared between the training thread and the event loop."""
 
+    on_step: Callable[[StepRecord], None] = lambda _: None
+    """Called by the training thread with each finished step."""
     _state: State = field(default_factory=State)
     _records: list[StepRecord] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -154,6 +156,7 @@ class Progress:
         """Record a finished step."""
         with self._lock:
             self._records.append(record)
+        self.on_step(record)
         self._set(step=record.step)
 
     def published(self, version: int) -> None:

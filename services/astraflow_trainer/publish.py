@@ -13,7 +13,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Protocol
 
 import stamina
 
@@ -30,11 +31,20 @@ log = get_logger(__name__)
 
 __all__ = ["Announcer", "ModelBytes", "PublishWorker", "SilentAnnouncer", "VersionPublisher"]
 
-ModelBytes: TypeAlias = ShardedModel
-"""This rank's shards by Hugging Face tensor name, as bfloat16 bit patterns. Never changed after submitting."""
-
 _STORE_RETRY_S = 600.0
 _POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelBytes:
+    """What the training thread copied of this rank's weights; the publishing thread does the rest."""
+
+    open: Callable[[], ShardedModel]
+    """The shards by Hugging Face tensor name, as bfloat16 bit patterns that do not change until the release.
+    Called once.
+    """
+    release: Callable[[], None] = lambda: None
+    """Tell that the copy is no longer needed."""
 
 
 class VersionPublisher(Protocol):
@@ -43,7 +53,7 @@ class VersionPublisher(Protocol):
     """
 
     def publish(
-        self, model: ModelBytes, *, step: int, learning_rate: float | None = None
+        self, model: ShardedModel, *, step: int, learning_rate: float | None = None
     ) -> CommittedVersion:
         """Commit; idempotent for one (step, bytes). Raises a RetryableError to be called again."""
 
@@ -177,9 +187,11 @@ class PublishWorker:
     def _publish(self, step: int, model: ModelBytes, *, learning_rate: float | None) -> None:
         with unit_of_work(step_correlation(self._announcer.policy_id, step), step=step):
             failpoints.hit("trainer.before_publish")
+            shards = model.open()
             for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_STORE_RETRY_S):
                 with attempt:
-                    committed = self._publisher.publish(model, step=step, learning_rate=learning_rate)
+                    committed = self._publisher.publish(shards, step=step, learning_rate=learning_rate)
+            model.release()
             failpoints.hit("trainer.committed")
             self._announce()
             failpoints.hit("trainer.announced")

@@ -1,62 +1,164 @@
 """The bytes that a weight version consists of, taken from a policy model.
 
-Owns the map from parameters to Hugging Face tensor names and elements. Invariant: the values are the model's
-own, bit for bit (they are bf16 already), each rank takes only the rows that it holds, and the arrays share no
-memory with the model, so publishing may go on beside the next step. Called by the learner after a committed
-step, on the training thread.
+Owns the map of the models that we train to Hugging Face tensors, and the buffers that a rank's rows are copied
+to. Invariant: the values are the model's own, bit for bit (they are bf16 already), and the copies share no
+memory with the model, so publishing may go on beside the next step. This copy is all that the training thread
+does for a version; a buffer that was published is used again, so no step makes a new one. Called by the
+learner after a committed step.
 """
 
-import math
+from __future__ import annotations
 
-import numpy as np
+import math
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
-from numpy.typing import NDArray
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from astraflow_trainer.hf_layout import HeldTensor, ModelLayout, ParameterLayout, alike, held_tensors, stacked
 from astraflow_trainer.model import PolicyModel, local_part
+from astraflow_trainer.publish import ModelBytes
 from astraflow_weights.shards import Shard as PublishedShard
 from astraflow_weights.shards import ShardedModel
-from astraflow_weights.tensors import Model, TensorSpec, flat_unsigned
+from astraflow_weights.tensors import Model, flat_unsigned
+
+__all__ = ["HeldPart", "WeightCopies", "policy_layout", "same_shards"]
+
+# Models whose experts are stacked here and apart in their checkpoints, by `model_type` of their configuration.
+_EXPERTS_APART = frozenset({"qwen2_moe", "qwen3_moe"})
+_EXPERTS = ".mlp.experts."
 
 
-def published_shards(policy: PolicyModel) -> ShardedModel:
-    """This rank's rows of every tensor as bf16 bit patterns; tied weights once. Nothing is communicated."""
-    specs, shards = [], {}
-    for name, parameter in sorted(policy.hf_parameters()):
-        specs.append(TensorSpec(name=name, dtype="bfloat16", shape=tuple(parameter.shape)))
-        bits = _bits(local_part(parameter))
-        start = _first_row(parameter) * math.prod(parameter.shape[1:])
-        if bits.size:
-            shards[name] = PublishedShard(start=start, elements=bits.reshape(-1))
-    return ShardedModel(specs=tuple(specs), shards=shards)
+class HeldPart:
+    """What this rank holds of a policy's Hugging Face tensors, and where it lies in the parameters."""
+
+    def __init__(self, policy: PolicyModel) -> None:
+        """Raises ValueError for a model without a map, and for parameters that are not sharded by rows."""
+        layout = policy_layout(policy)
+        self.specs = layout.specs
+        self.parameters: Mapping[str, nn.Parameter] = dict(policy.hf_parameters())
+        ranges = {name: _range(parameter) for name, parameter in self.parameters.items()}
+        self.tensors: Mapping[str, HeldTensor] = held_tensors(layout, ranges)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all tensors that are held here."""
+        return sum(held.count for held in self.tensors.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return local_part(next(iter(self.parameters.values()))).device
+
+    @torch.no_grad()
+    def copy_to(self, flat: torch.Tensor) -> None:
+        """Write the bits of all tensors, one after the other by name, to `flat` (bfloat16); waits for a device."""
+        at = 0
+        local = {name: local_part(parameter).reshape(-1) for name, parameter in self.parameters.items()}
+        for held in self.tensors.values():
+            for parameter, start, count in held.sources:
+                values = local[parameter][start : start + count]
+                # Narrowed where the parameter lives: half of the bytes cross to the host.
+                bits = values if values.device.type == "cpu" else values.to(torch.bfloat16)
+                flat[at : at + count].copy_(bits, non_blocking=True)
+                at += count
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def shards(self, flat: torch.Tensor) -> ShardedModel:
+        """The tensors in `flat`, filled by `copy_to`, without a copy."""
+        bits = flat.view(torch.uint16).numpy()
+        shards, at = {}, 0
+        for name, held in self.tensors.items():
+            shards[name] = PublishedShard(start=held.start, elements=bits[at : at + held.count])
+            at += held.count
+        return ShardedModel(specs=self.specs, shards=shards)
 
 
-def same_shards(model: Model, like: ShardedModel) -> ShardedModel:
+class WeightCopies:
+    """Copies of a rank's weights. `take` is for the training thread; what it gives is released by any thread."""
+
+    def __init__(self, policy: PolicyModel) -> None:
+        self.held = HeldPart(policy)
+        self._lock = threading.Lock()
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> ModelBytes:
+        """Copy the weights to a buffer that is not in use."""
+        with self._lock:
+            buffer = self._free.pop() if self._free else None
+        if buffer is None:
+            buffer = _host_buffer(self.held)
+        self.held.copy_to(buffer)
+        return ModelBytes(open=partial(self.held.shards, buffer), release=partial(self._release, buffer))
+
+    def _release(self, buffer: torch.Tensor) -> None:
+        with self._lock:
+            self._free.append(buffer)
+
+
+def policy_layout(policy: PolicyModel) -> ModelLayout:
+    """The Hugging Face tensors of a policy. Raises ValueError for stacked experts that have no map."""
+    apart = policy.causal_lm.config.model_type in _EXPERTS_APART
+    return ModelLayout(
+        _parameter_layout(name, tuple(parameter.shape), experts_apart=apart)
+        for name, parameter in policy.hf_parameters()
+    )
+
+
+def same_shards(model: Model, like: HeldPart) -> ShardedModel:
     """The elements of a whole model that `like` holds of its own; only these are copied."""
     shards = {
-        spec.name: PublishedShard(
-            start=shard.start, elements=flat_unsigned(model[spec.name])[shard.start : shard.stop].copy()
+        name: PublishedShard(
+            start=held.start, elements=flat_unsigned(model[name])[held.start : held.start + held.count].copy()
         )
-        for spec, shard in like.held()
+        for name, held in like.tensors.items()
     }
     return ShardedModel(specs=like.specs, shards=shards)
 
 
-@torch.no_grad()
-def _bits(tensor: torch.Tensor) -> NDArray[np.uint16]:
-    halves = tensor.detach().to("cpu", torch.bfloat16, copy=True)
-    bits: NDArray[np.uint16] = halves.view(torch.uint16).numpy()
-    return bits
+def _parameter_layout(name: str, shape: tuple[int, ...], *, experts_apart: bool) -> ParameterLayout:
+    if len(shape) != 3 or ".experts." not in name:
+        return alike(name, shape)
+    owner, _, kind = name.partition(_EXPERTS)
+    rows = _EXPERT_ROWS.get(kind)
+    if not experts_apart or rows is None:
+        raise ValueError(
+            f"parameter {name!r} stacks experts, and it is not known how their checkpoints name them; add this kind "
+            "of model to `published.policy_layout`"
+        )
+    experts = [
+        [(f"{owner}{_EXPERTS}{expert}.{tensor}.weight", number) for tensor, number in rows(shape[1])]
+        for expert in range(shape[0])
+    ]
+    return stacked(name, shape, experts)
 
 
-def _first_row(parameter: torch.Tensor) -> int:
+_EXPERT_ROWS: Mapping[str, Callable[[int], list[tuple[str, int]]]] = {
+    "gate_up_proj": lambda rows: [("gate_proj", rows // 2), ("up_proj", rows // 2)],
+    "down_proj": lambda rows: [("down_proj", rows)],
+}
+
+
+def _host_buffer(held: HeldPart) -> torch.Tensor:
+    """Memory for everything held; pinned where a device copies to it, which is several times faster."""
+    return torch.empty(held.num_elements, dtype=torch.bfloat16, pin_memory=held.device.type == "cuda")
+
+
+def _range(parameter: torch.Tensor) -> tuple[int, int]:
+    """The elements [start, stop) of the flat parameter that this rank holds."""
+    count = local_part(parameter).numel()
     if not isinstance(parameter, DTensor):
-        return 0
+        return 0, count
     placements = parameter.placements
     if any(isinstance(placement, Shard) and placement.dim != 0 for placement in placements):
         raise ValueError(
             f"a parameter is sharded as {placements}; shards must be rows (axis 0) to be published"
         )
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, placements)
-    return int(offset[0]) if offset else 0
+    start = (int(offset[0]) if offset else 0) * math.prod(parameter.shape[1:])
+    return start, start + count

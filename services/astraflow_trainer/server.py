@@ -30,7 +30,7 @@ from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.joined_run import JoinedRun, join_run
-from astraflow_trainer.progress import Progress
+from astraflow_trainer.progress import Progress, StepRecord
 from astraflow_trainer.rank_group import RankGroup, join_rank_group
 from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
@@ -72,7 +72,8 @@ def check(settings: TrainerSettings) -> int:
 
 
 async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle) -> None:
-    metrics, progress, controls = Metrics(), Progress(), Controls()
+    metrics, controls = Metrics(), Controls()
+    progress = Progress(on_step=partial(_observe, metrics))
     with _client(settings) as client:
         joined = await asyncio.to_thread(_join, client, settings, folder=settings.work_dir)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
@@ -210,6 +211,12 @@ def _status_of(progress: Progress) -> StatusSource:
         return {**state, "phase": progress.state.phase.value, "wait_fraction": progress.wait_fraction()}
 
     return status
+
+
+def _observe(metrics: Metrics, record: StepRecord) -> None:
+    for cause in ("copy", "wait"):
+        blocked_s = record.metrics[f"publish_{cause}_s"]
+        metrics.observe("astraflow_trainer_publish_blocked_seconds", blocked_s, cause=cause)
 
 
 def _publish_addresses(settings: TrainerSettings, grpc_address: str, http_address: str) -> None:

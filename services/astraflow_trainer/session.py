@@ -141,7 +141,7 @@ class TrainingSession:
             joined=self._joined,
             epoch=claim.epoch,
             peers=self._group.publishing,
-            shards=learner.published_bytes(),
+            held=learner.held,
             mirror_dir=self._settings.work_dir / "published",
             assets=asset_files(model_dir),
         )

@@ -13,7 +13,7 @@ from astraflow_engine.model_config import load_model_config
 from astraflow_engine.weights import Weights, load_weights
 from astraflow_trainer.model import PolicyModel, load_causal_lm
 from astraflow_trainer.optimizer import MasterOptimizer, OptimizerSettings
-from astraflow_trainer.published import published_shards
+from astraflow_trainer.published import WeightCopies
 from astraflow_trainer.starting_model import asset_files
 from astraflow_weights.mirror import Mirror
 from astraflow_weights.publisher import Publisher
@@ -48,7 +48,7 @@ class Trained:
 
     def publish(self, step: int) -> dict[str, Array]:
         """Publish and return the published bytes."""
-        taken = published_shards(self.policy)
+        taken = WeightCopies(self.policy).take().open()
         model = {spec.name: shard.elements.reshape(spec.shape) for spec, shard in taken.held()}
         self._publisher.publish(model, step=step)
         return model

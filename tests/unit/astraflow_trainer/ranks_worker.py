@@ -21,7 +21,7 @@ from astraflow_trainer.checkpoint import CheckpointStore
 from astraflow_trainer.losses import LossSettings, M2po
 from astraflow_trainer.model import PolicyModel, load_causal_lm, local_part, shard
 from astraflow_trainer.optimizer import MasterOptimizer, OptimizerSettings
-from astraflow_trainer.published import published_shards
+from astraflow_trainer.published import WeightCopies
 from astraflow_trainer.rank_group import RankGroup, join_rank_group
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.settings import RankSettings
@@ -116,13 +116,17 @@ def train(settings: RankSettings, folder: Path) -> None:
     torch.set_num_threads(1)
     group = join_rank_group(settings, timeout_s=60.0)
     rank, versions = Rank(group, folder / "model"), publisher(group, folder)
-    versions.publish(published_shards(rank.policy), step=0)
+    copies = WeightCopies(rank.policy)
+    taken = copies.take()
+    versions.publish(taken.open(), step=0)
     lines = []
     for step in range(1, NUM_STEPS + 1):
         metrics = rank.step(step)
         assert metrics.loss is not None
         lines.append([metrics.loss.loss, metrics.gradient_norm, metrics.clip_low, metrics.loss.num_tokens])
-        shards = published_shards(rank.policy)
+        taken.release()
+        taken = copies.take()
+        shards = taken.open()
         versions.publish(shards, step=step)
     torch.manual_seed(100 + group.index)
     checkpoints = rank.checkpoints(folder / f"checkpoints-{group.size}")

@@ -26,11 +26,11 @@ from astraflow_trainer.losses import (
     TrustRegion,
 )
 from astraflow_trainer.model import Qwen3Shape, build_causal_lm, save_causal_lm
-from astraflow_trainer.publish import ModelBytes
 from astraflow_trainer.rank_group import join_rank_group
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.settings import RankSettings
 from astraflow_trainer.step import Outcome
+from astraflow_weights.shards import ShardedModel
 from support.scripted_dataflow import RECIPE
 
 MakeRows = Callable[..., list[TrainingRow]]
@@ -84,7 +84,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(model_dir, tmp_path / "checkpoints")
 
 
-def _differing(left: ModelBytes, right: ModelBytes) -> list[str]:
+def _differing(left: ShardedModel, right: ShardedModel) -> list[str]:
     assert left.specs == right.specs
     return [
         spec.name
@@ -141,18 +141,18 @@ def test_a_learning_rate_of_zero_publishes_the_weights_it_started_from(
     bench: Bench, make_rows: MakeRows
 ) -> None:
     learner = bench.learner("trainer.optimizer.learning_rate=0")
-    before = learner.published_bytes()
+    before = learner.published_bytes().open()
     assert learner.train(make_rows()).outcome is Outcome.COMMITTED
-    assert _differing(before, learner.published_bytes()) == []
+    assert _differing(before, learner.published_bytes().open()) == []
 
 
 def test_published_bytes_are_a_copy_that_training_does_not_change(bench: Bench, make_rows: MakeRows) -> None:
     learner = bench.learner("trainer.optimizer.learning_rate=0.01")
-    before = learner.published_bytes()
+    before = learner.published_bytes().open()
     kept = {name: shard.elements.copy() for name, shard in before.shards.items()}
     learner.train(make_rows())
     assert all(np.array_equal(before.shards[name].elements, bits) for name, bits in kept.items())
-    assert _differing(before, learner.published_bytes()) != []
+    assert _differing(before, learner.published_bytes().open()) != []
 
 
 def test_there_is_nothing_to_restore_before_the_first_checkpoint(bench: Bench) -> None:
@@ -164,16 +164,16 @@ def test_a_restored_learner_goes_on_bit_for_bit(bench: Bench, make_rows: MakeRow
     learner = bench.learner(override)
     learner.train(make_rows(seed=1))
     learner.save(step=4, version=3)
-    saved = learner.published_bytes()
+    saved = learner.published_bytes().open()
     learner.train(make_rows(seed=2))
 
     resumed = bench.learner(override)
     position = resumed.restore()
     assert position is not None
     assert (position.step, position.version) == (4, 3)
-    assert _differing(saved, resumed.published_bytes()) == []
+    assert _differing(saved, resumed.published_bytes().open()) == []
     resumed.train(make_rows(seed=2))
-    assert _differing(learner.published_bytes(), resumed.published_bytes()) == []
+    assert _differing(learner.published_bytes().open(), resumed.published_bytes().open()) == []
 
 
 def test_only_as_many_checkpoints_are_kept_as_the_recipe_says(bench: Bench) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from astraflow_trainer.rank_batches import RankBatches
 from astraflow_trainer.ranks import OneRank
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.step import Outcome, SkipReason, StepMetrics
-from astraflow_weights.shards import whole
+from astraflow_weights.shards import ShardedModel, whole
 from astraflow_weights.version_writer import CommittedVersion
 from support.scripted_batches import PATIENCE_S, ScriptedBatches, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
@@ -74,7 +75,8 @@ class Bookkeeper:
         )
 
     def published_bytes(self) -> ModelBytes:
-        return whole({"weight": np.asarray([self._step], dtype=np.uint16)})
+        shards = whole({"weight": np.asarray([self._step], dtype=np.uint16)})
+        return ModelBytes(open=lambda: shards)
 
     def set_learning_rate(self, peak: float) -> None:
         self.events.append(f"rate {peak:g}")
@@ -101,7 +103,7 @@ class Store:
         return [item for item in self.log if version is None or item.version > version]
 
     def publish(
-        self, model: ModelBytes, *, step: int, learning_rate: float | None = None
+        self, model: ShardedModel, *, step: int, learning_rate: float | None = None
     ) -> CommittedVersion:
         assert self.gate.wait(PATIENCE_S)
         if self.failure is not None:
@@ -259,6 +261,38 @@ def test_a_finished_step_leaves_its_numbers(tmp_path: Path) -> None:
     assert (first.metrics["skipped"], second.metrics["skipped"]) == (0.0, 1.0)
     assert first.wait_s >= 0.0
     assert first.train_s >= 0.0
+
+
+def test_a_stalled_store_holds_training_up_only_when_max_behind_versions_wait(tmp_path: Path) -> None:
+    with _bench(tmp_path, max_behind=2) as bench:
+        bench.store.gate.clear()
+        with _in_background(lambda: bench.run(last_step=4)):
+            eventually(lambda: bench.progress.state.waiting_for == "publish", what="the loop to be held up")
+            held_from = time.monotonic()
+            # Their records are there, and their versions are not even encoded.
+            assert [record.step for record in bench.progress.records_after(0)] == [1, 2, 3]
+            assert bench.about("train", "publish") == ["train 1", "train 2", "train 3"]
+            held_s = time.monotonic() - held_from
+            bench.store.gate.set()
+        first, *_, last = (record.metrics for record in bench.progress.records_after(0))
+        assert last["publish_wait_s"] >= held_s
+        assert last["publish_blocked_s"] == last["publish_copy_s"] + last["publish_wait_s"]
+        assert 0.0 < first["publish_copy_s"] <= first["publish_blocked_s"]
+
+
+def test_waiting_before_a_checkpoint_counts_for_the_step_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _bench(tmp_path) as bench:
+        wait_until_done = bench.worker.wait_until_done
+
+        def slowly() -> None:
+            time.sleep(0.05)
+            wait_until_done()
+
+        monkeypatch.setattr(bench.worker, "wait_until_done", slowly)
+        bench.run(last_step=2, checkpoint_every_steps=1)
+        assert bench.progress.records_after(0)[1].metrics["publish_wait_s"] >= 0.05
 
 
 def test_a_stop_request_ends_training_after_the_step_in_progress(tmp_path: Path) -> None:

@@ -7,19 +7,28 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from astraflow.errors import FencedError, InvalidArgumentError, UnavailableError
-from astraflow_trainer.publish import Announcer, ModelBytes, PublishWorker
-from astraflow_weights.shards import whole
-from astraflow_weights.version_writer import CommittedVersion
+from astraflow_trainer.publish import Announcer, ModelBytes, PublishWorker, SilentAnnouncer
+from astraflow_weights import shard_publisher
+from astraflow_weights.part_writer import Placed
+from astraflow_weights.peers import OnePeer
+from astraflow_weights.shard_publisher import ShardPublisher
+from astraflow_weights.shards import ShardedModel, whole
+from astraflow_weights.snapshot import encode_snapshot_tiles
+from astraflow_weights.store import PutResult
+from astraflow_weights.store_file import FileStore
+from astraflow_weights.version_writer import CommittedVersion, VersionWriter
 from support.scripted_batches import PATIENCE_S, ScriptedBatches, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
 
 FENCED = FencedError("a newer writer holds the log")
-MODEL: ModelBytes = whole({"weight": np.zeros(2, dtype=np.uint16)})
+SHARDS = whole({"weight": np.zeros(2, dtype=np.uint16)})
+MODEL = ModelBytes(open=lambda: SHARDS)
 
 
 def committed(step: int, *, version: int | None = None) -> CommittedVersion:
@@ -53,10 +62,10 @@ class Store:
         return [item for item in self.log if version is None or item.version > version]
 
     def publish(
-        self, model: ModelBytes, *, step: int, learning_rate: float | None = None
+        self, model: ShardedModel, *, step: int, learning_rate: float | None = None
     ) -> CommittedVersion:
         assert self.gate.wait(PATIENCE_S)
-        assert model is MODEL
+        assert model is SHARDS
         if self.failures:
             raise self.failures.popleft()
         self.learning_rates.append(learning_rate)
@@ -124,6 +133,54 @@ def test_submitting_does_not_wait_for_the_store() -> None:
             worker.submit(step, MODEL)
         assert bench.script.events == []
         bench.store.gate.set()
+
+
+class StalledStore(FileStore):
+    """Takes parts only once its gate is open, and notes who brought them."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.gate = threading.Event()
+        self.arrived = threading.Event()
+        self.threads: set[str] = set()
+
+    def put_if_absent(self, key: str, data: bytes) -> PutResult:
+        if key.endswith(".afwd"):
+            self.threads.add(threading.current_thread().name.split("_")[0])
+            self.arrived.set()
+            assert self.gate.wait(PATIENCE_S)
+        return super().put_if_absent(key, data)
+
+
+def test_the_training_thread_neither_opens_nor_encodes_nor_uploads_what_it_submits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StalledStore(tmp_path)
+    encoders: list[str] = []
+    openers: list[str] = []
+
+    def encode(*args: ShardedModel) -> Iterator[Placed]:
+        encoders.append(threading.current_thread().name)
+        return encode_snapshot_tiles(*args)
+
+    def opened() -> ShardedModel:
+        openers.append(threading.current_thread().name)
+        return SHARDS
+
+    monkeypatch.setattr(shard_publisher, "encode_snapshot_tiles", encode)
+    released = threading.Event()
+    writer = VersionWriter.open(store, run_id="r", policy_id="p", epoch=1)
+    publisher = ShardPublisher(writer, uploads=writer.uploads, peers=OnePeer(), base=None)
+    worker = PublishWorker(publisher, SilentAnnouncer("p"), max_behind=0, published=lambda _: None)
+    with worker:
+        worker.submit(0, ModelBytes(open=opened, release=released.set))
+        # This thread is past the submission while the upload stands still.
+        assert store.arrived.wait(PATIENCE_S)
+        assert not released.is_set()
+        store.gate.set()
+        worker.wait_until_done()
+    assert released.is_set()
+    assert (openers, encoders, store.threads) == (["publish"], ["publish"], {"weights-upload"})
 
 
 def test_there_is_room_while_at_most_max_behind_versions_are_unpublished() -> None:
