@@ -29,6 +29,8 @@ _READS = (
 # Free memory, or are on the way of the trainer that frees it: allowed when memory is full.
 _RELEASES = (
     "claim",
+    "hold",
+    "let_go",
     "acquire",
     "seal",
     "publish",

@@ -35,6 +35,7 @@ Call: TypeAlias = tuple[str, tuple[Argument, ...]]
 
 _REFUSALS: Mapping[str, type[errors.AstraflowError]] = {
     "FENCED": errors.FencedError,
+    "HELD": errors.PolicyHeldError,
     "CONFLICT": errors.ConflictError,
     "GAP": errors.VersionGapError,
     "NOTFOUND": errors.NotFoundError,

@@ -29,16 +29,21 @@ class BatchStore:
         *,
         trainer_id: str,
         incarnation: str,
+        lease_s: float,
         known_epoch: int = 0,
         held_epoch: int = 0,
+        only_if_unheld: bool = False,
     ) -> Claim:
         """Start a new trainer epoch, above `known_epoch` too. Raises NotFoundError for an unknown policy.
 
         A claim under another data `incarnation` than the last skips numbers that may have been given and lost.
 
-        With `held_epoch`, raises FencedError when another trainer has a newer one.
+        With `held_epoch`, raises FencedError when another trainer has a newer one; with `only_if_unheld`, PolicyHeldError
+        when a trainer was heard of within `lease_s`, and such a claim holds nothing.
         """
-        arguments = (policy_id, trainer_id, known_epoch, held_epoch, incarnation)
+        unheld = "1" if only_if_unheld else "0"
+        lease_ms = int(lease_s * 1000)
+        arguments = (policy_id, trainer_id, known_epoch, held_epoch, incarnation, lease_ms, unheld)
         reply = as_list(await self._connection.call(Keys(run_id), "claim", *arguments))
         version = as_text(reply[3])
         return Claim(
@@ -47,6 +52,14 @@ class BatchStore:
             durable_step=as_int(reply[2]),
             version=int(version) if version else None,
         )
+
+    async def hold(self, run_id: str, policy_id: str, *, epoch: int) -> None:
+        """Note that the trainer of this epoch lives. Raises FencedError, NotFoundError."""
+        await self._connection.call(Keys(run_id), "hold", policy_id, epoch)
+
+    async def let_go(self, run_id: str, policy_id: str, *, epoch: int) -> None:
+        """Note that the trainer of this epoch ends. Raises FencedError, NotFoundError."""
+        await self._connection.call(Keys(run_id), "let_go", policy_id, epoch)
 
     async def acquire(
         self,
@@ -191,10 +204,12 @@ class VersionStore:
         step: int,
         epoch: int,
         writer_epoch: int,
+        is_rollback: bool,
         body: bytes,
     ) -> StoredVersion:
-        """Announce a version once. Raises FencedError, ConflictError, InvalidArgumentError for a gap."""
-        arguments = (policy_id, version, manifest_sha256.hex(), step, epoch, writer_epoch, body)
+        """Announce a version once. Raises FencedError, ConflictError, VersionGapError."""
+        kind = "1" if is_rollback else "0"
+        arguments = (policy_id, version, manifest_sha256.hex(), step, epoch, writer_epoch, kind, body)
         reply = as_list(await self._connection.call(Keys(run_id), "publish", *arguments))
         return StoredVersion(body=as_bytes(reply[1]), publish_ms=as_int(reply[0]))
 

@@ -49,6 +49,7 @@ class Versions:
             step=version.step,
             epoch=epoch,
             writer_epoch=version.trainer_epoch,
+            is_rollback=version.HasField("rollback_of"),
             body=stored.SerializeToString(deterministic=True),
         )
         failpoints.hit("dataflow.published")
@@ -116,6 +117,10 @@ def _require_sane(version: version_pb2.Version) -> None:
     if version.version > _MAX_VERSION:
         raise InvalidArgumentError(
             f"version {version.version} is above {_MAX_VERSION}; start a new run from these weights"
+        )
+    if version.HasField("rollback_of") and version.rollback_of >= version.version:
+        raise InvalidArgumentError(
+            f"version {version.version} goes back to version {version.rollback_of}, which is not older"
         )
     if (version.step == 0) != (version.version == 0):
         raise InvalidArgumentError(

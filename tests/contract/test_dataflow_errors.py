@@ -144,6 +144,28 @@ def claim(policy_id: str) -> Call:
     return call
 
 
+async def claim_what_is_held(world: World) -> object:
+    await world.trainer()
+    request = batches.ClaimPolicyRequest(run_id="run", policy_id="solver", only_if_unheld=True)
+    return await world.client.call(world.client.batches.ClaimPolicy, request)
+
+
+def hold(**fields: object) -> Call:
+    """HoldPolicy, under an epoch never given unless told otherwise."""
+
+    async def call(world: World) -> object:
+        merged = {"run_id": "run", "policy_id": "solver", "trainer_epoch": 99} | fields
+        return await world.client.call(world.client.batches.HoldPolicy, batches.HoldPolicyRequest(**merged))  # type: ignore[arg-type]
+
+    return call
+
+
+async def release_as_a_stranger(world: World) -> object:
+    await world.trainer()
+    request = batches.ReleasePolicyRequest(run_id="run", policy_id="solver", trainer_epoch=99)
+    return await world.client.call(world.client.batches.ReleasePolicy, request)
+
+
 def acquire(**fields: object) -> Call:
     """AcquireBatch with these fields, under the current epoch unless given."""
 
@@ -298,6 +320,10 @@ ROWS: dict[str, tuple[Call, str, str]] = {
     "push to an unknown run": (push(run_id="nowhere"), MISSING, MISSING),
     "push stream that does not count from one": (push_out_of_sequence, INVALID, INVALID),
     "claim of an unknown policy": (claim("nobody"), MISSING, MISSING),
+    "claim of a policy that is held": (claim_what_is_held, STATE, "POLICY_HELD"),
+    "hold of a policy under an epoch never given": (hold(), STATE, "FENCED"),
+    "hold of an unknown policy": (hold(policy_id="nobody"), MISSING, MISSING),
+    "release of a policy of somebody else's": (release_as_a_stranger, STATE, "FENCED"),
     "acquire under an older epoch": (acquire(trainer_epoch=0), STATE, "FENCED"),
     "acquire under an epoch never given": (acquire(trainer_epoch=99), STATE, "FENCED"),
     "acquire a step too far": (acquire(step=2), INVALID, INVALID),
@@ -312,6 +338,12 @@ ROWS: dict[str, tuple[Call, str, str]] = {
     "publish a gap": (publish(version=7), STATE, "VERSION_GAP"),
     "publish before the step is trained": (publish(), INVALID, INVALID),
     "publish under an older epoch": (publish(caller_epoch=0), STATE, "FENCED"),
+    "publish a rollback to a later version": (publish(rollback_of=1), INVALID, INVALID),
+    "publish a rollback that a newer epoch wrote": (
+        publish(rollback_of=0, trainer_epoch=99),
+        INVALID,
+        INVALID,
+    ),
     "publish what a newer epoch wrote": (publish(trainer_epoch=99), INVALID, INVALID),
     "publish of an unknown policy": (publish(policy_id="nobody"), MISSING, MISSING),
     "publish other bytes under a known number": (

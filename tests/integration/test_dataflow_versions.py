@@ -154,3 +154,34 @@ async def test_a_version_of_an_older_epoch_that_redis_forgot_is_announced_again(
     await trainer.publish(version=2, step=1)
     policy = (await world.status()).policies[0]
     assert (policy.version.version, policy.unpublished_groups) == (2, 0)
+
+
+async def test_a_rollback_takes_no_step_and_gives_back_the_credit_of_steps_it_gives_up(world: World) -> None:
+    trainer = await train_one(world)
+    await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+    node = await world.node()
+    for lease in await node.lease(2):
+        await node.complete(lease)
+    batch = (await trainer.acquire(2, base_version=1)).batch  # type: ignore[attr-defined]
+    await trainer.ack(batch, TRAINED)  # type: ignore[attr-defined]
+    (before,) = (await world.status()).policies
+    back = await world.trainer()
+    told = await back.publish(version=2, step=1, rollback_of=0)
+    (after,) = (await world.status()).policies
+    assert (before.unpublished_groups, after.unpublished_groups) == (2, 0)
+    assert (told.HasField("rollback_of"), told.rollback_of, told.step) == (True, 0, 1)
+    assert (await back.publish(version=3, step=2)).version == 3
+
+
+async def test_the_step_before_a_rollback_keeps_its_version(world: World) -> None:
+    trainer = await train_one(world)
+    await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+    back = await world.trainer()
+    await back.publish(version=2, step=1, rollback_of=0)
+    assert await world.dataflow.versions.store.versions.of_steps("run", "solver", [1]) == {1: 1}
+
+
+async def test_a_rollback_goes_back(world: World) -> None:
+    trainer = await train_one(world)
+    with pytest.raises(InvalidArgumentError, match="not older"):
+        await trainer.publish(version=1, step=1, rollback_of=1)  # type: ignore[attr-defined]

@@ -283,7 +283,12 @@ class Trainer:
     epoch: int = 0
 
     async def claim(
-        self, *, trainer_id: str = "test", known_epoch: int = 0, held_epoch: int = 0
+        self,
+        *,
+        trainer_id: str = "test",
+        known_epoch: int = 0,
+        held_epoch: int = 0,
+        only_if_unheld: bool = False,
     ) -> batch_service_pb2.ClaimPolicyResponse:
         """Start a new epoch."""
         request = batch_service_pb2.ClaimPolicyRequest(
@@ -292,10 +297,25 @@ class Trainer:
             trainer_id=trainer_id,
             known_epoch=known_epoch,
             held_epoch=held_epoch,
+            only_if_unheld=only_if_unheld,
         )
         claim = await self.world.client.call(self.world.client.batches.ClaimPolicy, request)
         self.epoch = claim.trainer_epoch
         return claim
+
+    async def hold(self) -> None:
+        """Say that this trainer lives."""
+        request = batch_service_pb2.HoldPolicyRequest(
+            run_id=self.world.run_id, policy_id=self.policy_id, trainer_epoch=self.epoch
+        )
+        await self.world.client.call(self.world.client.batches.HoldPolicy, request)
+
+    async def release(self) -> None:
+        """Say that this trainer ends."""
+        request = batch_service_pb2.ReleasePolicyRequest(
+            run_id=self.world.run_id, policy_id=self.policy_id, trainer_epoch=self.epoch
+        )
+        await self.world.client.call(self.world.client.batches.ReleasePolicy, request)
 
     async def acquire(
         self, step: int, *, base_version: int = 0, wait_s: float = 5.0
@@ -349,7 +369,13 @@ class Trainer:
         return (await self.world.client.call(self.world.client.batches.NackBatch, request)).returned_groups
 
     async def publish(
-        self, *, version: int, step: int, content: bytes = b"", writer_epoch: int | None = None
+        self,
+        *,
+        version: int,
+        step: int,
+        content: bytes = b"",
+        writer_epoch: int | None = None,
+        rollback_of: int | None = None,
     ) -> version_pb2.Version:
         """Announce a version."""
         message = version_pb2.Version(
@@ -359,6 +385,7 @@ class Trainer:
             manifest_sha256=(content or b"%d" % version).ljust(32, b"."),
             step=step,
             trainer_epoch=self.epoch if writer_epoch is None else writer_epoch,
+            rollback_of=rollback_of,
         )
         request = version_service_pb2.PublishRequest(
             run_id=self.world.run_id, version=message, trainer_epoch=self.epoch

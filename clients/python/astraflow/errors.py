@@ -15,6 +15,7 @@
     │   └── NotFoundError           no such run, policy, task, batch or version
     ├── StateError                  give up what you hold; someone else moved on
     │   ├── FencedError             a newer trainer epoch or lease attempt exists
+    │   ├── PolicyHeldError         a trainer holds the policy that was asked for only if nobody does
     │   ├── LeaseLostError          the lease expired or was handed on
     │   ├── ConflictError           the same id exists with other content
     │   ├── VersionGapError         versions in between are not announced: announce them first
@@ -49,6 +50,7 @@ __all__ = [
     "PayloadMissingError",
     "PermissionError_",
     "PluginError",
+    "PolicyHeldError",
     "PreconditionError",
     "RecipeError",
     "RequestError",
@@ -154,6 +156,12 @@ class FencedError(StateError):
     """A newer trainer epoch, or a newer attempt of the lease, has taken over."""
 
     reason, code = "FENCED", "FAILED_PRECONDITION"
+
+
+class PolicyHeldError(StateError):
+    """A trainer holds the policy; metadata `holder` names it. Stop it first, or claim without asking."""
+
+    reason, code = "POLICY_HELD", "FAILED_PRECONDITION"
 
 
 class LeaseLostError(StateError):

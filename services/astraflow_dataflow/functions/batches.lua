@@ -2,6 +2,11 @@
 
 local LOST_CLAIMS = 64
 
+-- A trainer holds its policy from its claim on, until it releases it or is not heard of for a lease time.
+local function note_heard(P, policy)
+  call('HSET', K.policy(P, policy), 'heard_ms', now_ms())
+end
+
 local function fenced(P, policy, epoch)
   local f = call('HMGET', K.policy(P, policy), 'epoch', 'trainer')
   local current = f[1]
@@ -25,8 +30,17 @@ local function unbound(P, policy, step)
   return refuse('NOTFOUND', 'no batch is bound to step ' .. step .. ' of ' .. policy .. '; acquire it first')
 end
 
--- claim: policy, trainer, an epoch to be above, the epoch the trainer holds or 0, data incarnation.
--- Returns { epoch, last finished step, last durable step, newest version or '' }.
+local function held_by_another(P, policy, claimer, lease_ms)
+  local f, now = call('HMGET', K.policy(P, policy), 'trainer', 'claim_ms', 'heard_ms'), now_ms()
+  if not f[3] or f[1] == claimer or tonumber(f[3]) + lease_ms <= now then return nil end
+  local function ago(ms) return math.floor((now - tonumber(ms)) / 1000) .. ' s' end
+  return refuse('HELD', policy .. ' is held by trainer ' .. f[1] .. ', which claimed it ' .. ago(f[2]) .. ' ago and was heard of ' .. ago(f[3]) ..
+    ' ago; stop that trainer (one that was killed holds it for ' .. math.floor(lease_ms / 1000) .. ' s after it was last heard of), or claim it ' ..
+    'nevertheless, which fences that trainer', 'holder=' .. f[1])
+end
+
+-- claim: policy, trainer, an epoch to be above, the epoch the trainer holds or 0, data incarnation, lease ms, '1' to claim only what nobody holds
+-- and to hold nothing. Returns { epoch, last finished step, last durable step, newest version or '' }.
 local function claim(keys, a)
   local P, Q = keys[1], K.policy(keys[1], a[1])
   if call('EXISTS', Q) == 0 then return refuse('NOTFOUND', 'no policy ' .. a[1] .. ' in this run') end
@@ -34,12 +48,32 @@ local function claim(keys, a)
   local current, held = tonumber(f[1]), tonumber(a[4])
   -- A claim of the same trainer that is newer than what it holds is one whose answer it did not get.
   if held > 0 and current > held and f[2] ~= a[2] then return fenced(P, a[1], held) end
+  local passing = a[7] == '1'
+  local refusal = passing and held_by_another(P, a[1], a[2], tonumber(a[6]))
+  if refusal then return refusal end
   -- Another incarnation may have lost claims: skip more numbers than can have been given in the lost moments, so none is given twice.
   local skipped = f[3] and f[3] ~= a[5] and LOST_CLAIMS or 0
   local epoch = math.max(current + skipped, tonumber(a[3]), held) + 1
   call('HSET', Q, 'epoch', epoch, 'trainer', a[2], 'claim_ms', now_ms(), 'incarnation', a[5])
+  if passing then call('HDEL', Q, 'heard_ms') else note_heard(P, a[1]) end
   f = call('HMGET', Q, 'finished', 'durable', 'version')
   return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '' }
+end
+
+-- hold: policy, epoch. The trainer lives, whatever it is busy with. Returns 1.
+local function hold(keys, a)
+  local refusal = fenced(keys[1], a[1], a[2])
+  if refusal then return refusal end
+  note_heard(keys[1], a[1])
+  return 1
+end
+
+-- let_go: policy, epoch. The trainer ends: nobody holds the policy. Returns 1.
+local function let_go(keys, a)
+  local refusal = fenced(keys[1], a[1], a[2])
+  if refusal then return refusal end
+  call('HDEL', K.policy(keys[1], a[1]), 'heard_ms')
+  return 1
 end
 
 -- Drops groups that would be too old for a step starting from `base`; at most `limit`. Returns true when there may be more.
@@ -93,6 +127,7 @@ local function acquire(keys, a)
   local P, policy, step, base = keys[1], a[1], tonumber(a[3]), tonumber(a[4])
   local refusal = fenced(P, policy, a[2])
   if refusal then return refusal end
+  note_heard(P, policy)
   local id = call('HGET', K.steps(P, policy), a[3])
   if id then
     call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a[7]), id)
@@ -266,6 +301,7 @@ local function renew_batch(keys, a)
   local P = keys[1]
   local refusal = fenced(P, a[1], a[2])
   if refusal then return refusal end
+  note_heard(P, a[1])
   local id = call('HGET', K.steps(P, a[1]), a[3])
   if not id then return unbound(P, a[1], a[3]) end
   call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a[4]), id)

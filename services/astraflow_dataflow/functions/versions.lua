@@ -8,9 +8,6 @@ end
 -- Why the step may not publish this number, or nil. Step 0 is the initial version. A version that an older epoch wrote was announced before and
 -- forgotten with the tail of Redis, perhaps together with the end of its step: it is in the store, so it is known again.
 local function wrong_step(P, policy, step, writer, epoch, finished)
-  if writer > epoch then
-    return refuse('INVALID', 'step ' .. step .. ' was written under epoch ' .. writer .. ', newer than the caller (' .. epoch .. '); claim the policy again')
-  end
   if writer == epoch and step > finished then
     return refuse('INVALID', 'step ' .. step .. ' is not finished (last finished: ' .. finished .. '); ack it as trained before publishing')
   end
@@ -28,7 +25,12 @@ local function wrong_step(P, policy, step, writer, epoch, finished)
   return nil
 end
 
--- publish: policy, version, manifest sha256 (hex), step, caller's epoch, writer's epoch, body. Returns { ms, body } of the announced version.
+local function from_the_future(step, writer, epoch)
+  if writer <= epoch then return nil end
+  return refuse('INVALID', 'step ' .. step .. ' was written under epoch ' .. writer .. ', newer than the caller (' .. epoch .. '); claim the policy again')
+end
+
+-- publish: policy, version, manifest sha256 (hex), step, caller's epoch, writer's epoch, '1' for a rollback, which belongs to no step, body. Returns { ms, body } of the announced version.
 local function publish(keys, a)
   local P, policy, Q = keys[1], a[1], K.policy(keys[1], a[1])
   local number, step, epoch, writer = tonumber(a[2]), tonumber(a[4]), tonumber(a[5]), tonumber(a[6])
@@ -47,16 +49,19 @@ local function publish(keys, a)
       '; announce the versions before it first', 'newest_version=' .. next_number - 1)
   end
   local finished = tonumber(call('HGET', Q, 'finished'))
-  local wrong = wrong_step(P, policy, step, writer, epoch, finished)
+  local back = a[7] == '1'
+  local wrong = from_the_future(step, writer, epoch) or not back and wrong_step(P, policy, step, writer, epoch, finished)
   if wrong then return wrong end
   local ms = now_ms()
-  call('HSET', K.versions(P, policy), a[2], ms .. ' ' .. a[3] .. ' ' .. a[7])
-  call('HSET', K.version_steps(P, policy), a[4], a[2] .. ' ' .. a[6])
+  call('HSET', K.versions(P, policy), a[2], ms .. ' ' .. a[3] .. ' ' .. a[8])
+  if not back then call('HSET', K.version_steps(P, policy), a[4], a[2] .. ' ' .. a[6]) end
   call('HSET', Q, 'version', a[2], 'publish_ms', ms)
+  -- Finished steps whose weights a rollback gives up will publish none: their groups must not hold credit for ever.
+  local over = back and finished or math.min(step, finished)
   for _, bound in ipairs(call('HKEYS', K.unpublished(P, policy))) do
-    if tonumber(bound) <= math.min(step, finished) then call('HDEL', K.unpublished(P, policy), bound) end
+    if tonumber(bound) <= over then call('HDEL', K.unpublished(P, policy), bound) end
   end
   emit(P, 'version ' .. policy)
   emit(P, 'work')
-  return { tostring(ms), a[7] }
+  return { tostring(ms), a[8] }
 end

@@ -51,6 +51,8 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             trainer_id=request.trainer_id,
             known_epoch=request.known_epoch,
             held_epoch=request.held_epoch,
+            only_if_unheld=request.only_if_unheld,
+            lease_s=self.batching.lease_s,
             incarnation=await self.store.connection.data_incarnation(),
         )
         await self.durability.barrier()
@@ -70,6 +72,19 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             batch_lease_duration=lease,
             data_incarnation=await self.store.connection.data_incarnation(),
         )
+
+    async def HoldPolicy(self, request: pb.HoldPolicyRequest, context: Context) -> pb.HoldPolicyResponse:
+        run = await self._run(request.run_id, request.policy_id)
+        await self.store.batches.hold(run.run_id, request.policy_id, epoch=request.trainer_epoch)
+        return pb.HoldPolicyResponse()
+
+    async def ReleasePolicy(
+        self, request: pb.ReleasePolicyRequest, context: Context
+    ) -> pb.ReleasePolicyResponse:
+        run = await self._run(request.run_id, request.policy_id)
+        await self.store.batches.let_go(run.run_id, request.policy_id, epoch=request.trainer_epoch)
+        log.info("policy.released", policy_id=request.policy_id, trainer_epoch=request.trainer_epoch)
+        return pb.ReleasePolicyResponse()
 
     async def AcquireBatch(
         self, request: pb.AcquireBatchRequest, context: Context

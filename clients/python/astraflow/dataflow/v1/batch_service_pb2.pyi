@@ -84,6 +84,7 @@ class ClaimPolicyRequest(_message.Message):
     TRAINER_ID_FIELD_NUMBER: _builtins.int
     KNOWN_EPOCH_FIELD_NUMBER: _builtins.int
     HELD_EPOCH_FIELD_NUMBER: _builtins.int
+    ONLY_IF_UNHELD_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -94,6 +95,10 @@ class ClaimPolicyRequest(_message.Message):
     """Newest epoch the caller has seen anywhere, for example in the policy's manifests; the new epoch is above it, whatever Redis lost. 0 when none."""
     held_epoch: _builtins.int
     """Set by a trainer that claims again after Redis lost data: the epoch it holds. Another trainer's newer epoch answers FENCED, and nothing changes."""
+    only_if_unheld: _builtins.bool
+    """Set by who is no trainer, for example a rollback: claim only when no trainer holds the policy. A trainer holds it from its claim on, until it releases
+    it or was not heard of for a batch's lease time. Such a claim holds nothing itself: a trainer may claim at once, and so may the next one of its kind.
+    """
     def __init__(
         self,
         *,
@@ -102,10 +107,11 @@ class ClaimPolicyRequest(_message.Message):
         trainer_id: _builtins.str = ...,
         known_epoch: _builtins.int = ...,
         held_epoch: _builtins.int = ...,
+        only_if_unheld: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_epoch", b"held_epoch", "known_epoch", b"known_epoch", "policy_id", b"policy_id", "run_id", b"run_id", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_epoch", b"held_epoch", "known_epoch", b"known_epoch", "only_if_unheld", b"only_if_unheld", "policy_id", b"policy_id", "run_id", b"run_id", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -156,6 +162,100 @@ class ClaimPolicyResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___ClaimPolicyResponse: _TypeAlias = ClaimPolicyResponse  # noqa: Y015
+
+@_typing.final
+class HoldPolicyRequest(_message.Message):
+    """Request of HoldPolicy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    policy_id: _builtins.str
+    """Policy."""
+    trainer_epoch: _builtins.int
+    """Epoch from ClaimPolicy."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        trainer_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldPolicyRequest: _TypeAlias = HoldPolicyRequest  # noqa: Y015
+
+@_typing.final
+class HoldPolicyResponse(_message.Message):
+    """Response of HoldPolicy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldPolicyResponse: _TypeAlias = HoldPolicyResponse  # noqa: Y015
+
+@_typing.final
+class ReleasePolicyRequest(_message.Message):
+    """Request of ReleasePolicy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    policy_id: _builtins.str
+    """Policy."""
+    trainer_epoch: _builtins.int
+    """Epoch from ClaimPolicy."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        trainer_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleasePolicyRequest: _TypeAlias = ReleasePolicyRequest  # noqa: Y015
+
+@_typing.final
+class ReleasePolicyResponse(_message.Message):
+    """Response of ReleasePolicy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleasePolicyResponse: _TypeAlias = ReleasePolicyResponse  # noqa: Y015
 
 @_typing.final
 class AcquireBatchRequest(_message.Message):

@@ -41,6 +41,16 @@ class BatchServiceStub:
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.ClaimPolicyRequest.SerializeToString,
                 response_deserializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.ClaimPolicyResponse.FromString,
                 _registered_method=True)
+        self.HoldPolicy = channel.unary_unary(
+                '/astraflow.dataflow.v1.BatchService/HoldPolicy',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.HoldPolicyRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.HoldPolicyResponse.FromString,
+                _registered_method=True)
+        self.ReleasePolicy = channel.unary_unary(
+                '/astraflow.dataflow.v1.BatchService/ReleasePolicy',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.ReleasePolicyRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.ReleasePolicyResponse.FromString,
+                _registered_method=True)
         self.AcquireBatch = channel.unary_unary(
                 '/astraflow.dataflow.v1.BatchService/AcquireBatch',
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.AcquireBatchRequest.SerializeToString,
@@ -85,6 +95,22 @@ class BatchServiceServicer:
 
     def ClaimPolicy(self, request, context):
         """Starts a new trainer epoch for the policy, fencing every older one, and says where to go on. Atomic. Not idempotent: each call is a new epoch.
+        With `only_if_unheld` a policy that a trainer holds answers FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HoldPolicy(self, request, context):
+        """Says that the trainer of this epoch lives, whatever it is busy with: it holds the policy for another lease time, which is a batch's.
+        Idempotent. Expiry changes nothing but the answer to a claim with `only_if_unheld`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleasePolicy(self, request, context):
+        """Says that the trainer of this epoch ends: nobody holds the policy from now on. Its epoch stays the newest. Atomic, idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,6 +177,16 @@ def add_BatchServiceServicer_to_server(servicer, server):
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.ClaimPolicyRequest.FromString,
                     response_serializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.ClaimPolicyResponse.SerializeToString,
             ),
+            'HoldPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldPolicy,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.HoldPolicyRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.HoldPolicyResponse.SerializeToString,
+            ),
+            'ReleasePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleasePolicy,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.ReleasePolicyRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.ReleasePolicyResponse.SerializeToString,
+            ),
             'AcquireBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.AcquireBatch,
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.AcquireBatchRequest.FromString,
@@ -216,6 +252,60 @@ class BatchService:
             '/astraflow.dataflow.v1.BatchService/ClaimPolicy',
             astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.ClaimPolicyRequest.SerializeToString,
             astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.ClaimPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.BatchService/HoldPolicy',
+            astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.HoldPolicyRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.HoldPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleasePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.BatchService/ReleasePolicy',
+            astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.ReleasePolicyRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_batch__service__pb2.ReleasePolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

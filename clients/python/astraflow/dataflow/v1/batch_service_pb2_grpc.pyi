@@ -36,7 +36,15 @@ class BatchServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> BatchServiceAsyncStub: ...
     ClaimPolicy: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.ClaimPolicyRequest, _batch_service_pb2.ClaimPolicyResponse]
-    """Starts a new trainer epoch for the policy, fencing every older one, and says where to go on. Atomic. Not idempotent: each call is a new epoch."""
+    """Starts a new trainer epoch for the policy, fencing every older one, and says where to go on. Atomic. Not idempotent: each call is a new epoch.
+    With `only_if_unheld` a policy that a trainer holds answers FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
+    """
+    HoldPolicy: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.HoldPolicyRequest, _batch_service_pb2.HoldPolicyResponse]
+    """Says that the trainer of this epoch lives, whatever it is busy with: it holds the policy for another lease time, which is a batch's.
+    Idempotent. Expiry changes nothing but the answer to a claim with `only_if_unheld`.
+    """
+    ReleasePolicy: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.ReleasePolicyRequest, _batch_service_pb2.ReleasePolicyResponse]
+    """Says that the trainer of this epoch ends: nobody holds the policy from now on. Its epoch stays the newest. Atomic, idempotent."""
     AcquireBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.AcquireBatchRequest, _batch_service_pb2.AcquireBatchResponse]
     """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready groups. Atomic, idempotent: the same
     (policy, step) always returns the same batch. No batch in time answers an empty response with `waiting_for`.
@@ -67,7 +75,15 @@ class BatchServiceAsyncStub(BatchServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ClaimPolicy: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.ClaimPolicyRequest, _batch_service_pb2.ClaimPolicyResponse]  # type: ignore[assignment]
-    """Starts a new trainer epoch for the policy, fencing every older one, and says where to go on. Atomic. Not idempotent: each call is a new epoch."""
+    """Starts a new trainer epoch for the policy, fencing every older one, and says where to go on. Atomic. Not idempotent: each call is a new epoch.
+    With `only_if_unheld` a policy that a trainer holds answers FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
+    """
+    HoldPolicy: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.HoldPolicyRequest, _batch_service_pb2.HoldPolicyResponse]  # type: ignore[assignment]
+    """Says that the trainer of this epoch lives, whatever it is busy with: it holds the policy for another lease time, which is a batch's.
+    Idempotent. Expiry changes nothing but the answer to a claim with `only_if_unheld`.
+    """
+    ReleasePolicy: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.ReleasePolicyRequest, _batch_service_pb2.ReleasePolicyResponse]  # type: ignore[assignment]
+    """Says that the trainer of this epoch ends: nobody holds the policy from now on. Its epoch stays the newest. Atomic, idempotent."""
     AcquireBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.AcquireBatchRequest, _batch_service_pb2.AcquireBatchResponse]  # type: ignore[assignment]
     """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready groups. Atomic, idempotent: the same
     (policy, step) always returns the same batch. No batch in time answers an empty response with `waiting_for`.
@@ -100,7 +116,25 @@ class BatchServiceServicer:
         request: _batch_service_pb2.ClaimPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_batch_service_pb2.ClaimPolicyResponse, _abc.Awaitable[_batch_service_pb2.ClaimPolicyResponse]]:
-        """Starts a new trainer epoch for the policy, fencing every older one, and says where to go on. Atomic. Not idempotent: each call is a new epoch."""
+        """Starts a new trainer epoch for the policy, fencing every older one, and says where to go on. Atomic. Not idempotent: each call is a new epoch.
+        With `only_if_unheld` a policy that a trainer holds answers FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
+        """
+
+    def HoldPolicy(
+        self,
+        request: _batch_service_pb2.HoldPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_batch_service_pb2.HoldPolicyResponse, _abc.Awaitable[_batch_service_pb2.HoldPolicyResponse]]:
+        """Says that the trainer of this epoch lives, whatever it is busy with: it holds the policy for another lease time, which is a batch's.
+        Idempotent. Expiry changes nothing but the answer to a claim with `only_if_unheld`.
+        """
+
+    def ReleasePolicy(
+        self,
+        request: _batch_service_pb2.ReleasePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_batch_service_pb2.ReleasePolicyResponse, _abc.Awaitable[_batch_service_pb2.ReleasePolicyResponse]]:
+        """Says that the trainer of this epoch ends: nobody holds the policy from now on. Its epoch stays the newest. Atomic, idempotent."""
 
     def AcquireBatch(
         self,

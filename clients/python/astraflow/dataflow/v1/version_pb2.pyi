@@ -33,6 +33,7 @@ class Version(_message.Message):
     SNAPSHOT_BYTES_FIELD_NUMBER: _builtins.int
     DENSITY_FIELD_NUMBER: _builtins.int
     PUBLISH_TIME_FIELD_NUMBER: _builtins.int
+    ROLLBACK_OF_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     version: _builtins.int
@@ -42,7 +43,7 @@ class Version(_message.Message):
     manifest_sha256: _builtins.bytes
     """sha256 of the stored manifest entry; 32 bytes."""
     step: _builtins.int
-    """Step that made it; 0 for the initial version."""
+    """Step that made it; 0 for the initial version. A rollback was made by no step: it has that of the version before it."""
     trainer_epoch: _builtins.int
     """Epoch of the trainer that committed it."""
     delta_bytes: _builtins.int
@@ -51,6 +52,8 @@ class Version(_message.Message):
     """Bytes of its snapshot parts; 0 when it has none."""
     density: _builtins.float
     """Changed elements / elements against its parent; 0 for the initial version."""
+    rollback_of: _builtins.int
+    """Set for a rollback: the older version whose weights it has, bit for bit."""
     @_builtins.property
     def publish_time(self) -> _timestamp_pb2.Timestamp:
         """When it was announced, by the server's clock."""
@@ -68,12 +71,15 @@ class Version(_message.Message):
         snapshot_bytes: _builtins.int = ...,
         density: _builtins.float = ...,
         publish_time: _timestamp_pb2.Timestamp | None = ...,
+        rollback_of: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["publish_time", b"publish_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rollback_of", b"_rollback_of", "publish_time", b"publish_time", "rollback_of", b"rollback_of"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_bytes", b"delta_bytes", "density", b"density", "manifest_sha256", b"manifest_sha256", "policy_id", b"policy_id", "publish_time", b"publish_time", "sequence", b"sequence", "snapshot_bytes", b"snapshot_bytes", "step", b"step", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rollback_of", b"_rollback_of", "delta_bytes", b"delta_bytes", "density", b"density", "manifest_sha256", b"manifest_sha256", "policy_id", b"policy_id", "publish_time", b"publish_time", "rollback_of", b"rollback_of", "sequence", b"sequence", "snapshot_bytes", b"snapshot_bytes", "step", b"step", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__rollback_of: _TypeAlias = _typing.Literal["rollback_of"]  # noqa: Y015
+    _WhichOneofArgType__rollback_of: _TypeAlias = _typing.Literal["_rollback_of", b"_rollback_of"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rollback_of) -> _WhichOneofReturnType__rollback_of | None: ...
 
 Global___Version: _TypeAlias = Version  # noqa: Y015
 

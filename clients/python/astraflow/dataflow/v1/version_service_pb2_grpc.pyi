@@ -37,6 +37,7 @@ class VersionServiceStub:
     """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other content answers ALREADY_EXISTS (CONFLICT); an older
     epoch answers FENCED. A number above the next one answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
     announce the versions in between first, which is what a trainer does after Redis lost its last announcements.
+    A rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing waits for their versions.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_version_service_pb2.WatchRequest, _version_service_pb2.WatchResponse]
     """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only; reconnect freely."""
@@ -56,6 +57,7 @@ class VersionServiceAsyncStub(VersionServiceStub):
     """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other content answers ALREADY_EXISTS (CONFLICT); an older
     epoch answers FENCED. A number above the next one answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
     announce the versions in between first, which is what a trainer does after Redis lost its last announcements.
+    A rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing waits for their versions.
     """
     Watch: _aio.UnaryStreamMultiCallable[_version_service_pb2.WatchRequest, _version_service_pb2.WatchResponse]  # type: ignore[assignment]
     """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only; reconnect freely."""
@@ -77,6 +79,7 @@ class VersionServiceServicer:
         """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other content answers ALREADY_EXISTS (CONFLICT); an older
         epoch answers FENCED. A number above the next one answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
         announce the versions in between first, which is what a trainer does after Redis lost its last announcements.
+        A rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing waits for their versions.
         """
 
     def Watch(

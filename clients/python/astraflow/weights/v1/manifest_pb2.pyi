@@ -115,6 +115,7 @@ class Manifest(_message.Message):
     DENSITY_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     CREATED_TIME_FIELD_NUMBER: _builtins.int
+    ROLLBACK_OF_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -128,7 +129,7 @@ class Manifest(_message.Message):
     writer_nonce: _builtins.bytes
     """Random id of the writer, the same in its fence and all its manifests; 16 bytes."""
     step: _builtins.int
-    """Optimizer step that made it; 0 for the initial version."""
+    """Optimizer step that made it; 0 for the initial version. A rollback was made by no step: it has that of the version before it."""
     parent_version: _builtins.int
     """Version that came before it; absent for version 0."""
     model_root: _builtins.bytes
@@ -141,6 +142,8 @@ class Manifest(_message.Message):
     """num_changed / num_elements; 0 for version 0."""
     learning_rate: _builtins.float
     """Learning rate of the step; absent when not told."""
+    rollback_of: _builtins.int
+    """Set for a rollback: the older version whose tensors and model root it has. Readers refuse another root."""
     @_builtins.property
     def snapshot(self) -> Global___Snapshot:
         """The whole model. Absent when this version offers no snapshot; then it offers a delta."""
@@ -182,19 +185,24 @@ class Manifest(_message.Message):
         density: _builtins.float = ...,
         learning_rate: _builtins.float | None = ...,
         created_time: _timestamp_pb2.Timestamp | None = ...,
+        rollback_of: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_parent_version", b"_parent_version", "created_time", b"created_time", "learning_rate", b"learning_rate", "parent_version", b"parent_version", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_parent_version", b"_parent_version", "_rollback_of", b"_rollback_of", "created_time", b"created_time", "learning_rate", b"learning_rate", "parent_version", b"parent_version", "rollback_of", b"rollback_of", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_parent_version", b"_parent_version", "assets", b"assets", "created_time", b"created_time", "deltas", b"deltas", "density", b"density", "learning_rate", b"learning_rate", "model_root", b"model_root", "num_changed", b"num_changed", "num_elements", b"num_elements", "parent_version", b"parent_version", "policy_id", b"policy_id", "run_id", b"run_id", "sequence", b"sequence", "snapshot", b"snapshot", "step", b"step", "tensors", b"tensors", "version", b"version", "writer_epoch", b"writer_epoch", "writer_nonce", b"writer_nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_parent_version", b"_parent_version", "_rollback_of", b"_rollback_of", "assets", b"assets", "created_time", b"created_time", "deltas", b"deltas", "density", b"density", "learning_rate", b"learning_rate", "model_root", b"model_root", "num_changed", b"num_changed", "num_elements", b"num_elements", "parent_version", b"parent_version", "policy_id", b"policy_id", "rollback_of", b"rollback_of", "run_id", b"run_id", "sequence", b"sequence", "snapshot", b"snapshot", "step", b"step", "tensors", b"tensors", "version", b"version", "writer_epoch", b"writer_epoch", "writer_nonce", b"writer_nonce"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
     _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
     _WhichOneofReturnType__parent_version: _TypeAlias = _typing.Literal["parent_version"]  # noqa: Y015
     _WhichOneofArgType__parent_version: _TypeAlias = _typing.Literal["_parent_version", b"_parent_version"]  # noqa: Y015
+    _WhichOneofReturnType__rollback_of: _TypeAlias = _typing.Literal["rollback_of"]  # noqa: Y015
+    _WhichOneofArgType__rollback_of: _TypeAlias = _typing.Literal["_rollback_of", b"_rollback_of"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_version) -> _WhichOneofReturnType__parent_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rollback_of) -> _WhichOneofReturnType__rollback_of | None: ...
 
 Global___Manifest: _TypeAlias = Manifest  # noqa: Y015
 

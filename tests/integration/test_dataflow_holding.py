@@ -1,0 +1,101 @@
+"""Who holds a policy: the trainer that claimed it, while it is heard of, and nobody who only passes by."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from astraflow.errors import FencedError, NotFoundError, PolicyHeldError
+from support.dataflow_world import Trainer, World, served, until
+
+
+async def passing(world: World, *, trainer_id: str = "rollback") -> Trainer:
+    """Who claims the policy only when nobody holds it."""
+    trainer = Trainer(world=world, policy_id="solver")
+    await trainer.claim(trainer_id=trainer_id, only_if_unheld=True)
+    return trainer
+
+
+async def test_a_policy_that_a_trainer_holds_is_not_claimed_in_passing(world: World) -> None:
+    await world.create_run()
+    holder = await world.trainer()
+    with pytest.raises(PolicyHeldError, match=r"held by trainer test, which claimed it 0 s ago") as refused:
+        await passing(world)
+    assert refused.value.metadata["holder"] == "test"
+    assert "stop that trainer" in refused.value.message
+    await holder.hold()
+
+
+async def test_a_policy_that_nobody_claimed_or_its_trainer_released_is_claimed_in_passing(
+    world: World,
+) -> None:
+    await world.create_run()
+    first = await passing(world)
+    trainer = await world.trainer()
+    await trainer.release()
+    second = await passing(world)
+    assert first.epoch < trainer.epoch < second.epoch
+    with pytest.raises(FencedError):
+        await trainer.hold()
+
+
+async def test_who_claims_in_passing_holds_nothing(world: World) -> None:
+    await world.create_run()
+    first, second = await passing(world, trainer_id="one"), await passing(world, trainer_id="two")
+    with pytest.raises(FencedError, match="of trainer two"):
+        await first.publish(version=0, step=0)
+    trainer = Trainer(world=world, policy_id="solver")
+    await trainer.claim()
+    with pytest.raises(FencedError):
+        await second.publish(version=0, step=0)
+
+
+async def test_a_lost_answer_does_not_hinder_the_same_claimer(world: World) -> None:
+    await world.create_run()
+    trainer = await world.trainer()
+    await trainer.claim(trainer_id="test", only_if_unheld=True)
+
+
+async def test_a_claim_in_passing_of_an_unknown_policy_is_refused(world: World) -> None:
+    await world.create_run()
+    with pytest.raises(NotFoundError):
+        await Trainer(world=world, policy_id="nobody").claim(only_if_unheld=True)
+
+
+async def test_an_older_trainer_releases_nothing(world: World) -> None:
+    await world.create_run()
+    older, _ = await world.trainer(), await world.trainer()
+    with pytest.raises(FencedError):
+        await older.release()
+    with pytest.raises(PolicyHeldError):
+        await passing(world)
+
+
+@pytest.mark.parametrize("sign", ["hold", "acquire"])
+async def test_a_trainer_that_is_heard_of_goes_on_holding(redis_url: str, tmp_path: Path, sign: str) -> None:
+    async with served(redis_url, tmp_path, batch_lease_s=1) as world:
+        await world.create_run()
+        trainer = await world.trainer()
+        for _ in range(6):
+            await asyncio.sleep(0.25)
+            await (trainer.hold() if sign == "hold" else trainer.acquire(1, wait_s=0))
+        with pytest.raises(PolicyHeldError, match="claimed it 1 s ago"):
+            await passing(world)
+
+
+async def test_a_trainer_that_was_killed_holds_for_a_lease_time(redis_url: str, tmp_path: Path) -> None:
+    async with served(redis_url, tmp_path, batch_lease_s=1) as world:
+        await world.create_run()
+        await world.trainer()
+
+        async def is_free() -> bool:
+            try:
+                await passing(world)
+            except PolicyHeldError:
+                return False
+            return True
+
+        assert not await is_free()
+        await until(is_free)
