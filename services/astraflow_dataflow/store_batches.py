@@ -38,8 +38,8 @@ class BatchStore:
 
         A claim under another data `incarnation` than the last skips numbers that may have been given and lost.
 
-        With `held_epoch`, raises FencedError when another trainer has a newer one; with `only_if_unheld`, PolicyHeldError
-        when a trainer was heard of within `lease_s`, and such a claim holds nothing.
+        With `held_epoch`, raises FencedError when another trainer has a newer one; with `only_if_unheld`,
+        PolicyHeldError when a trainer was heard of within `lease_s`, and such a claim holds nothing.
         """
         unheld = "1" if only_if_unheld else "0"
         lease_ms = int(lease_s * 1000)

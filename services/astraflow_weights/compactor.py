@@ -12,21 +12,16 @@ from functools import partial
 from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
+from astraflow_weights.chains import chained_delta
 from astraflow_weights.compaction import Span, due_merges, snapshot_due
-from astraflow_weights.errors import CorruptPart, Edge, NeedsBase
-from astraflow_weights.fetch import fetch_part
 from astraflow_weights.kept import KeptVersion
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.manifest import AddedWay, encode_way
-from astraflow_weights.merge import merge_deltas
 from astraflow_weights.part_format import TARGET_PART_BYTES
 from astraflow_weights.part_writer import PartSetHead, write_parts
-from astraflow_weights.planner import PullPlan, plan_pull
-from astraflow_weights.pull import pull
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.snapshot import encode_snapshot_tiles
 from astraflow_weights.store import ObjectStore
-from astraflow_weights.tensors import Array
 from astraflow_weights.tiles import PartKind
 from astraflow_weights.uploads import Uploads
 from astraflow_weights.version_log import VersionLog, way_key
@@ -68,6 +63,11 @@ class Compactor:
         """Tell that there may be work; returns at once. Any thread."""
         self._occasion.set()
 
+    def offer_delta(self, *, version: int, base_version: int, parts: Sequence[bytes]) -> None:
+        """Offer a delta that somebody else made, in the calling thread. Raises as the store does."""
+        self._log.refresh()
+        self._announce(version, base_version, parts)
+
     def compact(self) -> bool:
         """Make everything that is due, in the calling thread. False when something failed: call again."""
         if not self._attempt("refresh", self._log.refresh):
@@ -99,45 +99,14 @@ class Compactor:
         return True
 
     def _merge(self, span: Span) -> None:
-        plan = self._chain(span, merged=True)
-        try:
-            parts = self._merged(plan, span)
-        except CorruptPart:
-            if all(_length(step.edge) == 1 for step in plan.steps):
-                raise
-            # Perhaps a merged delta among them; the deltas of the manifests may still be good.
-            parts = self._merged(self._chain(span, merged=False), span)
-        self._announce(span.version, span.base_version, parts)
-
-    def _chain(self, span: Span, *, merged: bool) -> PullPlan:
-        """Cheapest deltas over the span; only those of one version unless `merged`. Raises NoPath."""
-        records = self._log.records[: span.version + 1]
-        avoid = {Edge(version=record.version, base_version=None) for record in records}
-        if not merged:
-            ways = {
-                Edge(version=way.version, base_version=way.base_version) for r in records for way in r.added
-            }
-            avoid |= ways
-        return plan_pull(self._log, held=span.base_version, target=span.version, avoid=frozenset(avoid))
-
-    def _merged(self, plan: PullPlan, span: Span) -> list[bytes]:
-        deltas = [[fetch_part(self._store, ref) for ref in step.parts] for step in plan.steps]
-        try:
-            return merge_deltas(deltas)
-        except NeedsBase:
-            return merge_deltas(deltas, base=self._model_of(span.base_version))
-
-    def _model_of(self, version: int) -> dict[str, Array]:
-        """An older version, verified, as a node without anything would pull it."""
-        manifest = self._log.manifest(version)
-        return pull(
+        chain = chained_delta(
             self._store,
-            plan_pull(self._log, held=None, target=version),
-            manifest=manifest,
-            load_base=dict,
+            self._log,
+            base_version=span.base_version,
+            version=span.version,
             threads=self._settings.upload_threads,
-            max_bytes=manifest.size_bytes,
         )
+        self._announce(span.version, span.base_version, chain.parts)
 
     def _snapshot(self) -> None:
         """A snapshot of what is kept now, which may be newer than what made it due."""
@@ -181,8 +150,3 @@ class Compactor:
         self._occasion.set()
         if kind is None:
             self._thread.join()
-
-
-def _length(edge: Edge) -> int:
-    assert edge.base_version is not None
-    return edge.version - edge.base_version

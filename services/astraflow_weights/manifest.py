@@ -80,6 +80,8 @@ class Manifest:
     num_elements: int = 0
     learning_rate: float | None = None
     created_time_s: float = 0.0
+    rollback_of: int | None = None
+    """Older version with the same tensors, for a rollback; its `step` is then that of the version before it."""
 
     @property
     def density(self) -> float:
@@ -228,6 +230,7 @@ def _manifest_message(manifest: Manifest) -> manifest_pb2.Manifest:
         density=manifest.density,
         learning_rate=manifest.learning_rate,
         created_time=timestamp(manifest.created_time_s),
+        rollback_of=manifest.rollback_of,
     )
     if manifest.snapshot is not None:
         message.snapshot.parts.extend(_ref_messages(manifest.snapshot))
@@ -302,6 +305,7 @@ def _manifest(message: manifest_pb2.Manifest) -> Manifest:
         num_elements=message.num_elements,
         learning_rate=message.learning_rate if message.HasField("learning_rate") else None,
         created_time_s=message.created_time.ToMicroseconds() / 1e6,
+        rollback_of=message.rollback_of if message.HasField("rollback_of") else None,
     )
 
 
@@ -373,6 +377,9 @@ def _checked(manifest: Manifest) -> Manifest:
         f"it follows version {manifest.parent_version}, not {parent}": manifest.parent_version != parent,
         f"it counts {manifest.num_elements} elements of {elements}": manifest.num_elements != elements,
         f"it counts {manifest.num_changed} changes": manifest.num_changed > elements,
+        f"it goes back to version {manifest.rollback_of}": (
+            manifest.rollback_of is not None and manifest.rollback_of >= manifest.version
+        ),
         "its learning rate is not a number": math.isnan(manifest.learning_rate or 0.0),
     }
     for complaint, applies in complaints.items():

@@ -57,18 +57,23 @@ def merge_deltas(
 
 
 def invert_delta(
-    parts: Sequence[bytes], *, base: Model | None = None, part_bytes: int = TARGET_PART_BYTES
+    parts: Sequence[bytes],
+    *,
+    base: Model | None = None,
+    target_version: int | None = None,
+    part_bytes: int = TARGET_PART_BYTES,
 ) -> list[bytes]:
     """The delta that leads back. `base` is the model before `parts`; needed when a tile is RICE_CTX.
 
-    Raises NeedsBase, CorruptPart, and ModelMismatch for a base of another model.
+    `target_version` is only written into the headers: the number under which the model before is published again,
+    by default the one it had. Raises NeedsBase, CorruptPart, and ModelMismatch for a base of another model.
     """
     delta = open_parts(parts, kind=PartKind.DELTA)
     bases = _base_views(delta.specs, base)
     head = PartSetHead(
         kind=PartKind.DELTA,
         base_version=delta.head.target_version,
-        target_version=delta.head.base_version,
+        target_version=delta.head.base_version if target_version is None else target_version,
     )
     return write_parts(_inverted(delta, bases), head=head, specs=delta.specs, part_bytes=part_bytes)
 

@@ -47,6 +47,7 @@ class VersionRecord:
     deltas: tuple[DeltaRef, ...]
     num_changed: int
     num_elements: int
+    rollback_of: int | None = None
     added: tuple[AddedWay, ...] = ()
 
     @property
@@ -264,6 +265,11 @@ class VersionLog:
                 f"log entry {manifest.sequence} commits version {manifest.version} "
                 f"where {len(self._records)} is due"
             )
+        back = manifest.rollback_of
+        if back is not None and manifest.model_root != self._records[back].model_root:
+            raise CorruptManifest(
+                f"log entry {manifest.sequence} goes back to version {back}, whose model root is another one"
+            )
         return VersionRecord(
             version=manifest.version,
             sequence=manifest.sequence,
@@ -275,6 +281,7 @@ class VersionLog:
             deltas=manifest.deltas,
             num_changed=manifest.num_changed,
             num_elements=manifest.num_elements,
+            rollback_of=manifest.rollback_of,
         )
 
 

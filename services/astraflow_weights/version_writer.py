@@ -51,6 +51,7 @@ class CommittedVersion:
     delta_bytes: int
     num_changed: int
     num_elements: int
+    rollback_of: int | None
     existed: bool
     hint_written: bool = True
 
@@ -139,16 +140,18 @@ class VersionWriter:
         """
         return wants_snapshot(self.log.records, delta_bytes=delta_bytes, settings=self._settings)
 
-    def find(self, *, step: int, root: bytes) -> CommittedVersion | None:
+    def find(self, *, step: int, root: bytes, rollback_of: int | None = None) -> CommittedVersion | None:
         """Refresh the log; the newest version of this step with these bytes, if there is one.
 
         Raises Fenced when another writer took over. This is how a resumed or repeated publication ends in
-        success.
+        success. A rollback is no publication of its step; only the newest version may be one that was asked for.
         """
         self.log.refresh_entries()
         self._require_ownership()
-        for record in reversed(self.log.records):
-            if record.step == step and record.model_root == root:
+        wanted = (step, root, rollback_of)
+        candidates = self.log.records if rollback_of is None else self.log.records[-1:]
+        for record in reversed(candidates):
+            if (record.step, record.model_root, record.rollback_of) == wanted:
                 return _committed(record, existed=True)
         return None
 
@@ -162,6 +165,7 @@ class VersionWriter:
         assets: tuple[Asset, ...] = (),
         num_changed: int = 0,
         learning_rate: float | None = None,
+        rollback_of: int | None = None,
     ) -> CommittedVersion:
         """Make the next version visible. Every part and asset must be uploaded; `tensors` is sorted by name.
 
@@ -170,7 +174,7 @@ class VersionWriter:
         log.
         """
         root = model_root(tensors)
-        if (existing := self.find(step=step, root=root)) is not None:
+        if (existing := self.find(step=step, root=root, rollback_of=rollback_of)) is not None:
             return existing
         failpoints.hit("weights.publish.before_manifest")
         self._append(
@@ -192,6 +196,7 @@ class VersionWriter:
                 num_elements=sum(tensor.spec.num_elements for tensor in tensors),
                 learning_rate=learning_rate,
                 created_time_s=self._clock.wall_time_s(),
+                rollback_of=rollback_of,
             )
         )
         failpoints.hit("weights.publish.after_manifest")
@@ -278,6 +283,7 @@ def _committed(record: VersionRecord, *, existed: bool, hint_written: bool = Tru
         delta_bytes=record.delta_bytes,
         num_changed=record.num_changed,
         num_elements=record.num_elements,
+        rollback_of=record.rollback_of,
         existed=existed,
         hint_written=hint_written,
     )
