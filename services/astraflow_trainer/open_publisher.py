@@ -76,6 +76,7 @@ def open_publisher(
         base=same_shards(map_model(Path(opened.newest)), like=held) if opened.newest else None,
         assets=assets,
         inline_snapshots=peers.size > 1,
+        context=joined.recipe.trainer.publish.codec == "rice_ctx",
     )
 
 

@@ -42,9 +42,9 @@ def pack_widths(values: Ints, widths: Ints) -> Bytes:
     """The low `widths[i]` bits of each value, one after the other."""
     width = _common(widths)
     if width is not None:
-        # The table of bits has a number's size for each: small ones are several times faster.
-        dtype = np.uint8 if width <= 8 else np.uint32
-        table = (values.astype(dtype)[:, None] >> np.arange(width, dtype=dtype)) & dtype(1)
+        # The table of bits takes a number's size for each: small ones are several times faster.
+        small: npt.NDArray[Any] = values.astype(np.uint8 if width <= 8 else np.uint32)
+        table = (small[:, None] >> np.arange(width, dtype=small.dtype)) & 1
         return np.packbits(table.astype(np.uint8, copy=False), bitorder="little")
     starts = np.cumsum(widths) - widths
     bits = np.zeros(int(widths.sum()), np.uint8)

@@ -22,9 +22,16 @@ class Publisher:
     publisher.publish(model, step=0)
     """
 
-    def __init__(self, writer: VersionWriter, *, base: Model | None, assets: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        writer: VersionWriter,
+        *,
+        base: Model | None,
+        assets: Sequence[Path] = (),
+        context: bool = False,
+    ) -> None:
         """`base` holds the newest version's bytes, None when the log has no version; `assets` go with every
-        version.
+        version. `context` allows RICE_CTX in deltas.
 
         Raises ConflictError when `base` is not what the log's newest version holds: fetch that with a
         Mirror first.
@@ -35,6 +42,7 @@ class Publisher:
             peers=OnePeer(),
             base=None if base is None else whole(base),
             assets=assets,
+            context=context,
         )
 
     @property

@@ -65,13 +65,14 @@ class ShardPublisher:
         base: ShardedModel | None,
         assets: Sequence[Path] = (),
         inline_snapshots: bool = True,
+        context: bool = False,
     ) -> None:
         """A collective. `writer` belongs to the first process, None elsewhere; it also sends the assets.
 
         `base` holds this process's shards of the newest version, None when the log has no version. Raises
         ConflictError when that is not what the log's newest version holds: fetch that with a Mirror first.
         Without `inline_snapshots` only a version without a delta carries a snapshot in its manifest; a
-        `Compactor` over `kept` makes the others.
+        `Compactor` over `kept` makes the others. `context` allows RICE_CTX in deltas.
         """
         assert (writer is not None) == (peers.index == 0)
         self._writer = writer
@@ -80,6 +81,7 @@ class ShardPublisher:
         self._assets = tuple(assets)
         self._cover: Cover | None = None
         self._inline_snapshots = inline_snapshots
+        self._context = context
         self.kept = KeptVersion()
         root = None if base is None else model_root(self._digests(base))
         plan = self._led_plan(step=-1, root=b"")
@@ -158,9 +160,11 @@ class ShardPublisher:
         kept = self.kept.newest
         if kept is None:
             return None
-        base = kept.shards
+        base, context = kept.shards, self._context
         head = PartSetHead(kind=PartKind.DELTA, base_version=version - 1, target_version=version)
-        return self._part_set(lambda: list(encode_delta_tiles(base, model)), model, head=head)
+        return self._part_set(
+            lambda: list(encode_delta_tiles(base, model, context=context)), model, head=head
+        )
 
     def _encode_snapshot(self, model: ShardedModel, *, version: int) -> _PartSet:
         head = PartSetHead(kind=PartKind.SNAPSHOT, base_version=version, target_version=version)

@@ -4,16 +4,19 @@ Models mix bfloat16 bit patterns, float32 and uint8, scalars and tensors without
 from the seed that the test gives.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from astraflow_weights.errors import ObjectNotFound, Unavailable
+from astraflow_weights.manifest import PartRef
+from astraflow_weights.part_reader import open_part
 from astraflow_weights.shards import Shard, ShardedModel
 from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult
 from astraflow_weights.store_file import FileStore
 from astraflow_weights.tensors import Array, flat_unsigned, specs_of
+from astraflow_weights.tiles import TileCodec
 
 RUN, POLICY = "run-1", "solver"
 # Bit patterns that break careless arithmetic: zeros of both signs, denormals, infinities, quiet and
@@ -54,6 +57,25 @@ def trained(model: Mapping[str, Array], seed: int, *, density: float = 0.02) -> 
             chosen = np.flatnonzero(draw.random(flat.size) < density)
             flat[chosen] += draw.choice(np.array([1, 0xFFFF, 2], dtype=np.uint16), len(chosen))
     return after
+
+
+def adamw_like(count: int) -> list[dict[str, Array]]:
+    """Masters in float32 that move by about the learning rate in each step, the direction changing slowly."""
+    draw = np.random.default_rng(5)
+    weights = (draw.standard_normal(200_000) * 0.02).astype(np.float32)
+    momentum = draw.standard_normal(weights.size)
+    models = []
+    for _ in range(count):
+        models.append({"w": ((weights.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)})
+        momentum = 0.9 * momentum + np.sqrt(1 - 0.9**2) * draw.standard_normal(weights.size)
+        weights = (weights - 1e-6 * momentum).astype(np.float32)
+    return models
+
+
+def codecs_of(store: ObjectStore, parts: Sequence[PartRef]) -> set[TileCodec]:
+    """Encodings of the tiles in which something changed."""
+    tiles = (tile for ref in parts for tile in open_part(store.get(ref.key)).tiles)
+    return {tile.codec for tile in tiles if tile.num_changed}
 
 
 def split_model(model: Mapping[str, Array], size: int) -> list[ShardedModel]:

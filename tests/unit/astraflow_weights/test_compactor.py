@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from astraflow_kit import failpoints
@@ -30,10 +29,24 @@ from astraflow_weights.shards import ShardedModel, whole
 from astraflow_weights.snapshot import encode_snapshot, encode_snapshot_tiles
 from astraflow_weights.tensor_hash import tensor_digests
 from astraflow_weights.tensors import Array
+from astraflow_weights.tiles import TileCodec
+from astraflow_weights.uploads import Uploads
 from astraflow_weights.version_log import VersionLog
 from astraflow_weights.version_writer import VersionWriter
+from support.rank_threads import ThreadRanks, run_ranks
 from support.store_census import take
-from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite, same_model, trained
+from support.weight_models import (
+    POLICY,
+    RUN,
+    FaultyStore,
+    adamw_like,
+    codecs_of,
+    make_model,
+    overwrite,
+    same_model,
+    split_model,
+    trained,
+)
 
 NEVER = PublishSettings(snapshot_every_versions=100_000, snapshot_chain_ratio=100)
 EVERY_THIRD = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
@@ -87,19 +100,6 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)
-
-
-def adamw_like(count: int) -> list[dict[str, Array]]:
-    """Masters in float32 that move by about the learning rate in each step, the direction changing slowly."""
-    draw = np.random.default_rng(5)
-    weights = (draw.standard_normal(200_000) * 0.02).astype(np.float32)
-    momentum = draw.standard_normal(weights.size)
-    models = []
-    for _ in range(count):
-        models.append({"w": ((weights.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)})
-        momentum = 0.9 * momentum + np.sqrt(1 - 0.9**2) * draw.standard_normal(weights.size)
-        weights = (weights - 1e-6 * momentum).astype(np.float32)
-    return models
 
 
 def test_a_node_eight_versions_behind_pulls_much_less_than_the_deltas_and_never_a_dearer_snapshot(
@@ -180,6 +180,41 @@ def test_deltas_that_need_their_base_are_merged_on_it(tmp_path: Path) -> None:
     mirror.advance(store, log, target=0)
     assert mirror.advance(store, log, target=8).counts.deltas_fetched == 1
     assert same_model(mirror.load(), models[8])
+
+
+def test_versions_that_two_ranks_coded_differently_merge(tmp_path: Path) -> None:
+    """A run that was RICE goes on as RICE_CTX: one merged delta leads over both kinds."""
+    store, models = FaultyStore(tmp_path / "store"), adamw_like(9)
+    sharded = [split_model(model, 2) for model in models]
+
+    def publish(ranks: ThreadRanks, *, first: int, last: int, context: bool) -> None:
+        writer = None
+        if ranks.index == 0:
+            writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=first + 1, settings=NEVER)
+        publisher = ShardPublisher(
+            writer,
+            uploads=writer.uploads if writer else Uploads(store, keys=KEYS, threads=1),
+            peers=ranks,
+            base=sharded[first - 1][ranks.index] if first else None,
+            inline_snapshots=False,
+            context=context,
+        )
+        for step in range(first, last + 1):
+            publisher.publish(sharded[step][ranks.index], step=step)
+
+    run_ranks(2, lambda ranks: publish(ranks, first=0, last=4, context=False))
+    run_ranks(2, lambda ranks: publish(ranks, first=5, last=8, context=True))
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log.refresh()
+    used = [codecs_of(store, record.deltas[0].parts) for record in log.records[1:]]
+    assert used == [{TileCodec.RICE}] * 4 + [{TileCodec.RICE_CTX}] * 4
+    assert Compactor(store, run_id=RUN, policy_id=POLICY, kept=None).compact()
+    log.refresh()
+    mirror = Mirror(tmp_path / "mirror")
+    for target, fetched in ((0, 0), (8, 1)):
+        mirror.advance(store, log, target=target)
+        assert mirror.counts.deltas_fetched == fetched
+        assert same_model(mirror.load(), models[target])
 
 
 def test_a_snapshot_appears_behind_the_manifest_and_starts_the_next_chain(tmp_path: Path) -> None:
