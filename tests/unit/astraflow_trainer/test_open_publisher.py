@@ -1,12 +1,15 @@
 """What a recipe says of publishing reaches the versions in the store."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from astraflow.recipe_file import parse_recipe
 from astraflow_trainer.joined_run import JoinedRun
+from astraflow_trainer.model import PolicyModel
 from astraflow_trainer.open_publisher import open_publisher
+from astraflow_trainer.published import HeldPart
 from astraflow_weights.peers import OnePeer
 from astraflow_weights.shards import whole
 from astraflow_weights.store_file import FileStore
@@ -21,7 +24,9 @@ from support.weight_models import adamw_like, codecs_of
     [([], TileCodec.RICE), (["trainer.publish.codec=rice_ctx"], TileCodec.RICE_CTX)],
     ids=["default", "rice_ctx"],
 )
-def test_deltas_are_coded_as_the_recipe_says(tmp_path: Path, overrides: list[str], codec: TileCodec) -> None:
+def test_deltas_are_coded_as_the_recipe_says(
+    tmp_path: Path, make_policy: Callable[..., PolicyModel], overrides: list[str], codec: TileCodec
+) -> None:
     store, (before, after) = FileStore(tmp_path / "store"), adamw_like(2)
     recipe = parse_recipe(RECIPE, overrides=overrides).recipe
     publisher = open_publisher(
@@ -29,7 +34,7 @@ def test_deltas_are_coded_as_the_recipe_says(tmp_path: Path, overrides: list[str
         joined=JoinedRun("run-1", recipe, "solver", store.uri, recipe_dir=None, code_sha256=""),
         epoch=1,
         peers=OnePeer(),
-        shards=whole(before),
+        held=HeldPart(make_policy()),
         mirror_dir=tmp_path / "mirror",
         assets=(),
     )
