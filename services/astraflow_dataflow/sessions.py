@@ -65,6 +65,8 @@ class WorkSession:
         self._data_incarnation = context.data_incarnation
         self._max_held = 0
         self._credits = 0
+        self._num_sent = 0
+        """Leases sent on this stream."""
         self._serving: dict[str, int] = {}
         self._announced: dict[str, int] = {}
         self._lost: list[str] = []
@@ -166,7 +168,10 @@ class WorkSession:
             )
 
     async def _take_credits(self, credits_given: task_service_pb2.Credits) -> None:
-        self._credits = credits_given.tasks
+        counted = (
+            credits_given.leases_received if credits_given.HasField("leases_received") else self._num_sent
+        )
+        self._credits = max(0, credits_given.tasks - max(0, self._num_sent - counted))
         self._serving = dict(credits_given.serving_versions)
         await self._report(
             {
@@ -265,6 +270,7 @@ class WorkSession:
         self._unconfirmed.update(lease.lease_id for lease in offer.leases)
         self._context.wakeups.turns.answered(inbox, more=offer.more)
         self._credits -= len(offer.leases)
+        self._num_sent += len(offer.leases)
         return [Response(lease=lease) for lease in offer.leases]
 
     async def _report(self, fields: dict[str, str | int] | None = None, *, heard: bool = True) -> None:

@@ -37,8 +37,7 @@ _TELL_EVERY = 15
 _REPORT_PATIENCE = RetryPolicy(total_s=10.0)
 _MAX_RENEWALS = 4096
 _HEARTBEAT_S = 2.0
-# Leases that cross our credits on the wire would be granted twice; a moment of patience joins bursts of
-# endings too.
+# A moment of patience joins bursts of leases and endings into one report.
 _CREDIT_DELAY_S = 0.002
 _MIN_TTL_S = 0.3
 _DRAIN_SHARE = 0.75
@@ -135,6 +134,8 @@ class Worker(LoopService):
         self._data_incarnation = joined.data_incarnation
         self._held: dict[str, _Held] = {}
         self._receipts: list[str] = []
+        self._num_received = 0
+        """Leases that came on the stream that is open."""
         self._has_asked = False
         self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -205,6 +206,7 @@ class Worker(LoopService):
             self._hooks.data_lost()
 
     async def _session(self) -> None:
+        self._num_received = 0
         call: WorkCall = self._client.open(self._client.tasks.Work)
         try:
             await converse(call, write=self._write(call), read=self._read(call))
@@ -274,6 +276,7 @@ class Worker(LoopService):
             tokens_sampled=self._state.tokens_sampled,
             engine_restarts=self._state.engine_restarts,
             waiting_for="drain" if self.draining else self._state.waiting_for,
+            leases_received=self._num_received,
         )
 
     async def _read(self, call: WorkCall) -> None:
@@ -294,6 +297,7 @@ class Worker(LoopService):
         log.info("session.closed_by_server", leases=self.num_held)
 
     def _accept(self, message: task_pb2.Lease) -> None:
+        self._num_received += 1
         self._receipts.append(message.lease_id)
         self._changed.set()
         if message.lease_id in self._held:

@@ -32,6 +32,22 @@ async def test_leases_follow_credits_and_never_exceed_them(world: World) -> None
         assert len(names) == 3
 
 
+async def test_leases_that_cross_credits_on_the_wire_are_not_granted_twice(world: World) -> None:
+    await world.create_run(dataset="Counting", groups_per_step=8)
+    await world.trainer()
+    await world.node()
+    async with working(world) as session:
+        await session.credits(2, solver=0)
+        first = [await soon(session.leases), await soon(session.leases)]
+        # Sent by a node of two places that had seen one of its two leases: the other takes the place.
+        await session.credits(1, leases_received=1, solver=0)
+        await asyncio.sleep(0.3)
+        assert session.leases.empty()
+        await session.credits(1, leases_received=2, solver=0)
+        names = {lease.task.task_id for lease in [*first, await soon(session.leases)]}  # type: ignore[attr-defined]
+        assert len(names) == 3
+
+
 async def test_a_node_never_holds_more_than_it_joined_for(world: World) -> None:
     await world.create_run(dataset="Counting", groups_per_step=8)
     await world.trainer()

@@ -46,9 +46,10 @@ class Session:
         """Confirm leases."""
         await self.call.write(pb.WorkRequest(receipt=pb.Receipt(lease_ids=lease_ids)))
 
-    async def credits(self, tasks: int, **serving: int) -> None:
-        """Give credits."""
-        await self.call.write(pb.WorkRequest(credits=pb.Credits(tasks=tasks, serving_versions=serving)))
+    async def credits(self, tasks: int, *, leases_received: int | None = None, **serving: int) -> None:
+        """Give credits; `leases_received` says which leases they take into account."""
+        given = pb.Credits(tasks=tasks, serving_versions=serving, leases_received=leases_received)
+        await self.call.write(pb.WorkRequest(credits=given))
 
 
 @asynccontextmanager

@@ -150,8 +150,15 @@ async def test_credits_follow_what_is_held(setup: Setup) -> None:
     await setup.lease("a", "b")
     setup.worker.state_changed()
     await eventually(lambda: setup.last_credits.tasks == 1, what="one place is left")
+    assert setup.last_credits.leases_received == 2
     setup.runner.finish("a#1")
     await eventually(lambda: setup.last_credits.tasks == 2, what="the finished task's place is offered")
+    assert setup.last_credits.leases_received == 2
+    setup.script.break_streams()
+    await eventually(
+        lambda: len(setup.script.hellos) == 2 and not setup.last_credits.leases_received,
+        what="a new stream counts from its beginning",
+    )
     assert setup.script.failures == []
 
 

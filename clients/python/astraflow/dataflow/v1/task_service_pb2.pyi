@@ -145,6 +145,7 @@ class Credits(_message.Message):
     TOKENS_SAMPLED_FIELD_NUMBER: _builtins.int
     ENGINE_RESTARTS_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
+    LEASES_RECEIVED_FIELD_NUMBER: _builtins.int
     tasks: _builtins.int
     """Training tasks wanted."""
     tokens_sampled: _builtins.int
@@ -153,6 +154,10 @@ class Credits(_message.Message):
     """Engine restarts since the node started, for status."""
     waiting_for: _builtins.str
     """What the node waits for, a slug such as `weights`, `engine_start`; empty when it works."""
+    leases_received: _builtins.int
+    """Leases received on this stream so far, all of them taken into account in `tasks`. The server subtracts from `tasks` what it sent since, so that leases
+    that cross this message on the wire are not granted twice. Unset: nothing is subtracted.
+    """
     @_builtins.property
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Version each policy serves now on this node; evaluation leases are offered only for exactly these."""
@@ -165,12 +170,15 @@ class Credits(_message.Message):
         tokens_sampled: _builtins.int = ...,
         engine_restarts: _builtins.int = ...,
         waiting_for: _builtins.str = ...,
+        leases_received: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "leases_received", b"leases_received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_restarts", b"engine_restarts", "serving_versions", b"serving_versions", "tasks", b"tasks", "tokens_sampled", b"tokens_sampled", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "engine_restarts", b"engine_restarts", "leases_received", b"leases_received", "serving_versions", b"serving_versions", "tasks", b"tasks", "tokens_sampled", b"tokens_sampled", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__leases_received: _TypeAlias = _typing.Literal["leases_received"]  # noqa: Y015
+    _WhichOneofArgType__leases_received: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__leases_received) -> _WhichOneofReturnType__leases_received | None: ...
 
 Global___Credits: _TypeAlias = Credits  # noqa: Y015
 
