@@ -12,18 +12,10 @@ from typing import TypeVar
 from astraflow.weights.v1 import manifest_pb2
 from astraflow_weights.digest import SHA256_BYTES
 from astraflow_weights.errors import CorruptManifest, Edge
-from astraflow_weights.layout import check_key
+from astraflow_weights.layout import PolicyKeys, check_key
 from astraflow_weights.manifest import NONCE_BYTES, SCHEMA_VERSION, open_entry, seal_entry, sized, timestamp
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyIds:
-    """Whose objects these are."""
-
-    run_id: str
-    policy_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +59,11 @@ class Sweep:
     created_time_s: float
 
 
-def encode_intent(ids: PolicyIds, intent: UploadIntent) -> bytes:
+def encode_intent(keys: PolicyKeys, intent: UploadIntent) -> bytes:
     """Sealed bytes."""
     message = manifest_pb2.UploadIntent(
-        run_id=ids.run_id,
-        policy_id=ids.policy_id,
+        run_id=keys.run_id,
+        policy_id=keys.policy_id,
         epoch=intent.epoch,
         nonce=intent.nonce,
         created_time=timestamp(intent.created_time_s),
@@ -79,12 +71,12 @@ def encode_intent(ids: PolicyIds, intent: UploadIntent) -> bytes:
     return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, upload_intent=message))
 
 
-def decode_intent(ids: PolicyIds, data: bytes) -> UploadIntent:
+def decode_intent(keys: PolicyKeys, data: bytes) -> UploadIntent:
     """Raises CorruptManifest, IncompatibleError."""
 
     def read(entry: manifest_pb2.Entry) -> UploadIntent:
         message = entry.upload_intent
-        _require_ids(ids, message)
+        _require_ids(keys, message)
         return UploadIntent(
             epoch=message.epoch,
             nonce=sized(message.nonce, NONCE_BYTES, what="nonce"),
@@ -94,11 +86,11 @@ def decode_intent(ids: PolicyIds, data: bytes) -> UploadIntent:
     return _decoded(data, kind="upload_intent", read=read)
 
 
-def encode_lease(ids: PolicyIds, lease: PullLease) -> bytes:
+def encode_lease(keys: PolicyKeys, lease: PullLease) -> bytes:
     """Sealed bytes."""
     message = manifest_pb2.PullLease(
-        run_id=ids.run_id,
-        policy_id=ids.policy_id,
+        run_id=keys.run_id,
+        policy_id=keys.policy_id,
         holder=lease.holder,
         parts=sorted(lease.parts),
         expires_time=timestamp(lease.expires_time_s),
@@ -106,12 +98,12 @@ def encode_lease(ids: PolicyIds, lease: PullLease) -> bytes:
     return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, pull_lease=message))
 
 
-def decode_lease(ids: PolicyIds, data: bytes) -> PullLease:
+def decode_lease(keys: PolicyKeys, data: bytes) -> PullLease:
     """Raises CorruptManifest, IncompatibleError."""
 
     def read(entry: manifest_pb2.Entry) -> PullLease:
         message = entry.pull_lease
-        _require_ids(ids, message)
+        _require_ids(keys, message)
         return PullLease(
             holder=sized(message.holder, NONCE_BYTES, what="holder"),
             parts=_names(message.parts),
@@ -121,11 +113,11 @@ def decode_lease(ids: PolicyIds, data: bytes) -> PullLease:
     return _decoded(data, kind="pull_lease", read=read)
 
 
-def encode_tombstone(ids: PolicyIds, tombstone: Tombstone) -> bytes:
+def encode_tombstone(keys: PolicyKeys, tombstone: Tombstone) -> bytes:
     """Sealed bytes."""
     message = manifest_pb2.Tombstone(
-        run_id=ids.run_id,
-        policy_id=ids.policy_id,
+        run_id=keys.run_id,
+        policy_id=keys.policy_id,
         round=tombstone.number,
         parts=sorted(tombstone.parts),
         created_time=timestamp(tombstone.created_time_s),
@@ -133,12 +125,12 @@ def encode_tombstone(ids: PolicyIds, tombstone: Tombstone) -> bytes:
     return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, tombstone=message))
 
 
-def decode_tombstone(ids: PolicyIds, data: bytes) -> Tombstone:
+def decode_tombstone(keys: PolicyKeys, data: bytes) -> Tombstone:
     """Raises CorruptManifest, IncompatibleError."""
 
     def read(entry: manifest_pb2.Entry) -> Tombstone:
         message = entry.tombstone
-        _require_ids(ids, message)
+        _require_ids(keys, message)
         return Tombstone(
             number=message.round,
             parts=_names(message.parts),
@@ -148,11 +140,11 @@ def decode_tombstone(ids: PolicyIds, data: bytes) -> Tombstone:
     return _decoded(data, kind="tombstone", read=read)
 
 
-def encode_sweep(ids: PolicyIds, sweep: Sweep) -> bytes:
+def encode_sweep(keys: PolicyKeys, sweep: Sweep) -> bytes:
     """Sealed bytes."""
     message = manifest_pb2.Sweep(
-        run_id=ids.run_id,
-        policy_id=ids.policy_id,
+        run_id=keys.run_id,
+        policy_id=keys.policy_id,
         round=sweep.number,
         kept_parts=sorted(sweep.kept_parts),
         added_ways=sweep.added_ways,
@@ -163,12 +155,12 @@ def encode_sweep(ids: PolicyIds, sweep: Sweep) -> bytes:
     return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, sweep=message))
 
 
-def decode_sweep(ids: PolicyIds, data: bytes) -> Sweep:
+def decode_sweep(keys: PolicyKeys, data: bytes) -> Sweep:
     """Raises CorruptManifest, IncompatibleError."""
 
     def read(entry: manifest_pb2.Entry) -> Sweep:
         message = entry.sweep
-        _require_ids(ids, message)
+        _require_ids(keys, message)
         return Sweep(
             number=message.round,
             kept_parts=_names(message.kept_parts),
@@ -197,12 +189,12 @@ def _decoded(data: bytes, *, kind: str, read: Callable[[manifest_pb2.Entry], T])
 
 
 def _require_ids(
-    ids: PolicyIds,
+    keys: PolicyKeys,
     message: manifest_pb2.UploadIntent | manifest_pb2.PullLease | manifest_pb2.Tombstone | manifest_pb2.Sweep,
 ) -> None:
-    if (message.run_id, message.policy_id) != (ids.run_id, ids.policy_id):
+    if (message.run_id, message.policy_id) != (keys.run_id, keys.policy_id):
         raise ValueError(
-            f"it is of {message.run_id}/{message.policy_id}, not of {ids.run_id}/{ids.policy_id}"
+            f"it is of {message.run_id}/{message.policy_id}, not of {keys.run_id}/{keys.policy_id}"
         )
 
 

@@ -14,9 +14,10 @@ from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
 from astraflow_weights.chains import chained_delta
 from astraflow_weights.compaction import Span, due_merges, snapshot_due
+from astraflow_weights.intents import UploadIntents
 from astraflow_weights.kept import KeptVersion
 from astraflow_weights.layout import PolicyKeys
-from astraflow_weights.manifest import AddedWay, encode_way
+from astraflow_weights.manifest import AddedWay, PartRef, encode_way
 from astraflow_weights.part_format import TARGET_PART_BYTES
 from astraflow_weights.part_writer import PartSetHead, write_parts
 from astraflow_weights.settings import PublishSettings
@@ -55,6 +56,7 @@ class Compactor:
         self._keys = PolicyKeys(run_id, policy_id)
         self._log = VersionLog(store, run_id=run_id, policy_id=policy_id)
         self._uploads = Uploads(store, keys=self._keys, threads=self._settings.upload_threads)
+        self._intents = UploadIntents(store, keys=self._keys, clock=self._clock)
         self._occasion = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="weights-compactor", daemon=True)
@@ -125,7 +127,15 @@ class Compactor:
         self._announce(kept.version, None, parts)
 
     def _announce(self, version: int, base_version: int | None, parts: Sequence[bytes]) -> None:
-        refs = self._uploads.upload_parts(parts)
+        assert self._log.owner is not None
+        self._intents.open(epoch=self._log.owner.epoch)
+        try:
+            self._uploads.read_tombstones()
+            self._offer(version, base_version, self._uploads.upload_parts(parts))
+        finally:
+            self._intents.close()
+
+    def _offer(self, version: int, base_version: int | None, refs: tuple[PartRef, ...]) -> None:
         way = AddedWay(
             run_id=self._log.run_id,
             policy_id=self._log.policy_id,

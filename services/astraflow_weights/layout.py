@@ -70,7 +70,9 @@ class PolicyKeys:
 
     def __init__(self, run_id: str, policy_id: str) -> None:
         """Raises ValueError for ids that cannot stand in a key."""
-        self.root = f"{check_id(run_id, what='run id')}/{check_id(policy_id, what='policy id')}/"
+        self.run_id = check_id(run_id, what="run id")
+        self.policy_id = check_id(policy_id, what="policy id")
+        self.root = f"{run_id}/{policy_id}/"
         self.entries = f"{self.root}seq/"
         self.merged = f"{self.root}merged/"
         self.snapshots = f"{self.root}snapshots/"

@@ -13,7 +13,7 @@ import numpy as np
 
 from astraflow.weights.v1 import part_pb2
 from astraflow_weights.digest import schema_id, sha256
-from astraflow_weights.part_format import FORMAT, HEADER, MAGIC, MAX_PART_BYTES, ROW
+from astraflow_weights.part_format import FORMAT, HEADER, MAGIC, MAX_PART_BYTES, ROW, TRAILER_BYTES
 from astraflow_weights.tensor_hash import tile_digest
 from astraflow_weights.tensors import Array, TensorSpec
 from astraflow_weights.tiles import EncodedTile, PartKind
@@ -28,6 +28,8 @@ class PartSetHead:
     target_version: int = 0
 
 
+# Place of "header bytes" in `HEADER`.
+_ROWS_END = 4
 # A tile with its tensor; None stands for a tensor without elements, which must still be named once.
 Placed = tuple[TensorSpec, EncodedTile | None]
 TileGroups = Sequence[Sequence[Placed]]
@@ -71,6 +73,19 @@ def seal_parts(
         _part(group, head=head, schema=schema, number=number, num_parts=num_parts)
         for number, group in enumerate(groups, start=first)
     ]
+
+
+def salted(part: bytes, *, salt: int) -> bytes:
+    """The same content under another sha256, for a name that was collected. `salt` is 1 to 2^32 - 1."""
+    (*head, num_rows) = HEADER.unpack_from(part)
+    rows_end: int = head[_ROWS_END]
+    table_end = rows_end - num_rows * ROW.itemsize
+    table = part_pb2.PartTable.FromString(part[HEADER.size : table_end])
+    table.salt = salt
+    encoded = table.SerializeToString(deterministic=True)
+    head[_ROWS_END] = rows_end + HEADER.size + len(encoded) - table_end
+    content = b"".join((HEADER.pack(*head, num_rows), encoded, part[table_end:-TRAILER_BYTES]))
+    return content + sha256(content)
 
 
 def _part(group: Sequence[Placed], *, head: PartSetHead, schema: bytes, number: int, num_parts: int) -> bytes:

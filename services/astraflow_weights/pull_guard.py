@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
-from astraflow_weights.collection_records import PolicyIds, PullLease, encode_lease
+from astraflow_weights.collection_records import PullLease, encode_lease
 from astraflow_weights.errors import Edge, NoPath, StoreRefused, Unavailable
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.manifest import NONCE_BYTES
@@ -104,7 +104,7 @@ class PullGuard:
         key = guard.keys.lease(self._holder, self._count)
         self._count += 1
         try:
-            guard.store.put_if_absent(key, encode_lease(guard.ids, lease))
+            guard.store.put_if_absent(key, encode_lease(guard.keys, lease))
         except StoreRefused as error:
             self._refused = True
             log.warning("pull_lease.refused", message=str(error))
@@ -131,9 +131,8 @@ class _OpenGuard:
 
     def __init__(self, store: ObjectStore, version_log: VersionLog) -> None:
         self.store = store
-        self.ids = PolicyIds(run_id=version_log.run_id, policy_id=version_log.policy_id)
         self.keys = PolicyKeys(version_log.run_id, version_log.policy_id)
-        self.tombstones = Tombstones(store, run_id=version_log.run_id, policy_id=version_log.policy_id)
+        self.tombstones = Tombstones(store, keys=self.keys)
         self.lock = threading.Lock()
         self.parts: frozenset[bytes] = frozenset()
         self.key = ""

@@ -57,23 +57,31 @@ def roll_back(
         return writer.newest
     manifest = log.manifest(version)
     back = _way_back(store, log, version=version, threads=settings.upload_threads)
+    with writer.uploading():
+        committed = _commit(store, writer, back, manifest=manifest, threads=settings.upload_threads)
+    # Who holds the old version, or finds its snapshot near, is there for next to nothing.
+    ways = Compactor(store, run_id=log.run_id, policy_id=log.policy_id, kept=None, settings=settings)
+    ways.offer_delta(version=committed.version, base_version=version, parts=back.from_old)
+    return committed
+
+
+def _commit(
+    store: ObjectStore, writer: VersionWriter, back: _WayBack, *, manifest: Manifest, threads: int
+) -> CommittedVersion:
+    newest = writer.log.records[-1]
     delta = writer.uploads.upload_parts(back.from_newest)
     snapshot = None
     if writer.wants_snapshot(delta_bytes=sum(part.size_bytes for part in delta)):
-        snapshot = _snapshot(store, writer, back, manifest=manifest, threads=settings.upload_threads)
-    committed = writer.commit(
+        snapshot = _snapshot(store, writer, back, manifest=manifest, threads=threads)
+    return writer.commit(
         step=newest.step,
         tensors=manifest.tensors,
         snapshot=snapshot,
         deltas=(DeltaRef(base_version=newest.version, parts=delta),),
         assets=manifest.assets,
         num_changed=back.num_changed,
-        rollback_of=version,
+        rollback_of=manifest.version,
     )
-    # Who holds the old version, or finds its snapshot near, is there for next to nothing.
-    ways = Compactor(store, run_id=log.run_id, policy_id=log.policy_id, kept=None, settings=settings)
-    ways.offer_delta(version=committed.version, base_version=version, parts=back.from_old)
-    return committed
 
 
 def _way_back(store: ObjectStore, log: VersionLog, *, version: int, threads: int) -> _WayBack:

@@ -7,7 +7,8 @@ collective and ends alike everywhere. `Publisher` is the case of one process; `C
 behind it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -117,7 +118,8 @@ class ShardPublisher:
         if committed is None:
             kept = self.kept.newest
             _require_root(kept.root if kept else None, plan)
-            committed = self._send(model, tensors, plan=plan, step=step, learning_rate=learning_rate)
+            with self._announced():
+                committed = self._send(model, tensors, plan=plan, step=step, learning_rate=learning_rate)
         if committed.version >= plan.next_version - 1:
             self.kept.keep(model, version=committed.version, root=root)
         return committed
@@ -155,6 +157,17 @@ class ShardPublisher:
         committed = self._led(commit)
         assert committed is not None
         return committed
+
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Tell collectors of the uploads before the first part of any process, until they are named or given up."""
+        try:
+            led(self._peers, lambda: self._require_writer().announce_uploads(), encode=bool, decode=bool)
+            shared(self._peers, lambda: bool(self._uploads.read_tombstones()))
+            yield
+        finally:
+            if self._writer is not None:
+                self._writer.end_uploads()
 
     def _encode_delta(self, model: ShardedModel, *, version: int) -> _PartSet | None:
         kept = self.kept.newest

@@ -6,7 +6,7 @@ never changes, so each is read once. Uploads and pull leases own one each; not t
 
 from astraflow.errors import IncompatibleError
 from astraflow_kit.log import get_logger
-from astraflow_weights.collection_records import PolicyIds, decode_tombstone
+from astraflow_weights.collection_records import decode_tombstone
 from astraflow_weights.errors import CorruptManifest, ObjectNotFound
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.store import ObjectStore
@@ -17,11 +17,9 @@ log = get_logger(__name__)
 class Tombstones:
     """Starts empty: call `refresh`."""
 
-    def __init__(self, store: ObjectStore, *, run_id: str, policy_id: str) -> None:
-        """Sends no request. Raises ValueError for ids that cannot stand in a key."""
+    def __init__(self, store: ObjectStore, *, keys: PolicyKeys) -> None:
         self._store = store
-        self._keys = PolicyKeys(run_id, policy_id)
-        self._ids = PolicyIds(run_id=run_id, policy_id=policy_id)
+        self._keys = keys
         self._rounds: dict[str, frozenset[bytes] | None] = {}
 
     @property
@@ -44,7 +42,7 @@ class Tombstones:
 
     def _read(self, key: str) -> None:
         try:
-            self._rounds[key] = decode_tombstone(self._ids, self._store.get(key)).parts
+            self._rounds[key] = decode_tombstone(self._keys, self._store.get(key)).parts
         except ObjectNotFound:
             # Removed since it was listed: its round ended long ago.
             return

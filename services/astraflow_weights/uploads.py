@@ -1,12 +1,15 @@
 """Sends parts and assets of one policy to the store under their content's name.
 
-Invariant: an object that exists is never written again, and what `upload_parts` returns is stored. The
-version writer has one for the committing process; every further process of a sharded trainer has its own and
-writes nothing else.
+Invariant: an object that exists is never written again, and what `upload_parts` returns is stored under a name
+that no collector may delete: a part whose name is in a tombstone is salted and stored under another one. That
+holds between `UploadIntents.open`, followed by `read_tombstones`, and `close`. The version writer has one for
+the committing process; every further process of a sharded trainer has its own and writes nothing else.
 """
 
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 from astraflow_kit import failpoints
@@ -14,7 +17,9 @@ from astraflow_weights.digest import sha256
 from astraflow_weights.errors import CorruptPart
 from astraflow_weights.layout import PolicyKeys, check_file_name
 from astraflow_weights.manifest import Asset, PartRef
+from astraflow_weights.part_writer import salted
 from astraflow_weights.store import ObjectStore, PutResult
+from astraflow_weights.tombstones import Tombstones
 
 
 class Uploads:
@@ -24,10 +29,22 @@ class Uploads:
         self._store = store
         self._keys = keys
         self._threads = threads
+        self._tombstones = Tombstones(store, keys=keys)
+        # Assets are never collected: what was sent once stays.
         self._sent_assets: set[str] = set()
+
+    def read_tombstones(self) -> frozenset[bytes]:
+        """Learn which names may be collected; call after an upload intent is in the store, before the first part.
+
+        Raises Unavailable, StoreRefused.
+        """
+        self._tombstones.refresh()
+        return self._tombstones.names
 
     def upload_parts(self, parts: Sequence[bytes]) -> tuple[PartRef, ...]:
         """Send parts under their content's name, several at a time. Idempotent. Raises as the store does."""
+        buried = self._tombstones.names
+        parts = [self._unburied(part, buried) for part in parts]
         refs = tuple(self._ref(part, key_of=self._keys.part) for part in parts)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="weights-upload") as pool:
             for _ in pool.map(self._upload_part, refs, parts):
@@ -48,6 +65,14 @@ class Uploads:
                 self._sent_assets.add(ref.key)
             assets.append(Asset(file_name=check_file_name(path.name), blob=ref))
         return tuple(assets)
+
+    def _unburied(self, part: bytes, buried: frozenset[bytes]) -> bytes:
+        """The part, salted until no tombstone names it; always, where one cannot be read."""
+        salts = count(1) if self._tombstones.complete else count(1 + secrets.randbelow(2**31))
+        found = part if self._tombstones.complete else salted(part, salt=next(salts))
+        while sha256(found) in buried:
+            found = salted(part, salt=next(salts))
+        return found
 
     def _ref(self, data: bytes, *, key_of: Callable[[str], str]) -> PartRef:
         digest = sha256(data)

@@ -7,7 +7,7 @@ claimed epoch, `Publisher` drives it.
 
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from astraflow.weights.v1 import manifest_pb2
@@ -16,6 +16,7 @@ from astraflow_kit.clock import Clock, SystemClock
 from astraflow_weights.compaction import wants_snapshot
 from astraflow_weights.digest import TensorDigest, model_root
 from astraflow_weights.errors import Fenced, ObjectNotFound, Unavailable
+from astraflow_weights.intents import UploadIntents
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.manifest import (
     NONCE_BYTES,
@@ -84,6 +85,7 @@ class VersionWriter:
         self._settings = settings
         self._clock = clock
         self.uploads = Uploads(store, keys=self._keys, threads=settings.upload_threads)
+        self._intents = UploadIntents(store, keys=self._keys, clock=clock)
 
     @classmethod
     def open(
@@ -155,6 +157,38 @@ class VersionWriter:
                 return _committed(record, existed=True)
         return None
 
+    def announce_uploads(self) -> None:
+        """Say that parts are coming which nothing names yet; every process then reads the tombstones.
+
+        End it with `end_uploads`, whatever happens. Raises as the store does.
+        """
+        self._intents.open(epoch=self.epoch)
+
+    def end_uploads(self) -> None:
+        """What was announced is committed, or given up. While that is undecided the notice stays."""
+        self._intents.close()
+
+    @contextlib.contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Both around the block, for a writer that is one process: uploads in it are safe from collectors."""
+        try:
+            self.announce_uploads()
+            self.uploads.read_tombstones()
+            yield
+        finally:
+            self.end_uploads()
+
+    def _renew_announcement(self, refs: Iterable[PartRef]) -> None:
+        """Before a commit that took long: none of its parts may have been given up to a collector since."""
+        if not self._intents.aged:
+            return
+        self._intents.open(epoch=self.epoch)
+        buried = self.uploads.read_tombstones()
+        if any(ref.sha256 in buried for ref in refs):
+            raise Unavailable(
+                "the upload took so long that a collector was told to delete some of its parts; publish again"
+            )
+
     def commit(
         self,
         *,
@@ -176,6 +210,8 @@ class VersionWriter:
         root = model_root(tensors)
         if (existing := self.find(step=step, root=root, rollback_of=rollback_of)) is not None:
             return existing
+        self._renew_announcement([*(snapshot or ()), *(part for delta in deltas for part in delta.parts)])
+        self._intents.commit_begins()
         failpoints.hit("weights.publish.before_manifest")
         self._append(
             lambda sequence: Manifest(
@@ -199,6 +235,7 @@ class VersionWriter:
                 rollback_of=rollback_of,
             )
         )
+        self._intents.commit_ended()
         failpoints.hit("weights.publish.after_manifest")
         record = self.log.records[-1]
         return _committed(record, existed=False, hint_written=self._write_hint(record))

@@ -6,7 +6,6 @@ import pytest
 
 from astraflow_kit.clock import ManualClock
 from astraflow_weights.collection_records import (
-    PolicyIds,
     PullLease,
     Tombstone,
     decode_lease,
@@ -26,7 +25,6 @@ from astraflow_weights.version_writer import VersionWriter
 from support.weight_models import POLICY, RUN, make_model, trained
 
 KEYS = PolicyKeys(RUN, POLICY)
-IDS = PolicyIds(run_id=RUN, policy_id=POLICY)
 
 
 class ReadOnlyStore(FileStore):
@@ -66,7 +64,7 @@ def log(store: FileStore) -> VersionLog:
 
 def leases(store: FileStore) -> list[PullLease]:
     """What is leased now."""
-    return [decode_lease(IDS, store.get(info.key)) for info in store.list(KEYS.leases)]
+    return [decode_lease(KEYS, store.get(info.key)) for info in store.list(KEYS.leases)]
 
 
 def parts_of(plan: PullPlan) -> frozenset[bytes]:
@@ -77,7 +75,7 @@ def parts_of(plan: PullPlan) -> frozenset[bytes]:
 def bury(store: FileStore, parts: frozenset[bytes]) -> None:
     """Put parts into a tombstone."""
     tombstone = Tombstone(number=0, parts=parts, created_time_s=0)
-    store.put_if_absent(KEYS.tombstone(0), encode_tombstone(IDS, tombstone))
+    store.put_if_absent(KEYS.tombstone(0), encode_tombstone(KEYS, tombstone))
 
 
 def test_while_a_pull_runs_every_part_of_its_plan_is_leased(store: FileStore, log: VersionLog) -> None:
