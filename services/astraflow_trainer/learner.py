@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from astraflow.recipe import AlgorithmSettings, Recipe
 from astraflow.recipe import OptimizerSettings as RecipeOptimizer
 from astraflow_trainer.advantages import DR_GRPO, GRPO, RLOO, AdvantageSettings
+from astraflow_trainer.change_detection import DetectedChanges, Where
 from astraflow_trainer.checkpoint import CheckpointStore, Position
 from astraflow_trainer.losses import (
     Aggregation,
@@ -44,15 +45,26 @@ _ADVANTAGES: dict[str, AdvantageSettings] = {"grpo": GRPO, "dr_grpo": DR_GRPO, "
 class PolicyLearner:
     """One policy being trained. Not thread-safe: owned by the training thread."""
 
-    def __init__(self, recipe: Recipe, *, model_dir: Path, checkpoint_dir: Path, group: RankGroup) -> None:
-        """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        model_dir: Path,
+        checkpoint_dir: Path,
+        group: RankGroup,
+        snapshot: Where = "device",
+    ) -> None:
+        """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see.
+
+        `snapshot` says where the bits of the last version are kept when the model is on a GPU.
+        """
         self._ranks = group.training
         self._policy = PolicyModel(load_causal_lm(model_dir)).train()
         shard(self._policy, mesh=init_device_mesh("cpu", (group.size,)))
         self._optimizer = MasterOptimizer(
             self._policy, settings=_optimizer_settings(recipe.trainer.optimizer)
         )
-        self._copies = WeightCopies(self._policy)
+        self._copies = _weight_source(self._policy, snapshot=snapshot)
         self._settings = step_settings(recipe)
         self._checkpoints = CheckpointStore(
             checkpoint_dir,
@@ -96,6 +108,12 @@ class PolicyLearner:
     def save(self, *, step: int, version: int) -> None:
         """Write a durable checkpoint that resumes after `step`; one that exists learns the learning rate."""
         self._checkpoints.write(self._checkpoints.stage(self._optimizer, step=step, version=version))
+
+
+def _weight_source(policy: PolicyModel, *, snapshot: Where) -> WeightCopies | DetectedChanges:
+    """On a GPU only what changed is copied; on a CPU the publishing thread compares faster than this one."""
+    copies = WeightCopies(policy)
+    return copies if copies.held.device.type == "cpu" else DetectedChanges(policy, snapshot=snapshot)
 
 
 def step_settings(recipe: Recipe) -> StepSettings:

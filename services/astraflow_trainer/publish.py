@@ -40,11 +40,11 @@ class ModelBytes:
     """What the training thread copied of this rank's weights; the publishing thread does the rest."""
 
     open: Callable[[], ShardedModel]
-    """The shards by Hugging Face tensor name, as bfloat16 bit patterns that do not change until the release.
-    Called once.
+    """The shards by Hugging Face tensor name, as bfloat16 bit patterns that do not change until `published`.
+    Called once, in the order of the steps.
     """
-    release: Callable[[], None] = lambda: None
-    """Tell that the copy is no longer needed."""
+    published: Callable[[bytes], None] = lambda _: None
+    """Tell the model root of the version that they are now; the copy is no longer needed."""
 
 
 class VersionPublisher(Protocol):
@@ -191,7 +191,7 @@ class PublishWorker:
             for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_STORE_RETRY_S):
                 with attempt:
                     committed = self._publisher.publish(shards, step=step, learning_rate=learning_rate)
-            model.release()
+            model.published(committed.model_root)
             failpoints.hit("trainer.committed")
             self._announce()
             failpoints.hit("trainer.announced")

@@ -26,7 +26,7 @@ from astraflow_weights.shards import Shard as PublishedShard
 from astraflow_weights.shards import ShardedModel
 from astraflow_weights.tensors import Model, flat_unsigned
 
-__all__ = ["HeldPart", "WeightCopies", "policy_layout", "same_shards"]
+__all__ = ["HeldPart", "WeightCopies", "host_buffer", "policy_layout", "same_shards"]
 
 # Models whose experts are stacked here and apart in their checkpoints, by `model_type` of their configuration.
 _EXPERTS_APART = frozenset({"qwen2_moe", "qwen3_moe"})
@@ -54,20 +54,29 @@ class HeldPart:
         """Where the parameters live."""
         return local_part(next(iter(self.parameters.values()))).device
 
-    @torch.no_grad()
     def copy_to(self, flat: torch.Tensor) -> None:
-        """Write the bits of all tensors, one after the other by name, to `flat` (bfloat16); waits for a device."""
+        """Write all tensors, one after the other by name, to `flat` (bfloat16); waits for a device."""
         at = 0
-        local = {name: local_part(parameter).reshape(-1) for name, parameter in self.parameters.items()}
-        for held in self.tensors.values():
-            for parameter, start, count in held.sources:
-                values = local[parameter][start : start + count]
-                # Narrowed where the parameter lives: half of the bytes cross to the host.
-                bits = values if values.device.type == "cpu" else values.to(torch.bfloat16)
-                flat[at : at + count].copy_(bits, non_blocking=True)
-                at += count
+        for name, held in self.tensors.items():
+            self.copy_range(name, 0, flat[at : at + held.count])
+            at += held.count
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    @torch.no_grad()
+    def copy_range(self, name: str, first: int, out: torch.Tensor) -> None:
+        """Write the held elements of a tensor from `first` on to `out` (bfloat16, any device), without waiting."""
+        at, last = 0, first + len(out)
+        for parameter, start, count in self.tensors[name].sources:
+            low, high = max(first, at), min(last, at + count)
+            if low < high:
+                values = local_part(self.parameters[parameter]).reshape(-1)[
+                    start + low - at : start + high - at
+                ]
+                # Narrowed where the parameter lives: half of the bytes cross to the host.
+                bits = values if values.device == out.device else values.to(torch.bfloat16)
+                out[low - first : high - first].copy_(bits, non_blocking=True)
+            at += count
 
     def shards(self, flat: torch.Tensor) -> ShardedModel:
         """The tensors in `flat`, filled by `copy_to`, without a copy."""
@@ -92,9 +101,9 @@ class WeightCopies:
         with self._lock:
             buffer = self._free.pop() if self._free else None
         if buffer is None:
-            buffer = _host_buffer(self.held)
+            buffer = host_buffer(self.held)
         self.held.copy_to(buffer)
-        return ModelBytes(open=partial(self.held.shards, buffer), release=partial(self._release, buffer))
+        return ModelBytes(open=partial(self.held.shards, buffer), published=lambda _: self._release(buffer))
 
     def _release(self, buffer: torch.Tensor) -> None:
         with self._lock:
@@ -144,7 +153,7 @@ _EXPERT_ROWS: Mapping[str, Callable[[int], list[tuple[str, int]]]] = {
 }
 
 
-def _host_buffer(held: HeldPart) -> torch.Tensor:
+def host_buffer(held: HeldPart) -> torch.Tensor:
     """Memory for everything held; pinned where a device copies to it, which is several times faster."""
     return torch.empty(held.num_elements, dtype=torch.bfloat16, pin_memory=held.device.type == "cuda")
 

@@ -132,6 +132,7 @@ class TrainingSession:
             model_dir=model_dir,
             checkpoint_dir=self._settings.work_dir / "checkpoints",
             group=self._group,
+            snapshot=self._settings.publish_snapshot,
         )
         position = learner.restore(at_most=claim.last_finished_step)
         step, version = (position.step, position.version) if position else (0, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -44,6 +44,9 @@ class TrainerSettings(StoreAccess):
     """torch threads of a training step."""
     warm_start_threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """torch threads of the warm start, while no engine runs yet; 0 takes every core."""
+    publish_snapshot: Literal["device", "host"] = "device"
+    """Where a trainer on a GPU keeps the bits of the last version, which the next is compared with: `host` saves 2
+    bytes of GPU memory per weight of this rank and sends them to the GPU at every step."""
     rank_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """Longest time a rank waits for the others in one exchange; a rank that died is noticed at once."""
     drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0

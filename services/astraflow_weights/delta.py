@@ -66,7 +66,8 @@ def encode_delta_tiles(
 ) -> Iterator[Placed]:
     """Tiles that turn one process's shards of `base` into those of `target`; both are cut alike.
 
-    Raises ModelMismatch when the models differ in names, dtypes or shapes.
+    The changes that `target` knows are those over `base`. Raises ModelMismatch when the models differ in
+    names, dtypes or shapes.
     """
     require_same_specs(base.specs, target.specs)
     for spec, after in target.held():
@@ -75,11 +76,17 @@ def encode_delta_tiles(
         if not spec.num_elements:
             yield spec, None
         for start, count in tile_ranges(after.stop, start=after.start):
-            span = slice(start - after.start, start - after.start + count)
+            first = start - after.start
+            span = slice(first, first + count)
+            changes = target.changes.within(spec.name, first, count) if target.changes else None
             yield (
                 spec,
                 tile_delta.encode_tile(
-                    before.elements[span], after.elements[span], start=start, context=context
+                    before.elements[span],
+                    after.elements[span],
+                    start=start,
+                    context=context,
+                    changes=changes,
                 ),
             )
 

@@ -9,7 +9,7 @@ behind it.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from astraflow.errors import ConflictError
@@ -174,6 +174,10 @@ class ShardPublisher:
         if kept is None:
             return None
         base, context = kept.shards, self._context
+        known = model.changes
+        if known is not None and known.base_root != kept.root:
+            # They lead here from something else than the newest version, as when a replay publishes again.
+            model = replace(model, changes=None)
         head = PartSetHead(kind=PartKind.DELTA, base_version=version - 1, target_version=version)
         return self._part_set(
             lambda: list(encode_delta_tiles(base, model, context=context)), model, head=head

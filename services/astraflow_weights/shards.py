@@ -6,6 +6,7 @@ on how it is spread. Codec and shard publisher call it; a model held whole is th
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy as np
 import xxhash
 
 from astraflow_weights.digest import TENSOR_DIGEST_BYTES, TensorDigest
+from astraflow_weights.kernel import U16, U32
 from astraflow_weights.peers import Peers
 from astraflow_weights.tensors import Array, Model, TensorSpec, flat_unsigned, specs_of
 
@@ -34,15 +36,50 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class FoundChanges:
+    """Changes among the elements of a shard from its element `start` on, up to the next of its kind.
+
+    `start` lies on a line of the tensor's tile grid, or before the shard; positions ascend and count from it.
+    """
+
+    start: int
+    positions: U32
+    steps: U16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KnownChanges:
+    """Everything that changed in one process's bfloat16 shards since the model with `base_root`.
+
+    Found where the weights live, so that nobody needs to compare the shards again; by tensor, ascending.
+    """
+
+    base_root: bytes
+    found: Mapping[str, Sequence[FoundChanges]]
+
+    def within(self, name: str, start: int, count: int) -> tuple[U32, U16]:
+        """Positions from `start` on and steps of `count` elements of a shard, inside one tile."""
+        found = self.found.get(name, ())
+        place = bisect_right(found, start, key=lambda changes: changes.start) - 1
+        if place < 0:
+            return np.empty(0, np.uint32), np.empty(0, np.uint16)
+        changes = found[place]
+        first = start - changes.start
+        low, high = np.searchsorted(changes.positions, np.array([first, first + count], np.uint32))
+        return changes.positions[low:high] - np.uint32(first), changes.steps[low:high]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedModel:
     """What one process holds of a model. `specs` describes the whole model, sorted by name, everywhere alike.
 
     A tensor of which the process holds nothing is not in `shards`; one without elements is held by the first
-    process, which names it.
+    process, which names it. `changes` are what it has over another model, where that is known.
     """
 
     specs: tuple[TensorSpec, ...]
     shards: Mapping[str, Shard]
+    changes: KnownChanges | None = None
 
     def held(self) -> Iterator[tuple[TensorSpec, Shard]]:
         """Tensors of which this process holds something, by name."""

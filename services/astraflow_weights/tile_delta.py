@@ -22,14 +22,17 @@ UInts = npt.NDArray[Any]
 BF16 = np.dtype("<u2")
 
 
-def encode_tile(base: UInts, target: UInts, *, start: int, context: bool) -> EncodedTile:
+def encode_tile(
+    base: UInts, target: UInts, *, start: int, context: bool, changes: tuple[U32, U16] | None = None
+) -> EncodedTile:
     """Smallest encoding of the way from `base` to `target` (equal-length unsigned tiles at element `start`).
 
-    `context` allows RICE_CTX, which is smaller and whose decoder needs the base's values.
+    `context` allows RICE_CTX, which is smaller and whose decoder needs the base's values. `changes` are what
+    `scan` would find in a bfloat16 tile.
     """
     if base.dtype != BF16:
         return _encode_bits(base ^ target, start=start)
-    positions, steps = scan(base, target)
+    positions, steps = changes or scan(base, target)
     plain = encode_steps(positions, steps, start=start, num_elements=len(base))
     if not context or plain.codec is TileCodec.ZERO:
         return plain

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from astraflow.plugins import VersionSpan
+from astraflow_trainer.change_detection import DetectedChanges
 from astraflow_trainer.checkpoint import CheckpointStore
 from astraflow_trainer.losses import LossSettings, M2po
 from astraflow_trainer.model import PolicyModel, load_causal_lm, local_part, shard
@@ -116,18 +117,18 @@ def train(settings: RankSettings, folder: Path) -> None:
     torch.set_num_threads(1)
     group = join_rank_group(settings, timeout_s=60.0)
     rank, versions = Rank(group, folder / "model"), publisher(group, folder)
-    copies = WeightCopies(rank.policy)
+    copies = DetectedChanges(rank.policy) if group.size == 2 else WeightCopies(rank.policy)
     taken = copies.take()
-    versions.publish(taken.open(), step=0)
+    root = versions.publish(taken.open(), step=0).model_root
     lines = []
     for step in range(1, NUM_STEPS + 1):
         metrics = rank.step(step)
         assert metrics.loss is not None
         lines.append([metrics.loss.loss, metrics.gradient_norm, metrics.clip_low, metrics.loss.num_tokens])
-        taken.release()
+        taken.published(root)
         taken = copies.take()
         shards = taken.open()
-        versions.publish(shards, step=step)
+        root = versions.publish(shards, step=step).model_root
     torch.manual_seed(100 + group.index)
     checkpoints = rank.checkpoints(folder / f"checkpoints-{group.size}")
     checkpoints.write(checkpoints.stage(rank.optimizer, step=NUM_STEPS, version=NUM_STEPS))

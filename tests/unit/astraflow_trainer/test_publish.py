@@ -168,18 +168,20 @@ def test_the_training_thread_neither_opens_nor_encodes_nor_uploads_what_it_submi
         return SHARDS
 
     monkeypatch.setattr(shard_publisher, "encode_snapshot_tiles", encode)
-    released = threading.Event()
+    roots: list[bytes] = []
     writer = VersionWriter.open(store, run_id="r", policy_id="p", epoch=1)
     publisher = ShardPublisher(writer, uploads=writer.uploads, peers=OnePeer(), base=None)
     worker = PublishWorker(publisher, SilentAnnouncer("p"), max_behind=0, published=lambda _: None)
     with worker:
-        worker.submit(0, ModelBytes(open=opened, release=released.set))
+        worker.submit(0, ModelBytes(open=opened, published=roots.append))
         # This thread is past the submission while the upload stands still.
         assert store.arrived.wait(PATIENCE_S)
-        assert not released.is_set()
+        assert roots == []
         store.gate.set()
         worker.wait_until_done()
-    assert released.is_set()
+    newest = publisher.newest
+    assert newest is not None
+    assert roots == [newest.model_root]
     assert (openers, encoders, store.threads) == (["publish"], ["publish"], {"weights-upload"})
 
 

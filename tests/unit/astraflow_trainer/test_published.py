@@ -77,7 +77,7 @@ def test_a_released_copy_is_the_memory_of_the_next_one(make_policy: Callable[...
     for _ in range(3):
         with torch.no_grad():
             local_part(dict(policy.hf_parameters())["model.norm.weight"]).add_(1.0)
-        first.release()
+        first.published(b"")
         first = copies.take()
         assert _address(first.open()) in addresses
     assert np.array_equal(second.open().shards["model.norm.weight"].elements, kept)
