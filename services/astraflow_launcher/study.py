@@ -19,6 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
+from astraflow_launcher.bench.machine import cpu_name
+
 MIN_HELDOUT = 0.70
 MIN_GAIN = 0.25
 CONTROL = "control"
@@ -122,7 +124,7 @@ def _report(trials: list[Trial]) -> str:
         f"final evaluation is at least {MIN_HELDOUT} and at least {MIN_GAIN} above its first. The control "
         "differs in the learning rate only: 0.",
         "",
-        f"* machine: {platform.machine()}, {_cpu_name()}, Python {platform.python_version()}",
+        f"* machine: {platform.machine()}, {cpu_name()}, Python {platform.python_version()}",
         f"* date: {datetime.now(tz=UTC):%Y-%m-%d}, commit {commit.stdout.strip()}",
         f"* learned: {sum(trial.learned for trial in seeds)} of {len(seeds)} seeds; "
         f"mean final held-out reward {fmean(trial.number('heldout_last') for trial in seeds):.3f}",
@@ -174,13 +176,6 @@ def _draw(trials: list[Trial], path: Path) -> None:
     axes.legend(fontsize="small", ncols=2)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown processor"
 
 
 def _say(text: str) -> None:

@@ -51,6 +51,22 @@ def simulated(*, num_elements: int, learning_rate: float, num_versions: int, see
     return Versions(source="simulated", learning_rate=learning_rate, models=models)
 
 
+def learning_rate_of(density: float, *, seed: int) -> float:
+    """The learning rate at which a simulated step changes this share of the weights, to about a hundredth.
+
+    Raises ValueError unless it lies between 0.0001 and 0.5.
+    """
+    if not 1e-4 <= density <= 0.5:
+        raise ValueError(f"a density of {density} cannot be simulated; choose one from 0.0001 to 0.5")
+    low, high = 1e-9, 1e-3
+    for _ in range(20):
+        middle = (low * high) ** 0.5
+        before, after = simulated(num_elements=2**18, learning_rate=middle, num_versions=2, seed=seed).models
+        changed = sum(np.count_nonzero(before[name] != after[name]) for name in before)
+        low, high = (middle, high) if changed < density * 2**18 else (low, middle)
+    return float((low * high) ** 0.5)
+
+
 def to_bf16(values: npt.NDArray[np.float32]) -> Bits:
     """Bits of the nearest bfloat16, ties to even."""
     bits = values.view(np.uint32)

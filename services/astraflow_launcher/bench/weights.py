@@ -8,6 +8,7 @@ once, bytes as multiples of an entropy bound; each encoding is decoded again and
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from astraflow_launcher.bench.peer_encodings import PEERS, PeerEncoding
 from astraflow_weights import kernel
 from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot, merge_deltas
 from astraflow_weights.kernel import Isa
+from astraflow_weights.part_reader import open_part
 from astraflow_weights.tensor_hash import tensor_digests
 from astraflow_weights.tensors import tile_ranges
 
@@ -38,20 +40,6 @@ class Stopwatch:
         return _least_s(work, repeats=self.repeats, before=before) / self.memcpy_s
 
 
-@dataclass(frozen=True)
-class Target:
-    """A bound that the benchmark holds itself to."""
-
-    name: str
-    measured: float
-    limit: float
-
-    @property
-    def met(self) -> bool:
-        """Whether the figure is within its bound."""
-        return self.measured <= self.limit
-
-
 @dataclass
 class Report:
     """Everything measured; `astraflow bench weights --json` prints its fields."""
@@ -61,9 +49,9 @@ class Report:
     memcpy_bytes_per_s: float
     deltas: list[Figures] = field(default_factory=list)
     cpu: list[Figures] = field(default_factory=list)
+    two_threads: list[Figures] = field(default_factory=list)
     merge: Figures = field(default_factory=dict)
     snapshot: Figures = field(default_factory=dict)
-    targets: list[Target] = field(default_factory=list)
 
 
 def stopwatch(model: Model, *, repeats: int) -> Stopwatch:
@@ -83,19 +71,23 @@ def delta_bytes(versions: Versions) -> Figures:
     """Bytes of the last delta in every encoding, against the entropy bounds. Decodes each and compares."""
     base, target = versions.models[-2], versions.models[-1]
     limits = bounds(base, target)
-    ours = {
-        "rice": _checked_size(base, target, context=False),
-        "rice_ctx": _checked_size(base, target, context=True),
+    parts = {
+        "rice": _checked_parts(base, target, context=False),
+        "rice_ctx": _checked_parts(base, target, context=True),
     }
+    ours = {name: sum(map(len, written)) for name, written in parts.items()}
+    bodies = {name: _body_bytes(written) for name, written in parts.items()}
     peers = {peer.name: _checked_peer_size(peer, base, target) for peer in PEERS}
     return {
         "source": versions.source,
         "learning_rate": versions.learning_rate,
+        "num_elements": limits.num_elements,
         "density": limits.density,
         "one_unit_share": limits.one_unit / limits.num_changed,
         "bound_bytes_per_change": limits.plain_bits / 8 / limits.num_changed,
         "context_bound_bytes_per_change": limits.context_bits / 8 / limits.num_changed,
         "bytes_per_change": {name: size / limits.num_changed for name, size in {**ours, **peers}.items()},
+        "framing_share": {name: 1 - bodies[name] / ours[name] for name in ours},
         "rice_over_bound": ours["rice"] / (limits.plain_bits / 8),
         "rice_ctx_over_bound": ours["rice_ctx"] / (limits.plain_bits / 8),
         "rice_ctx_over_context_bound": ours["rice_ctx"] / (limits.context_bits / 8),
@@ -195,13 +187,65 @@ def merge_figures(versions: Versions, watch: Stopwatch) -> Figures:
     }
 
 
-def _checked_size(base: Model, target: Model, *, context: bool) -> int:
+def two_threads(versions: Versions, *, repeats: int) -> list[Figures]:
+    """How many times as fast two threads are as one, by the clock, each with half of the tensors."""
+    base, target = versions.models[-2], versions.models[-1]
+    halves = [sorted(base)[::2], sorted(base)[1::2]]
+    bases = [{name: base[name] for name in half} for half in halves if half]
+    targets = [{name: target[name] for name in half} for half in halves if half]
+    mirrors = [_copy(half) for half in bases]
+    figures: list[Figures] = []
+    for codec, context in (("rice", False), ("rice_ctx", True)):
+
+        def encode(half: int, *, context: bool = context) -> list[bytes]:
+            return encode_delta(bases[half], targets[half], context=context)
+
+        parts = [encode(half) for half in range(len(bases))]
+
+        def apply(half: int, *, parts: list[list[bytes]] = parts) -> None:
+            apply_delta(mirrors[half], parts[half])
+
+        def restore() -> None:
+            for mirror, half in zip(mirrors, bases, strict=True):
+                _restore(mirror, half)
+
+        speedups = {
+            "encode": _speedup(encode, count=len(bases), repeats=repeats, before=lambda: None),
+            "decode_apply": _speedup(apply, count=len(bases), repeats=repeats, before=restore),
+        }
+        figures.append({"codec": codec, **speedups})
+    return figures
+
+
+def _speedup(work: Callable[[int], object], *, count: int, repeats: int, before: Callable[[], None]) -> float:
+    """Wall time of the pieces one after the other, over that of all at once."""
+    one = two = float("inf")
+    with ThreadPoolExecutor(count) as pool:
+        for _ in range(repeats):
+            before()
+            started = time.perf_counter()
+            for piece in range(count):
+                work(piece)
+            one = min(one, time.perf_counter() - started)
+            before()
+            started = time.perf_counter()
+            list(pool.map(work, range(count)))
+            two = min(two, time.perf_counter() - started)
+    return one / two
+
+
+def _checked_parts(base: Model, target: Model, *, context: bool) -> list[bytes]:
     parts = encode_delta(base, target, context=context)
     mirror = _copy(base)
     apply_delta(mirror, parts)
     if not _same(mirror, target):
         raise AssertionError("a delta did not lead to its target bit by bit")
-    return sum(map(len, parts))
+    return parts
+
+
+def _body_bytes(parts: Sequence[bytes]) -> int:
+    """Bytes of the encoded tiles, without headers, tables and digests."""
+    return sum(len(tile.body) for part in parts for tile in open_part(part).tiles)
 
 
 def _checked_peer_size(peer: PeerEncoding, base: Model, target: Model) -> int:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated, Any
+import shlex
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from astraflow_launcher.bench import weight_report
 from astraflow_launcher.bench import weights as measure
-from astraflow_launcher.bench.model_pairs import Versions, simulated, trained
-from astraflow_launcher.bench.weights import Report, Target
+from astraflow_launcher.bench.machine import Origin
+from astraflow_launcher.bench.model_pairs import Versions, learning_rate_of, simulated, trained
+from astraflow_launcher.bench.weight_targets import USUAL_LEARNING_RATE, targets
+from astraflow_launcher.bench.weights import Report
 from astraflow_weights import kernel
 from astraflow_weights.kernel import Isa
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 _LEARNING_RATES = [3e-7, 1e-6, 3e-6, 1e-5]
-_CPU_LEARNING_RATE = 1e-6
 _MERGE_SPAN = 8
+_ELEMENTS = 100 * 2**20
 # Of the time to read both copies once; holds for GPUs.
 _MOST_READS = 2.0
 
@@ -32,9 +36,16 @@ def bench() -> None:
 
 @app.command()
 def weights(
-    elements: Annotated[int, typer.Option(min=1024, help="Weights of the simulated model.")] = 2**26,
+    elements: Annotated[int, typer.Option(min=1024, help="Weights of the simulated model.")] = _ELEMENTS,
     learning_rate: Annotated[
-        list[float] | None, typer.Option(help="Learning rate of the step; repeat it. Decides the density.")
+        list[float] | None,
+        typer.Option(
+            help="Learning rate of the step; repeat it. Decides the density. Default: 3e-7 to 1e-5."
+        ),
+    ] = None,
+    density: Annotated[
+        list[float] | None,
+        typer.Option(help="Share of weights that a simulated step changes, beside those rates; repeat it."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Tries of each timing; the least counts.")] = 5,
     train_steps: Annotated[
@@ -42,18 +53,41 @@ def weights(
     ] = 60,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/bench.md.")] = False,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Also write weights-bench.json and .md there.")
+    ] = None,
 ) -> None:
     """Bytes and CPU of weight versions, against entropy bounds, peers' encodings and one memcpy.
 
     Status 1: a target was missed.
     """
     rates = learning_rate or _LEARNING_RATES
-    report = _measure(elements=elements, rates=rates, repeats=repeats, train_steps=train_steps, seed=seed)
+    simulated_rates = [*rates, *(learning_rate_of(share, seed=seed) for share in density or ())]
+    report = _measure(
+        elements=elements,
+        rates=rates,
+        simulated_rates=simulated_rates,
+        repeats=repeats,
+        train_steps=train_steps,
+        seed=seed,
+    )
+    found = targets(report)
+    if write is not None:
+        chosen = [
+            ("--elements", elements, _ELEMENTS),
+            ("--repeats", repeats, 5),
+            ("--train-steps", train_steps, 60),
+        ]
+        words = [word for flag, value, usual in chosen if value != usual for word in (flag, str(value))]
+        words += [word for rate in learning_rate or () for word in ("--learning-rate", str(rate))]
+        words += [word for share in density or () for word in ("--density", str(share))]
+        command = shlex.join(["astraflow", "bench", "weights", *words, "--write", "docs/results"])
+        weight_report.write_page(report, found, folder=write, origin=Origin.here(), command=command)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(report) | {"targets": _targets_as_json(report)}, indent=2))
+        typer.echo(json.dumps(weight_report.as_json(report, found), indent=2))
     else:
-        _print(report)
-    if not all(target.met for target in report.targets):
+        weight_report.print_report(report, found)
+    if not all(target.met for target in found):
         raise typer.Exit(1)
 
 
@@ -105,9 +139,17 @@ def detect(
         raise typer.Exit(1)
 
 
-def _measure(*, elements: int, rates: list[float], repeats: int, train_steps: int, seed: int) -> Report:
+def _measure(
+    *,
+    elements: int,
+    rates: list[float],
+    simulated_rates: list[float],
+    repeats: int,
+    train_steps: int,
+    seed: int,
+) -> Report:
     chain = simulated(
-        num_elements=elements, learning_rate=_CPU_LEARNING_RATE, num_versions=_MERGE_SPAN + 1, seed=seed
+        num_elements=elements, learning_rate=USUAL_LEARNING_RATE, num_versions=_MERGE_SPAN + 1, seed=seed
     )
     watch = measure.stopwatch(chain.models[-1], repeats=repeats)
     size_bytes = sum(bits.nbytes for bits in chain.models[-1].values())
@@ -122,135 +164,19 @@ def _measure(*, elements: int, rates: list[float], repeats: int, train_steps: in
     for isa in (None, *_available()):
         report.cpu += measure.delta_cpu(last, watch, isa=isa)
     report.cpu += measure.peer_cpu(last, watch)
+    report.two_threads = measure.two_threads(last, repeats=repeats)
     report.snapshot = measure.snapshot_figures(last, watch)
     report.snapshot["verify"] = measure.verify_cpu(last, watch)
-    for rate in rates:
+    del last
+    for rate in simulated_rates:
         pair = simulated(num_elements=elements, learning_rate=rate, num_versions=2, seed=seed)
         report.deltas.append(measure.delta_bytes(pair))
     if train_steps:
         pairs = trained(learning_rates=rates, warm_up_steps=2 * train_steps, steps=train_steps, seed=seed)
         report.deltas += [measure.delta_bytes(pair) for pair in pairs]
-    report.targets = _targets(report)
     return report
 
 
 def _available() -> list[Isa]:
     loaded = kernel.active()
     return [] if loaded is None else [isa for isa in Isa if isa <= loaded.isa]
-
-
-# ---------------------------------------------------------------- targets
-
-
-def _targets(report: Report) -> list[Target]:
-    simulated_deltas = [figures for figures in report.deltas if figures["source"] == "simulated"]
-    targets = [target for figures in simulated_deltas for target in _byte_targets(figures)]
-    targets += [
-        Target("merged delta / sum of its members", report.merge["over_sum"], 0.55),
-        Target("snapshot / safetensors", report.snapshot["over_safetensors"], 0.69),
-    ]
-    return targets + _cpu_targets(report)
-
-
-def _byte_targets(figures: dict[str, Any]) -> list[Target]:
-    at = f" at {100 * figures['density']:.2f} %"
-    targets = []
-    if 0.003 <= figures["density"] <= 0.07:
-        targets.append(Target("RICE / entropy bound" + at, figures["rice_over_bound"], 1.02))
-    if figures["density"] <= 0.026:
-        targets += [
-            Target("RICE_CTX / entropy bound" + at, figures["rice_ctx_over_bound"], 0.75),
-            Target("RICE_CTX / context bound" + at, figures["rice_ctx_over_context_bound"], 1.06),
-        ]
-    if abs(figures["learning_rate"] / _CPU_LEARNING_RATE - 1) < 1e-6:
-        over = figures["over_peer"]
-        targets += [
-            Target("RICE_CTX / dense XOR + zstd-1" + at, over["dense XOR + zstd-1"]["rice_ctx"], 0.34),
-            Target(
-                "RICE_CTX / u16 gaps + XOR + zstd-1" + at, over["u16 gaps + XOR + zstd-1"]["rice_ctx"], 0.51
-            ),
-        ]
-    return targets
-
-
-def _cpu_targets(report: Report) -> list[Target]:
-    cost = {(figures["codec"], figures["path"]): figures for figures in report.cpu}
-    targets = []
-    for codec, path, encode, decode in (
-        ("rice", "numpy", 9.0, 6.0),
-        ("rice", "avx512", 3.0, 3.0),
-        ("rice_ctx", "avx512", 14.0, 6.0),
-    ):
-        figures = cost.get((codec, path))
-        if figures:
-            name = f"{codec.upper()} {{}}, {path}, memcpys"
-            targets.append(Target(name.format("encode"), figures["encode"], encode))
-            targets.append(Target(name.format("decode + apply"), figures["decode_apply"], decode))
-    best = next(
-        (cost["rice", isa.name.lower()] for isa in reversed(Isa) if ("rice", isa.name.lower()) in cost), None
-    )
-    if best:
-        dense = cost["dense XOR + zstd-1", "peer"]
-        targets += [
-            Target("RICE encode / dense XOR + zstd-1 encode", best["encode"] / dense["encode"], 1 / 3),
-            Target(
-                "verification / RICE decode + apply", report.snapshot["verify"] / best["decode_apply"], 0.15
-            ),
-        ]
-    return targets
-
-
-def _targets_as_json(report: Report) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(target) | {"met": target.met} for target in report.targets]
-
-
-# ---------------------------------------------------------------- for people
-
-
-def _print(report: Report) -> None:
-    console = Console()
-    console.print(
-        f"{report.num_elements / 1e6:.0f} M weights; {report.kernel}; "
-        f"memcpy {report.memcpy_bytes_per_s / 1e9:.1f} GB/s of CPU time\n"
-    )
-    console.print(_bytes_table(report))
-    console.print(_cpu_table(report))
-    merge, snapshot = report.merge, report.snapshot
-    console.print(
-        f"merging {merge['span']}: {merge['over_sum']:.3f} of the sum, {merge['merge']:.1f} memcpys, "
-        f"applied in {merge['apply_merged']:.1f}\n"
-        f"snapshot: {snapshot['over_safetensors']:.3f} of safetensors, written in {snapshot['encode']:.1f} memcpys, "
-        f"read in {snapshot['decode']:.1f}\nverification: {snapshot['verify']:.2f} memcpys\n"
-    )
-    table = Table("target", "measured", "limit", "", box=None, padding=(0, 2), header_style="dim")
-    for target in report.targets:
-        met = "[green]met[/]" if target.met else "[red]missed[/]"
-        table.add_row(target.name, f"{target.measured:.3f}", f"{target.limit:.3f}", met)
-    console.print(table)
-
-
-def _bytes_table(report: Report) -> Table:
-    names = list(report.deltas[0]["bytes_per_change"])
-    columns = ["source", "learning rate", "density", "bound", "with context", *names]
-    table = Table(*columns, title="bytes per changed weight", box=None, padding=(0, 1), header_style="dim")
-    for figures in report.deltas:
-        table.add_row(
-            figures["source"],
-            f"{figures['learning_rate']:g}",
-            f"{100 * figures['density']:.2f} %",
-            f"{figures['bound_bytes_per_change']:.3f}",
-            f"{figures['context_bound_bytes_per_change']:.3f}",
-            *(f"{figures['bytes_per_change'][name]:.3f}" for name in names),
-        )
-    return table
-
-
-def _cpu_table(report: Report) -> Table:
-    title = f"CPU in memcpys of the model, learning rate {_CPU_LEARNING_RATE:g}"
-    columns = ["codec", "path", "encode", "decode + apply"]
-    table = Table(*columns, title=title, box=None, padding=(0, 2), header_style="dim")
-    for figures in report.cpu:
-        decode = figures.get("decode_apply")
-        cells = f"{figures['encode']:.1f}", "" if decode is None else f"{decode:.1f}"
-        table.add_row(figures["codec"], figures["path"], *cells)
-    return table

@@ -1,14 +1,16 @@
 """The weight benchmark at toy size: every figure is there, and each encoding is checked before it is reported."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from astraflow_launcher.bench.model_pairs import simulated, to_bf16, trained
+from astraflow_launcher.bench.model_pairs import learning_rate_of, simulated, to_bf16, trained
 from astraflow_launcher.bench.peer_encodings import PEERS, PeerEncoding
-from astraflow_launcher.bench.weights import delta_bytes
+from astraflow_launcher.bench.weight_targets import targets
+from astraflow_launcher.bench.weights import Report, delta_bytes
 from astraflow_launcher.commands.bench import app
 
 pytestmark = pytest.mark.slow
@@ -60,6 +62,7 @@ def test_the_command_prints_every_documented_field() -> None:
         "memcpy_bytes_per_s",
         "deltas",
         "cpu",
+        "two_threads",
         "merge",
         "snapshot",
         "targets",
@@ -67,3 +70,55 @@ def test_the_command_prints_every_documented_field() -> None:
     assert report["merge"]["span"] == 8
     assert {figures["path"] for figures in report["cpu"]} >= {"numpy", "peer"}
     assert result.exit_code == (0 if all(target["met"] for target in report["targets"]) else 1)
+
+
+def test_a_learning_rate_is_found_for_a_density() -> None:
+    rate = learning_rate_of(0.02, seed=1)
+    pair = simulated(num_elements=2**18, learning_rate=rate, num_versions=2, seed=1)
+    assert delta_bytes(pair)["density"] == pytest.approx(0.02, rel=0.02)
+    with pytest.raises(ValueError, match=r"density of 0.7 cannot be simulated"):
+        learning_rate_of(0.7, seed=1)
+
+
+def test_the_command_writes_a_page_with_every_verdict(tmp_path: Path) -> None:
+    arguments = [
+        "weights",
+        "--elements",
+        "65536",
+        "--repeats",
+        "1",
+        "--train-steps",
+        "0",
+        "--density",
+        "0.05",
+    ]
+    CliRunner().invoke(app, [*arguments, "--learning-rate", "1e-6", "--write", str(tmp_path)])
+    found = json.loads((tmp_path / "weights-bench.json").read_text())
+    page = (tmp_path / "weights-bench.md").read_text()
+    assert set(found["origin"]) == {"machine", "date", "commit"}
+    assert "--density 0.05 --write docs/results" in found["command"]
+    assert [figures["source"] for figures in found["deltas"]] == ["simulated"] * 2
+    for target in found["targets"]:
+        verdict = "met" if target["met"] else "MISSED"
+        assert f"| {target['name']} | {target['measured']:.3f} | {target['limit']:.3f} | {verdict} |" in page
+
+
+def test_a_small_trained_model_is_judged_without_framing_and_a_large_one_by_its_share() -> None:
+    figures = {
+        "num_elements": 200_000_000,
+        "density": 0.01,
+        "learning_rate": 1e-5,
+        "framing_share": {"rice": 0.1, "rice_ctx": 0.2},
+        "rice_over_bound": 1.1,
+        "rice_ctx_over_bound": 0.8,
+        "rice_ctx_over_context_bound": 1.2,
+    }
+    report = Report(kernel="", num_elements=1, memcpy_bytes_per_s=1.0)
+    report.merge, report.snapshot = {"over_sum": 0.5}, {"over_safetensors": 0.7, "verify": 0.5}
+    report.deltas = [figures | {"source": "simulated"}, figures | {"source": "trained", "num_elements": 5}]
+    found = {target.name: target for target in targets(report)}
+    assert found["RICE / entropy bound, simulated, 1.00 %"].measured == pytest.approx(1.1)
+    assert found["RICE / entropy bound, trained, 1.00 %"].measured == pytest.approx(0.99)
+    assert not found["framing and digests / RICE_CTX delta, simulated, 1.00 %"].met
+    assert "framing and digests / RICE_CTX delta, trained, 1.00 %" not in found
+    assert not found["snapshot / safetensors"].met
