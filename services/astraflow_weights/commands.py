@@ -18,9 +18,11 @@ from astraflow.commands.server import (
     TokenFileOption,
 )
 from astraflow.commands.wording import as_json, console, count_text, heading, print_json, table
-from astraflow.dataflow.v1 import version_service_pb2
+from astraflow.dataflow.v1 import admin_service_pb2, version_service_pb2
+from astraflow_kit.clock import SystemClock
 from astraflow_weights import inspection
 from astraflow_weights.inspection import OfferedWay, Route, TensorChange
+from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.located import PolicyOption, StoredPolicy, StoreOption, policy_of_server, stored_policy
 from astraflow_weights.manifest import Manifest
 from astraflow_weights.verification import Fault, Verification, verify_version
@@ -93,11 +95,13 @@ def show(
         manifest = found.log.manifest(version)
         ways = inspection.offered_ways(found.store, record, threads=_THREADS)
         routes = inspection.routes(found.log, target=version)
-        held = _held(found, version)
+        keys = PolicyKeys(found.log.run_id, found.log.policy_id)
+        pulls = inspection.running_pulls(found.store, keys, record, now_s=SystemClock().wall_time_s())
+        held = _held(found, version) | {"pull_leases": [dataclasses.asdict(pull) for pull in pulls]}
     if json_:
         print_json(_shown(record, manifest, ways=ways, routes=routes) | held)
     else:
-        _print_shown(record, manifest, ways=ways, routes=routes, held=held)
+        _print_shown(manifest, ways=ways, routes=routes, held=held)
 
 
 @app.command()
@@ -227,13 +231,25 @@ def _list_row(record: VersionRecord, pins: dict[int, str] | None) -> dict[str, A
 
 def _held(found: StoredPolicy, version: int) -> dict[str, Any]:
     if found.server is None:
-        return {"pinned": None, "pin_reason": None, "announced": None, "served_by": None}
-    pins = found.server.pins()
+        return dict.fromkeys(("pinned", "pin_reason", "announced", "served_by", "nodes"))
+    pins, policy_id = found.server.pins(), found.server.policy_id
+    nodes = [_node(node, policy_id) for node in found.server.nodes()]
     return {
         "pinned": version in pins,
         "pin_reason": pins.get(version),
         "announced": any(announced.version == version for announced in found.server.announced()),
-        "served_by": found.server.holders(version),
+        "served_by": [node["node_id"] for node in nodes if node["serving_version"] == version],
+        "nodes": nodes,
+    }
+
+
+def _node(node: admin_service_pb2.NodeStatus, policy_id: str) -> dict[str, Any]:
+    return {
+        "node_id": node.node_id,
+        "region": node.region,
+        "connected": node.connected,
+        "serving_version": dict(node.serving_versions).get(policy_id),
+        "waiting_for": node.waiting_for,
     }
 
 
@@ -258,6 +274,7 @@ def _shown(
         "model_root": manifest.model_root.hex(),
         "ways": [_way(way) for way in ways],
         "routes": [dataclasses.asdict(route) for route in routes],
+        "chain_length": routes[0].steps,
         "tensors": [
             {
                 "name": tensor.spec.name,
@@ -338,7 +355,6 @@ def _changed(changes: list[TensorChange]) -> list[dict[str, Any]]:
 
 
 def _print_shown(
-    record: VersionRecord,
     manifest: Manifest,
     *,
     ways: list[OfferedWay],
@@ -362,6 +378,23 @@ def _print_shown(
         else:
             costs.add_row(start, str(route.steps), count_text(route.size_bytes))
     screen.print(costs)
+    screen.print(heading("who holds what"))
+    screen.print(_holders_table(held))
+
+
+def _holders_table(held: dict[str, Any]) -> Any:  # noqa: ANN401 - a rich table
+    """Nodes with what they serve, and pulls that fetch parts of the version now."""
+    shown = table("who", "state", "serves", right=("serves",))
+    for node in held["nodes"] or ():
+        serving = node["serving_version"]
+        state = node["waiting_for"] or "works" if node["connected"] else "away"
+        shown.add_row(node["node_id"], state, "–" if serving is None else str(serving))
+    for pull in held["pull_leases"]:
+        parts = f"fetches {pull['parts']} parts of it, of {pull['all_parts']} in all"
+        shown.add_row(f"pull {pull['holder'][:8]}", parts, "–")
+    if held["nodes"] is None:
+        shown.add_row("nodes", "ask their server: without --store", "–")
+    return shown
 
 
 def _facts(manifest: Manifest, held: dict[str, Any]) -> list[tuple[str, str]]:

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from astraflow_weights.errors import NoPath
+from astraflow.errors import IncompatibleError
+from astraflow_weights.collection_records import decode_lease
+from astraflow_weights.errors import CorruptManifest, NoPath, ObjectNotFound
 from astraflow_weights.fetch import fetch_part
+from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.manifest import Manifest, PartRef
 from astraflow_weights.part_reader import open_part
 from astraflow_weights.planner import PullPlan, plan_pull
@@ -57,6 +60,19 @@ class Route:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunningPull:
+    """A pull that leased parts of a version, `parts` of all its `all_parts`; it may be on its way to another.
+
+    `holder` is a number that the puller drew: nothing in the store tells which node it is.
+    """
+
+    holder: str
+    parts: int
+    all_parts: int
+    expires_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorChange:
     """How far one tensor differs between two versions."""
 
@@ -96,6 +112,30 @@ def routes(log: VersionLog, *, target: int) -> list[Route]:
     """
     held: list[int | None] = [None, *(target - lag for lag in _LAGS if target >= lag)]
     return [_route(log, held=start, target=target) for start in held]
+
+
+def running_pulls(
+    store: ObjectStore, keys: PolicyKeys, record: VersionRecord, *, now_s: float
+) -> list[RunningPull]:
+    """Leases on parts of a version that hold now, the one that ends first first."""
+    names = {part.sha256 for parts in parts_by_base(record).values() for part in parts}
+    found = []
+    for info in store.list(keys.leases):
+        try:
+            lease = decode_lease(keys, store.get(info.key))
+        except (ObjectNotFound, CorruptManifest, IncompatibleError):
+            # Ended since it was listed, or unreadable: it protects nothing.
+            continue
+        if lease.expires_time_s > now_s and (mine := names & lease.parts):
+            found.append(
+                RunningPull(
+                    holder=lease.holder.hex(),
+                    parts=len(mine),
+                    all_parts=len(lease.parts),
+                    expires_time_s=lease.expires_time_s,
+                )
+            )
+    return sorted(found, key=lambda pull: pull.expires_time_s)
 
 
 def build_version(

@@ -62,13 +62,9 @@ class PolicyOfServer:
         """Versions that nodes may activate, newest first."""
         return [version for page in self._pages() for version in page.versions]
 
-    def holders(self, version: int) -> list[str]:
-        """Nodes that serve this version."""
-        return [
-            node.node_id
-            for node in all_nodes(self.client, run_id=self.run_id)
-            if self.policy_id in node.serving_versions and node.serving_versions[self.policy_id] == version
-        ]
+    def nodes(self) -> list[admin_service_pb2.NodeStatus]:
+        """The nodes of the run, with what each says it serves."""
+        return list(all_nodes(self.client, run_id=self.run_id))
 
     def _pages(self) -> Iterator[version_service_pb2.ListVersionsResponse]:
         request = version_service_pb2.ListVersionsRequest(

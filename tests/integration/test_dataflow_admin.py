@@ -164,6 +164,15 @@ async def test_nodes_are_listed_in_pages_with_what_they_joined_with(world: World
     assert (node.incarnation, node.HasField("join_time"), node.drain_reason) == (7, True, "")
 
 
+async def test_a_node_of_unary_calls_is_listed_with_what_it_serves(world: World) -> None:
+    _, node = await started(world)
+    for serving in ({"solver": 3}, {"solver": 4}, {}):
+        node.serving = serving
+        await node.lease_reply()
+        (listed,) = (await list_nodes(world)).nodes
+        assert dict(listed.serving_versions) == serving
+
+
 async def test_a_node_that_falls_silent_is_last_seen_when_it_spoke_although_its_stream_is_open(
     world: World,
 ) -> None:

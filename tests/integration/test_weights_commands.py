@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -18,8 +20,13 @@ import pytest
 
 from astraflow import cli
 from astraflow_kit import log
+from astraflow_weights.collection_records import PullLease, encode_lease
+from astraflow_weights.inspection import parts_by_base
+from astraflow_weights.layout import PolicyKeys
+from astraflow_weights.manifest import NONCE_BYTES
 from astraflow_weights.publisher import Publisher
 from astraflow_weights.store_file import FileStore
+from astraflow_weights.version_log import VersionLog
 from astraflow_weights.version_writer import CommittedVersion, VersionWriter
 from support.dataflow_world import World, until
 from support.weight_models import make_model, overwrite, trained
@@ -118,10 +125,31 @@ def test_show_tells_codecs_routes_and_tensors(ask: Ask, published: list[Committe
     assert (way["base_version"], way["size_bytes"]) == (1, published[2].delta_bytes)
     assert sum(codec["num_changed"] for codec in way["codecs"].values()) == published[2].num_changed
     assert [(route["held"], route["steps"]) for route in parsed.json["routes"]] == [(None, 3), (1, 1)]
+    assert (parsed.json["chain_length"], parsed.json["nodes"], parsed.json["pull_leases"]) == (3, None, [])
     assert {tensor["name"] for tensor in parsed.json["tensors"]} == set(make_model())
     assert parsed.json["served_by"] is None
     assert "delta from 1" in told.output
     assert "RICE" in told.output
+
+
+def test_show_tells_which_pulls_fetch_its_parts(ask: Ask, store: FileStore) -> None:
+    keys, now_s = PolicyKeys(RUN, POLICY), time.time()
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log.refresh()
+    first, second, third = (
+        {part.sha256 for parts in parts_by_base(record).values() for part in parts} for record in log.records
+    )
+    for holder, parts, expires_in_s in ((1, first | second, 600), (2, second, -1), (3, third, 600)):
+        lease = PullLease(
+            holder=bytes([holder]) * NONCE_BYTES,
+            parts=frozenset(parts),
+            expires_time_s=now_s + expires_in_s,
+        )
+        store.put_if_absent(keys.lease(lease.holder, 0), encode_lease(keys, lease))
+    store.put_if_absent(keys.lease(bytes(NONCE_BYTES), 0), b"not a lease")
+    (pull,) = ask("show", "1", "--json").json["pull_leases"]
+    assert (pull["holder"], pull["parts"], pull["all_parts"]) == ("01" * NONCE_BYTES, 1, len(first) + 1)
+    assert "pull 01010101" in ask("show", "1").output
 
 
 def test_verify_succeeds_on_whole_versions(ask: Ask, published: list[CommittedVersion]) -> None:
@@ -222,9 +250,13 @@ async def test_a_server_tells_store_pins_and_who_serves_a_version(
         await until(lambda: _serves(world, 0))
         shown = (await _ask_server(world, "show", "0", "--json")).json
     assert (shown["announced"], shown["pinned"], shown["served_by"]) == (True, True, ["n1"])
+    assert [(node["node_id"], node["connected"], node["serving_version"]) for node in shown["nodes"]] == [
+        ("n1", True, 0)
+    ]
     later = await _ask_server(world, "show", "1")
     assert "no: no node may activate it" in later.output
     assert "no node" in later.output
+    assert re.search(r"n1 +(works|away) +0", later.output)
     for told in ("is no longer pinned", "was not pinned"):
         assert told in (await _ask_server(world, "unpin", "0")).output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -71,6 +72,7 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
             node_id=request.node_id,
             incarnation=request.incarnation,
             connected_ms=int(wait_s * 1000) + 5000,
+            fields={"serving": json.dumps(dict(request.serving_versions))},
         )
         return await self._lease(run, request, wait_s=wait_s)
 
