@@ -14,12 +14,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import stamina
 from google.protobuf.duration_pb2 import Duration
 
-from astraflow.client import Client
+from astraflow.client import Client, RetryPolicy
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
 from astraflow.errors import AstraflowError, InternalError, NotFoundError, RetryableError
@@ -37,6 +38,8 @@ __all__ = ["BatchSource", "Claim", "Ledger", "StepBatch", "message_of", "step_ba
 _LONG_POLL_S = 5.0
 _FETCH_TIMEOUT_S = 120.0
 _CLAIM_RETRY_S = 600.0
+# Signs of life come again, and the end of a trainer waits for nobody.
+_SIGN_TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
 
@@ -225,37 +228,61 @@ class BatchSource:
             self._client.call(self._client.batches.MarkDurable, request)
 
     @contextmanager
+    def held(self, *, lease_s: float) -> Iterator[None]:
+        """Say in the background that this trainer lives while the block runs, and at its end that it ends."""
+        try:
+            with _in_background(self._hold, period_s=max(0.2, lease_s / 3), name="policy-hold"):
+                yield
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        request = batch_service_pb2.ReleasePolicyRequest(
+            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch
+        )
+        try:
+            self._client.call(
+                self._client.batches.ReleasePolicy, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE
+            )
+        except AstraflowError as error:
+            # Fenced, or the server has ended, too: who asks later waits for a lease time at most.
+            log.info("policy.not_released", reason=error.reason, message=error.message)
+
+    @contextmanager
     def kept_alive(self, batch: StepBatch, *, lease_s: float) -> Iterator[None]:
         """Renew the batch's lease in the background while the block runs."""
-        done = threading.Event()
-        renewer = threading.Thread(
-            target=self._renew_until,
-            args=(batch.step, done, max(0.2, lease_s / 3)),
-            name="batch-lease",
-            daemon=True,
-        )
-        renewer.start()
-        try:
+        renew = partial(self._renew, batch.step)
+        with _in_background(renew, period_s=max(0.2, lease_s / 3), name="batch-lease"):
             yield
-        finally:
-            done.set()
-            renewer.join()
 
-    def _renew_until(self, step: int, done: threading.Event, period_s: float) -> None:
+    def _hold(self) -> bool:
+        request = batch_service_pb2.HoldPolicyRequest(
+            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch
+        )
+        try:
+            self._client.call(
+                self._client.batches.HoldPolicy, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE
+            )
+        except AstraflowError as error:
+            # Nothing depends on it but the answer to a rollback; and the epoch changes after Redis lost data.
+            log.warning("policy.hold_failed", reason=error.reason, message=error.message)
+        return True
+
+    def _renew(self, step: int) -> bool:
         request = batch_service_pb2.RenewBatchRequest(
             run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=step
         )
-        while not done.wait(period_s):
-            try:
-                with self.unit_of_work(step):
-                    self._client.call(self._client.batches.RenewBatch, request)
-            except RetryableError as error:
-                # Expiry only raises an alarm at the server; the next renewal, or the ack, will tell.
-                log.warning("batch.renewal_failed", step=step, reason=error.reason)
-            except AstraflowError as error:
-                # Fenced, most likely: the training thread hears the same from its next call, and raises it.
-                log.warning("batch.renewal_refused", step=step, reason=error.reason, message=error.message)
-                return
+        try:
+            with self.unit_of_work(step):
+                self._client.call(self._client.batches.RenewBatch, request)
+        except RetryableError as error:
+            # Expiry only raises an alarm at the server; the next renewal, or the ack, will tell.
+            log.warning("batch.renewal_failed", step=step, reason=error.reason)
+        except AstraflowError as error:
+            # Fenced, most likely: the training thread hears the same from its next call, and raises it.
+            log.warning("batch.renewal_refused", step=step, reason=error.reason, message=error.message)
+            return False
+        return True
 
     def _ack(self, batch: StepBatch, stage: batch_service_pb2.BatchStage.ValueType) -> None:
         self._client.call(
@@ -284,6 +311,24 @@ class BatchSource:
         for item in self._client.stream(self._client.batches.FetchBatch, request, timeout_s=_FETCH_TIMEOUT_S):
             self.fetched_bytes += len(item.body)
             yield item.trajectory_id, trajectory_pb2.Trajectory.FromString(item.body)
+
+
+@contextmanager
+def _in_background(call: Callable[[], bool], *, period_s: float, name: str) -> Iterator[None]:
+    """Call again and again in a thread while the block runs, until `call` says that it is of no use."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(period_s) and call():
+            pass
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def message_of(batch: StepBatch) -> batch_service_pb2.AcquireBatchResponse:

@@ -86,6 +86,14 @@ class CheckpointStore:
         names = (path.name for path in self._directory.glob(f"{_PREFIX}*"))
         return sorted(int(name.removeprefix(_PREFIX)) for name in names)
 
+    def positions(self) -> list[Position]:
+        """Where the complete checkpoints stand, ascending by step. Raises CheckpointError."""
+        return [_read_position(self._path(step) / _POSITION_FILE) for step in self.steps()]
+
+    def forget_after(self, step: int) -> None:
+        """Drop checkpoints of later steps; a collective."""
+        self._as_first(lambda: self._drop([later for later in self.steps() if later > step]))
+
     def stage(self, optimizer: MasterOptimizer, *, step: int, version: int) -> StagedCheckpoint:
         """Copy what a resume needs; costs one memory copy of masters and moments."""
         tensors = {name: tensor.detach().clone() for name, tensor in optimizer.state().items()}
@@ -101,10 +109,12 @@ class CheckpointStore:
     def write(self, staged: StagedCheckpoint) -> Path:
         """Make `staged` durable and drop checkpoints beyond the newest `keep`. Blocking; a collective.
 
-        Writing a step that exists already replaces no tensor: only a learning rate set since then is added.
+        Writing a step that exists already replaces no tensor: only a learning rate set since then is added. One
+        of other weights, which were given up for an older version's, is replaced.
         """
         final = self._path(staged.position.step)
-        if self._agree(final.exists()):
+        leads = self._ranks.index == 0
+        if self._agree(leads and self._holds(final, version=staged.position.version)):
             self._as_first(lambda: _update_learning_rate(final, staged.position.learning_rate))
             return final
         partial = self._directory / f"{_PARTIAL}{final.name}"
@@ -115,8 +125,11 @@ class CheckpointStore:
         self._as_first(lambda: self._drop(self.steps()[: -self._keep]))
         return final
 
-    def restore(self, optimizer: MasterOptimizer, *, at_most: int | None = None) -> Position | None:
-        """Load the newest complete checkpoint into `optimizer` and its model; None when there is none.
+    def restore(
+        self, optimizer: MasterOptimizer, *, at_most: int | None = None, step: int | None = None
+    ) -> Position | None:
+        """Load the newest complete checkpoint, or that of `step`, into `optimizer` and its model; None when there
+        is none.
 
         A collective. It may have been written by another number of ranks: masters and moments are spread anew,
         bit for bit. A rank takes up its own random state, or keeps the one it has where none was saved.
@@ -124,11 +137,12 @@ class CheckpointStore:
         Raises CheckpointError when its schema, names or shapes differ from this trainer's.
         """
         if at_most is not None:
-            self._as_first(lambda: self._drop([step for step in self.steps() if step > at_most]))
-        newest = int(self._ranks.tell(str(max(self.steps(), default=-1)).encode()))
-        if newest < 0:
+            self.forget_after(at_most)
+        wanted = max(self.steps(), default=-1) if step is None else step
+        wanted = int(self._ranks.tell(str(wanted).encode()))
+        if wanted < 0:
             return None
-        path = self._path(newest)
+        path = self._path(wanted)
         position = _read_position(path / _POSITION_FILE)
         tensors = optimizer.state()
         random_state = torch.get_rng_state()
@@ -142,6 +156,9 @@ class CheckpointStore:
 
     def _path(self, step: int) -> Path:
         return self._directory / f"{_PREFIX}{step:012d}"
+
+    def _holds(self, path: Path, *, version: int) -> bool:
+        return path.exists() and _read_position(path / _POSITION_FILE).version == version
 
     def _random_state_name(self) -> str:
         return f"random_state.{self._ranks.index}"
@@ -162,16 +179,22 @@ class CheckpointStore:
         for path in partial.iterdir():
             _sync(path)
         _sync(partial)
+        if final.exists():
+            self._give_up(position.step)
         partial.rename(final)
         _sync(self._directory)
 
     def _drop(self, steps: Sequence[int]) -> None:
         for step in steps:
-            # Renamed first: a crash in the middle of the removal must not leave a step that looks complete.
-            doomed = self._directory / f"{_DOOMED}{step}"
-            self._path(step).rename(doomed)
+            self._give_up(step)
         for leftover in [*self._directory.glob(f"{_DOOMED}*"), *self._directory.glob(f"{_PARTIAL}*")]:
             shutil.rmtree(leftover)
+
+    def _give_up(self, step: int) -> None:
+        """Renamed first: a crash in the middle of a removal must not leave a step that looks complete."""
+        doomed = self._directory / f"{_DOOMED}{step}"
+        shutil.rmtree(doomed, ignore_errors=True)
+        self._path(step).rename(doomed)
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path, *, group: dist.ProcessGroup | None) -> None:

@@ -36,6 +36,7 @@ from astraflow_trainer.published import HeldPart, WeightCopies
 from astraflow_trainer.rank_group import RankGroup
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.step import StepMetrics, StepSettings, train_step
+from astraflow_weights.shards import ShardedModel
 
 __all__ = ["PolicyLearner", "loss_settings", "step_settings"]
 
@@ -76,6 +77,25 @@ class PolicyLearner:
     def restore(self, *, at_most: int | None = None) -> Position | None:
         """Load the newest complete checkpoint, at step `at_most` or before; None when there is none."""
         return self._checkpoints.restore(self._optimizer, at_most=at_most)
+
+    def positions(self) -> list[Position]:
+        """Where the checkpoints stand, ascending by step."""
+        return self._checkpoints.positions()
+
+    def go_back(
+        self, weights: ShardedModel, *, step: int, checkpoint: int | None, learning_rate: float | None
+    ) -> None:
+        """Take up published weights after step `step`, whose own are given up: this rank's shards of them.
+
+        With the optimizer of the checkpoint of that step, else with a fresh one; `learning_rate` is the peak that an
+        operator had set. Later checkpoints are dropped: the server forgot those steps.
+        """
+        self._checkpoints.forget_after(step)
+        if checkpoint is not None:
+            self._checkpoints.restore(self._optimizer, step=checkpoint)
+        self._optimizer.adopt(self._copies.held.by_parameter(weights))
+        if learning_rate is not None:
+            self._optimizer.set_learning_rate(learning_rate)
 
     def train(self, rows: Sequence[TrainingRow]) -> StepMetrics:
         """Take one optimizer step on the `rows` of all ranks, of which these are this rank's, or skip it."""

@@ -170,6 +170,18 @@ class MasterOptimizer:
             self._adam.state[master]["step"].fill_(num_steps)
         self._write_rounded()
 
+    @torch.no_grad()
+    def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Set the weights of this rank to these, flat bfloat16 by parameter, bit for bit (a NaN stays some NaN).
+
+        A master that rounds to its weight already keeps what it has beyond bf16.
+        """
+        for name, wanted in weights.items():
+            master = local_part(self._masters[name]).view(-1)
+            differ = master.to(torch.bfloat16).view(torch.int16) != wanted.view(torch.int16)
+            master[differ] = wanted[differ].to(torch.float32)
+        self._write_rounded()
+
     def _take_gradients(self, *, scale: float) -> None:
         for name, parameter in self._parameters.items():
             gradient, parameter.grad = parameter.grad, None

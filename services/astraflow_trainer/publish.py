@@ -18,12 +18,11 @@ from typing import Protocol
 
 import stamina
 
-from astraflow.client import Client
-from astraflow.dataflow.v1 import version_pb2, version_service_pb2
 from astraflow.errors import RetryableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
+from astraflow_weights.announcing import Announcer
 from astraflow_weights.shards import ShardedModel
 from astraflow_weights.version_writer import CommittedVersion
 
@@ -59,45 +58,6 @@ class VersionPublisher(Protocol):
 
     def committed_since(self, version: int | None) -> Sequence[CommittedVersion]:
         """Return the versions in the store's log after `version`, in order; all of them for None."""
-
-
-class Announcer:
-    """Tells the dataflow server of committed versions; also of those it knew before its Redis lost them."""
-
-    def __init__(self, client: Client, *, run_id: str, policy_id: str, epoch: int) -> None:
-        self._client = client
-        self._run_id = run_id
-        self.policy_id = policy_id
-        self._epoch = epoch
-
-    def announce_missing(self, publisher: VersionPublisher) -> None:
-        """Announce, in order, every version in the log that the server does not know."""
-        for committed in publisher.committed_since(self._newest_announced()):
-            self._announce(committed)
-
-    def _announce(self, committed: CommittedVersion) -> None:
-        version = version_pb2.Version(
-            policy_id=self.policy_id,
-            version=committed.version,
-            sequence=committed.sequence,
-            manifest_sha256=committed.manifest_sha256,
-            step=committed.step,
-            trainer_epoch=committed.writer_epoch,
-            delta_bytes=committed.delta_bytes,
-            snapshot_bytes=committed.snapshot_bytes,
-            density=committed.density,
-        )
-        request = version_service_pb2.PublishRequest(
-            run_id=self._run_id, version=version, trainer_epoch=self._epoch
-        )
-        self._client.call(self._client.versions.Publish, request)
-
-    def _newest_announced(self) -> int | None:
-        request = version_service_pb2.ListVersionsRequest(
-            run_id=self._run_id, policy_id=self.policy_id, page_size=1
-        )
-        versions = self._client.call(self._client.versions.ListVersions, request).versions
-        return versions[0].version if versions else None
 
 
 class SilentAnnouncer:

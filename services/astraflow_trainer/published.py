@@ -78,6 +78,17 @@ class HeldPart:
                 out[low - first : high - first].copy_(bits, non_blocking=True)
             at += count
 
+    def by_parameter(self, model: ShardedModel) -> dict[str, torch.Tensor]:
+        """The values of shards that were published by as many ranks, flat bfloat16 by parameter."""
+        sizes = {name: local_part(parameter).numel() for name, parameter in self.parameters.items()}
+        weights = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
+        for name, held in self.tensors.items():
+            at, bits = 0, torch.from_numpy(model.shards[name].elements).view(torch.bfloat16)
+            for parameter, start, count in held.sources:
+                weights[parameter][start : start + count] = bits[at : at + count]
+                at += count
+        return {name: values.to(self.device) for name, values in weights.items()}
+
     def shards(self, flat: torch.Tensor) -> ShardedModel:
         """The tensors in `flat`, filled by `copy_to`, without a copy."""
         bits = flat.view(torch.uint16).numpy()

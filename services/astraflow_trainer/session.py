@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch
 
 from astraflow.client import Client
 from astraflow.errors import InvalidArgumentError, RequestError, StateError, UnavailableError
+from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_trainer.batch_source import BatchSource, Claim, Ledger
 from astraflow_trainer.controls import Controls
@@ -32,6 +34,7 @@ from astraflow_trainer.progress import Progress
 from astraflow_trainer.publish import Announcer, PublishWorker, SilentAnnouncer
 from astraflow_trainer.rank_batches import RankBatches
 from astraflow_trainer.rank_group import RankGroup
+from astraflow_trainer.resuming import Start, take_up
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.starting_model import asset_files, starting_model
 from astraflow_weights.agreement import led
@@ -84,6 +87,10 @@ class TrainingSession:
         torch.set_num_threads(self._settings.threads)
         model_dir = self._starting_model()
         claim = self._claim()
+        with self._source.held(lease_s=claim.batch_lease_s) if self._leads else nullcontext():
+            self._train_on(claim, model_dir=model_dir)
+
+    def _train_on(self, claim: Claim, *, model_dir: Path) -> None:
         while True:
             try:
                 return self._train(claim, model_dir=model_dir)
@@ -134,9 +141,6 @@ class TrainingSession:
             group=self._group,
             snapshot=self._settings.publish_snapshot,
         )
-        position = learner.restore(at_most=claim.last_finished_step)
-        step, version = (position.step, position.version) if position else (0, 0)
-        self._require_retained(claim, step)
         publisher = open_publisher(
             self._store,
             joined=self._joined,
@@ -146,12 +150,26 @@ class TrainingSession:
             mirror_dir=self._settings.work_dir / "published",
             assets=asset_files(model_dir),
         )
-        self._progress.claimed(epoch=claim.epoch, step=step, version=claim.version)
-        log.info("policy.claimed", epoch=claim.epoch, step=step, version=version)
-        self._train_from(step, version, learner=learner, claim=claim, publisher=publisher)
+        start = take_up(
+            learner,
+            publisher,
+            peers=self._group.publishing,
+            finished_step=claim.last_finished_step,
+            durable_step=claim.last_durable_step,
+        )
+        self._require_retained(claim, start.step)
+        if start.went_back:
+            # Before anything is trained or published: from now on this is where a restart goes on.
+            learner.save(step=start.step, version=start.version)
+            failpoints.hit("trainer.checkpoint_written")
+            if self._leads:
+                self._source.mark_durable(start.step)
+        self._progress.claimed(epoch=claim.epoch, step=start.step, version=claim.version)
+        log.info("policy.claimed", epoch=claim.epoch, step=start.step, version=start.version)
+        self._train_from(start, learner=learner, claim=claim, publisher=publisher)
 
     def _train_from(
-        self, step: int, version: int, *, learner: PolicyLearner, claim: Claim, publisher: ShardPublisher
+        self, start: Start, *, learner: PolicyLearner, claim: Claim, publisher: ShardPublisher
     ) -> None:
         recipe, newest = self._joined.recipe, publisher.newest
         # A commit may have been the last thing an earlier process did, and Redis may have lost announcements.
@@ -169,8 +187,8 @@ class TrainingSession:
                 published=lambda committed: self._published(committed, notify),
             ) as worker,
         ):
-            if newest is None or newest.step < step:
-                worker.submit(step, learner.published_bytes())
+            if newest is None or newest.version < start.version:
+                worker.submit(start.step, learner.published_bytes())
                 worker.wait_until_done()
             loop = TrainingLoop(
                 source=RankBatches(self._source, self._group.training),
@@ -182,8 +200,8 @@ class TrainingSession:
             )
             loop.run(
                 LoopSettings(
-                    first_step=step + 1,
-                    version=version,
+                    first_step=start.step + 1,
+                    version=start.version,
                     last_step=self._settings.steps or recipe.run.steps,
                     published=self._published_steps(publisher),
                     checkpoint_every_steps=recipe.trainer.checkpoint_every_steps,
@@ -201,10 +219,14 @@ class TrainingSession:
         )
 
     def _published_steps(self, publisher: ShardPublisher) -> dict[int, int]:
-        """Step to the newest version it has in the log, on every rank."""
+        """Step to the newest version that it published, on every rank."""
         return led(
             self._group.publishing,
-            lambda: {item.step: item.version for item in publisher.committed_since(None)},
+            lambda: {
+                item.step: item.version
+                for item in publisher.committed_since(None)
+                if item.rollback_of is None
+            },
             encode=lambda found: list(found.items()),
             decode=lambda pairs: {int(step): int(version) for step, version in pairs},
         )

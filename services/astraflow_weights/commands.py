@@ -1,7 +1,7 @@
-"""`astraflow weights`: list, explain, verify, compare and pin the versions of a policy.
+"""`astraflow weights`: list, explain, verify, compare and pin the versions of a policy, or go back to one.
 
-Invariant: nothing here writes to a store; what is pinned is the server's to keep. JSON fields are documented in
-docs/weights.md.
+Invariant: nothing here writes to a store (`rollback_command` does); what is pinned is the server's to keep. JSON
+fields are documented in docs/weights.md.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from astraflow_weights.inspection import OfferedWay, Route, TensorChange
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.located import PolicyOption, StoredPolicy, StoreOption, policy_of_server, stored_policy
 from astraflow_weights.manifest import Manifest
+from astraflow_weights.rollback_command import rollback
 from astraflow_weights.verification import Fault, Verification, verify_version
 from astraflow_weights.version_log import VersionRecord
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="List, explain, verify, compare and pin weight versions."
+    no_args_is_help=True,
+    add_completion=False,
+    help="List, explain, verify, compare and pin weight versions, or go back to one.",
 )
+app.command()(rollback)
 
 _THREADS = 8
 
@@ -62,12 +66,15 @@ def list_(
         typer.echo(f"{where} has no version")
         return
     shown = table(
-        *("version", "step", "epoch", "density", "delta bytes", "snapshot bytes", "merged from", "pinned"),
-        right=("version", "step", "epoch", "density", "delta bytes", "snapshot bytes"),
+        *("version", "step", "back to", "epoch", "density", "delta bytes", "snapshot bytes", "merged from"),
+        "pinned",
+        right=("version", "step", "back to", "epoch", "density", "delta bytes", "snapshot bytes"),
     )
     for row in rows:
         shown.add_row(
-            *(str(row[name]) for name in ("version", "step", "writer_epoch")),
+            *(str(row[name]) for name in ("version", "step")),
+            "–" if row["rollback_of"] is None else str(row["rollback_of"]),
+            str(row["writer_epoch"]),
             _share_text(row["density"]),
             *(count_text(row[name]) if row[name] else "–" for name in ("delta_bytes", "snapshot_bytes")),
             ", ".join(str(base) for base in row["merged_from"]) or "–",
@@ -216,6 +223,7 @@ def _list_row(record: VersionRecord, pins: dict[int, str] | None) -> dict[str, A
     return {
         "version": record.version,
         "step": record.step,
+        "rollback_of": record.rollback_of,
         "writer_epoch": record.writer_epoch,
         "density": record.density,
         "num_changed": record.num_changed,
@@ -264,6 +272,7 @@ def _shown(
         "manifest_sha256": record.manifest_sha256.hex(),
         "writer_epoch": manifest.writer_epoch,
         "step": manifest.step,
+        "rollback_of": manifest.rollback_of,
         "parent_version": manifest.parent_version,
         "learning_rate": manifest.learning_rate,
         "created_time_s": manifest.created_time_s,
@@ -402,6 +411,7 @@ def _facts(manifest: Manifest, held: dict[str, Any]) -> list[tuple[str, str]]:
     facts = [
         ("version", f"{manifest.version} of {manifest.run_id}/{manifest.policy_id}"),
         ("step, epoch", f"{manifest.step}, {manifest.writer_epoch}"),
+        ("back to", "–" if manifest.rollback_of is None else f"version {manifest.rollback_of}"),
         ("changed", f"{_share_text(manifest.density)}, {changed}"),
         ("model", f"{count_text(manifest.size_bytes)} bytes in {len(manifest.tensors)} tensors"),
         ("root", manifest.model_root.hex()),

@@ -8,6 +8,7 @@ is a version of no step. `astraflow weights rollback` calls it, under an epoch o
 from dataclasses import dataclass
 
 from astraflow.errors import PreconditionError
+from astraflow_kit import failpoints
 from astraflow_weights.chains import Chain, chained_delta
 from astraflow_weights.codec import (
     apply_delta,
@@ -73,6 +74,7 @@ def _commit(
     snapshot = None
     if writer.wants_snapshot(delta_bytes=sum(part.size_bytes for part in delta)):
         snapshot = _snapshot(store, writer, back, manifest=manifest, threads=threads)
+    failpoints.hit("weights.publish.parts_uploaded")
     return writer.commit(
         step=newest.step,
         tensors=manifest.tensors,

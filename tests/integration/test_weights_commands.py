@@ -10,15 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from astraflow import cli
 from astraflow_kit import log
 from astraflow_weights.collection_records import PullLease, encode_lease
 from astraflow_weights.inspection import parts_by_base
@@ -28,6 +23,8 @@ from astraflow_weights.publisher import Publisher
 from astraflow_weights.store_file import FileStore
 from astraflow_weights.version_log import VersionLog
 from astraflow_weights.version_writer import CommittedVersion, VersionWriter
+from support import cli
+from support.cli import Ended
 from support.dataflow_world import World, until
 from support.weight_models import make_model, overwrite, trained
 from support.work_stream import working
@@ -35,21 +32,7 @@ from support.work_stream import working
 pytestmark = pytest.mark.integration
 
 RUN, POLICY = "run", "solver"
-Ask = Callable[..., "Ended"]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    status: int
-    output: str
-    errors: str
-
-    @property
-    def json(self) -> Any:
-        """What it printed."""
-        return json.loads(self.output)
+Ask = Callable[..., Ended]
 
 
 @pytest.fixture(autouse=True)
@@ -86,17 +69,7 @@ def ask(store: FileStore, published: list[CommittedVersion]) -> Ask:
 
 
 def _run(arguments: list[str]) -> Ended:
-    output, errors, status = io.StringIO(), io.StringIO(), 0
-    with (
-        redirect_stdout(output),
-        redirect_stderr(errors),
-        patch("sys.argv", ["astraflow", "weights", *arguments]),
-    ):
-        try:
-            cli.main()
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-    return Ended(status, output.getvalue(), errors.getvalue())
+    return cli.run("weights", *arguments)
 
 
 async def _ask_server(world: World, *arguments: str) -> Ended:

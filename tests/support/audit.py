@@ -210,6 +210,10 @@ def _check_store(found: Audit, census: Census, store: Path) -> None:
     trained = {0, *(entry.step for entry in census.consumed if entry.stage == "trained")}
     astray = [item.version for item in versions if item.step not in trained]
     found.require(not astray, "versions of steps that were never committed", astray)
+    # A rollback gives up the weights of steps that were finished and not published before it.
+    for before, after in zip(versions, [*versions[1:], None], strict=True):
+        if before.rollback_of is not None:
+            trained -= set(range(before.step + 1, after.step if after is not None else len(census.consumed) + 1))
     unpublished = trained - {item.step for item in versions}
     found.require(not unpublished, "committed steps without a version", unpublished)
     steps = [item.step for item in versions]

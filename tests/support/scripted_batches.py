@@ -89,6 +89,7 @@ class ScriptedBatches(
     acks: list[batch_service_pb2.AckBatchRequest] = field(default_factory=list)
     announced: list[version_pb2.Version] = field(default_factory=list)
     renewals: list[batch_service_pb2.RenewBatchRequest] = field(default_factory=list)
+    holds: list[batch_service_pb2.HoldPolicyRequest] = field(default_factory=list)
     fetched: list[list[str]] = field(default_factory=list)
     """Trajectories that each fetch named."""
     epochs: set[int] = field(default_factory=set)
@@ -162,6 +163,20 @@ class ScriptedBatches(
         self.renewals.append(request)
         self._act("RenewBatch", context, epoch=request.trainer_epoch)
         return batch_service_pb2.RenewBatchResponse()
+
+    def HoldPolicy(
+        self, request: batch_service_pb2.HoldPolicyRequest, context: Any
+    ) -> batch_service_pb2.HoldPolicyResponse:
+        self.holds.append(request)
+        self._act("HoldPolicy", context)
+        return batch_service_pb2.HoldPolicyResponse()
+
+    def ReleasePolicy(
+        self, request: batch_service_pb2.ReleasePolicyRequest, context: Any
+    ) -> batch_service_pb2.ReleasePolicyResponse:
+        self._act("ReleasePolicy", context)
+        self.events.append(f"release {request.trainer_epoch}")
+        return batch_service_pb2.ReleasePolicyResponse()
 
     def MarkDurable(
         self, request: batch_service_pb2.MarkDurableRequest, context: Any

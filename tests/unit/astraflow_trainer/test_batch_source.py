@@ -257,3 +257,28 @@ def test_a_replayed_step_is_recorded_as_it_was_the_first_time(tmp_path: Path) ->
         batch = source.acquire(1, base_version=0, waiting=lambda _: None, stopped=lambda: False)
         assert batch is not None
         assert source.finish(batch, skipped=True) is False
+
+
+def test_a_trainer_says_that_it_lives_and_at_the_end_that_it_ends(tmp_path: Path) -> None:
+    script = ScriptedBatches()
+    script.fail("HoldPolicy", UnavailableError("restarting"), FencedError("Redis lost the claim"))
+    with _claimed(script, tmp_path) as source, source.held(lease_s=0.1):
+        eventually(lambda: len(script.holds) >= 3, what="a sign of life after failed ones")
+        assert {hold.trainer_epoch for hold in script.holds} == {3}
+        assert "release 3" not in script.events
+    assert script.events[-1] == "release 3"
+
+
+@pytest.mark.parametrize("refusal", [FencedError("a newer trainer"), UnavailableError("gone")])
+def test_a_trainer_ends_as_it_does_whether_or_not_it_can_let_go(
+    tmp_path: Path, refusal: FencedError | UnavailableError
+) -> None:
+    script = ScriptedBatches()
+    script.fail("ReleasePolicy", refusal)
+    with (
+        _claimed(script, tmp_path) as source,
+        pytest.raises(ZeroDivisionError),
+        source.held(lease_s=60),
+    ):
+        raise ZeroDivisionError
+    assert "release 3" not in script.events

@@ -175,3 +175,42 @@ def test_checkpoints_of_steps_that_the_server_forgot_are_dropped(
     assert position is not None
     assert (position.step, store.steps()) == (2, [2])
     assert store.restore(optimizer, at_most=1) is None
+
+
+def test_a_checkpoint_of_weights_that_were_given_up_is_replaced(
+    make_policy: MakePolicy, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    policy = make_policy()
+    optimizer = MasterOptimizer(policy, settings=SETTINGS)
+    store = CheckpointStore(tmp_path, keep=2)
+    _train(policy, optimizer, make_rows, steps=range(1))
+    store.write(store.stage(optimizer, step=3, version=3))
+    given_up = _state(optimizer)
+    _train(policy, optimizer, make_rows, steps=range(1, 2))
+    store.write(store.stage(optimizer, step=3, version=3))
+    unchanged = MasterOptimizer(make_policy(seed=9), settings=SETTINGS)
+    store.restore(unchanged)
+    assert all(torch.equal(value, given_up[name]) for name, value in _state(unchanged).items())
+    store.write(store.stage(optimizer, step=3, version=5))
+    assert [(position.step, position.version) for position in store.positions()] == [(3, 5)]
+    resumed = MasterOptimizer(make_policy(seed=9), settings=SETTINGS)
+    store.restore(resumed)
+    expected = _state(optimizer)
+    assert all(torch.equal(value, expected[name]) for name, value in _state(resumed).items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000000003"]
+
+
+def test_a_chosen_step_is_restored_and_later_ones_stay(
+    make_policy: MakePolicy, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    policy = make_policy()
+    optimizer = MasterOptimizer(policy, settings=SETTINGS)
+    store = CheckpointStore(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        _train(policy, optimizer, make_rows, steps=range(step - 1, step))
+        store.write(store.stage(optimizer, step=step, version=step))
+    position = store.restore(MasterOptimizer(make_policy(seed=9), settings=SETTINGS), step=2)
+    assert position is not None
+    assert (position.step, store.steps()) == (2, [1, 2, 3])
+    store.forget_after(1)
+    assert store.steps() == [1]

@@ -123,6 +123,7 @@ class Store:
             delta_bytes=8,
             num_changed=1,
             num_elements=4,
+            rollback_of=None,
             existed=existed,
         )
         self.log.append(committed)

@@ -165,3 +165,28 @@ def test_learning_rate_can_be_changed_and_is_checked(make_policy: MakePolicy) ->
     assert optimizer.learning_rate == pytest.approx(0.1)
     with pytest.raises(ValueError, match="must be finite and at least 0"):
         optimizer.set_learning_rate(-1.0)
+
+
+def test_adopted_weights_are_the_models_and_equal_masters_keep_what_is_beyond_bf16(
+    make_policy: MakePolicy, make_rows: MakeRows
+) -> None:
+    policy = make_policy()
+    optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1e-3))
+    _backward(policy, make_rows())
+    optimizer.step(gradient_norm=optimizer.gradient_norm())
+    before = {name: local_part(master).detach().clone() for name, master in optimizer.masters.items()}
+    wanted = {name: master.to(torch.bfloat16).view(-1).clone() for name, master in before.items()}
+    changed = wanted["model.norm.weight"]
+    changed[0], changed[1] = 3.0, float("inf")
+    optimizer.adopt(wanted)
+    _assert_same_bits(policy, wanted)
+    for name, master in optimizer.masters.items():
+        kept = slice(2, None) if name == "model.norm.weight" else slice(None)
+        assert torch.equal(local_part(master).view(-1)[kept], before[name].view(-1)[kept])
+    assert float(local_part(optimizer.masters["model.norm.weight"]).detach()[0]) == 3.0
+
+
+def _assert_same_bits(policy: PolicyModel, wanted: dict[str, torch.Tensor]) -> None:
+    for name, parameter in policy.hf_parameters():
+        bits = local_part(parameter).to(torch.bfloat16).view(-1).view(torch.int16)
+        assert torch.equal(bits, wanted[name].view(torch.int16)), name

@@ -44,6 +44,7 @@ def committed(step: int, *, version: int | None = None) -> CommittedVersion:
         delta_bytes=10,
         num_changed=1,
         num_elements=4,
+        rollback_of=None,
         existed=False,
     )
 

@@ -115,3 +115,19 @@ def _mixture(kind: str) -> transformers.PreTrainedModel:
 
 def _address(model: ShardedModel) -> int:
     return int(model.shards["model.embed_tokens.weight"].elements.__array_interface__["data"][0])
+
+
+def test_published_shards_go_back_to_the_parameters_that_they_came_from(
+    make_policy: Callable[..., PolicyModel],
+) -> None:
+    held = HeldPart(make_policy())
+    flat = torch.arange(held.num_elements, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    weights = held.by_parameter(held.shards(flat))
+    again = torch.empty_like(flat)
+    with torch.no_grad():
+        for name, parameter in held.parameters.items():
+            local_part(parameter).view(-1).copy_(weights[name].float())
+    held.copy_to(again)
+    finite = ~flat.float().isnan()
+    assert int(finite.sum()) > held.num_elements / 2
+    assert torch.equal(again.view(torch.int16)[finite], flat.view(torch.int16)[finite])

@@ -1,0 +1,174 @@
+"""A trainer that starts after a rollback goes on from the old weights, and never brings back those given up.
+
+Real trainer processes over a real dataflow server, and the real command between their lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from astraflow_kit import log
+from astraflow_kit.failpoints import read_hits
+from astraflow_weights.inspection import build_version
+from astraflow_weights.store import open_store
+from astraflow_weights.tensors import Array
+from astraflow_weights.version_log import VersionLog
+from support import cli, store_census
+from support.dataflow_world import World
+from support.ledger_audit import audit
+from support.trainer_process import (
+    GROUPS_PER_STEP,
+    POLICY,
+    TrainerProcess,
+    create_run,
+    forking,
+    newest_checkpoint,
+    push_groups,
+    valkey,
+)
+
+__all__ = ["valkey"]
+
+STEPS = 6
+KILLED = -9
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forking() -> Iterator[None]:
+    with forking():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    """The server shares this process: its log must not be taken for what a command prints."""
+    log.configure("test", stream=io.StringIO())
+
+
+def weights_of(store_uri: str, version: int) -> dict[str, Array]:
+    """A version as a node would get it."""
+    store = open_store(store_uri)
+    found = VersionLog(store, run_id="run", policy_id=POLICY)
+    found.refresh()
+    return build_version(store, found, target=version, threads=2)
+
+
+def rounded(checkpoint: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    """The bits that a checkpoint's masters publish."""
+    return {
+        name.removeprefix("master."): tensor.to(torch.bfloat16).view(torch.uint16).numpy()
+        for name, tensor in checkpoint.items()
+        if name.startswith("master.")
+    }
+
+
+def moments(checkpoint: Mapping[str, torch.Tensor]) -> float:
+    """Sum of the optimizer's second moments; 0 for a fresh one."""
+    return sum(float(tensor.sum()) for name, tensor in checkpoint.items() if name.startswith("exp_avg_sq."))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("death", "back_to", "optimizer"),
+    [
+        # Version 4 is announced: gone back to the weights of the newest checkpoint, or to others.
+        ("trainer.announced@5", 2, "of the checkpoint of step 2"),
+        ("trainer.announced@5", 1, "fresh"),
+        # Step 4 is finished and its weights died with the trainer.
+        pytest.param("trainer.step_acked@4", 2, "of the checkpoint of step 2", marks=pytest.mark.ci),
+        pytest.param("trainer.step_acked@4", 0, "fresh", marks=pytest.mark.ci),
+    ],
+)
+async def test_a_trainer_goes_on_from_the_weights_that_were_gone_back_to(
+    world: World, tmp_path: Path, death: str, back_to: int, optimizer: str
+) -> None:
+    run = await create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=2)
+    trainer = TrainerProcess(world.address, tmp_path)
+    recording = asyncio.create_task(push_groups(world, count=STEPS * GROUPS_PER_STEP))
+    name, _, number = death.partition("@")
+    try:
+        trainer.start(failpoints=f"{name}=kill@{number}")
+        assert await asyncio.to_thread(trainer.wait) == KILLED, trainer.log
+        finished = (await world.status()).policies[0].last_finished_step
+        held = newest_checkpoint(trainer.work_dir)
+        command = ("weights", "rollback", str(back_to), "--join", world.address, "--json")
+        assert (await asyncio.to_thread(cli.run, *command)).status == 1, "it may still live"
+        told = await asyncio.to_thread(cli.run, *command, "--take-over")
+        assert told.status == 0, told.errors
+        number_of = told.json["version"]
+
+        trainer.start(failpoints="trainer.checkpoint_written=kill@1")
+        assert await asyncio.to_thread(trainer.wait) == KILLED, trainer.log
+        assert read_hits(trainer.failpoints_log)[-1].name == "trainer.checkpoint_written"
+        assert f'"optimizer": "{optimizer}"' in trainer.log
+        step, checkpoint = newest_checkpoint(trainer.work_dir)
+        assert step == finished, "steps that were taken stay taken"
+        old = weights_of(run.store_uri, back_to)
+        assert same_bits(rounded(checkpoint), old)
+        assert (moments(checkpoint) > 0) is (optimizer != "fresh")
+        if optimizer != "fresh":
+            assert held[0] == 2
+            assert all(torch.equal(checkpoint[key], held[1][key]) for key in held[1])
+
+        trainer.start()
+        assert await asyncio.to_thread(trainer.wait) == 0, trainer.log
+        await recording
+    finally:
+        recording.cancel()
+        trainer.kill()
+    census = store_census.take(open_store(run.store_uri), run_id=run.run_id, policy_id=POLICY)
+    assert [record.rollback_of for record in census.records[number_of:]] == [back_to] + [None] * (
+        STEPS - finished
+    )
+    assert census.steps[number_of + 1 :] == list(range(finished + 1, STEPS + 1))
+    given_up = {record.model_root for record in census.records[back_to + 1 : number_of]}
+    assert given_up.isdisjoint(record.model_root for record in census.records[number_of:])
+    assert audit(trainer.ledger).last_step == STEPS
+    status = await world.status()
+    assert status.policies[0].version.version == len(census.records) - 1
+    assert status.policies[0].unpublished_groups == 0
+    account = status.trajectories
+    assert (account.trained, account.conservation_error) == (STEPS * GROUPS_PER_STEP * 2, 0)
+
+
+@pytest.mark.timeout(240)
+async def test_a_trainer_that_ended_lets_go_and_resumes_after_a_rollback_without_replaying(
+    world: World, tmp_path: Path
+) -> None:
+    run = await create_run(world, folder=tmp_path, steps=4, checkpoint_every_steps=2)
+    trainer = TrainerProcess(world.address, tmp_path)
+    recording = asyncio.create_task(push_groups(world, count=4 * GROUPS_PER_STEP))
+    try:
+        trainer.start()
+        assert await asyncio.to_thread(trainer.wait) == 0, trainer.log
+        await recording
+        told = await asyncio.to_thread(cli.run, "weights", "rollback", "2", "--join", world.address, "--json")
+        assert (told.status, told.json["version"]) == (0, 5), told.errors
+        trainer.start()
+        assert await asyncio.to_thread(trainer.wait) == 0, trainer.log
+        before = newest_checkpoint(trainer.work_dir)
+        # Once more: the checkpoint knows of the rollback now.
+        trainer.start()
+        assert await asyncio.to_thread(trainer.wait) == 0, trainer.log
+    finally:
+        recording.cancel()
+        trainer.kill()
+    census = store_census.take(open_store(run.store_uri), run_id=run.run_id, policy_id=POLICY)
+    assert census.steps == [0, 1, 2, 3, 4, 4]
+    step, checkpoint = newest_checkpoint(trainer.work_dir)
+    assert step == before[0] == 4
+    assert same_bits(rounded(checkpoint), weights_of(run.store_uri, 2))
+    assert audit(trainer.ledger).num_replayed == 0
+
+
+def same_bits(left: Mapping[str, Array], right: Mapping[str, Array]) -> bool:
+    """Whether two models agree to the last bit."""
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)

@@ -1,0 +1,206 @@
+"""`astraflow weights rollback` with a real server: once, announced, whenever it dies; never against a live trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from astraflow.dataflow.v1 import batch_service_pb2, version_pb2, version_service_pb2
+from astraflow_kit import log
+from astraflow_weights.publisher import Publisher
+from astraflow_weights.store_file import FileStore
+from astraflow_weights.version_log import VersionLog
+from astraflow_weights.version_writer import CommittedVersion, VersionWriter
+from support import cli, store_census
+from support.cli import Ended
+from support.dataflow_world import Trainer, World
+from support.weight_models import make_model, trained
+
+pytestmark = pytest.mark.integration
+
+RUN, POLICY = "run", "solver"
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    """The server shares this process: its log must not be taken for what a command prints."""
+    log.configure("test", stream=io.StringIO())
+
+
+@dataclass
+class Started:
+    """A run with versions 0 to 2 of a trainer that has ended, and the store they are in."""
+
+    world: World
+    store: FileStore
+    trainer: Trainer
+
+    def ask(self, *arguments: str) -> Ended:
+        """Run `astraflow weights ARGUMENTS`."""
+        return cli.run("weights", *arguments, "--join", self.world.address)
+
+    async def rollback(self, version: int, *options: str) -> Ended:
+        """Run the command; the server that it asks lives in this loop."""
+        return await asyncio.to_thread(self.ask, "rollback", str(version), *options)
+
+    async def announced(self) -> list[version_pb2.Version]:
+        """What nodes may activate, newest first."""
+        request = version_service_pb2.ListVersionsRequest(run_id=RUN, policy_id=POLICY)
+        return list((await self.world.client.call(self.world.client.versions.ListVersions, request)).versions)
+
+    def log(self) -> VersionLog:
+        """The log as it is now."""
+        found = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
+        found.refresh()
+        return found
+
+
+async def start(world: World, folder: Path) -> Started:
+    """Publish three versions and end the trainer."""
+    store = FileStore(folder / "weights")
+    await world.create_run(store_uri=store.uri, dataset="Counting")
+    trainer, node = await world.trainer(publish_first=False), None
+    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=trainer.epoch)
+    publisher, model = Publisher(writer, base=None), make_model()
+    for step in range(3):
+        committed = publisher.publish(model, step=step)
+        if step:
+            node = node or await world.node()
+            for lease in await node.lease(2):
+                await node.complete(lease)
+            await trainer.ack((await trainer.acquire(step, base_version=step - 1)).batch, TRAINED)
+        await announce(trainer, committed)
+        model = trained(model, step, density=0.005)
+    await trainer.release()
+    return Started(world, store, trainer)
+
+
+async def announce(trainer: Trainer, committed: CommittedVersion) -> None:
+    """Tell the server of a version."""
+    await trainer.publish(version=committed.version, step=committed.step, content=committed.manifest_sha256)
+
+
+async def test_going_back_makes_and_announces_one_version(world: World, tmp_path: Path) -> None:
+    started = await start(world, tmp_path)
+    told = await started.rollback(0, "--json")
+    assert told.status == 0, told.errors
+    record = started.log().record(3)
+    assert told.json == {
+        "rollback_of": 0,
+        "version": 3,
+        "made": True,
+        "announced": True,
+        "size_bytes": record.delta_bytes + record.snapshot_bytes,
+    }
+    newest = (await started.announced())[0]
+    assert (newest.version, newest.rollback_of, newest.step) == (3, 0, 2)
+    assert newest.manifest_sha256 == record.manifest_sha256
+    again = await started.rollback(0)
+    assert "version 3, the newest one, has the weights of version 0 already; nothing to do" in again.output
+    assert "version 3 is the newest one; nothing to do" in (await started.rollback(3)).output
+    assert len(started.log().records) == 4
+    row = (await asyncio.to_thread(started.ask, "list", "--json")).json[0]
+    assert (row["version"], row["rollback_of"], row["step"]) == (3, 0, 2)
+    shown = await asyncio.to_thread(started.ask, "show", "3")
+    assert "version 0" in shown.output
+
+
+async def test_a_trainer_claims_at_once_after_going_back(world: World, tmp_path: Path) -> None:
+    started = await start(world, tmp_path)
+    assert (await started.rollback(1)).status == 0
+    claim = await started.trainer.claim()
+    assert claim.version == 3
+    await started.trainer.hold()
+
+
+async def test_a_live_trainer_is_named_and_left_alone(world: World, tmp_path: Path) -> None:
+    started = await start(world, tmp_path)
+    await started.trainer.claim(trainer_id="host:1:abcd")
+    refused = await started.rollback(0)
+    assert refused.status == 1
+    for words in (
+        "held by trainer host:1:abcd",
+        "0 s ago",
+        "stop that trainer",
+        "--take-over",
+        "StopAfterStep",
+    ):
+        assert words in refused.errors
+    await started.trainer.hold()
+    assert len(started.log().records) == 3
+
+
+async def test_taking_over_fences_the_trainer(world: World, tmp_path: Path) -> None:
+    started = await start(world, tmp_path)
+    await started.trainer.claim()
+    assert (await started.rollback(0, "--take-over")).status == 0
+    refused = await asyncio.gather(started.trainer.hold(), return_exceptions=True)
+    assert "not the current one" in str(refused[0])
+
+
+async def test_without_a_server_the_next_trainer_announces_it(world: World, tmp_path: Path) -> None:
+    started = await start(world, tmp_path)
+    named = ["--store", started.store.uri, "--run-id", RUN, "--policy", POLICY]
+    refused = cli.run("weights", "rollback", "0", *named)
+    assert (refused.status, "nobody can say whether a trainer still writes" in refused.errors) == (2, True)
+    told = cli.run("weights", "rollback", "0", *named, "--take-over")
+    assert told.status == 0, told.errors
+    assert "the next trainer announces it" in told.output
+    assert len(await started.announced()) == 3
+    owner = started.log().owner
+    assert owner is not None
+    successor = Trainer(world=world, policy_id=POLICY)
+    await successor.claim(known_epoch=owner.epoch)
+    record = started.log().record(3)
+    await successor.publish(
+        version=3, step=2, content=record.manifest_sha256, writer_epoch=record.writer_epoch, rollback_of=0
+    )
+    assert (await started.announced())[0].version == 3
+
+
+async def test_an_unknown_version_is_refused(world: World, tmp_path: Path) -> None:
+    started = await start(world, tmp_path)
+    refused = await started.rollback(9)
+    assert (refused.status, "it holds 0 to 2" in refused.errors) == (2, True)
+
+
+async def test_a_version_that_is_gone_is_refused_with_the_advice_to_pin(world: World, tmp_path: Path) -> None:
+    started = await start(world, tmp_path)
+    for part in started.log().record(1).deltas[0].parts:
+        started.store.delete(part.key)
+    refused = await started.rollback(0)
+    assert refused.status == 1
+    assert "pin versions that you may want back" in refused.errors
+    assert len(started.log().records) == 3
+
+
+MOMENTS = [
+    "weights.publish.uploading",
+    "weights.publish.after_manifest",
+    pytest.param("weights.publish.before_manifest", marks=pytest.mark.ci),
+    pytest.param("weights.compaction.visible", marks=pytest.mark.ci),
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_killed_at_any_moment_and_called_again_there_is_one_version(
+    world: World, tmp_path: Path, moment: str
+) -> None:
+    started = await start(world, tmp_path)
+    arguments = ["weights", "rollback", "0", "--join", world.address]
+    hits = await asyncio.to_thread(
+        cli.run_killed, *arguments, failpoint=f"{moment}=kill@1", log=tmp_path / "hits.jsonl"
+    )
+    assert [hit.name for hit in hits] == [moment]
+    told = await started.rollback(0, "--json")
+    assert (told.status, told.json["version"], told.json["announced"]) == (0, 3, True), told.errors
+    census = store_census.take(started.store, run_id=RUN, policy_id=POLICY)
+    assert census.steps == [0, 1, 2, 2]
+    assert census.records[3].model_root == census.records[0].model_root
+    assert [version.version for version in await started.announced()] == [3, 2, 1, 0]
