@@ -87,8 +87,8 @@ class PolicyLearner:
     ) -> None:
         """Take up published weights after step `step`, whose own are given up: this rank's shards of them.
 
-        With the optimizer of the checkpoint of that step, else with a fresh one; `learning_rate` is the peak that an
-        operator had set. Later checkpoints are dropped: the server forgot those steps.
+        With the optimizer of the checkpoint of step `checkpoint`, else with a fresh one; `learning_rate` is the peak
+        that an operator had set. Checkpoints after `step` are dropped: the server forgot those steps.
         """
         self._checkpoints.forget_after(step)
         if checkpoint is not None:

@@ -211,9 +211,10 @@ def _check_store(found: Audit, census: Census, store: Path) -> None:
     astray = [item.version for item in versions if item.step not in trained]
     found.require(not astray, "versions of steps that were never committed", astray)
     # A rollback gives up the weights of steps that were finished and not published before it.
-    for before, after in zip(versions, [*versions[1:], None], strict=True):
-        if before.rollback_of is not None:
-            trained -= set(range(before.step + 1, after.step if after is not None else len(census.consumed) + 1))
+    ends = [item.step for item in versions[1:]] + [len(census.consumed) + 1]
+    for item, end in zip(versions, ends, strict=True):
+        if item.rollback_of is not None:
+            trained -= set(range(item.step + 1, end))
     unpublished = trained - {item.step for item in versions}
     found.require(not unpublished, "committed steps without a version", unpublished)
     steps = [item.step for item in versions]
