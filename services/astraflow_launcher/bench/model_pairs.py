@@ -33,21 +33,39 @@ class Versions:
     models: Sequence[Model]
 
 
-def simulated(*, num_elements: int, learning_rate: float, num_versions: int, seed: int) -> Versions:
+class SimulatedTraining:
     """Matrices of rows of 1024 normal weights, whose rows and columns have gains of their own, under AdamW.
 
     Weights keep float32 masters, so what rounding left over is uniform, as in the middle of a long run.
     """
-    draw = np.random.default_rng(seed)
-    masters, momenta = _start(draw, num_elements)
+
+    def __init__(self, *, num_elements: int, learning_rate: float, seed: int) -> None:
+        self._draw = np.random.default_rng(seed)
+        self._learning_rate = np.float32(learning_rate)
+        self._masters, self._momenta = _start(self._draw, num_elements)
+
+    def step(self) -> None:
+        """Take one step."""
+        for name, master in self._masters.items():
+            master -= self._learning_rate * self._momenta[name]
+            fresh = self._draw.standard_normal(master.shape, dtype=np.float32)
+            self._momenta[name] = (
+                np.float32(_MOMENTUM) * self._momenta[name] + np.float32(1 - _MOMENTUM) * fresh
+            )
+
+    def published(self) -> Model:
+        """The weights as bfloat16 bits; a copy."""
+        return {name: to_bf16(master) for name, master in self._masters.items()}
+
+
+def simulated(*, num_elements: int, learning_rate: float, num_versions: int, seed: int) -> Versions:
+    """Consecutive versions of a simulated training."""
+    training = SimulatedTraining(num_elements=num_elements, learning_rate=learning_rate, seed=seed)
     models: list[Model] = []
     for number in range(num_versions):
         if number:
-            for name, master in masters.items():
-                master -= np.float32(learning_rate) * momenta[name]
-                fresh = draw.standard_normal(master.shape, dtype=np.float32)
-                momenta[name] = np.float32(_MOMENTUM) * momenta[name] + np.float32(1 - _MOMENTUM) * fresh
-        models.append({name: to_bf16(master) for name, master in masters.items()})
+            training.step()
+        models.append(training.published())
     return Versions(source="simulated", learning_rate=learning_rate, models=models)
 
 

@@ -17,10 +17,12 @@ from astraflow_launcher.bench.machine import Origin
 from astraflow_launcher.bench.model_pairs import Versions, learning_rate_of, simulated, trained
 from astraflow_launcher.bench.weight_targets import USUAL_LEARNING_RATE, targets
 from astraflow_launcher.bench.weights import Report
+from astraflow_launcher.commands.bench_wan import wan
 from astraflow_weights import kernel
 from astraflow_weights.kernel import Isa
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
+app.command()(wan)
 
 _LEARNING_RATES = [3e-7, 1e-6, 3e-6, 1e-5]
 _MERGE_SPAN = 8
