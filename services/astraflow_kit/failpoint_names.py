@@ -44,7 +44,12 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "weights.publish.after_manifest": "the version is committed, nobody has been told",
         "weights.compaction.parts_uploaded": "a merged delta's or snapshot's parts are stored, nothing names them",
         "weights.compaction.visible": "a merged delta or snapshot is offered, nobody has taken it",
-        "weights.mirror.before_rename": "a new version lies whole and synced beside the one that is held",
+        "weights.mirror.fetched": "all that a version is made of lies in the journal, the mirror is untouched",
+        "weights.mirror.applying": "the mirror's state says that a version is being applied, no tile is written",
+        "weights.mirror.tile": "a tile's new content lies in a slot of the journal, the mirror has the old one",
+        "weights.mirror.tile_torn": "half of a tile of the mirror is written over",
+        "weights.mirror.applied": "all tensors of the mirror are new and verified, its state is not",
+        "weights.mirror.replaced": "a new weights file stands in the place of the old one, the state says neither",
         # engine
         "engine.before_swap": "new weights are loaded and checked, the old ones still serve",
         "engine.decode_step": "the running requests are about to get one token each",

@@ -66,12 +66,8 @@ _ENTRIES = (
     ),
     Metric("astraflow_dataflow_nodes_connected", Kind.GAUGE, "Nodes with an open working session."),
     # raas
-    Metric(
-        "astraflow_raas_leases_total", Kind.COUNTER, "Leases taken, by purpose of the task.", ("purpose",)
-    ),
-    Metric(
-        "astraflow_raas_leases_ended_total", Kind.COUNTER, "Leases no longer held, by outcome.", ("outcome",)
-    ),
+    Metric("astraflow_raas_leases_total", Kind.COUNTER, "Leases taken, by task's purpose.", ("purpose",)),
+    Metric("astraflow_raas_leases_ended_total", Kind.COUNTER, "Leases ended, by outcome.", ("outcome",)),
     Metric("astraflow_raas_episodes_total", Kind.COUNTER, "Episodes run, by outcome.", ("outcome",)),
     Metric("astraflow_raas_episode_seconds", Kind.HISTOGRAM, "Duration of episodes, waiting included."),
     Metric("astraflow_raas_pushes_total", Kind.COUNTER, "Pushes by the server's outcome.", ("outcome",)),
@@ -81,9 +77,8 @@ _ENTRIES = (
     Metric("astraflow_raas_spool_faults_total", Kind.COUNTER, "Episodes that the disk did not take."),
     Metric("astraflow_raas_tokens", Kind.GAUGE, "Tokens sampled since the node started.", ("policy",)),
     Metric("astraflow_raas_serving_version", Kind.GAUGE, "Weight version the engine serves.", ("policy",)),
-    Metric(
-        "astraflow_raas_fetch_seconds", Kind.HISTOGRAM, "Time to fetch and verify a version.", ("policy",)
-    ),
+    Metric("astraflow_raas_fetch_seconds", Kind.HISTOGRAM, "Time to fetch a version.", ("policy",)),
+    Metric("astraflow_raas_apply_seconds", Kind.HISTOGRAM, "Time to apply a version.", ("policy",)),
     Metric("astraflow_raas_swap_seconds", Kind.HISTOGRAM, "Time generation pauses for a swap.", ("policy",)),
     Metric(
         "astraflow_raas_version_failures_total",

@@ -34,14 +34,10 @@ from astraflow_raas.timeline import Timeline
 from astraflow_raas.weight_sync import FetchedVersion, WeightSync
 from astraflow_raas.worker import Membership, Worker, WorkerHooks
 from astraflow_weights.mirror import Mirror
-from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.version_log import VersionLog
 
 _MAX_ENGINE_SLOTS = 1024
-# One more than the default: the engine may still load the version before the one that a failed swap left
-# behind.
-_KEEP_VERSIONS = 3
 
 
 async def assemble_node(
@@ -154,7 +150,7 @@ class _PolicyMaker:
     def _source(self, name: str) -> MirrorSource:
         run_id = self._found.run.run_id
         directory = self._folder.mirror(run_id, name, root=self._settings.mirror_dir)
-        mirror = Mirror(directory, settings=MirrorSettings(keep_versions=_KEEP_VERSIONS))
+        mirror = Mirror(directory)
         log_reader = VersionLog(self._store, run_id=run_id, policy_id=name)
         return MirrorSource(self._store, log_reader=log_reader, mirror=mirror)
 

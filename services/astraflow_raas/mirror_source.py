@@ -9,6 +9,7 @@ from astraflow_kit.log import get_logger
 from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.mirror import AdvanceResult, Mirror
+from astraflow_weights.mirror_lock import Hold
 from astraflow_weights.pull import PullCounts
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.version_log import VersionLog
@@ -35,8 +36,20 @@ class MirrorSource:
         return self._mirror.counts
 
     def versions(self) -> list[int]:
-        """Versions that lie in the mirror whole, ascending."""
+        """The version that lies in the mirror whole, if any."""
         return self._mirror.versions()
+
+    def try_hold(self) -> Hold | None:
+        """Keep the version as it is while an engine loads. Any thread."""
+        return self._mirror.try_hold()
+
+    def prefetch(self, announced: AnnouncedVersion) -> None:
+        """Bring what the announced version is made of to this machine, and leave the mirror as it is.
+
+        Raises as `fetch` does.
+        """
+        self._find(announced)
+        self._mirror.prefetch(self._store, self._log, target=announced.version)
 
     def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
         """Bring the mirror to the announced version, verified tensor by tensor.
@@ -44,6 +57,13 @@ class MirrorSource:
         Raises UnknownVersionError (retry) when the log does not list it yet, CorruptManifest when its entry
         is not the announced one, and what `Mirror.advance` raises.
         """
+        self._find(announced)
+        result = self._mirror.advance(self._store, self._log, target=announced.version)
+        _report(result)
+        return FetchedVersion(version=result.version, model_dir=result.directory)
+
+    def _find(self, announced: AnnouncedVersion) -> None:
+        """Read the log and compare its entry with the announced one."""
         self._log.refresh()
         record = self._log.record(announced.version)
         if announced.manifest_sha256 and record.manifest_sha256 != announced.manifest_sha256:
@@ -52,9 +72,6 @@ class MirrorSource:
                 f"the store has sha256 {record.manifest_sha256.hex()[:16]}…, the server announced "
                 f"{announced.manifest_sha256.hex()[:16]}…; store and server belong to different histories"
             )
-        result = self._mirror.advance(self._store, self._log, target=announced.version)
-        _report(result)
-        return FetchedVersion(version=result.version, model_dir=result.directory)
 
 
 def _report(result: AdvanceResult) -> None:
@@ -66,4 +83,6 @@ def _report(result: AdvanceResult) -> None:
         base_version=result.base_version,
         snapshot_bytes=counts.snapshot_bytes,
         delta_bytes=counts.delta_bytes,
+        repaired_tiles=counts.repaired_tiles,
+        repair_bytes=counts.repair_bytes,
     )

@@ -1,14 +1,16 @@
 """Following the announced versions of one policy: fetch while the engine serves, verify, then swap.
 
 Invariant: the engine serves the last version that was fetched and verified whole; only announced versions are
-activated, numbers never go back, and whatever fails (store, digest, engine) leaves the old version in place
-and is reported; only a node that serves nothing yet ends when its weights can never be read. An evaluation
-that needs the served version holds the next one back, up to a deadline. The worker calls `announce`; the
-lifecycle runs the loop.
+activated, numbers never go back, and whatever fails (store, digest, engine) leaves the old version serving
+and is reported; only a node that serves nothing yet ends when its weights can never be read. Engines load what the
+mirror holds, and it does not change while they do; an evaluation that needs the served version holds the next one
+back, in the mirror too, up to a deadline. The worker calls `announce`; the lifecycle runs the loop.
 """
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +31,7 @@ from astraflow_weights.errors import (
     StoreRefused,
     VerificationFailed,
 )
+from astraflow_weights.mirror_lock import Hold
 from astraflow_weights.pull import PullCounts
 
 log = get_logger(__name__)
@@ -36,6 +39,7 @@ log = get_logger(__name__)
 # With nothing to serve meanwhile, waiting would hide these from whoever started the node.
 _HOPELESS = (IncompatibleError, MirrorMismatch, StoreRefused)
 _RETRY = RetryPolicy(first_wait_s=0.2, max_wait_s=10.0)
+_HOLD_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +74,20 @@ class WeightSource(Protocol):
     def versions(self) -> list[int]:
         """Versions that lie on this machine whole. Reads the disk; may be called from any thread."""
 
+    def prefetch(self, announced: AnnouncedVersion) -> None:
+        """Bring what the version is made of to this machine. Blocks; runs in a thread. The mirror does not change.
+
+        Raises as `fetch` does.
+        """
+
     def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
-        """Bring the mirror to the version, verified. Blocks; runs in a thread. Old versions stay loadable.
+        """Bring the mirror to the version, verified. Blocks; runs in a thread.
 
         Raises RetryableError when the store does not answer, VerificationFailed and its kin for bad bytes.
         """
+
+    def try_hold(self) -> Hold | None:
+        """Keep the mirror's version as it is while an engine loads; None while there is no whole one."""
 
 
 class _DiskFault(RetryableError):
@@ -96,7 +109,6 @@ class WeightSync(LoopService):
         self._evaluation_hold_s = evaluation_hold_s
         self._announced: AnnouncedVersion | None = None
         self._current: FetchedVersion | None = None
-        self._newest: FetchedVersion | None = None
         self._news = asyncio.Event()
         self._has_weights = asyncio.Event()
         self.num_verification_failures = 0
@@ -138,13 +150,27 @@ class WeightSync(LoopService):
             self._announced = announced
             self._news.set()
 
-    async def loadable(self) -> FetchedVersion:
-        """The version to start an engine with: the one served last, or the first one fetched. Waits for
-        it."""
-        while self._current is None or self._newest is None:
+    async def wait_for_weights(self) -> None:
+        """Wait until there was a version that an engine could be started with."""
+        await self._has_weights.wait()
+
+    @asynccontextmanager
+    async def loading(self) -> AsyncIterator[FetchedVersion]:
+        """The version to start an engine with: the mirror's. Waits for a whole one, which stays as it is, and nobody
+        else changes engines, until the block ends.
+        """
+        while True:
             await self._has_weights.wait()
-        # The mirror keeps few versions: after several failed swaps the one served last may be gone from it.
-        return self._current if self._current.model_dir.is_dir() else self._newest
+            async with self._policy.changing:
+                held = self._source.try_hold()
+                if held is not None:
+                    try:
+                        yield FetchedVersion(version=held.version, model_dir=held.directory)
+                    finally:
+                        held.release()
+                    return
+            # It is being repaired.
+            await asyncio.sleep(_HOLD_POLL_S)
 
     async def _loop(self) -> None:
         """Fetch and activate the newest announced version, again and again."""
@@ -164,8 +190,11 @@ class WeightSync(LoopService):
         assert announced is not None, "woken without an announcement"
         with correlated(policy_id=announced.policy_id, version=announced.version):
             try:
-                fetched = await self._fetch(announced)
-                await self._activate(fetched)
+                await self._prefetch(announced)
+                if self._policy.engine is not None or self._policy.num_pins:
+                    await self._wait_for_evaluations()
+                async with self._policy.changing:
+                    await self._activate(await self._fetch(announced))
             except AstraflowError as error:
                 if self._current is None and isinstance(error, _HOPELESS):
                     raise
@@ -179,25 +208,32 @@ class WeightSync(LoopService):
                 return False
         return True
 
-    async def _fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
+    async def _prefetch(self, announced: AnnouncedVersion) -> None:
         started_s = time.monotonic()
-        fetched = self._newest = await asyncio.to_thread(self._source.fetch, announced)
+        try:
+            await asyncio.to_thread(self._source.prefetch, announced)
+        except VerificationFailed as failure:
+            # Fetching for good goes around it, or says so.
+            log.warning("weights.prefetch_failed", message=failure.message)
         took_s = time.monotonic() - started_s
         self._metrics.observe("astraflow_raas_fetch_seconds", took_s, policy=announced.policy_id)
+
+    async def _fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
+        started_s = time.monotonic()
+        fetched = await asyncio.to_thread(self._source.fetch, announced)
+        took_s = time.monotonic() - started_s
+        self._metrics.observe("astraflow_raas_apply_seconds", took_s, policy=announced.policy_id)
         log.info("weights.fetched", seconds=round(took_s, 4), model_dir=str(fetched.model_dir))
         return fetched
 
     async def _activate(self, fetched: FetchedVersion) -> None:
         if self._current is None:
             await self._policy.read_tokenizer(fetched.model_dir)
-        elif self._policy.engine is not None:
-            await self._wait_for_evaluations()
-        async with self._policy.changing:
-            engine = self._policy.engine
-            if engine is not None and self._policy.version != fetched.version:
-                await self._swap(engine, fetched)
-            # Without an engine there is nothing to swap: the next one is started with this version.
-            self._current = fetched
+        engine = self._policy.engine
+        if engine is not None and self._policy.version != fetched.version:
+            await self._swap(engine)
+        # Without an engine there is nothing to swap: the next one is started with what the mirror holds.
+        self._current = fetched
         if not self._has_weights.is_set():
             self._policy.timeline.mark(Stage.WEIGHTS)
             self._has_weights.set()
@@ -213,20 +249,30 @@ class WeightSync(LoopService):
                 "weights.evaluation_overrun", pins=self._policy.num_pins, waited_s=self._evaluation_hold_s
             )
 
-    async def _swap(self, engine: Engine, fetched: FetchedVersion) -> None:
+    async def _swap(self, engine: Engine) -> None:
         failpoints.hit("raas.activate")
         started_s = time.monotonic()
+        held = await self._hold()
         try:
-            await engine.swap(model_dir=fetched.model_dir, version=fetched.version)
+            await engine.swap(model_dir=held.directory, version=held.version)
         except AstraflowError:
-            if await self._served(engine) != fetched.version:
+            if await self._served(engine) != held.version:
                 raise
             # The answer was lost, the swap was not.
+        finally:
+            held.release()
         took_s = time.monotonic() - started_s
-        self._policy.serves(fetched.version)
+        self._policy.serves(held.version)
         self._metrics.observe("astraflow_raas_swap_seconds", took_s, policy=self._policy.policy_id)
         log.info("weights.activated", seconds=round(took_s, 4))
         failpoints.hit("raas.activated")
+
+    async def _hold(self) -> Hold:
+        held = self._source.try_hold()
+        while held is None:
+            await asyncio.sleep(_HOLD_POLL_S)
+            held = self._source.try_hold()
+        return held
 
     async def _served(self, engine: Engine) -> int | None:
         try:

@@ -1,13 +1,14 @@
 """Writing files so that they survive a crash.
 
 Invariant: when a function here returns, what it wrote is on the disk and not only in the page cache. The
-file store and the mirror call it; renames and links stay with them, because those decide what becomes
-visible.
+file store and the mirror call it.
 """
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
+
+DRAFT_SUFFIX = ".draft"
 
 
 def write_synced(path: Path, *chunks: bytes | memoryview) -> None:
@@ -26,9 +27,27 @@ def write_chunks_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> Non
         os.fsync(file.fileno())
 
 
+def replace_synced(path: Path, data: bytes | memoryview) -> None:
+    """Give `path` this content, atomically: whoever dies leaves the content before or this one."""
+    draft = path.with_name(f"{path.name}{DRAFT_SUFFIX}")
+    draft.unlink(missing_ok=True)
+    write_synced(draft, data)
+    draft.replace(path)
+    sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Make names that were added to or removed from `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make what was written to the file, also through a mapping, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -103,18 +103,25 @@ class Edge:
 
 
 class VerificationFailed(AstraflowError):
-    """A version could not be reproduced exactly; the mirror still holds, intact, what it held before.
+    """A version could not be reproduced exactly; what was held before is intact, or known to be damaged.
 
-    `tensor` is empty when the fault is in a part rather than in one tensor. `edges` are the suspected ways
-    in the log.
+    `tensor` is empty when the fault is in a part rather than in one tensor, `tile` None unless it is in one tile of
+    it. `edges` are the suspected ways in the log.
     """
 
     reason, code = "VERIFICATION_FAILED", "DATA_LOSS"
 
     def __init__(
-        self, message: str, *, version: int, tensor: str = "", edges: frozenset[Edge] = frozenset()
+        self,
+        message: str,
+        *,
+        version: int,
+        tensor: str = "",
+        tile: int | None = None,
+        edges: frozenset[Edge] = frozenset(),
     ) -> None:
         super().__init__(message, metadata={"version": str(version), "tensor": tensor})
         self.version = version
         self.tensor = tensor
+        self.tile = tile
         self.edges = edges

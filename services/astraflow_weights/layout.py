@@ -29,9 +29,8 @@ _MAX_KEY_BYTES = 1024
 _ENTRY_SUFFIX = ".pb"
 
 WEIGHTS_FILE = "model.safetensors"
-VERSION_FILE = "astraflow_version.json"
 # Files of a checkpoint folder that the mirror writes itself.
-RESERVED_FILES = frozenset({WEIGHTS_FILE, VERSION_FILE})
+RESERVED_FILES = frozenset({WEIGHTS_FILE})
 
 
 def check_id(value: str, *, what: str) -> str:

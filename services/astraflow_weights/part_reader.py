@@ -66,7 +66,12 @@ def open_parts(parts: Sequence[bytes], *, kind: PartKind) -> PartSet:
     """Open a complete set, in any order. Raises CorruptPart for damage, and for parts missing, doubled or
     mixed.
     """
-    opened = sorted((open_part(part) for part in parts), key=lambda part: part.head.number)
+    return joined([open_part(part) for part in parts], kind=kind)
+
+
+def joined(parts: Sequence[Part], *, kind: PartKind) -> PartSet:
+    """The set that opened parts make, in any order. Raises as `open_parts` does."""
+    opened = sorted(parts, key=lambda part: part.head.number)
     if not opened:
         raise CorruptPart("no parts given; a delta or snapshot has at least one")
     head = opened[0].head
@@ -88,7 +93,7 @@ def open_parts(parts: Sequence[bytes], *, kind: PartKind) -> PartSet:
     return PartSet(head=head, specs=specs, tiles=tuple(tiles))
 
 
-def open_part(data: bytes) -> Part:
+def open_part(data: bytes | memoryview) -> Part:
     """Open one part. Raises CorruptPart."""
     head = read_head(data)
     view = memoryview(data)
@@ -106,10 +111,42 @@ def open_part(data: bytes) -> Part:
     return Part(head=head, specs=tuple(spec for spec, _, _ in tensors), tiles=tiles)
 
 
-def read_head(data: bytes) -> PartHead:
-    """The header alone, with lengths checked but no digest. Raises CorruptPart."""
-    if not HEADER.size + TRAILER_BYTES <= len(data) <= MAX_PART_BYTES:
-        raise CorruptPart(f"{len(data)} bytes cannot be a part; the limit is {MAX_PART_BYTES}")
+@dataclass(frozen=True, kw_only=True)
+class TileRange:
+    """Where a part says that one of its tiles lies."""
+
+    name: str
+    start: int
+    num_elements: int
+
+
+def read_ranges(data: bytes, *, size_bytes: int) -> list[TileRange] | None:
+    """What a part of `size_bytes` says to hold, from its first bytes; None when those are too few.
+
+    No digest is compared: what is chosen by this must be proven by `open_part`. Raises CorruptPart.
+    """
+    head = read_head(data, size_bytes=size_bytes)
+    if len(data) < head.rows_end:
+        return None
+    view = memoryview(data)
+    rows = np.frombuffer(view[head.table_end : head.rows_end], dtype=ROW)
+    return [
+        TileRange(
+            name=spec.name, start=int(rows[index]["start"]), num_elements=int(rows[index]["num_elements"])
+        )
+        for spec, first, count in _tensors(view[HEADER.size : head.table_end], num_rows=len(rows))
+        for index in range(first, first + count)
+    ]
+
+
+def read_head(data: bytes | memoryview, *, size_bytes: int | None = None) -> PartHead:
+    """The header alone, with lengths checked but no digest; `data` may be the beginning of a part of `size_bytes`.
+
+    Raises CorruptPart.
+    """
+    size_bytes = len(data) if size_bytes is None else size_bytes
+    if not HEADER.size + TRAILER_BYTES <= size_bytes <= MAX_PART_BYTES or len(data) < HEADER.size:
+        raise CorruptPart(f"{size_bytes} bytes cannot be a part; the limit is {MAX_PART_BYTES}")
     (
         magic,
         number_format,
@@ -127,9 +164,9 @@ def read_head(data: bytes) -> PartHead:
     if magic != MAGIC or number_format != FORMAT or flags != 0:
         raise CorruptPart(f"not a part of format {FORMAT}: begins with {data[:8].hex()}")
     table_end = rows_end - num_rows * ROW.itemsize
-    if table_end < HEADER.size or rows_end + body_bytes + TRAILER_BYTES != len(data):
+    if table_end < HEADER.size or rows_end + body_bytes + TRAILER_BYTES != size_bytes:
         raise CorruptPart(
-            f"header ({rows_end} bytes) and body ({body_bytes} bytes) do not fill {len(data)} bytes"
+            f"header ({rows_end} bytes) and body ({body_bytes} bytes) do not fill {size_bytes} bytes"
         )
     if not number < num_parts <= MAX_PARTS:
         raise CorruptPart(f"part number {number} of {num_parts} is out of bounds")

@@ -21,34 +21,28 @@ from astraflow_weights.tensors import Array
 
 @dataclass(frozen=True, kw_only=True)
 class PullCounts:
-    """Snapshots and deltas taken, and bytes fetched, by kind."""
+    """Snapshots and deltas taken, tiles repaired, and bytes fetched, by kind."""
 
     snapshots_fetched: int = 0
     snapshot_bytes: int = 0
     deltas_fetched: int = 0
     delta_bytes: int = 0
     asset_bytes: int = 0
+    repaired_tiles: int = 0
+    repair_bytes: int = 0
 
     def __add__(self, other: "PullCounts") -> "PullCounts":
         names = [field.name for field in fields(self)]
         return PullCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
+    def __sub__(self, other: "PullCounts") -> "PullCounts":
+        names = [field.name for field in fields(self)]
+        return PullCounts(**{name: getattr(self, name) - getattr(other, name) for name in names})
+
     @property
     def fetched_bytes(self) -> int:
         """All bytes fetched."""
-        return self.snapshot_bytes + self.delta_bytes + self.asset_bytes
-
-
-def counts_of(plan: PullPlan) -> PullCounts:
-    """What carrying out the plan fetches, assets apart."""
-    snapshots = [step.size_bytes for step in plan.steps if step.edge.base_version is None]
-    deltas = [step.size_bytes for step in plan.steps if step.edge.base_version is not None]
-    return PullCounts(
-        snapshots_fetched=len(snapshots),
-        snapshot_bytes=sum(snapshots),
-        deltas_fetched=len(deltas),
-        delta_bytes=sum(deltas),
-    )
+        return self.snapshot_bytes + self.delta_bytes + self.asset_bytes + self.repair_bytes
 
 
 def pull(

@@ -81,17 +81,17 @@ class PublishSettings(BaseModel):
 
 
 class MirrorSettings(BaseModel):
-    """How a mirror fetches and what it keeps."""
+    """How a mirror fetches and applies."""
 
     model_config = _FROZEN
 
     fetch_threads: Annotated[int, Field(ge=1, le=64)] = 8
     """Objects fetched at a time."""
-    keep_versions: Annotated[int, Field(ge=1, le=100)] = 2
-    """Versions kept on disk, the current one included, so that an engine may finish loading the one
-    before.
-    """
+    apply_threads: Annotated[int, Field(ge=1, le=64)] = 2
+    """Tiles decoded and written at a time."""
     max_repairs: Annotated[int, Field(ge=0, le=16)] = 2
     """Other paths tried in one call after a path proved bad."""
     max_model_bytes: Annotated[int, Field(ge=1)] = 2**42
     """Refuse versions whose tensors are larger than this in total."""
+    lock_patience_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    """Longest time to wait for engines that load from the mirror before a version is applied to it."""

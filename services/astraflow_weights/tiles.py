@@ -108,3 +108,8 @@ class Steps:
             compiled.add(tile, self.positions, self.values)
         else:
             tile[self.positions] += self.values
+
+    def revert_from(self, tile: npt.NDArray[Any]) -> None:
+        """Go from the target back to the base, in place."""
+        values = -self.values if tile.dtype == np.uint16 else self.values
+        Steps(values=values, positions=self.positions).apply_to(tile)

@@ -46,12 +46,9 @@ def test_a_run_learns_from_and_publishes_to_a_bucket(s3_server: S3Server, tmp_pa
 
 
 def assert_node_holds(folder: Path, store: ObjectStore, log: VersionLog, *, version: int) -> None:
-    """The node's newest folder is the published version, bit by bit; the bucket gives the same to anybody."""
-    held = max(
-        (folder / "run" / "work" / "node-1").rglob("astraflow_version.json"),
-        key=lambda path: path.parent.name,
-    )
-    named = json.loads(held.read_text())
+    """The node's mirror is the published version, bit by bit; the bucket gives the same to anybody."""
+    state = next((folder / "run" / "work" / "node-1").rglob("state.json"))
+    named = json.loads(state.read_text())["held"]
     assert (named["version"], named["manifest_sha256"]) == (
         version,
         log.record(version).manifest_sha256.hex(),
@@ -60,5 +57,5 @@ def assert_node_holds(folder: Path, store: ObjectStore, log: VersionLog, *, vers
     mirror.advance(store, log, target=version)
     assert mirror.directory is not None
     assert (mirror.directory / "model.safetensors").read_bytes() == (
-        held.parent / "model.safetensors"
+        state.parent / "checkpoint" / "model.safetensors"
     ).read_bytes()

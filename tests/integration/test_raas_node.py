@@ -98,7 +98,7 @@ async def test_a_nodes_life_from_joining_to_leaving(
             1
         }
 
-        assert await node.versions() == {1: (True, True, True), 0: (False, True, False)}
+        assert await node.versions() == {1: (True, True, True)}
         foreign = await node.refuses(
             lambda channel: node_service_pb2_grpc.NodeServiceStub(channel).ListVersions(
                 node_service_pb2.ListVersionsRequest(policy_id="nobody"), timeout=10

@@ -54,7 +54,7 @@ MATRIX: dict[str, tuple[Kill, ...]] = {
         _kill("weights.publish.before_manifest", "trainer", 6),
         _kill("weights.publish.after_manifest", "trainer", 8),
         _kill("trainer.announced", "trainer", 10),
-        _kill("weights.mirror.before_rename", "node", 3),
+        _kill("weights.mirror.tile_torn", "node", 3),
         _kill("raas.activate", "node", 6),
         _kill("dataflow.published", "valkey", 9),
     ),

@@ -6,6 +6,7 @@ dataflow server, and to measure what a node costs per episode.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from astraflow_raas.spool import SpoolLimits
 from astraflow_raas.spool_files import SpoolFiles
 from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
 from astraflow_raas.worker import Worker, WorkerHooks
+from astraflow_weights.mirror_lock import Hold
 from astraflow_weights.pull import PullCounts
 from support.raas_parts import write_tokenizer
 
@@ -41,6 +43,16 @@ class BytelessWeights:
     def versions(self) -> list[int]:
         """The one it was asked for last."""
         return [] if self.version is None else [self.version]
+
+    def prefetch(self, announced: AnnouncedVersion) -> None:
+        """Nothing to fetch."""
+
+    def try_hold(self) -> Hold | None:
+        """The folder, which never changes."""
+        if self.version is None:
+            return None
+        descriptor = os.open(os.devnull, os.O_RDONLY)
+        return Hold(version=self.version, directory=self.folder, written_by="", descriptor=descriptor)
 
     def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
         """Nothing to fetch."""

@@ -67,7 +67,7 @@ class _Host(LoopService):
     async def _loop(self) -> None:
         loop, failures = asyncio.get_running_loop(), 0
         with correlated(policy_id=self._policy.policy_id):
-            await self._weights.loadable()
+            await self._weights.wait_for_weights()
             while True:
                 started_s = loop.time()
                 try:
@@ -128,8 +128,7 @@ class ChildHost(_Host):
     async def _one_engine(self) -> None:
         process: EngineProcess | None = None
         try:
-            async with self._policy.changing:
-                fetched = await self._weights.loadable()
+            async with self._weights.loading() as fetched:
                 self._policy.timeline.mark(Stage.ENGINE_LAUNCHED)
                 process = await self._launch(fetched)
                 await process.wait_healthy(timeout_s=self._settings.start_timeout_s)
@@ -171,8 +170,7 @@ class RemoteHost(_Host):
     async def _one_engine(self) -> None:
         engine = self._connect()
         try:
-            async with self._policy.changing:
-                fetched = await self._weights.loadable()
+            async with self._weights.loading() as fetched:
                 # A node that was killed in the middle of a swap leaves its engine paused.
                 await engine.resume()
                 await engine.check_health()

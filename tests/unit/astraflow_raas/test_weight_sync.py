@@ -67,9 +67,9 @@ class Setup:
 
     async def start_engine(self) -> None:
         """What a host does: start an engine with the version it is told."""
-        loadable = await self.sync.loadable()
-        self.engine.version = loadable.version
-        self.policy.engine_ready(self.engine, version=loadable.version)
+        async with self.sync.loading() as loadable:
+            self.engine.version = loadable.version
+            self.policy.engine_ready(self.engine, version=loadable.version)
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ async def test_the_first_version_starts_an_engine_and_brings_the_tokenizer(setup
     await setup.start_engine()
     assert setup.sync.waiting_for == ""
     assert setup.policy.tokenizer.stop_token_ids == (2,)
-    loadable = await setup.sync.loadable()
-    assert same_model(map_model(loadable.model_dir), setup.trainer.models[0])
+    async with setup.sync.loading() as loadable:
+        assert same_model(map_model(loadable.model_dir), setup.trainer.models[0])
 
 
 async def test_later_versions_are_fetched_as_deltas_and_swapped_in_while_the_engine_runs(
@@ -237,7 +237,8 @@ async def test_a_failed_swap_is_tried_again_and_the_old_version_serves_meanwhile
     setup.sync.announce(setup.trainer.publish())
     await asyncio.sleep(0.1)
     assert setup.policy.version == 0
-    assert (await setup.sync.loadable()).version == 0
+    async with setup.sync.loading() as loadable:
+        assert loadable.version == 1, "an engine that starts anew takes what the mirror holds"
     setup.engine.swap_fault = None
     await eventually(lambda: setup.policy.version == 1, what="the swap is repeated")
 
@@ -261,7 +262,10 @@ async def test_without_an_engine_the_next_one_is_started_with_the_newest_version
 
 
 async def eventually_loadable(setup: Setup, version: int) -> None:
-    while (await setup.sync.loadable()).version != version:  # noqa: ASYNC110 - bounded by the test's timeout
+    while True:
+        async with setup.sync.loading() as loadable:
+            if loadable.version == version:
+                return
         await asyncio.sleep(0.005)
 
 
@@ -298,7 +302,7 @@ async def test_waves_of_evaluations_keep_their_version_between_them(setup: Setup
 async def test_a_restarted_node_finds_its_mirror_and_fetches_nothing(setup: Setup, tmp_path: Path) -> None:
     announced = setup.trainer.publish()
     setup.sync.announce(announced)
-    await setup.sync.loadable()
+    await setup.sync.wait_for_weights()
     await setup.sync.stop(deadline_s=5.0)
     log_reader = VersionLog(setup.store, run_id=RUN, policy_id=POLICY)
     again = MirrorSource(setup.store, log_reader=log_reader, mirror=Mirror(tmp_path / "mirror"))

@@ -9,32 +9,19 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow_weights.checkpoint import (
-    SCHEMA_VERSION,
-    DamagedCheckpoint,
-    VersionFile,
-    map_model,
-    read_version_file,
-    write_checkpoint,
-)
+from astraflow_weights.checkpoint import DamagedCheckpoint, create_weights_file, map_model, map_weights
+from astraflow_weights.tensors import specs_of
 from support.weight_models import make_model, same_model
-
-VERSION_FILE = VersionFile(
-    schema_version=SCHEMA_VERSION,
-    run_id="r",
-    policy_id="p",
-    version=3,
-    manifest_sha256="aa",
-    model_root="bb",
-    assets={"config.json": "cc"},
-)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "checkpoint"
-    write_checkpoint(folder, make_model(), assets={"config.json": b"{}"}, version_file=VERSION_FILE)
-    return folder
+    path = tmp_path / "model.safetensors"
+    model = make_model()
+    create_weights_file(path, specs_of(model))
+    for name, array in map_weights(path, "r+").items():
+        array[...] = model[name]
+    return tmp_path
 
 
 def test_the_reference_reader_finds_every_tensor(folder: Path) -> None:
@@ -57,30 +44,19 @@ def test_it_is_read_back_bit_by_bit_and_read_only(folder: Path) -> None:
     model = map_model(folder)
     assert same_model(model, make_model())
     assert not any(array.flags.writeable for array in model.values())
-    assert read_version_file(folder) == VERSION_FILE
-    assert (folder / "config.json").read_bytes() == b"{}"
 
 
-def test_an_existing_folder_is_not_written_into(folder: Path) -> None:
+def test_an_existing_file_is_not_written_into(folder: Path) -> None:
     with pytest.raises(FileExistsError):
-        write_checkpoint(folder, make_model(1), assets={}, version_file=VERSION_FILE)
+        create_weights_file(folder / "model.safetensors", specs_of(make_model(1)))
     assert same_model(map_model(folder), make_model())
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"version": 3}', VERSION_FILE.model_dump_json().encode() + b"x"]
-)
-def test_a_damaged_version_file_is_noticed(folder: Path, content: bytes) -> None:
-    (folder / "astraflow_version.json").write_bytes(content)
-    with pytest.raises(DamagedCheckpoint):
-        read_version_file(folder)
-
-
-def test_a_version_file_of_another_schema_is_not_guessed_at(folder: Path) -> None:
-    other = VERSION_FILE.model_copy(update={"schema_version": 2})
-    (folder / "astraflow_version.json").write_text(other.model_dump_json())
-    with pytest.raises(DamagedCheckpoint, match="schema version 2, not 1"):
-        read_version_file(folder)
+def test_a_new_file_has_all_its_room_before_it_is_mapped(folder: Path) -> None:
+    path = folder / "new.safetensors"
+    create_weights_file(path, specs_of(make_model(rows=5000)))
+    status = path.stat()
+    assert status.st_blocks * 512 >= status.st_size > 5000 * 64 * 2
 
 
 def header_of(tensor: object) -> bytes:

@@ -179,7 +179,7 @@ def test_assets_stand_beside_the_weights(store: FileStore, tmp_path: Path) -> No
     publisher = Publisher(open_writer(store, 1), base=None, assets=[config])
     publisher.publish(make_model(), step=0)
     pulled(store, tmp_path / "mirror", 0)
-    assert (tmp_path / "mirror" / "current" / "config.json").read_text() == config.read_text()
+    assert (tmp_path / "mirror" / "checkpoint" / "config.json").read_text() == config.read_text()
 
 
 def test_learning_rate_and_counts_are_in_the_manifest(store: FileStore) -> None:

@@ -17,7 +17,7 @@ from astraflow_weights.settings import MirrorSettings, PublishSettings, StoreSet
         (StoreSettings, {"progress_window_s": 0}),
         (PublishSettings, {"snapshot_every_versions": 0}),
         (PublishSettings, {"snapshot_chain_ratio": 0}),
-        (MirrorSettings, {"keep_versions": 0}),
+        (MirrorSettings, {"apply_threads": 0}),
         (MirrorSettings, {"keep": 3}),
     ],
 )

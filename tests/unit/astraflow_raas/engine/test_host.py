@@ -13,25 +13,12 @@ from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.engine.host import ChildHost, HostSettings, RemoteHost
 from astraflow_raas.served_policy import ServedPolicy
 from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
-from astraflow_weights.pull import PullCounts
+from support.raas_node import BytelessWeights
 from support.raas_parts import write_tokenizer
 from support.scripted_dataflow import eventually
 
 FAST = HostSettings(start_timeout_s=5.0, stall_s=0.1, first_backoff_s=0.01, watch_s=0.02)
 CALL = GenerateCall(rid="r", prompt_ids=(1,), max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=0, seed=1)
-
-
-@dataclass
-class Weights:
-    """A weight source without bytes: every version is the same folder."""
-
-    folder: Path
-    version: int | None = None
-    counts: PullCounts = field(default_factory=PullCounts)
-
-    def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
-        self.version = announced.version
-        return FetchedVersion(version=announced.version, model_dir=self.folder)
 
 
 @dataclass
@@ -81,7 +68,7 @@ def announced(version: int) -> AnnouncedVersion:
 async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
     policy = ServedPolicy("solver")
     sync = WeightSync(
-        policy, source=Weights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
+        policy, source=BytelessWeights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
     )
     started: list[tuple[int, FakeProcess]] = []
     sick: list[bool] = []
@@ -141,7 +128,7 @@ async def test_an_engine_that_never_comes_up_ends_the_node_with_the_engines_last
 ) -> None:
     policy = ServedPolicy("solver")
     sync = WeightSync(
-        policy, source=Weights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
+        policy, source=BytelessWeights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
     )
 
     async def launch(version: FetchedVersion) -> FakeProcess:
@@ -192,7 +179,7 @@ async def test_stopping_ends_the_engine(setup: Setup) -> None:
 async def test_a_remote_engine_is_given_the_nodes_version_and_checked(tmp_path: Path) -> None:
     policy, engine = ServedPolicy("solver"), FakeEngine(version=None)
     sync = WeightSync(
-        policy, source=Weights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
+        policy, source=BytelessWeights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
     )
     host = RemoteHost(policy, sync, connect=lambda: engine, settings=FAST, metrics=Metrics())
     tasks = [asyncio.create_task(service.run()) for service in (host, sync)]
