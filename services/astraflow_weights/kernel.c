@@ -72,6 +72,49 @@ static inline unsigned class_of(uint16_t bits, unsigned first_exponent) {
   return distance < CLASSES - 1 ? distance : CLASSES - 1;
 }
 
+/* The members of each class in a block of 64, as masks: what the four bits of a class select. */
+static inline void members_scalar(const uint16_t *bits, unsigned first_exponent, uint64_t *members) {
+  uint8_t classes[BLOCK];
+  uint64_t plane[4] = {0}, lower[4], upper[4];
+  const int16_t first = (int16_t)first_exponent;
+  for (int i = 0; i < BLOCK; i++) { /* numbers of 16 bits with a sign: compilers find instructions for many at once */
+    int16_t distance = (int16_t)((int16_t)((bits[i] >> 7) & 0xff) - first);
+    distance = distance > 0 ? distance : 0;
+    classes[i] = (uint8_t)(distance < CLASSES - 1 ? distance : CLASSES - 1);
+  }
+  for (int at = 0; at < BLOCK; at += 8) {
+    uint64_t word;
+    memcpy(&word, classes + at, 8);
+    /* One bit of each of eight bytes is gathered in the top byte of a product. */
+    for (int bit = 0; bit < 4; bit++) {
+      uint64_t chosen = (word >> bit) & 0x0101010101010101ull;
+      plane[bit] |= ((chosen * 0x0102040810204080ull) >> 56) << at;
+    }
+  }
+  for (int c = 0; c < 4; c++) {
+    lower[c] = (c & 1 ? plane[0] : ~plane[0]) & (c & 2 ? plane[1] : ~plane[1]);
+    upper[c] = (c & 1 ? plane[2] : ~plane[2]) & (c & 2 ? plane[3] : ~plane[3]);
+  }
+  for (int c = 0; c < CLASSES; c++) members[c] = lower[c & 3] & upper[c >> 2];
+}
+
+/* Adds the number of members to each class's counter. Written out, for not every processor has an instruction. */
+static inline void count_scalar(const uint64_t *members, uint32_t *seen) {
+  for (int c = 0; c < CLASSES; c++) {
+    uint64_t x = members[c];
+    x -= (x >> 1) & 0x5555555555555555ull;
+    x = (x & 0x3333333333333333ull) + ((x >> 2) & 0x3333333333333333ull);
+    x = (x + (x >> 4)) & 0x0f0f0f0f0f0f0f0full;
+    seen[c] += (uint32_t)((x * 0x0101010101010101ull) >> 56);
+  }
+}
+
+/* Place of the set bit of that number, counted from 0. */
+static inline unsigned place_scalar(uint64_t mask, unsigned number) {
+  for (; number; number--) mask &= mask - 1;
+  return (unsigned)__builtin_ctzll(mask);
+}
+
 #ifdef HAVE_X86
 #define TARGET_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt,lzcnt")))
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vpopcntdq,avx2,bmi,bmi2,popcnt,lzcnt")))
@@ -115,7 +158,7 @@ TARGET_AVX512 static inline __m512i classes64_avx512(const uint16_t *bits, unsig
   return _mm512_min_epu8(distances, _mm512_set1_epi8(CLASSES - 1));
 }
 
-/* The members of each class in a block of 64, as masks: what the four bits of a class select, all classes at once. */
+/* As `members_scalar`, several classes at once. */
 TARGET_AVX2 static inline void members_avx2(const uint16_t *bits, unsigned first_exponent, uint64_t *members) {
   __m256i low = classes32_avx2(bits, first_exponent), high = classes32_avx2(bits + 32, first_exponent);
   uint64_t plane[4];
@@ -149,7 +192,10 @@ TARGET_AVX512 static inline void members_avx512(const uint16_t *bits, unsigned f
   _mm512_storeu_si512(members + 8, _mm512_and_si512(plane[3], lanes));
 }
 
-/* Adds the number of members to each class's counter. */
+TARGET_AVX2 static inline unsigned place_avx2(uint64_t mask, unsigned number) {
+  return (unsigned)__builtin_ctzll(_pdep_u64(1ull << number, mask));
+}
+
 TARGET_AVX512 static inline void count_avx512(const uint64_t *members, uint32_t *seen) {
   const __m512i low_words = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   __m512i low = _mm512_popcnt_epi64(_mm512_loadu_si512(members));
@@ -243,6 +289,7 @@ static size_t rank_tail(const uint16_t *base, const uint16_t *target, size_t fro
     return rank_tail(base, target, i, n, first_exponent, seen, found, count);                                    \
   }
 
+DEFINE_RANK(rank_scalar, , changed_scalar, members_scalar, count_scalar)
 #ifdef HAVE_X86
 DEFINE_RANK(rank_avx2, TARGET_AVX2, changed_avx2, members_avx2, count_avx2)
 DEFINE_RANK(rank_avx512, TARGET_AVX512, changed_avx512, members_avx512, count_avx512)
@@ -263,7 +310,7 @@ int64_t af_rank(const uint16_t *base, const uint16_t *target, size_t n, unsigned
     count = rank_avx2(base, target, n, first_exponent, populations, found);
   else
 #endif
-    count = rank_tail(base, target, 0, n, first_exponent, populations, found, 0);
+    count = rank_scalar(base, target, n, first_exponent, populations, found);
   memset(counts, 0, CLASSES * sizeof *counts);
   for (size_t i = 0; i < count; i++) counts[found.classes[i]]++;
   size_t next[CLASSES], start = 0;
@@ -287,47 +334,44 @@ typedef struct {
   size_t cursor[CLASSES], end[CLASSES], found, all;
 } Lookup;
 
-static inline void found_at(Lookup *lookup, int c, size_t position) {
-  size_t at = lookup->cursor[c]++, to = lookup->found++;
-  lookup->positions[to] = (uint32_t)position;
-  lookup->ordered[to] = lookup->steps[at];
-}
-
 static void locate_tail(const uint16_t *base, size_t from, size_t n, unsigned first_exponent, uint32_t *seen,
                         Lookup *lookup) {
   for (size_t i = from; i < n && lookup->found < lookup->all; i++) {
     int c = (int)class_of(base[i], first_exponent);
     size_t at = lookup->cursor[c];
-    if (at < lookup->end[c] && lookup->ranks[at] == seen[c]) found_at(lookup, c, i);
+    if (at < lookup->end[c] && lookup->ranks[at] == seen[c]) {
+      lookup->positions[lookup->found] = (uint32_t)i;
+      lookup->ordered[lookup->found++] = lookup->steps[at];
+      lookup->cursor[c]++;
+    }
     seen[c]++;
   }
 }
 
-#ifdef HAVE_X86
 /* The blocks of one chunk: members of each class, and how many of it come before the block. */
 typedef struct {
   uint64_t members[CHUNK_BLOCKS][CLASSES];
   uint32_t before[CHUNK_BLOCKS][CLASSES];
 } Chunk;
 
-/* Finds what is wanted of class `c` in the chunk at `start`, where `end` is the first rank behind it. Which block holds
-   a rank is found without branches, by halving: what comes next cannot be foreseen by the processor either. */
-TARGET_AVX2 static inline void locate_class(const Chunk *chunk, int c, size_t start, uint32_t end, Lookup *lookup) {
-  size_t at = lookup->cursor[c], last = lookup->end[c], to = lookup->found;
-  for (; at < last && lookup->ranks[at] < end; at++, to++) {
-    uint32_t rank = lookup->ranks[at];
-    size_t block = 0;
-    for (size_t half = CHUNK_BLOCKS / 2; half; half /= 2)
-      block += chunk->before[block + half][c] <= rank ? half : 0;
-    uint64_t bit = _pdep_u64(1ull << (rank - chunk->before[block][c]), chunk->members[block][c]);
-    lookup->positions[to] = (uint32_t)(start + block * BLOCK + (size_t)__builtin_ctzll(bit));
-    lookup->ordered[to] = lookup->steps[at];
-  }
-  lookup->cursor[c] = at;
-  lookup->found = to;
-}
-
-#define DEFINE_LOCATE(NAME, TARGET, MEMBERS, COUNT)                                                              \
+/* `NAME_class` finds what is wanted of class `c` in the chunk at `start`, where `end` is the first rank behind it. Which
+   block holds a rank is found without branches, by halving: the processor could not foresee them either. */
+#define DEFINE_LOCATE(NAME, TARGET, MEMBERS, COUNT, PLACE)                                                       \
+  TARGET static inline void NAME##_class(const Chunk *chunk, int c, size_t start, uint32_t end, Lookup *lookup) {\
+    size_t at = lookup->cursor[c], last = lookup->end[c], to = lookup->found;                                    \
+    for (; at < last && lookup->ranks[at] < end; at++, to++) {                                                   \
+      uint32_t rank = lookup->ranks[at];                                                                         \
+      size_t block = 0;                                                                                          \
+      for (size_t half = CHUNK_BLOCKS / 2; half; half /= 2)                                                      \
+        block += chunk->before[block + half][c] <= rank ? half : 0;                                              \
+      unsigned place = PLACE(chunk->members[block][c], rank - chunk->before[block][c]);                          \
+      lookup->positions[to] = (uint32_t)(start + block * BLOCK + place);                                         \
+      lookup->ordered[to] = lookup->steps[at];                                                                   \
+    }                                                                                                            \
+    lookup->cursor[c] = at;                                                                                      \
+    lookup->found = to;                                                                                          \
+  }                                                                                                              \
+                                                                                                                 \
   TARGET static void NAME(const uint16_t *base, size_t n, unsigned first_exponent, Lookup *lookup) {             \
     Chunk chunk;                                                                                                 \
     uint32_t seen[CLASSES] = {0};                                                                                \
@@ -342,14 +386,16 @@ TARGET_AVX2 static inline void locate_class(const Chunk *chunk, int c, size_t st
         COUNT(chunk.members[b], seen);                                                                           \
       }                                                                                                          \
       memset(chunk.before[blocks], 0xff, (CHUNK_BLOCKS - blocks) * sizeof seen);                                 \
-      for (int c = 0; c < CLASSES; c++) locate_class(&chunk, c, start, seen[c], lookup);                         \
+      for (int c = 0; c < CLASSES; c++) NAME##_class(&chunk, c, start, seen[c], lookup);                         \
       start += blocks * BLOCK;                                                                                   \
     }                                                                                                            \
     locate_tail(base, start, n, first_exponent, seen, lookup);                                                   \
   }
 
-DEFINE_LOCATE(locate_avx2, TARGET_AVX2, members_avx2, count_avx2)
-DEFINE_LOCATE(locate_avx512, TARGET_AVX512, members_avx512, count_avx512)
+DEFINE_LOCATE(locate_scalar, , members_scalar, count_scalar, place_scalar)
+#ifdef HAVE_X86
+DEFINE_LOCATE(locate_avx2, TARGET_AVX2, members_avx2, count_avx2, place_avx2)
+DEFINE_LOCATE(locate_avx512, TARGET_AVX512, members_avx512, count_avx512, place_avx2)
 #endif
 
 /* Positions of elements known by class and rank, and their steps, both in order of the chunks they lie in: the inverse
@@ -369,10 +415,7 @@ int af_locate(const uint16_t *base, size_t n, unsigned first_exponent, const uin
     locate_avx2(base, n, first_exponent, &lookup);
   else
 #endif
-  {
-    uint32_t seen[CLASSES] = {0};
-    locate_tail(base, 0, n, first_exponent, seen, &lookup);
-  }
+    locate_scalar(base, n, first_exponent, &lookup);
   return lookup.found < lookup.all ? OUT_OF_RANGE : OK;
 }
 
