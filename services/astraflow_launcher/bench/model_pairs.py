@@ -120,6 +120,18 @@ def trained(
     It first learns Python's standard library at 1e-3, is rounded to bfloat16 as a published model is, and then
     takes policy-gradient steps with random advantages.
     """
+    threads = torch.get_num_threads()
+    # One thread: steps this small gain little from more, and those of a busy machine wait for each other.
+    torch.set_num_threads(1)
+    try:
+        yield from _trained(learning_rates, warm_up_steps=warm_up_steps, steps=steps, seed=seed)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _trained(
+    learning_rates: Sequence[float], *, warm_up_steps: int, steps: int, seed: int
+) -> Iterator[Versions]:
     torch.manual_seed(seed)
     draw = np.random.default_rng(seed)
     text = _text()
