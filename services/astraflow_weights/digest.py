@@ -25,9 +25,12 @@ class TensorDigest:
     digest: bytes
 
 
-def sha256(data: bytes | memoryview) -> bytes:
-    """32 bytes."""
-    return hashlib.sha256(data).digest()
+def sha256(*data: bytes | memoryview) -> bytes:
+    """Of all of it in a row; 32 bytes."""
+    digest = hashlib.sha256()
+    for piece in data:
+        digest.update(piece)
+    return digest.digest()
 
 
 def model_root(digests: Iterable[TensorDigest]) -> bytes:

@@ -32,7 +32,7 @@ class PartSetHead:
 _ROWS_END = 4
 # A tile with its tensor; None stands for a tensor without elements, which must still be named once.
 Placed = tuple[TensorSpec, EncodedTile | None]
-TileGroups = Sequence[Sequence[Placed]]
+TileGroups = list[list[Placed]]
 
 
 def write_parts(
@@ -67,12 +67,16 @@ def group_tiles(tiles: Iterable[Placed], *, part_bytes: int) -> TileGroups:
 def seal_parts(
     groups: TileGroups, *, head: PartSetHead, specs: Sequence[TensorSpec], first: int, num_parts: int
 ) -> list[bytes]:
-    """Parts number `first`, `first` + 1 … of `num_parts`, one for each group. `specs` is the whole model."""
+    """Parts number `first`, `first` + 1 … of `num_parts`, one for each group. `specs` is the whole model.
+
+    Empties the groups on the way: a tile does not take memory twice for longer than its part is made.
+    """
     schema = schema_id(specs)
-    return [
-        _part(group, head=head, schema=schema, number=number, num_parts=num_parts)
-        for number, group in enumerate(groups, start=first)
-    ]
+    parts = []
+    for number, group in enumerate(groups, start=first):
+        parts.append(_part(group, head=head, schema=schema, number=number, num_parts=num_parts))
+        group.clear()
+    return parts
 
 
 def salted(part: bytes, *, salt: int) -> bytes:
@@ -97,8 +101,8 @@ def _part(group: Sequence[Placed], *, head: PartSetHead, schema: bytes, number: 
         MAGIC, FORMAT, head.kind, 0, HEADER.size + len(table) + len(rows), schema,
         head.base_version, head.target_version, number, num_parts, body_bytes, len(tiles),
     )  # fmt: skip
-    content = b"".join((header, table, rows, *(tile.body for tile in tiles)))
-    return content + sha256(content)
+    content = (header, table, rows, *(tile.body for tile in tiles))
+    return b"".join((*content, sha256(*content)))
 
 
 def _table(group: Sequence[Placed]) -> part_pb2.PartTable:

@@ -7,7 +7,7 @@ collective and ends alike everywhere. `Publisher` is the case of one process; `C
 behind it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -179,26 +179,24 @@ class ShardPublisher:
             # They lead here from something else than the newest version, as when a replay publishes again.
             model = replace(model, changes=None)
         head = PartSetHead(kind=PartKind.DELTA, base_version=version - 1, target_version=version)
-        return self._part_set(
-            lambda: list(encode_delta_tiles(base, model, context=context)), model, head=head
-        )
+        return self._part_set(lambda: encode_delta_tiles(base, model, context=context), model, head=head)
 
     def _encode_snapshot(self, model: ShardedModel, *, version: int) -> _PartSet:
         head = PartSetHead(kind=PartKind.SNAPSHOT, base_version=version, target_version=version)
-        return self._part_set(lambda: list(encode_snapshot_tiles(model)), model, head=head)
+        return self._part_set(lambda: encode_snapshot_tiles(model), model, head=head)
 
     def _part_set(
-        self, encode: Callable[[], Sequence[Placed]], model: ShardedModel, *, head: PartSetHead
+        self, encode: Callable[[], Iterable[Placed]], model: ShardedModel, *, head: PartSetHead
     ) -> _PartSet:
         """Encode this process's tiles and number its parts after those of the processes before it."""
-        groups: TileGroups = ()
+        groups: TileGroups = []
 
         def group() -> Encoded:
-            nonlocal groups
-            groups = group_tiles(encode(), part_bytes=TARGET_PART_BYTES)
-            return len(groups)
+            groups.extend(group_tiles(encode(), part_bytes=TARGET_PART_BYTES))
+            changed = sum(tile.num_changed for part in groups for _, tile in part if tile is not None)
+            return [len(groups), changed]
 
-        counts = shared(self._peers, group)
+        counts, changed = zip(*shared(self._peers, group), strict=True)
         parts = seal_parts(
             groups,
             head=head,
@@ -206,13 +204,8 @@ class ShardPublisher:
             first=sum(counts[: self._peers.index]),
             num_parts=sum(counts),
         )
-        changed = sum(tile.num_changed for part in groups for _, tile in part if tile is not None)
-        sums = shared(self._peers, lambda: [changed, sum(map(len, parts))])
-        return _PartSet(
-            parts=parts,
-            num_changed=sum(num_changed for num_changed, _ in sums),
-            size_bytes=sum(size_bytes for _, size_bytes in sums),
-        )
+        sizes = shared(self._peers, lambda: sum(map(len, parts)))
+        return _PartSet(parts=parts, num_changed=sum(changed), size_bytes=sum(sizes))
 
     def _wants_snapshot(self, delta: _PartSet | None) -> bool:
         if delta is not None and not self._inline_snapshots:

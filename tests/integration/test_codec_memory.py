@@ -1,0 +1,41 @@
+"""The codecs take no more memory than promised beside the model and their output, however large the model is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from astraflow_weights import kernel
+from support.source_tree import REPOSITORY
+
+MIB = 2**20
+BOUND = (64 + 16) * MIB
+"""64 MiB, and 16 MiB for the one thread."""
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("path", "density", "num_elements"),
+    [("kernel", 0.05, 2**27), ("numpy", 0.05, 2**27), ("kernel", 1.0, 2**26)],
+)
+def test_scratch_of_every_operation_stays_below_its_bound(
+    path: str, density: float, num_elements: int
+) -> None:
+    """The models are 256 and 128 MiB: what grew with one would be seen."""
+    if path == "kernel" and kernel.active() is None:
+        pytest.skip(kernel.describe())
+    found = subprocess.run(
+        [sys.executable, "-m", "support.codec_memory", path, str(density), str(num_elements)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(REPOSITORY / "tests")])},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=580,
+    )
+    scratch = json.loads(found.stdout)
+    assert len(scratch) == 8
+    assert {name: size // MIB for name, size in scratch.items() if size > BOUND} == {}
