@@ -8,6 +8,7 @@ it writes nothing. One owner per object: not thread-safe.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from astraflow.errors import IncompatibleError, UnknownVersionError
@@ -142,8 +143,13 @@ class VersionLog:
         Raises CorruptManifest or IncompatibleError at the first entry that cannot be used, having taken in
         those before it; Unavailable and StoreRefused as the store does.
         """
-        newest = self.refresh_entries()
-        self._refresh_ways()
+        # Listings side by side, and reads side by side: far from the store a request costs a round trip.
+        with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="weights-log") as pool:
+            prefixes = (self._keys.merged, self._keys.snapshots)
+            listings = [pool.submit(self._listed, prefix) for prefix in prefixes]
+            newest = self.refresh_entries()
+            listed = [key for listing in listings for key in listing.result()]
+            self._refresh_ways(listed, pool)
         return newest
 
     def refresh_entries(self) -> int | None:
@@ -200,19 +206,26 @@ class VersionLog:
         self._next_sequence += 1
         return entry
 
-    def _refresh_ways(self) -> None:
+    def _listed(self, prefix: str) -> list[str]:
+        return [info.key for info in self._store.list(prefix)]
+
+    def _content(self, key: str) -> bytes | None:
+        try:
+            return self._store.get(key)
+        except ObjectNotFound:
+            return None
+
+    def _refresh_ways(self, listed: Sequence[str], pool: ThreadPoolExecutor) -> None:
         """Believe the listing: ways that were collected are gone, and only new ones are read."""
-        prefixes = (self._keys.merged, self._keys.snapshots)
-        listed = [info.key for prefix in prefixes for info in self._store.list(prefix)]
         new = [key for key in listed if key not in self._ways and key not in self._damaged_ways]
         damaged = [key for key in self._damaged_ways if key in listed]
         ways = {key: self._ways[key] for key in listed if key in self._ways}
-        for key in new:
-            try:
-                way = decode_way(self._store.get(key))
-            except ObjectNotFound:
+        for key, content in zip(new, pool.map(self._content, new), strict=True):
+            if content is None:
                 # Collected since it was listed.
                 continue
+            try:
+                way = decode_way(content)
             except (CorruptManifest, IncompatibleError):
                 damaged.append(key)
                 continue

@@ -1,5 +1,7 @@
 """Readers agree on versions: epochs never fall along the sequence, and contradictions are refused."""
 
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +21,15 @@ from astraflow_weights.manifest import (
     encode_entry,
     encode_way,
 )
+from astraflow_weights.store import ObjectInfo
 from astraflow_weights.store_file import FileStore
 from astraflow_weights.tensor_hash import tensor_digests
 from astraflow_weights.version_log import VersionLog, way_key
 from support.weight_models import POLICY, RUN, make_model, overwrite
 
 KEYS = PolicyKeys(RUN, POLICY)
+# Only what is wrong waits as long.
+TOGETHER_S = 30.0
 TENSORS = tensor_digests(make_model())
 PART = PartRef(key=KEYS.part("ab"), size_bytes=10, sha256=b"s" * 32)
 
@@ -233,6 +238,34 @@ def test_a_way_to_a_version_that_is_not_read_yet_waits_for_it(store: FileStore) 
     write(store, manifest(1, epoch=1, version=1))
     log.refresh()
     assert log.record(1).added == (way(1, base=0),)
+
+
+class SideBySide(FileStore):
+    """Answers listings, and reads of ways, only when so many are asked for at the same time."""
+
+    def __init__(self, root: Path, *, listings: int, reads: int) -> None:
+        super().__init__(root)
+        self._listings = threading.Barrier(listings, timeout=TOGETHER_S)
+        self._reads = threading.Barrier(reads, timeout=TOGETHER_S)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        self._listings.wait()
+        return super().list(prefix, after=after)
+
+    def get(self, key: str) -> bytes:
+        if not key.startswith(KEYS.entries):
+            self._reads.wait()
+        return super().get(key)
+
+
+def test_a_refresh_waits_for_one_listing_and_one_way_not_for_each(tmp_path: Path) -> None:
+    store = SideBySide(tmp_path / "store", listings=3, reads=3)
+    write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
+    for base in (0, 1, None):
+        add(store, way(2, base=base))
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    assert log.refresh() == 2
+    assert len(log.record(2).added) == 3
 
 
 def test_a_way_in_the_sequence_is_no_entry(store: FileStore) -> None:
