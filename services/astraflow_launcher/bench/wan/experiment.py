@@ -76,10 +76,13 @@ def run(options: Options, *, progress: Progress) -> Report:
         raise PreconditionError(f"the experiment's store is a Ceph radosgw: {missing}")
     started, load = time.monotonic(), os.getloadavg()[0]
     plan = LinkPlan(rate_bits_per_s=options.rate_bits_per_s, rtt_s=options.rtt_s)
-    with _stopped_by_signals(), _folder() as folder:
+    with _stopped_by_signals(), _folder(_temporary()) as folder, _folder(_memory()) as memory:
         network = Network(plan, folder=folder, lifetime_s=options.time_limit_s)
         with network, Cast(network, folder=folder, deadline_s=started + options.time_limit_s) as cast:
-            found = _Experiment(options, network=network, cast=cast, folder=folder, progress=progress).run()
+            experiment = _Experiment(
+                options, network=network, cast=cast, folder=folder, memory=memory, progress=progress
+            )
+            found = experiment.run()
     found.machine = {
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
@@ -93,12 +96,21 @@ def run(options: Options, *, progress: Progress) -> Report:
 
 class _Experiment:
     def __init__(
-        self, options: Options, *, network: Network, cast: Cast, folder: Path, progress: Progress
+        self,
+        options: Options,
+        *,
+        network: Network,
+        cast: Cast,
+        folder: Path,
+        memory: Path,
+        progress: Progress,
     ) -> None:
+        """`memory` is where nodes keep their mirrors."""
         self._options = options
         self._network = network
         self._cast = cast
         self._folder = folder
+        self._memory = memory
         self._progress = progress
         self._report = Report()
         self._newest = -1
@@ -210,7 +222,7 @@ class _Experiment:
             seed=self._options.seed,
         )
         for place in (Place.LOCAL, Place.REMOTE):
-            folder = str(self._folder / place.value)
+            folder = str(self._memory / place.value)
             self._cast.start(place.value, place, "node_role", **self._at(place), folder=folder)
         for name in ("trainer", "local", "remote"):
             self._cast.wait(name, "ready")
@@ -371,18 +383,27 @@ def _python(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
+def _folder(root: Path) -> Iterator[Path]:
     """A folder for one run; those of runs that were killed are removed first."""
-    root = Path(tempfile.gettempdir())
     for left in root.glob(f"{_FOLDER}*"):
         pid = left.name.removeprefix(_FOLDER).partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=root))
     try:
         yield folder
     finally:
         _remove(folder)
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir())
+
+
+def _memory() -> Path:
+    """Where nodes should keep mirrors: shared memory where there is some."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else _temporary()
 
 
 def _remove(folder: Path) -> None:

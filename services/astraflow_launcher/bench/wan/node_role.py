@@ -3,6 +3,7 @@
 Invariant: what it says was verified is held by `Mirror`. Started by `experiment` as a process; see `talk`.
 """
 
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from astraflow_weights.version_log import VersionLog
 
 
 class Node:
-    """Mirrors by name; each starts empty."""
+    """One mirror at a time; one of another name starts empty."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._folder = Path(settings["folder"])
@@ -24,16 +25,21 @@ class Node:
         self._store = open_store(settings["store"], settings=StoreSettings(**settings["store_settings"]))
         self._run, self._policy = settings["run_id"], settings["policy_id"]
         self._log = self._new_log()
-        self._mirrors: dict[str, Mirror] = {}
+        self._mirror: Mirror | None = None
+        self._name = ""
 
     def advance(self, *, mirror: str, version: int) -> None:
         """Hold the version, verified."""
         started = time.monotonic()
-        if mirror not in self._mirrors:
+        if mirror != self._name:
             # A node that starts knows nothing of the log either.
-            self._mirrors[mirror] = Mirror(self._folder / mirror)
-            self._log = self._new_log()
-        held = self._mirrors[mirror]
+            self._mirror = None
+            if self._name:
+                shutil.rmtree(self._folder / self._name)
+            self._name, self._log = mirror, self._new_log()
+        if self._mirror is None:
+            self._mirror = Mirror(self._folder / mirror)
+        held = self._mirror
         before = held.counts
         self._log.refresh()
         refreshed = time.monotonic()
