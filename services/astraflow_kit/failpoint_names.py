@@ -1,8 +1,7 @@
 """Every failpoint of the system, each with the moment it stands for.
 
-One table, so that `astraflow doctor` and the chaos tests can list all failpoints without importing a daemon, and
-a mistyped name is refused in any process. Add a line here together with its `failpoints.hit("<name>")`; a test
-compares both sides. Names are `<root>.<moment>` or `<root>.<work>.<moment>`.
+One table, so that `astraflow doctor` and the chaos tests list them without importing a daemon, and a mistyped name is
+refused in any process. Names are `<root>.<moment>` or `<root>.<work>.<moment>`; a test compares them with the hits.
 """
 
 from collections.abc import Mapping
@@ -44,6 +43,8 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "weights.publish.after_manifest": "the version is committed, nobody has been told",
         "weights.compaction.parts_uploaded": "a merged delta's or snapshot's parts are stored, nothing names them",
         "weights.compaction.visible": "a merged delta or snapshot is offered, nobody has taken it",
+        "weights.collection.tombstoned": "a round of collection names its parts, nothing is decided",
+        "weights.collection.deleting": "an added way or a part is about to be deleted; others may be",
         "weights.mirror.fetched": "all that a version is made of lies in the journal, the mirror is untouched",
         "weights.mirror.applying": "the mirror's state says that a version is being applied, no tile is written",
         "weights.mirror.tile": "a tile's new content lies in a slot of the journal, the mirror has the old one",

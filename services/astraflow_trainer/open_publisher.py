@@ -12,15 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from astraflow.client import Client
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.published import HeldPart, same_shards
 from astraflow_weights.agreement import led
 from astraflow_weights.checkpoint import map_model
+from astraflow_weights.collector import Collector
 from astraflow_weights.compactor import Compactor
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.mirror import Mirror
 from astraflow_weights.peers import Peers
-from astraflow_weights.settings import PublishSettings
+from astraflow_weights.server_roots import server_roots
+from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.shard_publisher import ShardPublisher
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.uploads import Uploads
@@ -82,9 +85,10 @@ def open_publisher(
 
 @contextmanager
 def compacting(
-    store: ObjectStore, *, joined: JoinedRun, publisher: ShardPublisher, peers: Peers
+    store: ObjectStore, *, client: Client, joined: JoinedRun, publisher: ShardPublisher, peers: Peers
 ) -> Iterator[Callable[[], None]]:
-    """Make merged deltas and snapshots beside training; yields what to call after each publication.
+    """Make merged deltas and snapshots and collect old parts beside training; yields what to call after each
+    publication.
 
     Only the first rank does; with several ranks none holds a whole model, and snapshots stay in the manifests.
     """
@@ -97,10 +101,24 @@ def compacting(
         policy_id=joined.policy_id,
         kept=publisher.kept if peers.size == 1 else None,
         settings=_settings(joined),
+        collector=_collector(store, client=client, joined=joined),
     )
     with compactor:
         compactor.notify()
         yield compactor.notify
+
+
+def _collector(store: ObjectStore, *, client: Client, joined: JoinedRun) -> Collector | None:
+    recipe = joined.recipe.trainer.publish
+    if recipe.keep_snapshots == 0:
+        return None
+    return Collector(
+        store,
+        run_id=joined.run_id,
+        policy_id=joined.policy_id,
+        roots=lambda: server_roots(client, run_id=joined.run_id, policy_id=joined.policy_id),
+        settings=CollectionSettings(keep_snapshots=recipe.keep_snapshots, grace_s=recipe.collect_after_s),
+    )
 
 
 def _settings(joined: JoinedRun) -> PublishSettings:

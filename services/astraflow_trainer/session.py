@@ -176,7 +176,11 @@ class TrainingSession:
         announcer = self._announcer(claim)
         announcer.announce_missing(publisher)
         compactor = compacting(
-            self._store, joined=self._joined, publisher=publisher, peers=self._group.publishing
+            self._store,
+            client=self._client,
+            joined=self._joined,
+            publisher=publisher,
+            peers=self._group.publishing,
         )
         with (
             compactor as notify,

@@ -56,6 +56,7 @@ class Sweep:
     kept_parts: frozenset[bytes]
     ways: frozenset[Edge]
     added_ways: tuple[str, ...]
+    tombstone_sha256: bytes
     created_time_s: float
 
 
@@ -148,6 +149,7 @@ def encode_sweep(keys: PolicyKeys, sweep: Sweep) -> bytes:
         round=sweep.number,
         kept_parts=sorted(sweep.kept_parts),
         added_ways=sweep.added_ways,
+        tombstone_sha256=sweep.tombstone_sha256,
         created_time=timestamp(sweep.created_time_s),
     )
     for edge in sorted(sweep.ways, key=lambda edge: (edge.version, edge.base_version or 0)):
@@ -172,6 +174,7 @@ def decode_sweep(keys: PolicyKeys, data: bytes) -> Sweep:
                 for way in message.ways
             ),
             added_ways=tuple(check_key(key) for key in message.added_ways),
+            tombstone_sha256=sized(message.tombstone_sha256, SHA256_BYTES, what="sha256 of the tombstone"),
             created_time_s=message.created_time.ToMicroseconds() / 1e6,
         )
 

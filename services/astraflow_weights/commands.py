@@ -1,7 +1,7 @@
 """`astraflow weights`: list, explain, verify, compare and pin the versions of a policy, or go back to one.
 
-Invariant: nothing here writes to a store (`rollback_command` does); what is pinned is the server's to keep. JSON
-fields are documented in docs/weights.md.
+Invariant: nothing here writes to a store (`rollback_command` and `collection_command` do); what is pinned is the
+server's to keep. JSON fields are documented in docs/weights.md.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from astraflow.commands.wording import as_json, console, count_text, heading, pr
 from astraflow.dataflow.v1 import admin_service_pb2, version_service_pb2
 from astraflow_kit.clock import SystemClock
 from astraflow_weights import inspection
+from astraflow_weights.collection_command import gc
 from astraflow_weights.inspection import OfferedWay, Route, TensorChange
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.located import PolicyOption, StoredPolicy, StoreOption, policy_of_server, stored_policy
@@ -32,9 +33,10 @@ from astraflow_weights.version_log import VersionRecord
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="List, explain, verify, compare and pin weight versions, or go back to one.",
+    help="List, explain, verify, compare and pin weight versions, go back to one, or collect old ones.",
 )
 app.command()(rollback)
+app.command()(gc)
 
 _THREADS = 8
 

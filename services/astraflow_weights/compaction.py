@@ -33,7 +33,9 @@ def due_merges(records: Sequence[VersionRecord]) -> Iterator[Span]:
         first = max(length, (newest - _WINDOW) // length * length)
         for version in range(first, newest + 1, length):
             offered = {delta.base_version for delta in records[version].offered_deltas}
-            if version - length not in offered:
+            # What was collected is not made again, nor what is made of it.
+            swept = any(record.swept for record in records[version - length + 1 : version + 1])
+            if version - length not in offered and not swept:
                 yield Span(base_version=version - length, version=version)
 
 

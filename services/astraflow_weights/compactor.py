@@ -2,7 +2,8 @@
 
 Invariant: nothing waits for it, and nothing depends on it: a version is whole by its manifest, what is made
 here are cheaper ways to it. Parts are stored before the way that names them is created, once; whoever comes
-second finds it. Killed at any instant it leaves parts that nothing names. The trainer's first rank owns one.
+second finds it. Killed at any instant it leaves parts that nothing names, which the collector that works in the
+same thread deletes in the end. The trainer's first rank owns one.
 """
 
 import threading
@@ -13,6 +14,7 @@ from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
 from astraflow_weights.chains import chained_delta
+from astraflow_weights.collector import Collector
 from astraflow_weights.compaction import Span, due_merges, snapshot_due
 from astraflow_weights.intents import UploadIntents
 from astraflow_weights.kept import KeptVersion
@@ -28,6 +30,10 @@ from astraflow_weights.uploads import Uploads
 from astraflow_weights.version_log import VersionLog, way_key
 
 log = get_logger(__name__)
+
+# After a step of the collector that failed, and at least between two.
+_COLLECT_AGAIN_S = 60.0
+_COLLECT_PAUSE_S = 1.0
 
 
 class Compactor:
@@ -47,8 +53,11 @@ class Compactor:
         kept: KeptVersion | None,
         settings: PublishSettings | None = None,
         clock: Clock | None = None,
+        collector: Collector | None = None,
     ) -> None:
-        """`kept` holds the whole model of the newest version, for snapshots; None: make none."""
+        """`kept` holds the whole model of the newest version, for snapshots; None: make none. `collector` is given
+        its steps in the thread, too.
+        """
         self._store = store
         self._settings = settings or PublishSettings()
         self._clock = clock or SystemClock()
@@ -57,6 +66,8 @@ class Compactor:
         self._log = VersionLog(store, run_id=run_id, policy_id=policy_id)
         self._uploads = Uploads(store, keys=self._keys, threads=self._settings.upload_threads)
         self._intents = UploadIntents(store, keys=self._keys, clock=self._clock)
+        self._collector = collector
+        self._collect_at_s = self._clock.monotonic_s()
         self._occasion = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="weights-compactor", daemon=True)
@@ -83,11 +94,29 @@ class Compactor:
 
     def _work(self) -> None:
         while True:
-            self._occasion.wait()
+            told = self._occasion.wait(self._collector_wait_s())
             self._occasion.clear()
             if self._stopping.is_set():
                 return
-            self.compact()
+            if told:
+                self.compact()
+            self._collect()
+
+    def _collector_wait_s(self) -> float | None:
+        if self._collector is None:
+            return None
+        return max(0.0, self._collect_at_s - self._clock.monotonic_s())
+
+    def _collect(self) -> None:
+        """One step of the collector, when it is due."""
+        if self._collector is None or self._clock.monotonic_s() < self._collect_at_s:
+            return
+        self._collect_at_s = self._clock.monotonic_s() + _COLLECT_AGAIN_S
+        self._attempt("collect", partial(self._collect_step, self._collector))
+
+    def _collect_step(self, collector: Collector) -> None:
+        step = collector.step(stopping=self._stopping.is_set)
+        self._collect_at_s = self._clock.monotonic_s() + max(step.wait_s, _COLLECT_PAUSE_S)
 
     def _attempt(self, kind: str, action: Callable[[], object]) -> bool:
         """Whether `action` succeeded; what fails is told and made at the next occasion."""

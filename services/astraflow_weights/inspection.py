@@ -106,6 +106,16 @@ def offered_ways(store: ObjectStore, record: VersionRecord, *, threads: int) -> 
     ]
 
 
+def buildable(log: VersionLog) -> frozenset[int]:
+    """Versions that can be had from nothing; what older ones are without was collected."""
+    found: set[int] = set()
+    for record in log.records:
+        bases = {delta.base_version for delta in record.offered_deltas}
+        if record.offered_snapshot is not None or not found.isdisjoint(bases):
+            found.add(record.version)
+    return frozenset(found)
+
+
 def routes(log: VersionLog, *, target: int) -> list[Route]:
     """Cheapest routes from nothing, from the version before and from eight versions before, as far as they
     exist.

@@ -80,6 +80,17 @@ class PublishSettings(BaseModel):
     """Sequence numbers tried for one entry before giving up with Unavailable."""
 
 
+class CollectionSettings(BaseModel):
+    """What a collector keeps, and how long it waits."""
+
+    model_config = _FROZEN
+
+    keep_snapshots: Annotated[int, Field(ge=1, le=10_000)] = 2
+    """Newest snapshots that stay, with everything after the oldest of them."""
+    grace_s: Annotated[float, Field(ge=0, le=86_400)] = 900.0
+    """Seconds between marking a part and deleting it, for pullers that cannot write a lease."""
+
+
 class MirrorSettings(BaseModel):
     """How a mirror fetches and applies."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from astraflow_weights.errors import CorruptPart, Edge, NoPath, VerificationFailed
 from astraflow_weights.fetch import fetch_part
-from astraflow_weights.inspection import carry_out, parts_by_base
+from astraflow_weights.inspection import buildable, carry_out, parts_by_base
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.manifest import Manifest, PartRef
 from astraflow_weights.part_reader import open_part
@@ -59,9 +59,15 @@ def verify_version(store: ObjectStore, log: VersionLog, *, version: int, threads
     faults += _object_faults(store, assets, version=version, threads=threads, check=_check_asset)
     faults += _damaged_ways(log, keys=PolicyKeys(log.run_id, log.policy_id), version=version)
     broken = {fault.part for fault in faults}
+    if not ways:
+        problem = "the parts of every way to it were collected; pin versions that must stay"
+        faults.append(Fault(version=version, problem=problem))
+    possible = buildable(log)
     for edge, refs in ways.items():
-        # A way with a damaged part is told already, by that part.
-        if broken.isdisjoint(ref.key for ref in refs):
+        # A way with a damaged part is told already, by that part. One from a version that was collected serves who
+        # still holds that one; here nobody does.
+        from_nothing = edge.base_version is None or edge.base_version in possible
+        if from_nothing and broken.isdisjoint(ref.key for ref in refs):
             avoid = frozenset(ways) - {edge}
             faults += _rebuild_faults(store, log, manifest=manifest, avoid=avoid, threads=threads)
     return Verification(

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from astraflow.errors import IncompatibleError, UnknownVersionError
+from astraflow_weights.collection_records import Sweep, decode_sweep
 from astraflow_weights.digest import sha256
 from astraflow_weights.errors import CorruptManifest, ObjectNotFound
 from astraflow_weights.fetch import fetch_objects
@@ -50,6 +51,8 @@ class VersionRecord:
     num_elements: int
     rollback_of: int | None = None
     added: tuple[AddedWay, ...] = ()
+    swept: frozenset[int | None] = frozenset()
+    """Bases of the manifest's ways that were collected; None stands for its snapshot."""
 
     @property
     def density(self) -> float:
@@ -58,16 +61,17 @@ class VersionRecord:
 
     @property
     def offered_snapshot(self) -> tuple[PartRef, ...] | None:
-        """Parts of the snapshot, whenever it was made; None when there is none."""
-        if self.snapshot is not None:
+        """Parts of the snapshot, whenever it was made; None when there is none, or it was collected."""
+        if self.snapshot is not None and None not in self.swept:
             return self.snapshot
         return next((way.parts for way in self.added if way.base_version is None), None)
 
     @property
     def offered_deltas(self) -> tuple[DeltaRef, ...]:
-        """The manifest's deltas and the merged ones, one per base version."""
-        bases = {delta.base_version for delta in self.deltas}
-        return self.deltas + tuple(
+        """The manifest's deltas and the merged ones, one per base version, without those collected."""
+        deltas = tuple(delta for delta in self.deltas if delta.base_version not in self.swept)
+        bases = {delta.base_version for delta in deltas}
+        return deltas + tuple(
             DeltaRef(base_version=way.base_version, parts=way.parts)
             for way in self.added
             if way.base_version is not None and way.base_version not in bases
@@ -111,6 +115,8 @@ class VersionLog:
         self._num_ignored = 0
         self._ways: dict[str, AddedWay] = {}
         self._damaged_ways: tuple[str, ...] = ()
+        self._sweeps: set[str] = set()
+        self._damaged_sweeps: tuple[str, ...] = ()
 
     @property
     def next_sequence(self) -> int:
@@ -137,6 +143,11 @@ class VersionLog:
         """Keys of added ways that the last `refresh` passed over: damaged, or made for another log."""
         return self._damaged_ways
 
+    @property
+    def damaged_sweeps(self) -> Sequence[str]:
+        """Keys of sweeps that cannot be read: ways that they collected are offered, and prove bad."""
+        return self._damaged_sweeps
+
     def refresh(self) -> int | None:
         """Read what was added, entries and ways, and return the newest version, None when there is none.
 
@@ -147,9 +158,11 @@ class VersionLog:
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="weights-log") as pool:
             prefixes = (self._keys.merged, self._keys.snapshots)
             listings = [pool.submit(self._listed, prefix) for prefix in prefixes]
+            swept = pool.submit(self._listed, self._keys.swept)
             newest = self.refresh_entries()
             listed = [key for listing in listings for key in listing.result()]
             self._refresh_ways(listed, pool)
+            self._refresh_sweeps(swept.result(), pool)
         return newest
 
     def refresh_entries(self) -> int | None:
@@ -238,6 +251,27 @@ class VersionLog:
                 damaged.append(key)
         self._ways, self._damaged_ways = ways, tuple(damaged)
         self._take_in_ways()
+
+    def _refresh_sweeps(self, listed: Sequence[str], pool: ThreadPoolExecutor) -> None:
+        """Take in what was collected; a sweep is never changed or deleted."""
+        new, damaged = [key for key in listed if key not in self._sweeps], []
+        for key, content in zip(new, pool.map(self._store.get, new), strict=True):
+            try:
+                sweep = decode_sweep(self._keys, content)
+            except (CorruptManifest, IncompatibleError):
+                damaged.append(key)
+            else:
+                self._take_in_sweep(key, sweep)
+        self._damaged_sweeps = tuple(damaged)
+
+    def _take_in_sweep(self, key: str, sweep: Sweep) -> None:
+        known = [edge for edge in sweep.ways if edge.version < len(self._records)]
+        for edge in known:
+            record = self._records[edge.version]
+            self._records[edge.version] = replace(record, swept=record.swept | {edge.base_version})
+        if len(known) == len(sweep.ways):
+            # Else it is about versions committed since the entries were listed: read again at the next refresh.
+            self._sweeps.add(key)
 
     def _fits(self, way: AddedWay, key: str) -> bool:
         here = (way.run_id, way.policy_id) == (self.run_id, self.policy_id)

@@ -269,6 +269,12 @@ class PublishSettings(_Section):
     """Versions publishing may lag behind training before the trainer waits with reason `publish`."""
     snapshot_every_versions: int = Field(default=64, ge=1)
     """A snapshot at least this often, besides the deltas."""
+    keep_snapshots: int = Field(default=2, ge=0, le=10_000)
+    """Newest snapshots that stay in the store, with every version after the oldest of them; older versions stay while
+    they are pinned. 0 deletes nothing.
+    """
+    collect_after_s: float = Field(default=900.0, ge=0, le=86_400)
+    """Seconds between marking old parts and deleting them."""
     codec: Literal["rice", "rice_ctx"] = "rice"
     """How deltas are coded. `rice_ctx` sends about 0.7 of the bytes for about 2.5 times the CPU: for slow or
     billed links. How to choose: docs/weights.md.

@@ -259,7 +259,7 @@ class SideBySide(FileStore):
 
 
 def test_a_refresh_waits_for_one_listing_and_one_way_not_for_each(tmp_path: Path) -> None:
-    store = SideBySide(tmp_path / "store", listings=3, reads=3)
+    store = SideBySide(tmp_path / "store", listings=4, reads=3)
     write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
     for base in (0, 1, None):
         add(store, way(2, base=base))

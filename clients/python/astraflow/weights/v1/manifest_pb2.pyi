@@ -597,12 +597,15 @@ class Sweep(_message.Message):
     WAYS_FIELD_NUMBER: _builtins.int
     ADDED_WAYS_FIELD_NUMBER: _builtins.int
     CREATED_TIME_FIELD_NUMBER: _builtins.int
+    TOMBSTONE_SHA256_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
     """Policy."""
     round: _builtins.int
     """Number of the round."""
+    tombstone_sha256: _builtins.bytes
+    """sha256 of the tombstone object; 32 bytes. Whoever holds another tombstone of this number deletes nothing."""
     @_builtins.property
     def kept_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """sha256 of the parts that something came to refer to since the tombstone; 32 bytes each."""
@@ -629,10 +632,11 @@ class Sweep(_message.Message):
         ways: _abc.Iterable[Global___SweptWay] | None = ...,
         added_ways: _abc.Iterable[_builtins.str] | None = ...,
         created_time: _timestamp_pb2.Timestamp | None = ...,
+        tombstone_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["created_time", b"created_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_ways", b"added_ways", "created_time", b"created_time", "kept_parts", b"kept_parts", "policy_id", b"policy_id", "round", b"round", "run_id", b"run_id", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_ways", b"added_ways", "created_time", b"created_time", "kept_parts", b"kept_parts", "policy_id", b"policy_id", "round", b"round", "run_id", b"run_id", "tombstone_sha256", b"tombstone_sha256", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
