@@ -8,7 +8,7 @@ after an unclear answer to a create-only PUT only reading back tells who won. `s
 import random
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import boto3
 import botocore.session
@@ -26,6 +26,7 @@ from botocore.exceptions import (
     ConnectionError as BotoConnectionError,
 )
 from botocore.parsers import ResponseParserError
+from botocore.utils import determine_content_length
 from urllib3.exceptions import HTTPError
 
 from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable
@@ -48,6 +49,8 @@ _ANY_REMEDY = "check bucket name, endpoint_url, region and credentials"
 # Answered with 400 when the network, not the request, was at fault.
 _PASSING = frozenset({"RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"})
 RANGE_PAST_END = 416
+SENT_AT_ONCE_BYTES = 2**20
+"""Bodies up to this are sent with their headers; a larger one when the service has said that it wants it."""
 _CREDENTIAL_ERRORS = (NoCredentialsError, PartialCredentialsError, ProfileNotFound)
 # Nothing, or not everything, came back: the request may have been carried out.
 _UNCERTAIN_ERRORS = (
@@ -125,7 +128,7 @@ def _client(settings: StoreSettings) -> "S3Client":
     try:
         session = boto3.Session(botocore_session=core)
         region = settings.region or session.region_name or "us-east-1"
-        return session.client(
+        client = session.client(
             "s3", endpoint_url=settings.endpoint_url, region_name=region, config=_config(settings)
         )
     except ProfileNotFound as error:
@@ -134,6 +137,14 @@ def _client(settings: StoreSettings) -> "S3Client":
         raise StoreRefused(
             f"store endpoint {settings.endpoint_url!r} is not understood ({error}); use http://HOST:PORT or https://HOST"
         ) from error
+    client.meta.events.register_last("before-call.s3", _send_small_bodies_at_once)
+    return client
+
+
+def _send_small_bodies_at_once(params: dict[str, Any], **_: object) -> None:
+    """The library asks before every body (`Expect: 100-continue`), and waits a second where nobody answers that."""
+    if (determine_content_length(params.get("body")) or 0) <= SENT_AT_ONCE_BYTES:
+        params["headers"].pop("Expect", None)
 
 
 def _config(settings: StoreSettings) -> Config:

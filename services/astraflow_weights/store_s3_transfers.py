@@ -21,6 +21,7 @@ from astraflow_weights.settings import StoreSettings
 from astraflow_weights.store_s3_requests import (
     NOT_FOUND,
     RANGE_PAST_END,
+    SENT_AT_ONCE_BYTES,
     Passing,
     Requests,
     code_of,
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from urllib3.response import BaseHTTPResponse
 
 _CHUNK_BYTES = 2**18
-# Below this an upload is one write to the socket, without asking the service first whether it wants it.
-_WATCHED_BYTES = 2**20
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 # The upload in pieces is gone, or is not what was sent: it ended, or the service dropped it.
 _LOST_UPLOAD = frozenset({"NoSuchUpload", "InvalidPart", "InvalidPartOrder"})
@@ -93,7 +92,7 @@ class _WatchedBody(io.BytesIO):
 
 def body_of(data: bytes, settings: StoreSettings) -> bytes | io.BytesIO:
     """What to hand to a request that sends `data`."""
-    return data if len(data) <= _WATCHED_BYTES else _WatchedBody(data, Progress(settings))
+    return data if len(data) <= SENT_AT_ONCE_BYTES else _WatchedBody(data, Progress(settings))
 
 
 def read_body(answer: "GetObjectOutputTypeDef", settings: StoreSettings) -> bytes:
