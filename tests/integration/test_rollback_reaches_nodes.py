@@ -1,0 +1,101 @@
+"""After `astraflow weights rollback` a node serves the old weights under the new number.
+
+A real dataflow server over a real Valkey, a real node process with its CPU engine, real weights, the real command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from astraflow.dataflow.v1 import batch_service_pb2, version_service_pb2
+from astraflow_kit import log
+from astraflow_weights.checkpoint import map_model
+from astraflow_weights.store_file import FileStore
+from astraflow_weights.version_log import VersionLog
+from support import cli
+from support.dataflow_world import Trainer, World, until
+from support.engine_process import running_engine
+from support.node_process import WeightPublisher, node_of, tiny_policy
+from support.tiny_qwen import TinyShape, save_tiny_qwen
+
+ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), ONE_REDIS]
+
+RUN, POLICY = "run", "solver"
+PATIENCE_S = 60.0
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    """The server shares this process: its log must not be taken for what a command prints."""
+    log.configure("test", stream=io.StringIO())
+
+
+async def publish(world: World, trainer: Trainer, weights: WeightPublisher, *, step: int) -> None:
+    """Commit what `weights` holds as the version of a step, and announce it."""
+    version = await asyncio.to_thread(weights.publish)
+    version.step, version.trainer_epoch = step, trainer.epoch
+    request = version_service_pb2.PublishRequest(run_id=RUN, version=version, trainer_epoch=trainer.epoch)
+    await world.client.call(world.client.versions.Publish, request)
+
+
+async def serves(world: World, version: int) -> None:
+    """Wait until the node says that it serves this version."""
+
+    async def so() -> bool:
+        nodes = (await world.status()).nodes
+        return any(dict(node.serving_versions) == {POLICY: version} for node in nodes)
+
+    await until(so, within_s=PATIENCE_S)
+
+
+def greedy(url: str) -> tuple[str, list[int]]:
+    """Version and tokens of a greedy generation by the engine that the node drives."""
+    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    body = {"input_ids": [3, 1, 4, 1, 5, 9, 2, 6], "sampling_params": sampling, "return_logprob": True}
+    meta = httpx.post(f"{url}/generate", json=body, timeout=30).json()["meta_info"]
+    return meta["weight_version"], [entry[1] for entry in meta["output_token_logprobs"]]
+
+
+async def test_a_node_follows_a_rollback_and_generates_as_the_old_version_did(
+    world: World, tmp_path: Path
+) -> None:
+    checkpoint, store = tiny_policy(tmp_path / "policy"), tmp_path / "store"
+    save_tiny_qwen(tmp_path / "other", shape=TinyShape(vocab_size=320), seed=5)
+    await world.create_run(store_uri=store.as_uri(), dataset="Unevaluated", max_staleness=4)
+    trainer = await world.trainer(publish_first=False)
+    weights = WeightPublisher.open(store, run_id=RUN, policy_id=POLICY, checkpoint=checkpoint)
+    await publish(world, trainer, weights, step=0)
+    with running_engine(checkpoint, folder=tmp_path) as engine:
+        async with node_of(world.address, tmp_path, "--engine", engine.url):
+            await serves(world, 0)
+            first = await asyncio.to_thread(greedy, engine.url)
+            for step in (1, 2):
+                batch = (await trainer.acquire(step, base_version=step - 1, wait_s=30)).batch
+                await trainer.ack(batch, TRAINED)
+                if step == 1:
+                    weights.model = {
+                        name: np.array(array) for name, array in map_model(tmp_path / "other").items()
+                    }
+                await publish(world, trainer, weights, step=step)
+            await serves(world, 2)
+            second = await asyncio.to_thread(greedy, engine.url)
+            await trainer.release()
+            told = await asyncio.to_thread(cli.run, "weights", "rollback", "0", "--join", world.address)
+            assert told.status == 0, told.errors
+            await serves(world, 3)
+            third = await asyncio.to_thread(greedy, engine.url)
+    assert [version for version, _ in (first, second, third)] == ["0", "2", "3"]
+    assert second[1] != first[1], "the versions in between speak otherwise"
+    assert third[1] == first[1]
+    versions = VersionLog(FileStore(store), run_id=RUN, policy_id=POLICY)
+    versions.refresh()
+    assert versions.record(3).model_root == versions.record(0).model_root
+    assert (await world.status()).trajectories.conservation_error == 0
