@@ -27,6 +27,7 @@ from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.shard_publisher import ShardPublisher
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.uploads import Uploads
+from astraflow_weights.version_log import VersionLog
 from astraflow_weights.version_writer import VersionWriter
 
 __all__ = ["compacting", "open_publisher"]
@@ -49,17 +50,23 @@ def open_publisher(
     held: HeldPart,
     mirror_dir: Path,
     assets: Sequence[Path],
+    log: VersionLog,
 ) -> ShardPublisher:
     """Fence older writers and take the newest published bytes as the base of the next delta; a collective.
 
     `held` is the part of the model that this rank holds; `mirror_dir` is one folder that all
-    ranks see. Raises Fenced, and as `Mirror.advance` does.
+    ranks see; `log` is what the first rank has read already. Raises Fenced, and as `Mirror.advance` does.
     """
     settings = _settings(joined)
 
     def open_log() -> _Opened:
         writer = VersionWriter.open(
-            store, run_id=joined.run_id, policy_id=joined.policy_id, epoch=epoch, settings=settings
+            store,
+            run_id=joined.run_id,
+            policy_id=joined.policy_id,
+            epoch=epoch,
+            settings=settings,
+            log=log.copy(),
         )
         return _Opened(writer=writer, newest=_fetch_newest(store, writer, mirror_dir=mirror_dir))
 
@@ -102,6 +109,7 @@ def compacting(
         kept=publisher.kept if peers.size == 1 else None,
         settings=_settings(joined),
         collector=_collector(store, client=client, joined=joined),
+        log=publisher.log_copy(),
     )
     with compactor:
         compactor.notify()

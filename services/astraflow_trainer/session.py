@@ -69,6 +69,8 @@ class TrainingSession:
         self._progress = progress
         self._controls = controls
         self._store = store
+        # Read once; writer and compactor take copies of it.
+        self._log = VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id)
         self._group = group
         self._leads = group.index == 0
         self._source = BatchSource(
@@ -127,9 +129,8 @@ class TrainingSession:
         return again
 
     def _epoch_in_store(self) -> int:
-        versions = VersionLog(self._store, run_id=self._joined.run_id, policy_id=self._joined.policy_id)
-        versions.refresh_entries()
-        return versions.owner.epoch if versions.owner else 0
+        self._log.refresh_entries()
+        return self._log.owner.epoch if self._log.owner else 0
 
     def _train(self, claim: Claim, *, model_dir: Path) -> None:
         self._progress.starting("model")
@@ -149,6 +150,7 @@ class TrainingSession:
             held=learner.held,
             mirror_dir=self._settings.work_dir / "published",
             assets=asset_files(model_dir),
+            log=self._log,
         )
         start = take_up(
             learner,

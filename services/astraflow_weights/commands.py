@@ -19,6 +19,7 @@ from astraflow.commands.server import (
 )
 from astraflow.commands.wording import as_json, console, count_text, heading, print_json, table
 from astraflow.dataflow.v1 import admin_service_pb2, version_service_pb2
+from astraflow_kit import log
 from astraflow_kit.clock import SystemClock
 from astraflow_weights import inspection
 from astraflow_weights.collection_command import gc
@@ -30,13 +31,17 @@ from astraflow_weights.rollback_command import rollback
 from astraflow_weights.verification import Fault, Verification, verify_version
 from astraflow_weights.version_log import VersionRecord
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    help="List, explain, verify, compare and pin weight versions, go back to one, or collect old ones.",
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(rollback)
 app.command()(gc)
+
+
+@app.callback()
+def weights() -> None:
+    """List, explain, verify, compare and pin weight versions, go back to one, or collect old ones."""
+    # What the parts below log goes to stderr, and only when it matters: stdout is the answer.
+    log.configure("weights", level="warning")
+
 
 _THREADS = 8
 

@@ -54,16 +54,17 @@ class Compactor:
         settings: PublishSettings | None = None,
         clock: Clock | None = None,
         collector: Collector | None = None,
+        log: VersionLog | None = None,
     ) -> None:
         """`kept` holds the whole model of the newest version, for snapshots; None: make none. `collector` is given
-        its steps in the thread, too.
+        its steps in the thread, too. What `log` has read is not read again; it is the compactor's from now on.
         """
         self._store = store
         self._settings = settings or PublishSettings()
         self._clock = clock or SystemClock()
         self._kept = kept
         self._keys = PolicyKeys(run_id, policy_id)
-        self._log = VersionLog(store, run_id=run_id, policy_id=policy_id)
+        self._log = log or VersionLog(store, run_id=run_id, policy_id=policy_id)
         self._uploads = Uploads(store, keys=self._keys, threads=self._settings.upload_threads)
         self._intents = UploadIntents(store, keys=self._keys, clock=self._clock)
         self._collector = collector

@@ -26,6 +26,7 @@ from astraflow_weights.shards import Cover, ShardedModel, check_cover, sharded_d
 from astraflow_weights.snapshot import encode_snapshot_tiles
 from astraflow_weights.tiles import PartKind
 from astraflow_weights.uploads import Uploads
+from astraflow_weights.version_log import VersionLog
 from astraflow_weights.version_writer import CommittedVersion, VersionWriter
 
 
@@ -94,6 +95,10 @@ class ShardPublisher:
     def newest(self) -> CommittedVersion | None:
         """The newest version in the log as last read; a collective. None when there is none."""
         return self._led(lambda writer: writer.newest)
+
+    def log_copy(self) -> VersionLog:
+        """What was read of the log, for another owner; only on the first process, no collective."""
+        return self._require_writer().log.copy()
 
     def committed_since(self, version: int | None) -> list[CommittedVersion]:
         """The versions in the log as last read after `version`, in order; all of them for None.

@@ -70,7 +70,7 @@ class ObjectStore(Protocol):
 
 
 def open_store(uri: str, *, settings: StoreSettings | None = None) -> ObjectStore:
-    """Open `file:///path` or `s3://bucket/prefix`. Creates the folder, never the bucket; sends no request.
+    """Open `file:///path` or `s3://bucket/prefix`. Makes no bucket, a folder at the first PUT; sends no request.
 
     Raises StoreRefused for an address that cannot be understood.
     """

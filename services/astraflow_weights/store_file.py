@@ -32,15 +32,9 @@ class FileStore:
     """`ObjectStore` over a folder; see there for the contract."""
 
     def __init__(self, root: Path) -> None:
-        """Creates `root`. Raises StoreRefused when that is not possible."""
+        """Touches nothing. The first PUT makes the folder; until then it is a store without objects."""
         self._root = root.absolute()
         self._scratch = self._root / _SCRATCH
-        try:
-            self._scratch.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreRefused(
-                f"{self.uri}: the folder cannot be made: {error.strerror or error}; {_FOLDER_REMEDY}"
-            ) from error
 
     @classmethod
     def at_uri(cls, uri: str) -> "FileStore":
@@ -52,9 +46,11 @@ class FileStore:
         return self._root.as_uri()
 
     def put_if_absent(self, key: str, data: bytes) -> PutResult:
+        self._make_root()
         return self._guard(lambda: self._link(self._path(key), data), key=key)
 
     def put(self, key: str, data: bytes) -> None:
+        self._make_root()
         self._guard(lambda: self._replace(self._path(key), data), key=key)
 
     def get(self, key: str) -> bytes:
@@ -105,6 +101,17 @@ class FileStore:
         scratch = self._scratch / secrets.token_hex(16)
         write_synced(scratch, data)
         return scratch
+
+    def _make_root(self) -> None:
+        """Raises StoreRefused when that is not possible."""
+        if self._scratch.is_dir():
+            return
+        try:
+            self._scratch.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreRefused(
+                f"{self.uri}: the folder cannot be made: {error.strerror or error}; {_FOLDER_REMEDY}"
+            ) from error
 
     def _make_folder(self, folder: Path) -> None:
         if folder.is_dir():

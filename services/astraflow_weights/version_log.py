@@ -118,6 +118,17 @@ class VersionLog:
         self._sweeps: set[str] = set()
         self._damaged_sweeps: tuple[str, ...] = ()
 
+    def copy(self) -> "VersionLog":
+        """What was read so far, for another owner; nothing is read again."""
+        other = VersionLog(self._store, run_id=self.run_id, policy_id=self.policy_id)
+        other._records = list(self._records)
+        other._next_sequence = self._next_sequence
+        other._owner = self._owner
+        other._num_ignored = self._num_ignored
+        other._ways, other._damaged_ways = dict(self._ways), self._damaged_ways
+        other._sweeps, other._damaged_sweeps = set(self._sweeps), self._damaged_sweeps
+        return other
+
     @property
     def next_sequence(self) -> int:
         """First sequence number that this log has not read."""

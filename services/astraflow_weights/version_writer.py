@@ -98,10 +98,12 @@ class VersionWriter:
         nonce: bytes | None = None,
         settings: PublishSettings | None = None,
         clock: Clock | None = None,
+        log: VersionLog | None = None,
     ) -> "VersionWriter":
         """Read the log and fence out every writer with a lower epoch.
 
-        Idempotent for one (epoch, nonce); the nonce (16 bytes) is drawn when not given. Raises Fenced when
+        Idempotent for one (epoch, nonce); the nonce (16 bytes) is drawn when not given. What `log` has read is not
+        read again; it is the writer's from now on. Raises Fenced when
         the epoch was used by another writer or is not the highest, Unavailable, StoreRefused,
         CorruptManifest.
         """
@@ -112,7 +114,7 @@ class VersionWriter:
             )
         writer = cls(
             store,
-            log=VersionLog(store, run_id=run_id, policy_id=policy_id),
+            log=log or VersionLog(store, run_id=run_id, policy_id=policy_id),
             owner=Owner(epoch=epoch, nonce=nonce),
             settings=settings or PublishSettings(),
             clock=clock or SystemClock(),

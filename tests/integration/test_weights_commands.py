@@ -197,6 +197,7 @@ def test_a_misspelt_folder_is_refused_and_not_made(tmp_path: Path) -> None:
     assert not missing.exists()
 
 
+@pytest.mark.usefixtures("published")
 def test_a_run_without_versions_is_told_as_such(store: FileStore) -> None:
     ended = _run(["list", "--store", store.uri, "--run-id", "other", "--policy", POLICY])
     assert (ended.status, ended.errors) == (0, "")

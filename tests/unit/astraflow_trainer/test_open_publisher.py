@@ -37,6 +37,7 @@ def test_deltas_are_coded_as_the_recipe_says(
         held=HeldPart(make_policy()),
         mirror_dir=tmp_path / "mirror",
         assets=(),
+        log=VersionLog(store, run_id="run-1", policy_id="solver"),
     )
     for step, model in enumerate((before, after)):
         publisher.publish(whole(model), step=step)

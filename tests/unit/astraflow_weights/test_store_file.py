@@ -11,8 +11,30 @@ from astraflow_weights.store import PutResult
 from astraflow_weights.store_file import FileStore
 
 
+def test_readers_do_not_make_the_folder(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "later")
+    assert list(store.list("")) == []
+    for read in (store.get, store.head):
+        with pytest.raises(ObjectNotFound):
+            read("a")
+    store.delete("a")
+    assert not (tmp_path / "later").exists()
+    store.put_if_absent("a", b"1")
+    assert FileStore(tmp_path / "later").get("a") == b"1"
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_the_first_put(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    store = FileStore(tmp_path / "file" / "store")
+    for put in (store.put_if_absent, store.put):
+        with pytest.raises(StoreRefused, match="cannot be made: Not a directory; check the folder's owner"):
+            put("a", b"1")
+
+
 def test_unfinished_writes_are_not_objects(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
+    store.put("hint", b"1")
+    store.delete("hint")
     (tmp_path / ".scratch" / "torn").write_bytes(b"half")
     assert list(store.list("")) == []
     with pytest.raises(ValueError, match="not allowed"):

@@ -25,7 +25,7 @@ from astraflow_weights.store import ObjectInfo
 from astraflow_weights.store_file import FileStore
 from astraflow_weights.tensor_hash import tensor_digests
 from astraflow_weights.version_log import VersionLog, way_key
-from support.weight_models import POLICY, RUN, make_model, overwrite
+from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite
 
 KEYS = PolicyKeys(RUN, POLICY)
 # Only what is wrong waits as long.
@@ -272,3 +272,18 @@ def test_a_way_in_the_sequence_is_no_entry(store: FileStore) -> None:
     store.put_if_absent(KEYS.entry(0), encode_way(way(1, base=0)))
     with pytest.raises(CorruptManifest, match="neither a manifest nor a fence"):
         write(store).refresh()
+
+
+def test_a_copy_goes_on_alone_and_reads_nothing_twice(tmp_path: Path) -> None:
+    store = FaultyStore(tmp_path / "store")
+    log = write(FileStore(tmp_path / "store"), fence(0, epoch=1), manifest(1, epoch=1, version=0))
+    first = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    first.refresh()
+    other = first.copy()
+    write(FileStore(tmp_path / "store"), manifest(2, epoch=1, version=1))
+    store.gets.clear()
+    assert other.refresh() == 1
+    assert store.gets == [KEYS.entry(2)]
+    assert (len(first.records), first.next_sequence, first.owner) == (1, 2, other.owner)
+    assert log.refresh() == 1
+    assert list(log.records) == list(other.records)
