@@ -255,6 +255,23 @@ class StoredEvaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightFault:
+    """Why a node cannot activate a version; `tensor` and `tile` where it is known to lie in one."""
+
+    policy_id: str
+    version: int
+    tensor: str
+    tile: int | None
+    problem: str
+
+    @property
+    def place(self) -> str:
+        """Where it lies, for people."""
+        inside = f", tile {self.tile}" if self.tile is not None else ""
+        return f"version {self.version}" + (f", tensor {self.tensor!r}{inside}" if self.tensor else "")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoredNode:
     """One node that joined."""
 
@@ -274,6 +291,7 @@ class StoredNode:
     pool: str = ""
     engines: tuple[str, ...] = ()
     engine_restarts: int = 0
+    weight_faults: tuple[WeightFault, ...] = ()
     drain_reason: str = ""
     join_ms: int = 0
 

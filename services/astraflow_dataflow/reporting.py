@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from astraflow.dataflow.v1 import account_pb2, admin_service_pb2, run_pb2, trace_pb2
+from astraflow.dataflow.v1 import account_pb2, admin_service_pb2, run_pb2, trace_pb2, version_pb2
 from astraflow.errors import NotFoundError
 from astraflow_dataflow.accounts import Account, balance, drift
 from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
@@ -52,8 +52,10 @@ class Reporting:
         audit, account = await self.account(context)
         nodes = await self.store.nodes.all(context.run_id)
         evaluations = await self.store.evaluations.all(context.run_id)
-        connected = sum(node.connected_until_ms > audit.now_ms for node in nodes)
-        self.metrics.set("astraflow_dataflow_nodes_connected", connected)
+        connected = [node for node in nodes if node.connected_until_ms > audit.now_ms]
+        self.metrics.set("astraflow_dataflow_nodes_connected", len(connected))
+        faults = sum(len(node.weight_faults) for node in connected)
+        self.metrics.set("astraflow_dataflow_weight_faults", faults)
         waits = await self._waits(context, audit, nodes, evaluations)
         versions = {version.policy_id: version for version in await self.versions.newest(context)}
         policies = [policy_message(policy) for policy in audit.policies]
@@ -221,6 +223,7 @@ def node_message(node: StoredNode, *, now_ms: int) -> admin_service_pb2.NodeStat
         engines=node.engines,
         max_concurrent_tasks=node.max_tasks,
         engine_restarts=node.engine_restarts,
+        weight_faults=[version_pb2.WeightFault(**asdict(fault)) for fault in node.weight_faults],
         drain_reason=node.drain_reason,
         join_time=timestamp(node.join_ms) if node.join_ms else None,
     )

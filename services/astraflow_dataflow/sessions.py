@@ -12,12 +12,13 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
 
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError, UnavailableError
 from astraflow_dataflow.durability import Durability
 from astraflow_dataflow.leasing import Leasing, Offer
-from astraflow_dataflow.records import Event, Life
+from astraflow_dataflow.records import Event, Life, WeightFault
 from astraflow_dataflow.runs import RunContext
 from astraflow_dataflow.stores import Store
 from astraflow_dataflow.versions import Versions
@@ -32,6 +33,7 @@ Response = task_service_pb2.WorkResponse
 HEARTBEAT_S = 5.0
 _CONNECTED_MS = 15_000
 _MAX_RENEWALS = 4096
+_MAX_WEIGHT_FAULTS = 16
 # Wake-ups of many groups arrive in bursts: one lease call answers them together.
 _SETTLE_S = 0.002
 
@@ -68,6 +70,7 @@ class WorkSession:
         self._num_sent = 0
         """Leases sent on this stream."""
         self._serving: dict[str, int] = {}
+        self._faults: list[WeightFault] = []
         self._announced: dict[str, int] = {}
         self._lost: list[str] = []
         self._drained = False
@@ -179,8 +182,27 @@ class WorkSession:
                 "tokens": credits_given.tokens_sampled,
                 "engine_restarts": credits_given.engine_restarts,
                 "waiting_for": credits_given.waiting_for[:64],
+                "weight_faults": self._weight_faults(credits_given.weight_faults[:_MAX_WEIGHT_FAULTS]),
             }
         )
+
+    def _weight_faults(self, told: Sequence[version_pb2.WeightFault]) -> str:
+        """What is kept of a node's faults; each new one is logged once."""
+        faults = [
+            WeightFault(
+                policy_id=fault.policy_id[:128],
+                version=fault.version,
+                tensor=fault.tensor[:512],
+                tile=fault.tile if fault.HasField("tile") else None,
+                problem=fault.problem[:512],
+            )
+            for fault in told
+        ]
+        for fault in faults:
+            if fault not in self._faults:
+                log.error("node.weight_fault", node_id=self._node_id, **asdict(fault))
+        self._faults = faults
+        return json.dumps([asdict(fault) for fault in faults])
 
     async def _renew(self, lease_ids: list[str]) -> None:
         _require_few(lease_ids)

@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 
 from astraflow.errors import ConflictError, NotFoundError
 from astraflow_dataflow.keys import DELETING_KEY, RUNS_KEY, Keys
-from astraflow_dataflow.records import Life, NewTask, PolicyLimits, StoredEvaluation, StoredNode, StoredRun
+from astraflow_dataflow.records import (
+    Life,
+    NewTask,
+    PolicyLimits,
+    StoredEvaluation,
+    StoredNode,
+    StoredRun,
+    WeightFault,
+)
 from astraflow_dataflow.store import Argument, Connection, as_bytes, as_int, as_list, as_mapping, as_text
 
 _GONE = ("", "deleting")
@@ -297,6 +305,7 @@ def _node(node_id: str, fields: Mapping[str, bytes], *, leases: int) -> StoredNo
         pool=as_text(fields.get("pool")),
         engines=tuple(filter(None, as_text(fields.get("engines")).split(","))),
         engine_restarts=as_int(fields.get("engine_restarts")),
+        weight_faults=tuple(WeightFault(**fault) for fault in json.loads(fields.get("weight_faults", b"[]"))),
         drain_reason=as_text(fields.get("drain")),
         join_ms=as_int(fields.get("join_ms")),
     )

@@ -6,7 +6,7 @@ Pure: computed from one audit, the nodes and the evaluations. A wait is named by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from astraflow_dataflow.records import Audit, Life, PolicyState, Refused, StoredEvaluation, StoredNode
@@ -78,10 +78,27 @@ def current_waits(
         waits.append(_refused(refused, connected))
     if audit.life is Life.ACTIVE:
         waits += _lease_waits(audit, connected, dataset_complaint)
+    waits += _weight_faults(connected)
     for policy in audit.policies:
         waits += _batch_waits(policy, now_ms=audit.now_ms)
         waits += _publish_waits(policy)
     return waits
+
+
+def _weight_faults(connected: Sequence[StoredNode]) -> Iterator[Wait]:
+    """One wait per policy that a node cannot bring up to date."""
+    found = [(node.node_id, fault) for node in connected for fault in node.weight_faults]
+    for policy_id in sorted({fault.policy_id for _, fault in found}):
+        own = [(node_id, fault) for node_id, fault in found if fault.policy_id == policy_id]
+        node_id, fault = own[0]
+        more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+        yield Wait(
+            stage="activate",
+            reason="weight_fault",
+            policy_id=policy_id,
+            detail=f"{node_id} serves an older version: {fault.place}: {fault.problem}{more}",
+            released_by=f"sound bytes in the store; look with `astraflow weights verify {fault.version}`",
+        )
 
 
 def _lease_waits(audit: Audit, connected: Sequence[StoredNode], complaint: str) -> list[Wait]:

@@ -64,6 +64,7 @@ _ENTRIES = (
         Kind.GAUGE,
         "Trajectories unaccounted for; not 0 is a defect.",
     ),
+    Metric("astraflow_dataflow_weight_faults", Kind.GAUGE, "Faulty weight versions that nodes report."),
     Metric("astraflow_dataflow_nodes_connected", Kind.GAUGE, "Nodes with an open working session."),
     # raas
     Metric("astraflow_raas_leases_total", Kind.COUNTER, "Leases taken, by task's purpose.", ("purpose",)),
@@ -81,10 +82,7 @@ _ENTRIES = (
     Metric("astraflow_raas_apply_seconds", Kind.HISTOGRAM, "Time to apply a version.", ("policy",)),
     Metric("astraflow_raas_swap_seconds", Kind.HISTOGRAM, "Time generation pauses for a swap.", ("policy",)),
     Metric(
-        "astraflow_raas_version_failures_total",
-        Kind.COUNTER,
-        "Versions that could not be activated, by reason.",
-        ("policy", "reason"),
+        "astraflow_raas_version_failures_total", Kind.COUNTER, "Failed activations.", ("policy", "reason")
     ),
     Metric("astraflow_raas_engine_losses_total", Kind.COUNTER, "Engines that died or hung.", ("policy",)),
     # trainer

@@ -18,6 +18,8 @@ from astraflow_raas.session import Session
 from astraflow_raas.weight_sync import AnnouncedVersion, WeightSync
 from astraflow_raas.worker import Worker
 
+_MAX_WEIGHT_FAULTS = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyParts:
@@ -57,6 +59,12 @@ class PolicyTable:
     def engine_restarts(self) -> int:
         """Engines lost since the process started."""
         return sum(part.host.num_restarts for part in self.parts.values())
+
+    @property
+    def weight_faults(self) -> Sequence[version_pb2.WeightFault]:
+        """Versions that cannot be activated because their bytes are wrong."""
+        faults = (part.weights.fault for part in self.parts.values())
+        return [fault for fault in faults if fault is not None][:_MAX_WEIGHT_FAULTS]
 
     @property
     def waiting_for(self) -> str:
@@ -104,6 +112,11 @@ class NodeState:
     def engine_restarts(self) -> int:
         """Engines lost since the process started."""
         return self.policies.engine_restarts
+
+    @property
+    def weight_faults(self) -> Sequence[version_pb2.WeightFault]:
+        """Versions that cannot be activated because their bytes are wrong."""
+        return self.policies.weight_faults
 
     @property
     def waiting_for(self) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from astraflow.client import RetryPolicy
+from astraflow.dataflow.v1 import version_pb2
 from astraflow.errors import AstraflowError, IncompatibleError, RetryableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import correlated, get_logger
@@ -40,6 +41,7 @@ log = get_logger(__name__)
 _HOPELESS = (IncompatibleError, MirrorMismatch, StoreRefused)
 _RETRY = RetryPolicy(first_wait_s=0.2, max_wait_s=10.0)
 _HOLD_POLL_S = 0.02
+_MAX_PROBLEM_CHARS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,8 @@ class WeightSync(LoopService):
         self._has_weights = asyncio.Event()
         self.num_verification_failures = 0
         """Versions refused because their bytes did not verify."""
+        self.fault: version_pb2.WeightFault | None = None
+        """What is wrong with the bytes of the version to be activated; None when nothing is known to be."""
         self.holding = False
         """True while a newer version waits for evaluations of the served one."""
 
@@ -180,6 +184,7 @@ class WeightSync(LoopService):
             self._news.clear()
             if await self._follow(self._announced):
                 failures = 0
+                self._mended()
                 continue
             failures += 1
             await asyncio.sleep(_RETRY.wait_s(failures))
@@ -280,11 +285,18 @@ class WeightSync(LoopService):
         except EngineUnavailable:
             return None
 
+    def _mended(self) -> None:
+        if self.fault is not None:
+            self.fault = None
+            self._policy.on_change()
+
     def _failed(self, announced: AnnouncedVersion, error: AstraflowError) -> None:
         """The old version keeps serving. Bad bytes are counted apart: they are somebody's fault to find."""
         damaged = isinstance(error, VerificationFailed | CorruptPart | CorruptManifest)
         if damaged:
             self.num_verification_failures += 1
+            self.fault = _fault(announced, error)
+            self._policy.on_change()
         self._metrics.increment(
             "astraflow_raas_version_failures_total", policy=announced.policy_id, reason=error.reason
         )
@@ -292,3 +304,15 @@ class WeightSync(LoopService):
         report(
             "weights.refused", reason=error.reason, message=error.message, still_serving=self._policy.version
         )
+
+
+def _fault(announced: AnnouncedVersion, error: AstraflowError) -> version_pb2.WeightFault:
+    """What the server is told."""
+    fault = version_pb2.WeightFault(
+        policy_id=announced.policy_id, version=announced.version, problem=error.message[:_MAX_PROBLEM_CHARS]
+    )
+    if isinstance(error, VerificationFailed):
+        fault.version, fault.tensor = error.version, error.tensor
+        if error.tile is not None:
+            fault.tile = error.tile
+    return fault

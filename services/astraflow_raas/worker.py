@@ -7,7 +7,7 @@ the lifecycle.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -66,6 +66,10 @@ class NodeState(Protocol):
     @property
     def engine_restarts(self) -> int:
         """Engines lost since the process started."""
+
+    @property
+    def weight_faults(self) -> Sequence[version_pb2.WeightFault]:
+        """Versions that cannot be activated because their bytes are wrong."""
 
     @property
     def waiting_for(self) -> str:
@@ -275,6 +279,7 @@ class Worker(LoopService):
             serving_versions={} if self.draining else self._state.serving_versions,
             tokens_sampled=self._state.tokens_sampled,
             engine_restarts=self._state.engine_restarts,
+            weight_faults=self._state.weight_faults,
             waiting_for="drain" if self.draining else self._state.waiting_for,
             leases_received=self._num_received,
         )

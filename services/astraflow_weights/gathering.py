@@ -18,9 +18,11 @@ from astraflow_weights.manifest import Asset, Manifest, PartRef
 from astraflow_weights.part_reader import Part, PartSet, joined, open_part
 from astraflow_weights.planner import PullStep
 from astraflow_weights.pull import PullCounts
+from astraflow_weights.rates import MeasuredRates, stopwatch
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.tile_grid import MappedTiles
 from astraflow_weights.tile_steps import kind_of, unusable
+from astraflow_weights.tiles import PartKind
 
 
 @dataclass
@@ -34,6 +36,11 @@ class Received:
         """Count an object."""
         with self._lock:
             self.sizes[edge] = self.sizes.get(edge, 0) + size_bytes
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.sizes.values())
 
     @property
     def counts(self) -> PullCounts:
@@ -56,6 +63,7 @@ class Gatherer:
     store: ObjectStore
     journal: Journal
     threads: int
+    rates: MeasuredRates
     received: Received = field(default_factory=Received)
 
     def sets(self, steps: Sequence[PullStep]) -> list[tuple[Edge, PartSet]]:
@@ -64,14 +72,21 @@ class Gatherer:
         def fetch(step: PullStep, ref: PartRef) -> Part:
             return self._journaled(step.edge, ref)
 
-        return self._all(steps, fetch)
+        before = self.received.total
+        with stopwatch() as elapsed:
+            sets = self._all(steps, fetch)
+        self.rates.fetched(size_bytes=self.received.total - before, took_s=elapsed.seconds)
+        return sets
 
     def build(self, step: PullStep, into: MappedTiles) -> None:
         """Decode the parts of a snapshot into a weights file as they arrive. Raises as `sets` does."""
 
         def fetch(step: PullStep, ref: PartRef) -> Part:
-            part = open_part(self._fetched(step.edge, ref))
-            _decode_into(part, into)
+            data = self._fetched(step.edge, ref)
+            with stopwatch() as elapsed:
+                part = open_part(data)
+                _decode_into(part, into)
+            self.rates.decoded(PartKind.SNAPSHOT, size_bytes=len(data), took_s=elapsed.seconds)
             return replace(part, tiles=tuple(replace(tile, body=memoryview(b"")) for tile in part.tiles))
 
         self._all([step], fetch)
@@ -100,7 +115,9 @@ class Gatherer:
         return part
 
     def _fetched(self, edge: Edge, ref: PartRef) -> bytes:
-        data = fetch_part(self.store, ref)
+        with stopwatch() as elapsed:
+            data = fetch_part(self.store, ref)
+        self.rates.answered(size_bytes=len(data), took_s=elapsed.seconds)
         self.received.add(edge, len(data))
         return data
 

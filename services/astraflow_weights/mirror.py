@@ -26,6 +26,7 @@ from astraflow_weights.mirror_pull import MirrorPull
 from astraflow_weights.mirror_state import MirrorFiles
 from astraflow_weights.pull import PullCounts
 from astraflow_weights.pull_guard import PullGuard
+from astraflow_weights.rates import MeasuredRates
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.tensors import Array
@@ -69,6 +70,7 @@ class Mirror:
         self._content = MirrorContent(self._files, self._journal, settings=self._settings)
         self._counts = PullCounts()
         self._guard = PullGuard()
+        self._rates = MeasuredRates(parallel=self._settings.fetch_threads)
         try:
             with mirror_lock.pulling(self._root):
                 self._content.open(recover=True)
@@ -179,6 +181,7 @@ class Mirror:
             content=self._content,
             settings=self._settings,
             guard=self._guard,
+            rates=self._rates,
         )
         self._reread(log_reader, pull)
         return pull

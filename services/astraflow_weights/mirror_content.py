@@ -28,6 +28,7 @@ from astraflow_weights.mirror_state import (
 )
 from astraflow_weights.part_reader import PartSet, joined
 from astraflow_weights.planner import PullStep
+from astraflow_weights.rates import stopwatch
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.tensor_hash import tensor_digest
 from astraflow_weights.tile_grid import GridTile, MappedTiles, TileDigests, TileGrid, UInts
@@ -122,8 +123,9 @@ class MirrorContent:
         to: Holding,
         manifest: Manifest,
         heal: Heal,
-    ) -> None:
-        """Change what is held into another version, in place. Parts and assets are in the journal.
+    ) -> float:
+        """Change what is held into another version, in place; returns the seconds that took, waiting apart. Parts and
+        assets are in the journal.
 
         Raises VerificationFailed: then what was held is here again, or `damaged` says what of it is not.
         """
@@ -134,7 +136,9 @@ class MirrorContent:
         with mirror_lock.exclusive(self._files.root, patience_s=self._settings.lock_patience_s):
             self._write_state(self.held, applying(to, steps))
             failpoints.hit("weights.mirror.applying")
-            self._finish(change, to=to, manifest=manifest, heal=heal)
+            with stopwatch() as elapsed:
+                self._finish(change, to=to, manifest=manifest, heal=heal)
+        return elapsed.seconds
 
     def resume(self, heal: Heal | None) -> None:
         """Finish what an earlier process, or an earlier call, could not. Raises as `apply` does."""

@@ -20,11 +20,12 @@ from astraflow_weights.part_reader import PartSet
 from astraflow_weights.planner import PullPlan, plan_pull
 from astraflow_weights.pull import PullCounts
 from astraflow_weights.pull_guard import PullGuard
+from astraflow_weights.rates import MeasuredRates
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.tile_grid import GridTile, MappedTiles, TileGrid
 from astraflow_weights.tile_repair import fetch_repair, plan_repair
-from astraflow_weights.tile_steps import steps_of
+from astraflow_weights.tile_steps import kind_of, steps_of
 from astraflow_weights.version_log import VersionLog, VersionRecord
 
 log = get_logger(__name__)
@@ -44,6 +45,7 @@ class MirrorPull:
         content: MirrorContent,
         settings: MirrorSettings,
         guard: PullGuard,
+        rates: MeasuredRates,
     ) -> None:
         self._store = store
         self._log = log_reader
@@ -53,6 +55,7 @@ class MirrorPull:
         self._content = content
         self._settings = settings
         self._guard = guard
+        self._rates = rates
         self.counts = PullCounts()
         """What was fetched."""
 
@@ -99,7 +102,8 @@ class MirrorPull:
                 sets = self._gather(gatherer, plan, manifest=manifest)
                 failpoints.hit("weights.mirror.fetched")
                 heal = self._heal(avoid, limit_bytes=None)
-                self._content.apply(sets, plan.steps, to=to, manifest=manifest, heal=heal)
+                took_s = self._content.apply(sets, plan.steps, to=to, manifest=manifest, heal=heal)
+                self._learn(plan, took_s=took_s)
             else:
                 self._build(gatherer, plan, to=to, manifest=manifest)
         finally:
@@ -110,8 +114,11 @@ class MirrorPull:
     def _plan(self, *, held: int | None, target: int, avoid: frozenset[Edge]) -> PullPlan:
         """The cheapest plan; its parts are protected while it is carried out. Raises NoPath."""
         return self._guard.plan(
-            lambda avoided: plan_pull(self._log, held=held, target=target, avoid=avoided), avoid=avoid
+            lambda avoided: self._cheapest(held=held, target=target, avoid=avoided), avoid=avoid
         )
+
+    def _cheapest(self, *, held: int | None, target: int, avoid: frozenset[Edge]) -> PullPlan:
+        return plan_pull(self._log, held=held, target=target, avoid=avoid, costs=self._rates.costs())
 
     def _mend(self, avoid: frozenset[Edge]) -> None:
         """End a change that was interrupted and repair damage, as far as that is cheaper than starting anew."""
@@ -129,6 +136,12 @@ class MirrorPull:
                 self._repair(heal)
         except (NoPath, _Dearer) as error:
             log.warning("weights.mirror_given_up", version=content.held.holding.version, message=str(error))
+
+    def _learn(self, plan: PullPlan, *, took_s: float) -> None:
+        """What applying costs; a plan with both kinds tells nothing of either."""
+        kinds = {kind_of(step.edge) for step in plan.steps}
+        if len(kinds) == 1:
+            self._rates.decoded(kinds.pop(), size_bytes=plan.size_bytes, took_s=took_s)
 
     def _repair(self, heal: Heal) -> None:
         """Bring back what is held."""
@@ -217,7 +230,9 @@ class MirrorPull:
 
     def _gatherer(self) -> Gatherer:
         """For one plan."""
-        return Gatherer(store=self._store, journal=self._journal, threads=self._settings.fetch_threads)
+        return Gatherer(
+            store=self._store, journal=self._journal, threads=self._settings.fetch_threads, rates=self._rates
+        )
 
     @property
     def is_here(self) -> bool:
@@ -246,7 +261,7 @@ class MirrorPull:
 
     def _plan_if_any(self, *, held: int | None, avoid: frozenset[Edge]) -> PullPlan | None:
         try:
-            return plan_pull(self._log, held=held, target=self._record.version, avoid=avoid)
+            return self._cheapest(held=held, target=self._record.version, avoid=avoid)
         except NoPath:
             return None
 

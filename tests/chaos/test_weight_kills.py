@@ -1,6 +1,7 @@
 """SIGKILL at random instants of who publishes weights and of who pulls them: bit-exact afterwards, nothing torn."""
 
 import random
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from astraflow_weights.inspection import parts_by_base
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.mirror import Mirror
+from astraflow_weights.mirror_state import MirrorFiles
 from astraflow_weights.store_file import FileStore
 from astraflow_weights.verification import verify_version
 from support import store_census
@@ -15,6 +17,7 @@ from support.weight_models import POLICY, RUN
 from support.weight_processes import (
     check_mirror,
     kill_after,
+    loading,
     publish,
     read_log,
     root_of,
@@ -65,24 +68,41 @@ def check_added_ways(store: FileStore) -> None:
         assert not verify_version(store, log, version=version, threads=4).faults
 
 
-def kill_pullers(folder: Path, *, times: int, seed: int) -> set[int]:
-    """Kill one puller after the other over one mirror; returns the versions that were found held."""
-    draw, store = random.Random(seed), FileStore(folder / "store")
+@dataclass
+class Met:
+    """What kills of pullers were found to have done."""
+
+    versions: set[int] = field(default_factory=set)
+    applying: int = 0
+    """Kills that left a change unfinished."""
+
+
+def kill_pullers(folder: Path, *, times: int, seed: int) -> Met:
+    """Kill one puller after the other over one mirror, and engines that load from it, while another engine loads all
+    the time.
+    """
+    draw, store, met = random.Random(seed), FileStore(folder / "store"), Met()
     publish(folder, epoch=1, versions=PULLED_VERSIONS)
-    log, found = read_log(store), set()
-    mirror = Mirror(folder / "mirror")
-    mirror.advance(store, log, target=0)
-    for number in range(times):
-        kill_after(folder, "pull", str(seed + number), delay_s=draw.random() * MAX_DELAY_S)
-        mirror = Mirror(folder / "mirror")
-        assert mirror.version is not None, "the version that was held is lost"
-        check_mirror(mirror)
-        found.add(mirror.version)
-        if number % 3 == 0:
-            mirror.advance(store, log, target=draw.randrange(PULLED_VERSIONS))
+    log = read_log(store)
+    Mirror(folder / "mirror").advance(store, log, target=0)
+    with loading(folder):
+        for number in range(times):
+            kill_after(folder, "pull", str(seed + number), delay_s=draw.random() * MAX_DELAY_S)
+            state = MirrorFiles(folder / "mirror").read_state()
+            assert state is not None
+            met.applying += state.applying is not None
+            mirror = Mirror(folder / "mirror")
+            assert mirror.version is not None, "what was held is lost"
+            assert mirror.counts.fetched_bytes == 0, "an opening needs no store"
             check_mirror(mirror)
-            assert not list((folder / "mirror").glob("incoming-*"))
-    return found
+            met.versions.add(mirror.version)
+            if number % 3 == 0:
+                mirror.advance(store, log, target=draw.randrange(PULLED_VERSIONS))
+                check_mirror(mirror)
+                kill_after(folder, "load", "0", delay_s=draw.random() * MAX_DELAY_S / 4)
+                mirror.advance(store, log, target=draw.randrange(PULLED_VERSIONS))
+                check_mirror(mirror)
+    return met
 
 
 @pytest.mark.ci
@@ -92,7 +112,7 @@ def test_publishers_killed_at_random_instants_leave_whole_versions_only(tmp_path
 
 @pytest.mark.ci
 def test_pullers_killed_at_random_instants_leave_a_whole_version(tmp_path: Path) -> None:
-    assert len(kill_pullers(tmp_path, times=5, seed=2)) > 1
+    assert len(kill_pullers(tmp_path, times=5, seed=2).versions) > 1
 
 
 @pytest.mark.soak
@@ -101,5 +121,7 @@ def test_fifty_killed_publishers(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_fifty_killed_pullers(tmp_path: Path) -> None:
-    assert len(kill_pullers(tmp_path, times=50, seed=4)) > 5
+def test_fifty_killed_pullers_and_engines_that_load(tmp_path: Path) -> None:
+    met = kill_pullers(tmp_path, times=50, seed=4)
+    assert len(met.versions) > 5
+    assert met.applying > 0, "no kill met a change"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import grpc
 import pytest
 
 from astraflow._status import from_rpc_error
-from astraflow.dataflow.v1 import batch_service_pb2, run_pb2
+from astraflow.dataflow.v1 import admin_service_pb2, batch_service_pb2, run_pb2, version_pb2
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.errors import AstraflowError, FencedError, InvalidArgumentError, NotFoundError
 from support.dataflow_world import World, until
@@ -193,6 +194,37 @@ async def test_status_shows_what_a_connected_node_reports(world: World) -> None:
         return not (await world.status()).nodes[0].connected
 
     await until(is_gone)
+
+
+async def test_a_nodes_weight_faults_reach_the_list_and_why_and_go_when_it_is_mended(world: World) -> None:
+    await world.create_run()
+    await world.node()
+    faults = [
+        version_pb2.WeightFault(policy_id="solver", version=5, tensor="w", tile=3, problem="x" * 2000),
+        *(version_pb2.WeightFault(policy_id="solver", version=v, problem="gone") for v in range(40)),
+    ]
+    async with working(world) as session:
+
+        async def told() -> Sequence[version_pb2.WeightFault]:
+            (node,) = (await world.status()).nodes
+            return node.weight_faults
+
+        async def is_told() -> bool:
+            return len(await told()) == 16
+
+        await session.call.write(pb.WorkRequest(credits=pb.Credits(weight_faults=faults)))
+        await until(is_told)
+        first = (await told())[0]
+        assert (first.version, first.tensor, first.tile, len(first.problem)) == (5, "w", 3, 512)
+        request = admin_service_pb2.WhyRequest(run_id=world.run_id)
+        waits = (await world.client.call(world.client.admin.Why, request)).waits
+        assert [wait.policy_id for wait in waits if wait.reason == "weight_fault"] == ["solver"]
+
+        async def is_mended() -> bool:
+            return not await told()
+
+        await session.call.write(pb.WorkRequest(credits=pb.Credits()))
+        await until(is_mended)
 
 
 async def refusal(world: World, *requests: pb.WorkRequest) -> AstraflowError:

@@ -12,12 +12,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+from astraflow_weights.checkpoint import map_model
 from astraflow_weights.compactor import Compactor
 from astraflow_weights.digest import model_root
 from astraflow_weights.mirror import Mirror
+from astraflow_weights.mirror_lock import try_hold
 from astraflow_weights.peers import OnePeer
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.shard_publisher import ShardPublisher
@@ -90,17 +94,48 @@ def pull(folder: Path, *, seed: int) -> None:
         mirror.advance(store, log, target=draw.randrange(len(log.records)))
 
 
+def load(folder: Path) -> None:
+    """Load what the mirror holds as an engine does, again and again until killed; ends by itself when it is torn."""
+    while True:
+        held = try_hold(folder / "mirror")
+        if held is None:
+            time.sleep(0.001)
+            continue
+        root = model_root(tensor_digests(map_model(held.directory)))
+        assert root == root_of(held.version), f"version {held.version} was loaded torn"
+        held.release()
+
+
+@contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """An engine that loads all the time beside the block. Raises AssertionError when it met a torn version."""
+    with _process(folder, "load", "0") as process:
+        yield
+        assert process.poll() is None, f"it ended by itself with {process.returncode}: see its output"
+        process.kill()
+
+
 def kill_after(folder: Path, *arguments: str, delay_s: float) -> None:
     """Start a process of this file and kill it so long after it began its work."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, str(folder), *arguments]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+    with _process(folder, *arguments) as process:
         time.sleep(delay_s)
         assert process.poll() is None, f"it ended by itself with {process.returncode}"
         process.kill()
     assert process.returncode == -signal.SIGKILL
+
+
+@contextmanager
+def _process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of this file that has begun its work; it does not outlive the block."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, str(folder), *arguments]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def check_mirror(mirror: Mirror) -> None:
@@ -110,14 +145,16 @@ def check_mirror(mirror: Mirror) -> None:
 
 
 def main() -> None:
-    """Publish or pull."""
+    """Publish, pull or load."""
     folder, task, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     if task == "publish":
         publish(folder, epoch=number)
-    else:
+    elif task == "pull":
         pull(folder, seed=number)
+    else:
+        load(folder)
 
 
 if __name__ == "__main__":

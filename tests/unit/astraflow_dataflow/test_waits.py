@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from astraflow_dataflow.records import Audit, Life, Refused, StoredEvaluation, StoredNode
+from astraflow_dataflow.records import Audit, Life, Refused, StoredEvaluation, StoredNode, WeightFault
 from astraflow_dataflow.waits import Plugged, Wait, WaitBook, current_waits
 from support.dataflow_snapshots import AUDIT, EVALUATION, NODE, POLICY
 
@@ -109,6 +109,17 @@ def test_tasks_that_every_connected_node_refused_wait_for_a_capable_one() -> Non
     assert not [
         wait for wait in current_waits(AUDIT, [NODE], [], refused=Refused()) if "capable" in wait.reason
     ]
+
+
+def test_a_policy_whose_bytes_a_node_cannot_verify_waits_to_be_activated() -> None:
+    fault = WeightFault(policy_id="solver", version=5, tensor="w", tile=3, problem="its parts are damaged")
+    faulty = [dataclasses.replace(NODE, node_id=name, weight_faults=(fault,)) for name in ("n1", "n2")]
+    (wait,) = [wait for wait in current_waits(AUDIT, [*faulty, NODE], []) if wait.stage == "activate"]
+    assert (wait.reason, wait.policy_id) == ("weight_fault", "solver")
+    assert wait.detail == (
+        "n1 serves an older version: version 5, tensor 'w', tile 3: its parts are damaged (and 1 more)"
+    )
+    assert wait.released_by == "sound bytes in the store; look with `astraflow weights verify 5`"
 
 
 def test_every_wait_says_what_would_release_it() -> None:

@@ -209,8 +209,12 @@ async def test_damaged_bytes_leave_the_old_version_serving_are_named_and_counted
     said = next(event for event in events if event["event"] == "weights.refused")
     assert (said["still_serving"], said["version"]) == (0, 1)
     assert [word for word in words if word not in said["message"]] == [], said
+    fault = setup.sync.fault
+    assert fault is not None
+    assert (fault.policy_id, fault.version, fault.problem) == (POLICY, 1, said["message"][:512])
     path.write_bytes(whole)
     await eventually(lambda: setup.policy.version == 1, what="the repaired store is used")
+    await eventually(lambda: setup.sync.fault is None, what="the fault is over")
     assert same_model(map_model(setup.engine.swaps[-1][0]), setup.trainer.models[1])
 
 
@@ -279,6 +283,33 @@ async def test_an_evaluation_holds_the_next_version_back_until_it_is_done(setup:
     await eventually(lambda: setup.policy.version == 1, what="the new version serves")
     with pytest.raises(VersionUnavailable, match="serves version 1"), setup.policy.pinned(0):
         pass
+
+
+async def test_a_version_is_fetched_and_not_applied_while_an_evaluation_needs_the_one_before(
+    setup: Setup,
+) -> None:
+    setup.sync.announce(setup.trainer.publish())
+    await setup.start_engine()
+    with setup.policy.pinned(0):
+        setup.sync.announce(setup.trainer.publish())
+        await eventually(lambda: setup.sync.holding, what="the new version waits")
+        assert setup.sync.counts.deltas_fetched == 1
+        setup.policy.engine_lost()
+        async with setup.sync.loading() as loadable:
+            assert loadable.version == 0, "an engine that restarts now must serve the evaluation"
+            assert same_model(map_model(loadable.model_dir), setup.trainer.models[0])
+    await eventually(lambda: setup.sync.mirror_version == 1, what="the new version is applied")
+
+
+async def test_nothing_is_applied_while_an_engine_loads(setup: Setup) -> None:
+    setup.sync.announce(setup.trainer.publish())
+    await setup.start_engine()
+    async with setup.sync.loading() as loadable:
+        setup.sync.announce(setup.trainer.publish())
+        await eventually(lambda: setup.sync.counts.deltas_fetched == 1, what="the new version is fetched")
+        await asyncio.sleep(0.05)
+        assert (setup.sync.mirror_version, loadable.version) == (0, 0)
+    await eventually(lambda: setup.policy.version == 1, what="the new version serves")
 
 
 async def test_an_evaluation_that_takes_too_long_loses_its_version(setup: Setup) -> None:

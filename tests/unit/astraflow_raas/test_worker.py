@@ -1,7 +1,7 @@
 """The working session against a real server: credits, leases, renewals, cancels, lost streams, drains."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -61,6 +61,7 @@ class State:
     serving_versions: Mapping[str, int] = field(default_factory=lambda: {"solver": 0})
     tokens_sampled: int = 0
     engine_restarts: int = 0
+    weight_faults: Sequence[version_pb2.WeightFault] = ()
     waiting_for: str = ""
 
 

@@ -10,6 +10,7 @@ from astraflow.errors import UnknownVersionError
 from astraflow_weights.errors import Edge, NoPath
 from astraflow_weights.manifest import AddedWay, DeltaRef, PartRef
 from astraflow_weights.planner import PullPlan, plan_pull
+from astraflow_weights.rates import PullCosts
 from astraflow_weights.store_file import FileStore
 from astraflow_weights.version_log import VersionLog, VersionRecord
 from support.weight_models import POLICY, RUN
@@ -111,6 +112,35 @@ def test_ways_that_proved_bad_are_avoided() -> None:
     assert edges(plan_pull(KnownLog(CHAIN), held=1, target=3, avoid=bad)) == [(None, 3)]
     with pytest.raises(NoPath, match="1 ways proved bad: wait for the next snapshot"):
         plan_pull(KnownLog(CHAIN), held=1, target=2, avoid=bad)
+
+
+def far_and_fast(objects_in_parallel: int = 1) -> PullCosts:
+    """A store that answers after a second, and then at once."""
+    return PullCosts(fetch_s_per_byte=1e-9, latency_s=1.0, parallel=objects_in_parallel)
+
+
+def test_a_store_that_is_far_away_is_asked_less_often() -> None:
+    offers: list[Offer] = [(100, {}), (None, {0: 5}), (None, {1: 5}), (None, {2: 5, 0: 20})]
+    log = KnownLog(offers)
+    assert edges(plan_pull(log, held=0, target=3)) == [(0, 1), (1, 2), (2, 3)]
+    assert edges(plan_pull(log, held=0, target=3, costs=far_and_fast())) == [(0, 3)]
+    assert len(plan_pull(log, held=0, target=3, costs=far_and_fast(3)).steps) == 3, "three are one wait"
+
+
+def test_a_way_that_is_dearer_half_way_may_be_the_cheapest_in_the_end() -> None:
+    """Five bytes in two objects reach version 2 first; with the object to version 3 they are one too many."""
+    offers: list[Offer] = [(100, {}), (None, {0: 2}), (None, {1: 3, 0: 9}), (None, {2: 5})]
+    log = KnownLog(offers)
+    assert edges(plan_pull(log, held=0, target=2, costs=far_and_fast(2))) == [(0, 1), (1, 2)]
+    assert edges(plan_pull(log, held=0, target=3, costs=far_and_fast(2))) == [(0, 2), (2, 3)]
+
+
+def test_a_kind_that_is_slow_to_decode_costs_that() -> None:
+    offers: list[Offer] = [(100, {}), (100, {0: 60})]
+    log = KnownLog(offers)
+    slow = PullCosts(snapshot_s_per_byte=0, delta_s_per_byte=1e-7)
+    assert edges(plan_pull(log, held=0, target=1)) == [(0, 1)]
+    assert edges(plan_pull(log, held=0, target=1, costs=slow)) == [(None, 1)]
 
 
 def test_a_version_that_the_log_has_not_read_is_unknown() -> None:

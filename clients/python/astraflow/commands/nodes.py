@@ -19,6 +19,7 @@ from astraflow.commands.server import (
 from astraflow.commands.status import node_cells
 from astraflow.commands.wording import as_json, console, print_json, table
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
+from astraflow.dataflow.v1 import version_pb2
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="List nodes, or drain one.")
 
@@ -63,6 +64,9 @@ def list_(
             *node_cells(node), str(node.max_concurrent_tasks), ", ".join(node.engines) or "–", where
         )
     console().print(shown)
+    for node in nodes:
+        for fault in node.weight_faults:
+            typer.echo(f"{node.node_id}: {_fault_text(fault)}")
 
 
 @app.command()
@@ -84,6 +88,12 @@ def drain(
         return
     reached = "it knows" if answer.connected else "it is not connected and will be told when it is"
     typer.echo(f"{node} finishes {answer.leases} tasks and leaves; {reached}")
+
+
+def _fault_text(fault: version_pb2.WeightFault) -> str:
+    tile = f", tile {fault.tile}" if fault.HasField("tile") else ""
+    tensor = f", tensor {fault.tensor!r}{tile}" if fault.tensor else ""
+    return f"cannot activate {fault.policy_id} version {fault.version}{tensor}: {fault.problem}"
 
 
 def all_nodes(client: Client, *, run_id: str) -> Iterator[pb.NodeStatus]:

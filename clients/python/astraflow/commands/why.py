@@ -40,6 +40,7 @@ _STAGES = {
     "assemble": "completing groups",
     "batch": "training",
     "publish": "publishing",
+    "activate": "activating versions",
     "evaluate": "evaluating",
 }
 _COLOURS = {Bound.BLOCKED: "red", Bound.BALANCED: "green", Bound.FINISHED: "green"}

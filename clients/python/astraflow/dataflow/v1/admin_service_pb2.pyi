@@ -187,6 +187,7 @@ class NodeStatus(_message.Message):
     ENGINE_RESTARTS_FIELD_NUMBER: _builtins.int
     DRAIN_REASON_FIELD_NUMBER: _builtins.int
     JOIN_TIME_FIELD_NUMBER: _builtins.int
+    WEIGHT_FAULTS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node."""
     restarts: _builtins.int
@@ -231,6 +232,10 @@ class NodeStatus(_message.Message):
     def join_time(self) -> _timestamp_pb2.Timestamp:
         """When it joined with this incarnation."""
 
+    @_builtins.property
+    def weight_faults(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightFault]:
+        """Versions that it cannot activate because their bytes are wrong, as it reports."""
+
     def __init__(
         self,
         *,
@@ -252,10 +257,11 @@ class NodeStatus(_message.Message):
         engine_restarts: _builtins.int = ...,
         drain_reason: _builtins.str = ...,
         join_time: _timestamp_pb2.Timestamp | None = ...,
+        weight_faults: _abc.Iterable[_version_pb2.WeightFault] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["join_time", b"join_time", "last_seen_time", b"last_seen_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "drain_reason", b"drain_reason", "engine_restarts", b"engine_restarts", "engines", b"engines", "episodes", b"episodes", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "node_id", b"node_id", "pool", b"pool", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "trajectories", b"trajectories", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "drain_reason", b"drain_reason", "engine_restarts", b"engine_restarts", "engines", b"engines", "episodes", b"episodes", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "node_id", b"node_id", "pool", b"pool", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "trajectories", b"trajectories", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,11 +333,13 @@ class Wait(_message.Message):
     SINCE_TIME_FIELD_NUMBER: _builtins.int
     RELEASED_BY_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `evaluate`."""
+    """Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`."""
     policy_id: _builtins.str
     """Policy concerned; empty when it is the run."""
     reason: _builtins.str
-    """Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_capable_node`, `no_version`, `no_trainer`."""
+    """Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_capable_node`, `no_version`, `no_trainer`,
+    `weight_fault`.
+    """
     detail: _builtins.str
     """For people: the figures."""
     released_by: _builtins.str

@@ -29,7 +29,7 @@ from astraflow.rollout.v1 import task_pb2 as astraflow_dot_rollout_dot_v1_dot_ta
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(astraflow/dataflow/v1/task_service.proto\x12\x15\x61straflow.dataflow.v1\x1a&astraflow/dataflow/v1/durability.proto\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\x1a\x1egoogle/protobuf/duration.proto\"O\n\x12SubmitTasksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12)\n\x05tasks\x18\x02 \x03(\x0b\x32\x1a.astraflow.rollout.v1.Task\"<\n\x13SubmitTasksResponse\x12\x11\n\tsubmitted\x18\x01 \x01(\r\x12\x12\n\nduplicates\x18\x02 \x01(\r\"k\n\x05Hello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12,\n\x04held\x18\x04 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Renewal\"\x97\x02\n\x07\x43redits\x12\r\n\x05tasks\x18\x01 \x01(\r\x12M\n\x10serving_versions\x18\x02 \x03(\x0b\x32\x33.astraflow.dataflow.v1.Credits.ServingVersionsEntry\x12\x16\n\x0etokens_sampled\x18\x03 \x01(\x04\x12\x17\n\x0f\x65ngine_restarts\x18\x04 \x01(\r\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\x12\x1c\n\x0fleases_received\x18\x06 \x01(\x04H\x00\x88\x01\x01\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x12\n\x10_leases_received\"S\n\x0cLeaseFailure\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\x95\x02\n\x0bWorkRequest\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.HelloH\x00\x12\x31\n\x07\x63redits\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.CreditsH\x00\x12\x31\n\x07renewal\x18\x03 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.RenewalH\x00\x12\x36\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32#.astraflow.dataflow.v1.LeaseFailureH\x00\x12\x31\n\x07receipt\x18\x05 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.ReceiptH\x00\x42\x06\n\x04kind\"\x1c\n\x07Receipt\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x1c\n\x07Renewal\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"*\n\x06\x43\x61ncel\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x8e\x02\n\x0cWorkResponse\x12,\n\x05lease\x18\x01 \x01(\x0b\x32\x1b.astraflow.rollout.v1.LeaseH\x00\x12/\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1d.astraflow.dataflow.v1.CancelH\x00\x12\x31\n\x07version\x18\x03 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.VersionH\x00\x12-\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.DrainH\x00\x12\x35\n\twatermark\x18\x05 \x01(\x0b\x32 .astraflow.dataflow.v1.WatermarkH\x00\x42\x06\n\x04kind\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x9f\x02\n\x11LeaseTasksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\tmax_tasks\x18\x04 \x01(\r\x12\x30\n\rwait_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12W\n\x10serving_versions\x18\x06 \x03(\x0b\x32=.astraflow.dataflow.v1.LeaseTasksRequest.ServingVersionsEntry\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"V\n\x12LeaseTasksResponse\x12+\n\x06leases\x18\x01 \x03(\x0b\x32\x1b.astraflow.rollout.v1.Lease\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\"H\n\x12RenewLeasesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x11\n\tlease_ids\x18\x03 \x03(\t\"-\n\x13RenewLeasesResponse\x12\x16\n\x0elost_lease_ids\x18\x01 \x03(\t\"h\n\x0f\x46\x61ilTaskRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x34\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32#.astraflow.dataflow.v1.LeaseFailure\"$\n\x10\x46\x61ilTaskResponse\x12\x10\n\x08requeued\x18\x01 \x01(\x08\x32\x82\x05\n\x0bTaskService\x12o\n\x0bSubmitTasks\x12).astraflow.dataflow.v1.SubmitTasksRequest\x1a*.astraflow.dataflow.v1.SubmitTasksResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12j\n\x04Work\x12\".astraflow.dataflow.v1.WorkRequest\x1a#.astraflow.dataflow.v1.WorkResponse\"\x15\xca\xf3\x18\x01\x01\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED(\x01\x30\x01\x12x\n\nLeaseTasks\x12(.astraflow.dataflow.v1.LeaseTasksRequest\x1a).astraflow.dataflow.v1.LeaseTasksResponse\"\x15\xca\xf3\x18\x01\x01\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12o\n\x0bRenewLeases\x12).astraflow.dataflow.v1.RenewLeasesRequest\x1a*.astraflow.dataflow.v1.RenewLeasesResponse\"\t\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\x12\x66\n\x08\x46\x61ilTask\x12&.astraflow.dataflow.v1.FailTaskRequest\x1a\'.astraflow.dataflow.v1.FailTaskResponse\"\t\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(astraflow/dataflow/v1/task_service.proto\x12\x15\x61straflow.dataflow.v1\x1a&astraflow/dataflow/v1/durability.proto\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\x1a\x1egoogle/protobuf/duration.proto\"O\n\x12SubmitTasksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12)\n\x05tasks\x18\x02 \x03(\x0b\x32\x1a.astraflow.rollout.v1.Task\"<\n\x13SubmitTasksResponse\x12\x11\n\tsubmitted\x18\x01 \x01(\r\x12\x12\n\nduplicates\x18\x02 \x01(\r\"k\n\x05Hello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12,\n\x04held\x18\x04 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Renewal\"\xd2\x02\n\x07\x43redits\x12\r\n\x05tasks\x18\x01 \x01(\r\x12M\n\x10serving_versions\x18\x02 \x03(\x0b\x32\x33.astraflow.dataflow.v1.Credits.ServingVersionsEntry\x12\x16\n\x0etokens_sampled\x18\x03 \x01(\x04\x12\x17\n\x0f\x65ngine_restarts\x18\x04 \x01(\r\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\x12\x1c\n\x0fleases_received\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x39\n\rweight_faults\x18\x07 \x03(\x0b\x32\".astraflow.dataflow.v1.WeightFault\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x12\n\x10_leases_received\"S\n\x0cLeaseFailure\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\x95\x02\n\x0bWorkRequest\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.HelloH\x00\x12\x31\n\x07\x63redits\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.CreditsH\x00\x12\x31\n\x07renewal\x18\x03 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.RenewalH\x00\x12\x36\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32#.astraflow.dataflow.v1.LeaseFailureH\x00\x12\x31\n\x07receipt\x18\x05 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.ReceiptH\x00\x42\x06\n\x04kind\"\x1c\n\x07Receipt\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x1c\n\x07Renewal\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"*\n\x06\x43\x61ncel\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x8e\x02\n\x0cWorkResponse\x12,\n\x05lease\x18\x01 \x01(\x0b\x32\x1b.astraflow.rollout.v1.LeaseH\x00\x12/\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1d.astraflow.dataflow.v1.CancelH\x00\x12\x31\n\x07version\x18\x03 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.VersionH\x00\x12-\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.DrainH\x00\x12\x35\n\twatermark\x18\x05 \x01(\x0b\x32 .astraflow.dataflow.v1.WatermarkH\x00\x42\x06\n\x04kind\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x9f\x02\n\x11LeaseTasksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\tmax_tasks\x18\x04 \x01(\r\x12\x30\n\rwait_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12W\n\x10serving_versions\x18\x06 \x03(\x0b\x32=.astraflow.dataflow.v1.LeaseTasksRequest.ServingVersionsEntry\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"V\n\x12LeaseTasksResponse\x12+\n\x06leases\x18\x01 \x03(\x0b\x32\x1b.astraflow.rollout.v1.Lease\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\"H\n\x12RenewLeasesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x11\n\tlease_ids\x18\x03 \x03(\t\"-\n\x13RenewLeasesResponse\x12\x16\n\x0elost_lease_ids\x18\x01 \x03(\t\"h\n\x0f\x46\x61ilTaskRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x34\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32#.astraflow.dataflow.v1.LeaseFailure\"$\n\x10\x46\x61ilTaskResponse\x12\x10\n\x08requeued\x18\x01 \x01(\x08\x32\x82\x05\n\x0bTaskService\x12o\n\x0bSubmitTasks\x12).astraflow.dataflow.v1.SubmitTasksRequest\x1a*.astraflow.dataflow.v1.SubmitTasksResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12j\n\x04Work\x12\".astraflow.dataflow.v1.WorkRequest\x1a#.astraflow.dataflow.v1.WorkResponse\"\x15\xca\xf3\x18\x01\x01\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED(\x01\x30\x01\x12x\n\nLeaseTasks\x12(.astraflow.dataflow.v1.LeaseTasksRequest\x1a).astraflow.dataflow.v1.LeaseTasksResponse\"\x15\xca\xf3\x18\x01\x01\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12o\n\x0bRenewLeases\x12).astraflow.dataflow.v1.RenewLeasesRequest\x1a*.astraflow.dataflow.v1.RenewLeasesResponse\"\t\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\x12\x66\n\x08\x46\x61ilTask\x12&.astraflow.dataflow.v1.FailTaskRequest\x1a\'.astraflow.dataflow.v1.FailTaskResponse\"\t\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -59,37 +59,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=388
   _globals['_HELLO']._serialized_end=495
   _globals['_CREDITS']._serialized_start=498
-  _globals['_CREDITS']._serialized_end=777
-  _globals['_CREDITS_SERVINGVERSIONSENTRY']._serialized_start=703
-  _globals['_CREDITS_SERVINGVERSIONSENTRY']._serialized_end=757
-  _globals['_LEASEFAILURE']._serialized_start=779
-  _globals['_LEASEFAILURE']._serialized_end=862
-  _globals['_WORKREQUEST']._serialized_start=865
-  _globals['_WORKREQUEST']._serialized_end=1142
-  _globals['_RECEIPT']._serialized_start=1144
-  _globals['_RECEIPT']._serialized_end=1172
-  _globals['_RENEWAL']._serialized_start=1174
-  _globals['_RENEWAL']._serialized_end=1202
-  _globals['_CANCEL']._serialized_start=1204
-  _globals['_CANCEL']._serialized_end=1246
-  _globals['_WORKRESPONSE']._serialized_start=1249
-  _globals['_WORKRESPONSE']._serialized_end=1519
-  _globals['_DRAIN']._serialized_start=1521
-  _globals['_DRAIN']._serialized_end=1544
-  _globals['_LEASETASKSREQUEST']._serialized_start=1547
-  _globals['_LEASETASKSREQUEST']._serialized_end=1834
-  _globals['_LEASETASKSREQUEST_SERVINGVERSIONSENTRY']._serialized_start=703
-  _globals['_LEASETASKSREQUEST_SERVINGVERSIONSENTRY']._serialized_end=757
-  _globals['_LEASETASKSRESPONSE']._serialized_start=1836
-  _globals['_LEASETASKSRESPONSE']._serialized_end=1922
-  _globals['_RENEWLEASESREQUEST']._serialized_start=1924
-  _globals['_RENEWLEASESREQUEST']._serialized_end=1996
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=1998
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=2043
-  _globals['_FAILTASKREQUEST']._serialized_start=2045
-  _globals['_FAILTASKREQUEST']._serialized_end=2149
-  _globals['_FAILTASKRESPONSE']._serialized_start=2151
-  _globals['_FAILTASKRESPONSE']._serialized_end=2187
-  _globals['_TASKSERVICE']._serialized_start=2190
-  _globals['_TASKSERVICE']._serialized_end=2832
+  _globals['_CREDITS']._serialized_end=836
+  _globals['_CREDITS_SERVINGVERSIONSENTRY']._serialized_start=762
+  _globals['_CREDITS_SERVINGVERSIONSENTRY']._serialized_end=816
+  _globals['_LEASEFAILURE']._serialized_start=838
+  _globals['_LEASEFAILURE']._serialized_end=921
+  _globals['_WORKREQUEST']._serialized_start=924
+  _globals['_WORKREQUEST']._serialized_end=1201
+  _globals['_RECEIPT']._serialized_start=1203
+  _globals['_RECEIPT']._serialized_end=1231
+  _globals['_RENEWAL']._serialized_start=1233
+  _globals['_RENEWAL']._serialized_end=1261
+  _globals['_CANCEL']._serialized_start=1263
+  _globals['_CANCEL']._serialized_end=1305
+  _globals['_WORKRESPONSE']._serialized_start=1308
+  _globals['_WORKRESPONSE']._serialized_end=1578
+  _globals['_DRAIN']._serialized_start=1580
+  _globals['_DRAIN']._serialized_end=1603
+  _globals['_LEASETASKSREQUEST']._serialized_start=1606
+  _globals['_LEASETASKSREQUEST']._serialized_end=1893
+  _globals['_LEASETASKSREQUEST_SERVINGVERSIONSENTRY']._serialized_start=762
+  _globals['_LEASETASKSREQUEST_SERVINGVERSIONSENTRY']._serialized_end=816
+  _globals['_LEASETASKSRESPONSE']._serialized_start=1895
+  _globals['_LEASETASKSRESPONSE']._serialized_end=1981
+  _globals['_RENEWLEASESREQUEST']._serialized_start=1983
+  _globals['_RENEWLEASESREQUEST']._serialized_end=2055
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=2057
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=2102
+  _globals['_FAILTASKREQUEST']._serialized_start=2104
+  _globals['_FAILTASKREQUEST']._serialized_end=2208
+  _globals['_FAILTASKRESPONSE']._serialized_start=2210
+  _globals['_FAILTASKRESPONSE']._serialized_end=2246
+  _globals['_TASKSERVICE']._serialized_start=2249
+  _globals['_TASKSERVICE']._serialized_end=2891
 # @@protoc_insertion_point(module_scope)

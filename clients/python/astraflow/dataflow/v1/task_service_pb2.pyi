@@ -146,6 +146,7 @@ class Credits(_message.Message):
     ENGINE_RESTARTS_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     LEASES_RECEIVED_FIELD_NUMBER: _builtins.int
+    WEIGHT_FAULTS_FIELD_NUMBER: _builtins.int
     tasks: _builtins.int
     """Training tasks wanted."""
     tokens_sampled: _builtins.int
@@ -162,6 +163,10 @@ class Credits(_message.Message):
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Version each policy serves now on this node; evaluation leases are offered only for exactly these."""
 
+    @_builtins.property
+    def weight_faults(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightFault]:
+        """Versions that this node cannot activate because their bytes are wrong, now; at most 16."""
+
     def __init__(
         self,
         *,
@@ -171,10 +176,11 @@ class Credits(_message.Message):
         engine_restarts: _builtins.int = ...,
         waiting_for: _builtins.str = ...,
         leases_received: _builtins.int | None = ...,
+        weight_faults: _abc.Iterable[_version_pb2.WeightFault] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "leases_received", b"leases_received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "engine_restarts", b"engine_restarts", "leases_received", b"leases_received", "serving_versions", b"serving_versions", "tasks", b"tasks", "tokens_sampled", b"tokens_sampled", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "engine_restarts", b"engine_restarts", "leases_received", b"leases_received", "serving_versions", b"serving_versions", "tasks", b"tasks", "tokens_sampled", b"tokens_sampled", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__leases_received: _TypeAlias = _typing.Literal["leases_received"]  # noqa: Y015
     _WhichOneofArgType__leases_received: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received"]  # noqa: Y015

@@ -114,3 +114,43 @@ class Pin(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Pin: _TypeAlias = Pin  # noqa: Y015
+
+@_typing.final
+class WeightFault(_message.Message):
+    """Why a node cannot activate a version, as far as its bytes are to blame. The node serves the version before and keeps trying."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    TENSOR_FIELD_NUMBER: _builtins.int
+    TILE_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    """Policy."""
+    version: _builtins.int
+    """Version whose bytes are wrong: the one announced, or one that it is made from."""
+    tensor: _builtins.str
+    """Tensor concerned; empty when it is a part, an entry or the whole."""
+    tile: _builtins.int
+    """Tile of the tensor (2^21 elements each), where it is one tile."""
+    problem: _builtins.str
+    """For people; at most 512 characters."""
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        tensor: _builtins.str = ...,
+        tile: _builtins.int | None = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tile", b"_tile", "tile", b"tile"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tile", b"_tile", "policy_id", b"policy_id", "problem", b"problem", "tensor", b"tensor", "tile", b"tile", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tile: _TypeAlias = _typing.Literal["tile"]  # noqa: Y015
+    _WhichOneofArgType__tile: _TypeAlias = _typing.Literal["_tile", b"_tile"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tile) -> _WhichOneofReturnType__tile | None: ...
+
+Global___WeightFault: _TypeAlias = WeightFault  # noqa: Y015
