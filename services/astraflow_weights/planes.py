@@ -61,6 +61,8 @@ def unpack_widths(plane: Bytes, widths: Ints) -> Ints:
     if len(plane) != (total + 7) // 8 or bits[total:].any():
         raise CorruptPart(f"a plane of {len(plane)} bytes does not hold numbers of {total} bits in all")
     width = _common(widths)
+    if width == 1:
+        return bits[:total].astype(np.int64)
     if width is not None:
         table = bits[:total].reshape(len(widths), width).astype(np.float32)
         # Sums of powers of two below 2^24 are exact in float32, and this product is the fastest there is.
