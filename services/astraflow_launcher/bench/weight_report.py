@@ -17,6 +17,7 @@ from astraflow_launcher.bench.weight_targets import Target
 from astraflow_launcher.bench.weights import Figures, Report
 
 PAGE = "weights-bench"
+_WIDTH = 160
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,10 @@ def as_json(report: Report, targets: Sequence[Target]) -> Figures:
 
 def print_report(report: Report, targets: Sequence[Target]) -> None:
     """For people, at a terminal."""
-    console = Console(soft_wrap=True)
+    console = Console()
+    if not console.is_terminal:
+        # Whoever reads it from a file can scroll; cut words cannot be read.
+        console = Console(width=_WIDTH)
     console.print(_headline(report) + "\n", highlight=False)
     for cells in _tables(report, targets):
         table = Table(

@@ -29,15 +29,31 @@ from astraflow_weights.tensors import tile_ranges
 Figures = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Stopwatch:
-    """Least CPU seconds of several tries, as multiples of a memcpy of the model."""
+    """Least CPU seconds of several tries, as multiples of a memcpy of the model, made in turn with them.
 
-    memcpy_s: float
-    repeats: int
+    Both see the same neighbours on a shared machine, so that a busy minute changes the ratio little.
+    """
+
+    def __init__(self, model: Model, *, repeats: int) -> None:
+        self._model = model
+        self._repeats = repeats
+        self._copy = {name: np.ones_like(bits) for name, bits in model.items()}
+        self.memcpy_s = float("inf")
+        """The least of all copies so far."""
 
     def __call__(self, work: Callable[[], object], *, before: Callable[[], object] = lambda: None) -> float:
-        return _least_s(work, repeats=self.repeats, before=before) / self.memcpy_s
+        least, least_copy = float("inf"), float("inf")
+        for _ in range(self._repeats):
+            least_copy = min(least_copy, _cpu_s(self._memcpy))
+            before()
+            least = min(least, _cpu_s(work))
+        self.memcpy_s = min(self.memcpy_s, least_copy)
+        return least / least_copy
+
+    def _memcpy(self) -> None:
+        for name, bits in self._model.items():
+            np.copyto(self._copy[name], bits)
 
 
 @dataclass
@@ -46,25 +62,12 @@ class Report:
 
     kernel: str
     num_elements: int
-    memcpy_bytes_per_s: float
+    memcpy_bytes_per_s: float = 0.0
     deltas: list[Figures] = field(default_factory=list)
     cpu: list[Figures] = field(default_factory=list)
     two_threads: list[Figures] = field(default_factory=list)
     merge: Figures = field(default_factory=dict)
     snapshot: Figures = field(default_factory=dict)
-
-
-def stopwatch(model: Model, *, repeats: int) -> Stopwatch:
-    """One that counts in memcpys of `model`."""
-    copy = {name: np.empty_like(bits) for name, bits in model.items()}
-    for bits in copy.values():
-        bits.fill(1)
-
-    def work() -> None:
-        for name, bits in model.items():
-            np.copyto(copy[name], bits)
-
-    return Stopwatch(memcpy_s=_least_s(work, repeats=max(5, repeats), before=lambda: None), repeats=repeats)
 
 
 def delta_bytes(versions: Versions) -> Figures:
@@ -277,14 +280,10 @@ def _tiles(model: Model) -> list[tuple[str, slice]]:
     ]
 
 
-def _least_s(work: Callable[[], object], *, repeats: int, before: Callable[[], object]) -> float:
-    least = float("inf")
-    for _ in range(repeats):
-        before()
-        started = time.process_time()
-        work()
-        least = min(least, time.process_time() - started)
-    return least
+def _cpu_s(work: Callable[[], object]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
 
 
 def _copy(model: Model) -> Model:

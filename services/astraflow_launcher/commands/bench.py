@@ -153,13 +153,9 @@ def _measure(
     chain = simulated(
         num_elements=elements, learning_rate=USUAL_LEARNING_RATE, num_versions=_MERGE_SPAN + 1, seed=seed
     )
-    watch = measure.stopwatch(chain.models[-1], repeats=repeats)
+    watch = measure.Stopwatch(chain.models[-1], repeats=repeats)
     size_bytes = sum(bits.nbytes for bits in chain.models[-1].values())
-    report = Report(
-        kernel=kernel.describe(),
-        num_elements=size_bytes // 2,
-        memcpy_bytes_per_s=size_bytes / watch.memcpy_s,
-    )
+    report = Report(kernel=kernel.describe(), num_elements=size_bytes // 2)
     report.merge = measure.merge_figures(chain, watch)
     last = Versions(source=chain.source, learning_rate=chain.learning_rate, models=chain.models[-2:])
     del chain
@@ -169,7 +165,8 @@ def _measure(
     report.two_threads = measure.two_threads(last, repeats=repeats)
     report.snapshot = measure.snapshot_figures(last, watch)
     report.snapshot["verify"] = measure.verify_cpu(last, watch)
-    del last
+    report.memcpy_bytes_per_s = size_bytes / watch.memcpy_s
+    del last, watch
     for rate in simulated_rates:
         pair = simulated(num_elements=elements, learning_rate=rate, num_versions=2, seed=seed)
         report.deltas.append(measure.delta_bytes(pair))

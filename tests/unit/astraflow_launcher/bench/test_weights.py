@@ -113,7 +113,7 @@ def test_a_small_trained_model_is_judged_without_framing_and_a_large_one_by_its_
         "rice_ctx_over_bound": 0.8,
         "rice_ctx_over_context_bound": 1.2,
     }
-    report = Report(kernel="", num_elements=1, memcpy_bytes_per_s=1.0)
+    report = Report(kernel="", num_elements=1)
     report.merge, report.snapshot = {"over_sum": 0.5}, {"over_safetensors": 0.7, "verify": 0.5}
     report.deltas = [figures | {"source": "simulated"}, figures | {"source": "trained", "num_elements": 5}]
     found = {target.name: target for target in targets(report)}
