@@ -8,13 +8,14 @@ rows from the files. The trainer's session calls it once per claim, and `compact
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from astraflow.client import Client
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.published import HeldPart, same_shards
+from astraflow_trainer.rank_group import RankGroup
 from astraflow_weights.agreement import led
 from astraflow_weights.checkpoint import map_model
 from astraflow_weights.collector import Collector
@@ -25,6 +26,7 @@ from astraflow_weights.peers import Peers
 from astraflow_weights.server_roots import server_roots
 from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.shard_publisher import ShardPublisher
+from astraflow_weights.sharded_snapshots import ShardedSnapshots
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.uploads import Uploads
 from astraflow_weights.version_log import VersionLog
@@ -85,35 +87,64 @@ def open_publisher(
         peers=peers,
         base=same_shards(map_model(Path(opened.newest)), like=held) if opened.newest else None,
         assets=assets,
-        inline_snapshots=peers.size > 1,
+        inline_snapshots=False,
         context=joined.recipe.trainer.publish.codec == "rice_ctx",
     )
 
 
 @contextmanager
 def compacting(
-    store: ObjectStore, *, client: Client, joined: JoinedRun, publisher: ShardPublisher, peers: Peers
+    store: ObjectStore,
+    *,
+    client: Client,
+    joined: JoinedRun,
+    epoch: int,
+    publisher: ShardPublisher,
+    group: RankGroup,
 ) -> Iterator[Callable[[], None]]:
     """Make merged deltas and snapshots and collect old parts beside training; yields what to call after each
     publication.
 
-    Only the first rank does; with several ranks none holds a whole model, and snapshots stay in the manifests.
+    The first rank does. With several ranks none holds a whole model, and they make snapshots together: there what is
+    yielded is a collective of the publishing threads.
     """
-    if peers.index != 0:
-        yield lambda: None
+
+    def compactor(want_snapshot: Callable[[], None] = lambda: None) -> Compactor:
+        return Compactor(
+            store,
+            run_id=joined.run_id,
+            policy_id=joined.policy_id,
+            kept=publisher.kept if group.size == 1 else None,
+            want_snapshot=want_snapshot,
+            settings=_settings(joined),
+            collector=_collector(store, client=client, joined=joined),
+            log=publisher.log_copy(),
+        )
+
+    if group.size == 1:
+        with compactor() as alone:
+            alone.notify()
+            yield alone.notify
         return
-    compactor = Compactor(
+    snapshots = ShardedSnapshots(
         store,
         run_id=joined.run_id,
         policy_id=joined.policy_id,
-        kept=publisher.kept if peers.size == 1 else None,
-        settings=_settings(joined),
-        collector=_collector(store, client=client, joined=joined),
-        log=publisher.log_copy(),
+        epoch=epoch,
+        kept=publisher.kept,
+        peers=group.snapshots,
+        threads=_settings(joined).upload_threads,
     )
-    with compactor:
+    with snapshots, compactor(snapshots.want) if group.index == 0 else nullcontext() as first:
+        if first is not None:
+            first.notify()
+        yield lambda: _after_publication(snapshots, group.publishing, compactor=first)
+
+
+def _after_publication(snapshots: ShardedSnapshots, peers: Peers, *, compactor: Compactor | None) -> None:
+    snapshots.begin(peers)
+    if compactor is not None:
         compactor.notify()
-        yield compactor.notify
 
 
 def _collector(store: ObjectStore, *, client: Client, joined: JoinedRun) -> Collector | None:

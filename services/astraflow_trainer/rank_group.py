@@ -40,6 +40,8 @@ class RankGroup:
     """For the training thread."""
     publishing: Peers
     """For the publishing thread."""
+    snapshots: Peers
+    """For the thread that makes snapshots of what is published."""
     saving: Ranks
     """For writing and reading checkpoints."""
     saving_group: dist.ProcessGroup | None
@@ -107,7 +109,7 @@ def join_rank_group(settings: RankSettings, *, timeout_s: float) -> RankGroup:
             world_size=settings.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-        publishing, saving = (_another_group(timeout_s) for _ in range(2))
+        publishing, snapshots, saving = (_another_group(timeout_s) for _ in range(3))
     except (RuntimeError, OSError) as error:
         raise UnavailableError(
             f"rank {settings.rank} of {settings.world_size} did not meet the others at "
@@ -121,6 +123,7 @@ def join_rank_group(settings: RankSettings, *, timeout_s: float) -> RankGroup:
     return RankGroup(
         training=GroupRanks(default),
         publishing=GroupRanks(publishing),
+        snapshots=GroupRanks(snapshots),
         saving=GroupRanks(saving),
         saving_group=saving,
         store=store,
@@ -136,6 +139,7 @@ def _alone() -> RankGroup:
     return RankGroup(
         training=OneRank(),
         publishing=OnePeer(),
+        snapshots=OnePeer(),
         saving=OneRank(),
         saving_group=None,
         store=store,

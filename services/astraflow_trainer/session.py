@@ -181,8 +181,9 @@ class TrainingSession:
             self._store,
             client=self._client,
             joined=self._joined,
+            epoch=claim.epoch,
             publisher=publisher,
-            peers=self._group.publishing,
+            group=self._group,
         )
         with (
             compactor as notify,

@@ -51,18 +51,21 @@ class Compactor:
         run_id: str,
         policy_id: str,
         kept: KeptVersion | None,
+        want_snapshot: Callable[[], None] = lambda: None,
         settings: PublishSettings | None = None,
         clock: Clock | None = None,
         collector: Collector | None = None,
         log: VersionLog | None = None,
     ) -> None:
-        """`kept` holds the whole model of the newest version, for snapshots; None: make none. `collector` is given
-        its steps in the thread, too. What `log` has read is not read again; it is the compactor's from now on.
+        """`kept` holds the whole model of the newest version, for snapshots; where it is None, `want_snapshot` is
+        called when one is due. `collector` is given its steps in the thread, too. What `log` has read is not read
+        again; it is the compactor's from now on.
         """
         self._store = store
         self._settings = settings or PublishSettings()
         self._clock = clock or SystemClock()
         self._kept = kept
+        self._want_snapshot = want_snapshot
         self._keys = PolicyKeys(run_id, policy_id)
         self._log = log or VersionLog(store, run_id=run_id, policy_id=policy_id)
         self._uploads = Uploads(store, keys=self._keys, threads=self._settings.upload_threads)
@@ -89,8 +92,9 @@ class Compactor:
         done = [
             self._attempt("merge", partial(self._merge, span)) for span in list(due_merges(self._log.records))
         ]
-        if self._kept is not None and snapshot_due(self._log.records, self._settings):
-            done.append(self._attempt("snapshot", self._snapshot))
+        if snapshot_due(self._log.records, self._settings):
+            make = self._want_snapshot if self._kept is None else self._snapshot
+            done.append(self._attempt("snapshot", make))
         return all(done)
 
     def _work(self) -> None:

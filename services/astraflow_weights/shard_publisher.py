@@ -18,14 +18,14 @@ from astraflow_weights.agreement import Encoded, led, shared
 from astraflow_weights.delta import encode_delta_tiles
 from astraflow_weights.digest import TensorDigest, model_root
 from astraflow_weights.kept import KeptVersion
-from astraflow_weights.manifest import DeltaRef, PartRef
+from astraflow_weights.manifest import DeltaRef
 from astraflow_weights.part_format import TARGET_PART_BYTES
 from astraflow_weights.part_writer import PartSetHead, Placed, TileGroups, group_tiles, seal_parts
 from astraflow_weights.peers import Peers
 from astraflow_weights.shards import Cover, ShardedModel, check_cover, sharded_digests
 from astraflow_weights.snapshot import encode_snapshot_tiles
 from astraflow_weights.tiles import PartKind
-from astraflow_weights.uploads import Uploads
+from astraflow_weights.uploads import Uploads, upload_shares
 from astraflow_weights.version_log import VersionLog
 from astraflow_weights.version_writer import CommittedVersion, VersionWriter
 
@@ -142,8 +142,10 @@ class ShardPublisher:
         snapshot = (
             self._encode_snapshot(model, version=plan.next_version) if self._wants_snapshot(delta) else None
         )
-        delta_refs = self._upload(delta) if delta else ()
-        snapshot_refs = self._upload(snapshot) if snapshot else None
+        delta_refs = upload_shares(delta.parts, uploads=self._uploads, peers=self._peers) if delta else ()
+        snapshot_refs = (
+            upload_shares(snapshot.parts, uploads=self._uploads, peers=self._peers) if snapshot else None
+        )
         deltas = (DeltaRef(base_version=plan.next_version - 1, parts=delta_refs),) if delta_refs else ()
 
         def commit(writer: VersionWriter) -> CommittedVersion:
@@ -223,14 +225,6 @@ class ShardPublisher:
             decode=bool,
         )
 
-    def _upload(self, parts: _PartSet) -> tuple[PartRef, ...]:
-        """Store this process's parts; the references of all processes' parts, in order of the parts."""
-
-        def upload() -> Encoded:
-            return [_encode_ref(ref) for ref in self._uploads.upload_parts(parts.parts)]
-
-        return tuple(_decode_ref(ref) for refs in shared(self._peers, upload) for ref in refs)
-
     def _digests(self, model: ShardedModel) -> tuple[TensorDigest, ...]:
         if self._cover is None or self._cover.specs != model.specs:
             self._cover = check_cover(model, peers=self._peers)
@@ -272,15 +266,6 @@ def _require_root(root: bytes | None, plan: _Plan) -> None:
             f"({plan.next_version - 1 if plan.next_version else 'none'}); fetch that with a Mirror and "
             "open a new publisher"
         )
-
-
-def _encode_ref(ref: PartRef) -> Encoded:
-    return [ref.key, ref.size_bytes, ref.sha256.hex()]
-
-
-def _decode_ref(content: Encoded) -> PartRef:
-    key, size_bytes, digest = content
-    return PartRef(key=key, size_bytes=size_bytes, sha256=bytes.fromhex(digest))
 
 
 def _encode_plan(plan: _Plan) -> Encoded:

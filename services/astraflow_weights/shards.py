@@ -131,14 +131,16 @@ def check_cover(model: ShardedModel, *, peers: Peers) -> Cover:
 def sharded_digests(model: ShardedModel, *, cover: Cover, peers: Peers) -> tuple[TensorDigest, ...]:
     """Digests of all tensors, the same everywhere and for any number of processes; a collective.
 
-    The process that owns a tensor's digest hashes the shards as they arrive, in chunks: nobody ever holds a
-    tensor of which it does not hold the shard. The bytes that travel are those of one gathering of the model,
-    a small part of what a sharded forward pass moves.
+    The process that holds most of a tensor hashes the shards of the others as they arrive, in chunks: nobody ever
+    holds a tensor of which it does not hold the shard, and a tensor that one process holds whole does not travel.
+    Of tensors spread evenly all but the owner's shard does, together less than one gathering of the model: a
+    small part of what a sharded forward pass moves.
     """
+    owners = [_owner(spec, number, cover=cover) for number, spec in enumerate(model.specs)]
     mine = b"".join(
         digest
-        for number, spec in enumerate(model.specs)
-        if (digest := _digest(spec, model, cover=cover, peers=peers, owner=number % peers.size))
+        for spec, owner in zip(model.specs, owners, strict=True)
+        if (digest := _digest(spec, model, cover=cover, peers=peers, owner=owner))
     )
     size = TENSOR_DIGEST_BYTES
     owned = [
@@ -146,9 +148,16 @@ def sharded_digests(model: ShardedModel, *, cover: Cover, peers: Peers) -> tuple
         for message in peers.share(mine)
     ]
     return tuple(
-        TensorDigest(spec=spec, digest=next(owned[number % peers.size]))
-        for number, spec in enumerate(model.specs)
+        TensorDigest(spec=spec, digest=next(owned[owner]))
+        for spec, owner in zip(model.specs, owners, strict=True)
     )
+
+
+def _owner(spec: TensorSpec, number: int, *, cover: Cover) -> int:
+    """The process that hashes tensor `number`: of those that hold most of it, another one for each tensor."""
+    held = [stop - start for start, stop in (ranges.get(spec.name, (0, 0)) for ranges in cover.ranges)]
+    most = [process for process, count in enumerate(held) if count == max(held)]
+    return most[number % len(most)]
 
 
 def _digest(spec: TensorSpec, model: ShardedModel, *, cover: Cover, peers: Peers, owner: int) -> bytes | None:

@@ -13,11 +13,13 @@ from itertools import count
 from pathlib import Path
 
 from astraflow_kit import failpoints
+from astraflow_weights.agreement import Encoded, shared
 from astraflow_weights.digest import sha256
 from astraflow_weights.errors import CorruptPart
 from astraflow_weights.layout import PolicyKeys, check_file_name
 from astraflow_weights.manifest import Asset, PartRef
 from astraflow_weights.part_writer import salted
+from astraflow_weights.peers import Peers
 from astraflow_weights.store import ObjectStore, PutResult
 from astraflow_weights.tombstones import Tombstones
 
@@ -90,3 +92,18 @@ class Uploads:
                     f"{ref.key!r} in {self._store.uri} has {found} bytes instead of {ref.size_bytes}; "
                     "delete the damaged object"
                 )
+
+
+def upload_shares(parts: Sequence[bytes], *, uploads: Uploads, peers: Peers) -> tuple[PartRef, ...]:
+    """Store this process's parts; the references of all processes' parts, in their order. A collective."""
+    stored = shared(peers, lambda: [_encode_ref(ref) for ref in uploads.upload_parts(parts)])
+    return tuple(_decode_ref(ref) for refs in stored for ref in refs)
+
+
+def _encode_ref(ref: PartRef) -> Encoded:
+    return [ref.key, ref.size_bytes, ref.sha256.hex()]
+
+
+def _decode_ref(content: Encoded) -> PartRef:
+    key, size_bytes, digest = content
+    return PartRef(key=key, size_bytes=size_bytes, sha256=bytes.fromhex(digest))

@@ -19,6 +19,7 @@ from astraflow_weights.checkpoint import map_model
 from astraflow_weights.mirror import Mirror
 from astraflow_weights.part_reader import open_part
 from astraflow_weights.store import open_store
+from astraflow_weights.tiles import PartKind
 from astraflow_weights.version_log import VersionLog
 from support.development import POLICY, RUN_ID, RunFiles, dev, finish, wait_for
 
@@ -39,7 +40,9 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("ranks")
-    arguments = ("--steps", "4", "--trainer-ranks", "2")
+    # Each version makes a snapshot due, of the one that is published next.
+    every = "trainer.publish.snapshot_every_versions=1"
+    arguments = ("--steps", "4", "--trainer-ranks", "2", "--set", every)
     with dev(folder, *arguments, failpoints=f"{WINDOW}=kill@3") as launcher:
         return Run(RunFiles(folder), finish(launcher, folder, timeout_s=400))
 
@@ -79,6 +82,19 @@ def test_every_version_has_parts_of_both_ranks(run: Run) -> None:
         assert len(parts) == 2
         assert not rows[0] & rows[1]
         assert {name for name, _ in rows[0]} & {name for name, _ in rows[1]}
+
+
+def test_both_ranks_made_snapshots_behind_their_publications(run: Run) -> None:
+    store = open_store((run.files.data_dir / "store").as_uri())
+    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
+    log.refresh()
+    behind = [record for record in log.records if record.snapshot is None and record.offered_snapshot]
+    assert behind
+    for record in behind:
+        parts = [open_part(store.get(ref.key)) for ref in record.offered_snapshot or ()]
+        assert len(parts) == 2
+        assert {part.head.kind for part in parts} == {PartKind.SNAPSHOT}
+    assert [record for record in log.records if record.snapshot is not None] == log.records[:1]
 
 
 def test_each_rank_fetched_at_most_three_fifths_of_every_batch(run: Run) -> None:

@@ -41,6 +41,8 @@ class ThreadRanks:
         """Largest message that was shared with this rank."""
         self.most_bytes_received = 0
         """Largest piece that another rank sent to this one."""
+        self.bytes_received = 0
+        """All that other ranks sent to this one."""
         self._shared = shared
 
     def share(self, message: bytes) -> list[bytes]:
@@ -78,7 +80,12 @@ class ThreadRanks:
         data = self._shared.pipes[source, self.index].get(timeout=PATIENCE_S)
         assert len(data) == num_bytes
         self.most_bytes_received = max(self.most_bytes_received, num_bytes)
+        self.bytes_received += num_bytes
         return memoryview(data)
+
+    def leave(self) -> None:
+        """End: collectives fail from now on, here and on the other ranks."""
+        self._shared.barrier.abort()
 
     def _tensors(self, values: torch.Tensor) -> list[torch.Tensor]:
         messages = self.share(values.numpy().tobytes())
@@ -91,16 +98,22 @@ class ThreadRanks:
             raise RankGone(f"rank {self.index}: another rank is gone") from error
 
 
-def run_ranks(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
-    """Call `work` once per rank; raises what the first failing rank raised, rather than what that led to."""
+def rank_groups(size: int) -> list[ThreadRanks]:
+    """One more group of the same ranks, for threads of theirs that talk beside the others."""
     shared = _Shared(size, threading.Barrier(size), [b""] * size)
     shared.pipes = {(left, right): Queue() for left in range(size) for right in range(size)}
+    return [ThreadRanks(index, shared) for index in range(size)]
+
+
+def run_ranks(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
+    """Call `work` once per rank; raises what the first failing rank raised, rather than what that led to."""
+    group = rank_groups(size)
 
     def one(index: int) -> T:
         try:
-            return work(ThreadRanks(index, shared))
+            return work(group[index])
         except BaseException:
-            shared.barrier.abort()
+            group[index].leave()
             raise
 
     with ThreadPoolExecutor(size) as pool:

@@ -49,6 +49,24 @@ def test_chunks_bound_what_a_process_receives_at_a_time(monkeypatch: pytest.Monk
     assert run_ranks(2, most_received) == [256, 0]
 
 
+def test_only_what_the_largest_holder_lacks_travels_for_a_digest() -> None:
+    """One tensor lies on the second process alone, of the other the first one holds a quarter."""
+    model = {"alone": np.arange(500, dtype=np.uint16), "spread": np.arange(400, dtype=np.uint16)}
+    specs = whole(model).specs
+    first = {"spread": Shard(start=0, elements=model["spread"][:100])}
+    second = {
+        "alone": Shard(start=0, elements=model["alone"]),
+        "spread": Shard(start=100, elements=model["spread"][100:]),
+    }
+
+    def digests(ranks: ThreadRanks) -> tuple[object, int]:
+        held = ShardedModel(specs=specs, shards=(first, second)[ranks.index])
+        found = sharded_digests(held, cover=check_cover(held, peers=ranks), peers=ranks)
+        return found, ranks.bytes_received
+
+    assert run_ranks(2, digests) == [(tensor_digests(model), 0), (tensor_digests(model), 200)]
+
+
 @pytest.mark.parametrize(
     ("ranges", "complaint"),
     [
