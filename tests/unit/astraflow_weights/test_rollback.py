@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from astraflow.errors import PreconditionError
+from astraflow_kit.clock import ManualClock
+from astraflow_weights.collector import Collector, Stage
 from astraflow_weights.compactor import Compactor
 from astraflow_weights.delta import encode_delta
 from astraflow_weights.digest import model_root
@@ -15,8 +17,9 @@ from astraflow_weights.manifest import DeltaRef
 from astraflow_weights.mirror import Mirror
 from astraflow_weights.planner import plan_pull
 from astraflow_weights.publisher import Publisher
+from astraflow_weights.retention import Roots
 from astraflow_weights.rollback import roll_back
-from astraflow_weights.settings import PublishSettings
+from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store_file import FileStore
 from astraflow_weights.tensor_hash import tensor_digests
@@ -39,9 +42,9 @@ def opened(store: ObjectStore, epoch: int, settings: PublishSettings = SPARSE) -
     return VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch, settings=settings)
 
 
-def published(store: ObjectStore, count: int) -> list[dict[str, Array]]:
+def published(store: ObjectStore, count: int, settings: PublishSettings = SPARSE) -> list[dict[str, Array]]:
     """Versions 0 to `count` - 1 of steps of the same numbers; their models."""
-    publisher, models = Publisher(opened(store, 1), base=None), [make_model()]
+    publisher, models = Publisher(opened(store, 1, settings), base=None), [make_model()]
     while len(models) < count:
         models.append(trained(models[-1], len(models), density=0.01))
     for step, model in enumerate(models):
@@ -261,3 +264,48 @@ def test_a_version_goes_back_to_an_older_one(store: FileStore, rollback_of: int)
             deltas=(DeltaRef(base_version=2, parts=delta),),
             rollback_of=rollback_of,
         )
+
+
+def collect(store: ObjectStore, *, pinned: int | None = None) -> None:
+    """Let everything go that may, but for what leads to a pinned version."""
+    clock = ManualClock()
+    roots = Roots(pinned=frozenset() if pinned is None else frozenset([pinned]))
+    collector = Collector(
+        store,
+        run_id=RUN,
+        policy_id=POLICY,
+        roots=lambda: roots,
+        settings=CollectionSettings(keep_snapshots=2, grace_s=100.0),
+        clock=clock,
+    )
+    for _ in range(10):
+        if collector.step().stage is Stage.NOTHING:
+            return
+        clock.now_s += 100.0
+    raise AssertionError("there is no end to it")
+
+
+OFTEN = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
+
+
+def test_a_pinned_version_comes_back_after_collection_and_its_new_version_outlives_it(
+    store: FileStore,
+) -> None:
+    models = published(store, 11, OFTEN)
+    collect(store, pinned=2)
+    back(store, 2, settings=OFTEN)
+    log = read(store)
+    assert same_model(build_version(store, log, target=11, threads=1), models[2])
+    assert not verify_version(store, log, version=11, threads=1).faults
+    collect(store)
+    log = read(store)
+    assert same_model(build_version(store, log, target=11, threads=1), models[2])
+    assert not verify_version(store, log, version=11, threads=1).faults
+
+
+def test_a_collected_version_that_was_not_pinned_is_refused(store: FileStore) -> None:
+    published(store, 11, OFTEN)
+    collect(store)
+    with pytest.raises(PreconditionError, match="pin versions that you may want back"):
+        back(store, 2, settings=OFTEN)
+    assert len(read(store).records) == 11
