@@ -194,6 +194,8 @@ class DevelopmentRun:
             "astraflow_raas",
             *("--join", self._address, "--run-id", self._run_id, "--node-id", name),
             *("--work-dir", str(self._folder.work(name))),
+            # A development run keeps all it has in its folder.
+            *("--mirror-dir", str(self._folder.work(name) / "mirror")),
             "--allow-recipe-code",
         )
 

@@ -65,7 +65,7 @@ WorkDir = Annotated[
     Path | None,
     _option(_PLACES, "Folder for mirrors, recipe code and engine logs. Default: ~/.cache/astraflow/raas."),
 ]
-MirrorDir = Annotated[Path | None, _option(_PLACES, "Folder for weight mirrors, such as /dev/shm/astraflow.")]
+MirrorDir = Annotated[Path | None, _option(_PLACES, "Folder for weight mirrors. Default: in /dev/shm.")]
 MaxTasks = Annotated[int | None, _option(_PLACES, "Tasks run at once. Default: the recipe's figure.")]
 StoreUrl = Annotated[str | None, _option(_PLACES, "Address of the S3-compatible weight store.")]
 StoreRegion = Annotated[str | None, _option(_PLACES, "Region of the weight store. Default: us-east-1.")]

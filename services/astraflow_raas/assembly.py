@@ -20,6 +20,7 @@ from astraflow_raas.engine.host import ChildHost, HostSettings, RemoteHost
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import EngineProcess, start_engine
 from astraflow_raas.joining import FoundRun
+from astraflow_raas.mirror_place import MirrorPlace
 from astraflow_raas.mirror_source import MirrorSource
 from astraflow_raas.node import Node, NodeState, PolicyParts, PolicyTable
 from astraflow_raas.node_folder import NodeFolder
@@ -50,6 +51,7 @@ async def assemble_node(
     client: AsyncClient,
     settings: NodeSettings,
     folder: NodeFolder,
+    place: MirrorPlace,
     metrics: Metrics,
     timeline: Timeline,
     told_to_drain: Callable[[str], None],
@@ -61,6 +63,7 @@ async def assemble_node(
         membership=membership,
         settings=settings,
         folder=folder,
+        place=place,
         metrics=metrics,
         timeline=timeline,
     )
@@ -121,6 +124,7 @@ class _PolicyMaker:
         membership: Membership,
         settings: NodeSettings,
         folder: NodeFolder,
+        place: MirrorPlace,
         metrics: Metrics,
         timeline: Timeline,
     ) -> None:
@@ -130,6 +134,7 @@ class _PolicyMaker:
         self._membership = membership
         self._settings = settings
         self._folder = folder
+        self._place = place
         self._metrics = metrics
         self._host_settings = HostSettings(
             start_timeout_s=settings.engine_start_timeout_s,
@@ -149,10 +154,18 @@ class _PolicyMaker:
 
     def _source(self, name: str) -> MirrorSource:
         run_id = self._found.run.run_id
-        directory = self._folder.mirror(run_id, name, root=self._settings.mirror_dir)
-        mirror = Mirror(directory)
+        found = self._place.find(run_id, name)
+
+        def open_mirror(model_bytes: int) -> Mirror:
+            return Mirror(self._place.choose(run_id, name, model_bytes=model_bytes))
+
         log_reader = VersionLog(self._store, run_id=run_id, policy_id=name)
-        return MirrorSource(self._store, log_reader=log_reader, mirror=mirror)
+        return MirrorSource(
+            self._store,
+            log_reader=log_reader,
+            mirror=Mirror(found) if found is not None else None,
+            open_mirror=open_mirror,
+        )
 
     def _host(self, policy: ServedPolicy, weights: WeightSync) -> ChildHost | RemoteHost:
         if "://" in self._settings.engine:

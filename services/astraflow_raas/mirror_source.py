@@ -5,6 +5,8 @@ one, so neither a stale listing nor a tampered store can slip in another version
 calls it in a thread, one call at a time.
 """
 
+from collections.abc import Callable
+
 from astraflow_kit.log import get_logger
 from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion
 from astraflow_weights.errors import CorruptManifest
@@ -18,38 +20,48 @@ log = get_logger(__name__)
 
 
 class MirrorSource:
-    """A `WeightSource` over a `Mirror`. Not thread-safe: one owner, one call at a time."""
+    """A `WeightSource` over a `Mirror`. Not thread-safe: one owner, one call at a time.
 
-    def __init__(self, store: ObjectStore, *, log_reader: VersionLog, mirror: Mirror) -> None:
+    Without a `mirror` of an earlier life, `open_mirror` makes one when the size of the model is known.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        log_reader: VersionLog,
+        mirror: Mirror | None,
+        open_mirror: Callable[[int], Mirror],
+    ) -> None:
         self._store = store
         self._log = log_reader
         self._mirror = mirror
+        self._open_mirror = open_mirror
 
     @property
     def version(self) -> int | None:
         """Version the mirror holds; it may be one of an earlier life of this node."""
-        return self._mirror.version
+        return self._mirror.version if self._mirror else None
 
     @property
     def counts(self) -> PullCounts:
         """What was fetched since the process started."""
-        return self._mirror.counts
+        return self._mirror.counts if self._mirror else PullCounts()
 
     def versions(self) -> list[int]:
         """The version that lies in the mirror whole, if any."""
-        return self._mirror.versions()
+        return self._mirror.versions() if self._mirror else []
 
     def try_hold(self) -> Hold | None:
         """Keep the version as it is while an engine loads. Any thread."""
-        return self._mirror.try_hold()
+        return self._mirror.try_hold() if self._mirror else None
 
     def prefetch(self, announced: AnnouncedVersion) -> None:
         """Bring what the announced version is made of to this machine, and leave the mirror as it is.
 
         Raises as `fetch` does.
         """
-        self._find(announced)
-        self._mirror.prefetch(self._store, self._log, target=announced.version)
+        self._find(announced).prefetch(self._store, self._log, target=announced.version)
 
     def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
         """Bring the mirror to the announced version, verified tensor by tensor.
@@ -57,13 +69,12 @@ class MirrorSource:
         Raises UnknownVersionError (retry) when the log does not list it yet, CorruptManifest when its entry
         is not the announced one, and what `Mirror.advance` raises.
         """
-        self._find(announced)
-        result = self._mirror.advance(self._store, self._log, target=announced.version)
+        result = self._find(announced).advance(self._store, self._log, target=announced.version)
         _report(result)
         return FetchedVersion(version=result.version, model_dir=result.directory)
 
-    def _find(self, announced: AnnouncedVersion) -> None:
-        """Read the log and compare its entry with the announced one."""
+    def _find(self, announced: AnnouncedVersion) -> Mirror:
+        """Read the log and compare its entry with the announced one; returns the mirror that is to hold it."""
         self._log.refresh()
         record = self._log.record(announced.version)
         if announced.manifest_sha256 and record.manifest_sha256 != announced.manifest_sha256:
@@ -72,6 +83,9 @@ class MirrorSource:
                 f"the store has sha256 {record.manifest_sha256.hex()[:16]}…, the server announced "
                 f"{announced.manifest_sha256.hex()[:16]}…; store and server belong to different histories"
             )
+        if self._mirror is None:
+            self._mirror = self._open_mirror(self._log.manifest(announced.version).size_bytes)
+        return self._mirror
 
 
 def _report(result: AdvanceResult) -> None:

@@ -27,6 +27,7 @@ from astraflow_raas.assembly import assemble_node
 from astraflow_raas.engine.command import require_engine
 from astraflow_raas.joining import find_run, join_run, membership_of
 from astraflow_raas.loops import LoopService
+from astraflow_raas.mirror_place import MirrorPlace
 from astraflow_raas.node import Node
 from astraflow_raas.node_folder import NodeFolder, claim_folder
 from astraflow_raas.recipe_code import load_workflow
@@ -52,7 +53,8 @@ async def serve(settings: NodeSettings, life: Lifecycle) -> None:
     """Join, serve, drain. Ends at once when it is told to stop before it has joined."""
     async with _claimed(settings) as folder, _client(settings) as client:
         bind(node_id=folder.node_id)
-        joining = asyncio.ensure_future(_join(settings, client, folder=folder, life=life))
+        place = MirrorPlace(folder, root=settings.mirror_dir)
+        joining = asyncio.ensure_future(_join(settings, client, folder=folder, place=place, life=life))
         stopping = asyncio.ensure_future(life.drain.wait())
         await asyncio.wait((joining, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -61,7 +63,10 @@ async def serve(settings: NodeSettings, life: Lifecycle) -> None:
             await asyncio.wait((joining,))
             return
         node, metrics = joining.result()
-        await _serve_node(node, settings=settings, life=life, metrics=metrics)
+        try:
+            await _serve_node(node, settings=settings, life=life, metrics=metrics)
+        finally:
+            await asyncio.to_thread(place.close)
 
 
 async def check(settings: NodeSettings) -> Mapping[str, str]:
@@ -89,7 +94,7 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
 
 
 async def _join(
-    settings: NodeSettings, client: AsyncClient, *, folder: NodeFolder, life: Lifecycle
+    settings: NodeSettings, client: AsyncClient, *, folder: NodeFolder, place: MirrorPlace, life: Lifecycle
 ) -> tuple[Node, Metrics]:
     metrics = Metrics()
     timeline = Timeline(metrics=metrics, age_s=process_age_s())
@@ -104,6 +109,7 @@ async def _join(
     joined = await join_run(client, membership, patience_s=settings.join_timeout_s)
     timeline.mark(Stage.JOINED)
     failpoints.hit("raas.joined")
+    await asyncio.to_thread(place.tidy, membership.run_id)
     node = await assemble_node(
         found,
         joined,
@@ -113,17 +119,19 @@ async def _join(
         client=client,
         settings=settings,
         folder=folder,
+        place=place,
         metrics=metrics,
         timeline=timeline,
-        told_to_drain=lambda reason: _told_to_drain(reason, settings=settings, life=life),
+        told_to_drain=lambda reason: _told_to_drain(reason, settings=settings, place=place, life=life),
     )
     return node, metrics
 
 
-def _told_to_drain(reason: str, *, settings: NodeSettings, life: Lifecycle) -> None:
+def _told_to_drain(reason: str, *, settings: NodeSettings, place: MirrorPlace, life: Lifecycle) -> None:
     if settings.stay and reason == RUN_FINISHED:
         log.info("node.stays", reason=reason)
         return
+    place.run_is_over = reason == RUN_FINISHED
     life.begin_drain()
 
 

@@ -58,7 +58,7 @@ class NodeSettings(StoreAccess):
     work_dir: Path = Path("~/.cache/astraflow/raas")
     """Folder for mirrors, the recipe's code and engine logs; one sub-folder per node."""
     mirror_dir: Path | None = None
-    """Folder for the weight mirrors; unset keeps them in the work folder. /dev/shm makes swaps fastest."""
+    """Folder for the weight mirrors; unset keeps them in /dev/shm where there is room, else in the work folder."""
     allow_recipe_code: bool = False
     """Run the Python files that come with the recipe. They may do anything this user may do."""
     max_concurrent_tasks: Annotated[int, Field(ge=0, le=65_536)] = 0

@@ -148,7 +148,9 @@ async def node_of(
 ) -> AsyncIterator[NodeProcess]:
     """A node process; whatever the test leaves of it is killed."""
     command = [sys.executable, "-m", "astraflow_raas", "--join", address, "--node-id", node_id]
-    command += ["--work-dir", str(folder / "work"), "--address-file", str(folder / "node.json"), *options]
+    command += ["--work-dir", str(folder / "work"), "--address-file", str(folder / "node.json")]
+    # Without an option of the test nothing of it stays in shared memory.
+    command += [*(() if "--mirror-dir" in options else ("--mirror-dir", str(folder / "mirror"))), *options]
     async with started(command, folder, **variables) as node:
         yield node
 

@@ -80,12 +80,17 @@ def trainer(tmp_path: Path) -> Trainer:
     return Trainer(Publisher(writer, base=None, assets=assets))
 
 
+def never(model_bytes: int) -> Mirror:
+    """There is a mirror."""
+    raise AssertionError("a second mirror was asked for")
+
+
 @pytest.fixture
 async def setup(tmp_path: Path, trainer: Trainer) -> AsyncIterator[Setup]:
     store = FileStore(tmp_path / "store")
     policy, engine = ServedPolicy(POLICY), FakeEngine()
     log_reader = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    source = MirrorSource(store, log_reader=log_reader, mirror=Mirror(tmp_path / "mirror"))
+    source = MirrorSource(store, log_reader=log_reader, mirror=Mirror(tmp_path / "mirror"), open_mirror=never)
     sync = WeightSync(policy, source=source, metrics=Metrics(), evaluation_hold_s=0.5)
     running = asyncio.create_task(sync.run())
     yield Setup(store, trainer, policy, source, sync, engine)
@@ -239,7 +244,7 @@ async def test_a_failed_swap_is_tried_again_and_the_old_version_serves_meanwhile
     await setup.start_engine()
     setup.engine.swap_fault = EngineFaulty("shape mismatch")
     setup.sync.announce(setup.trainer.publish())
-    await asyncio.sleep(0.1)
+    await eventually(lambda: setup.sync.mirror_version == 1, what="the new version is in the mirror")
     assert setup.policy.version == 0
     async with setup.sync.loading() as loadable:
         assert loadable.version == 1, "an engine that starts anew takes what the mirror holds"
@@ -336,7 +341,9 @@ async def test_a_restarted_node_finds_its_mirror_and_fetches_nothing(setup: Setu
     await setup.sync.wait_for_weights()
     await setup.sync.stop(deadline_s=5.0)
     log_reader = VersionLog(setup.store, run_id=RUN, policy_id=POLICY)
-    again = MirrorSource(setup.store, log_reader=log_reader, mirror=Mirror(tmp_path / "mirror"))
+    again = MirrorSource(
+        setup.store, log_reader=log_reader, mirror=Mirror(tmp_path / "mirror"), open_mirror=never
+    )
     assert again.version == 0
     assert again.fetch(announced).version == 0
     assert again.counts.fetched_bytes == 0
