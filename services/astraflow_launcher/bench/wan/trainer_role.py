@@ -5,6 +5,7 @@ to `PublishWorker`, and waiting while too many versions are unpublished. Started
 """
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -31,6 +32,7 @@ from astraflow_weights.version_log import VersionLog
 from astraflow_weights.version_writer import CommittedVersion, VersionWriter
 
 _MAX_BEHIND = 1
+_PRIORITY = -15
 _POLL_S = 0.5
 _SHIFT = 1_000_003
 
@@ -196,6 +198,10 @@ class Trainer:
 def main() -> None:
     """Work until the orders end."""
     talk.take_stdout()
+    # Nodes and store would have machines of their own: they must not take the training thread's core.
+    os.nice(_PRIORITY)
+    # Several threads would wait for each other at every tensor, and so for whoever else has the other cores.
+    torch.set_num_threads(1)
     orders = talk.orders()
     with Trainer(next(orders)) as trainer:
         talk.say("ready")
