@@ -64,7 +64,11 @@ def list_(
         store=store, run_id=run_id, policy_id=policy, join=join, data_dir=data_dir, token_file=token_file
     ) as found:
         pins = None if found.server is None else found.server.pins()
-        rows = [_list_row(record, pins) for record in reversed(found.log.records)]
+        possible = inspection.buildable(found.log)
+        rows = [
+            _list_row(record, pins) | {"collected": record.version not in possible}
+            for record in reversed(found.log.records)
+        ]
         where = f"policy {found.log.policy_id!r} of run {found.log.run_id!r} in {found.store.uri}"
     if json_:
         print_json(rows)
@@ -85,7 +89,7 @@ def list_(
             _share_text(row["density"]),
             *(count_text(row[name]) if row[name] else "–" for name in ("delta_bytes", "snapshot_bytes")),
             ", ".join(str(base) for base in row["merged_from"]) or "–",
-            (row["pin_reason"] or "yes") if row["pinned"] else "",
+            "collected" if row["collected"] else (row["pin_reason"] or "yes") if row["pinned"] else "",
         )
     console().print(shown)
 

@@ -1,0 +1,124 @@
+"""Collectors beside publishers, in processes, over a folder and over S3: together, and killed in their windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from astraflow_weights.inspection import buildable
+from astraflow_weights.layout import PolicyKeys
+from astraflow_weights.mirror import Mirror
+from astraflow_weights.retention import ways_of
+from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.verification import verify_version
+from support.collection_processes import (
+    PATIENCE_S,
+    PINNED,
+    collect,
+    model_of,
+    publish,
+    read_log,
+    require_killed,
+    root_of,
+    start,
+)
+from support.s3_server import S3Server
+from support.weight_models import POLICY, RUN, same_model
+
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
+
+KEYS = PolicyKeys(RUN, POLICY)
+VERSIONS = 24
+MANY = 100_000
+KILLS = (
+    ("publish", "weights.publish.uploading=kill@6"),
+    ("publish", "weights.publish.before_manifest=kill@6"),
+    ("publish", "weights.compaction.parts_uploaded=kill@1"),
+    ("collect", "weights.collection.tombstoned=kill@1"),
+    ("collect", "weights.collection.deleting=kill@3"),
+    ("publish", "weights.collection.deleting=kill@2"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A store that processes can open."""
+
+    store: ObjectStore
+    uri: str
+    environment: Mapping[str, str]
+
+
+@pytest.fixture(params=["file", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """A folder, and moto."""
+    if request.param == "file":
+        uri = f"file://{tmp_path}/store"
+        yield Place(store=open_store(uri), uri=uri, environment={})
+        return
+    with S3Server(tmp_path) as server:
+        uri = f"s3://{server.create_bucket('weights')}"
+        store = open_store(uri, settings=server.settings(max_attempts=6))
+        yield Place(store=store, uri=uri, environment=server.environment)
+
+
+def test_publishers_and_collectors_work_at_the_same_time(place: Place, tmp_path: Path) -> None:
+    processes = [
+        start(
+            place.uri,
+            task,
+            epoch=1,
+            versions=VERSIONS,
+            environment=place.environment,
+            hits=tmp_path / f"hits{number}",
+        )
+        for number, task in enumerate(["publish", "collect", "collect"])
+    ]
+    assert [process.wait(PATIENCE_S) for process in processes] == [0, 0, 0]
+    check(place.store, tmp_path)
+
+
+def test_whoever_is_killed_in_its_window_is_followed_up_by_the_next(place: Place, tmp_path: Path) -> None:
+    publish(place.store, epoch=1, versions=VERSIONS // 3)
+    for number, (task, spec) in enumerate(KILLS):
+        hits, epoch = tmp_path / f"hits{number}", 10 + 10 * number
+        if task == "collect":
+            # Something to collect.
+            publish(
+                place.store, epoch=epoch, versions=len(read_log(place.store).records) + 9, collecting=False
+            )
+        process = start(
+            place.uri,
+            task,
+            epoch=epoch + 1,
+            versions=MANY if task == "publish" else 0,
+            environment=place.environment,
+            spec=spec,
+            hits=hits,
+        )
+        require_killed(process, hits)
+    publish(place.store, epoch=1000, versions=len(read_log(place.store).records) + 1)
+    check(place.store, tmp_path)
+
+
+def check(store: ObjectStore, folder: Path) -> None:
+    """What is retained or pinned is whole and exact; nothing else is in the store."""
+    newest = len(read_log(store).records) - 1
+    publish(store, epoch=2000, versions=newest + 2)
+    collect(store, versions=0)
+    log = read_log(store)
+    kept = buildable(log)
+    assert {PINNED, newest, newest + 1} <= kept
+    assert 1 < len(kept) < len(log.records) / 2
+    for version in kept:
+        assert log.record(version).model_root == root_of(version)
+        assert verify_version(store, log, version=version, threads=2).faults == ()
+    named = {part.key for record in log.records for _, parts in ways_of(record) for part in parts}
+    assert {info.key for info in store.list(KEYS.parts)} == named
+    assert list(store.list(KEYS.intents)) == []
+    mirror = Mirror(folder / "cold")
+    mirror.advance(store, log, target=newest)
+    assert same_model(mirror.load(), model_of(newest))
