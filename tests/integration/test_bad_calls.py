@@ -347,7 +347,7 @@ PEOPLE: dict[str, tuple[str | None, Callable[[World], Awaitable[object]], str, t
         "node",
         lambda world: world.trainer(),
         "PERMISSION_DENIED",
-        ("'node' has roles ['rollout']", "ClaimPolicy is for ['trainer']"),
+        ("'node' has roles ['rollout']", "ClaimPolicy is for ['operator', 'trainer']"),
     ),
     "a trainer joins as a node": (
         "learner",
