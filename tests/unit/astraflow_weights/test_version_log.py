@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from astraflow.errors import UnknownVersionError
+from astraflow_weights.collection_records import Sweep, encode_sweep
 from astraflow_weights.digest import model_root
-from astraflow_weights.errors import CorruptManifest
+from astraflow_weights.errors import CorruptManifest, Edge
 from astraflow_weights.layout import PolicyKeys
 from astraflow_weights.manifest import (
     AddedWay,
@@ -287,3 +288,54 @@ def test_a_copy_goes_on_alone_and_reads_nothing_twice(tmp_path: Path) -> None:
     assert (len(first.records), first.next_sequence, first.owner) == (1, 2, other.owner)
     assert log.refresh() == 1
     assert list(log.records) == list(other.records)
+
+
+def sweep_of(number: int, *edges: Edge) -> bytes:
+    """A round that collected these ways."""
+    sweep = Sweep(
+        number=number,
+        kept_parts=frozenset(),
+        ways=frozenset(edges),
+        added_ways=(),
+        tombstone_sha256=b"t" * 32,
+        created_time_s=0,
+    )
+    return encode_sweep(KEYS, sweep)
+
+
+def test_ways_that_were_collected_are_not_offered(store: FileStore) -> None:
+    write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
+    log = write(store)
+    log.refresh()
+    before = log.record(2)
+    bases: list[int | None] = [delta.base_version for delta in before.deltas]
+    if before.snapshot is not None:
+        bases.append(None)
+    edges = [Edge(version=2, base_version=base) for base in bases]
+    store.put_if_absent(KEYS.sweep(0), sweep_of(0, *edges))
+    log.refresh()
+    record = log.record(2)
+    assert (record.offered_snapshot, record.offered_deltas) == (None, ())
+    assert (record.snapshot, record.deltas) == (before.snapshot, before.deltas), (
+        "the manifest says what it said"
+    )
+
+
+def test_a_sweep_of_a_version_that_is_not_read_yet_waits_for_it(store: FileStore) -> None:
+    write(store, manifest(0, epoch=1, version=0))
+    log = write(store)
+    log.refresh()
+    store.put_if_absent(KEYS.sweep(0), sweep_of(0, Edge(version=1, base_version=0)))
+    log.refresh()
+    write(store, manifest(0, epoch=1, version=0), manifest(1, epoch=1, version=1))
+    log.refresh()
+    assert log.record(1).swept == {0}
+
+
+def test_a_damaged_sweep_is_told_and_passed_over(store: FileStore) -> None:
+    write(store, manifest(0, epoch=1, version=0))
+    store.put_if_absent(KEYS.sweep(0), b"rotten")
+    log = write(store)
+    log.refresh()
+    assert list(log.damaged_sweeps) == [KEYS.sweep(0)]
+    assert log.record(0).swept == frozenset()
