@@ -1,0 +1,56 @@
+"""A mirror takes no more memory than promised beside its weights file, however large the model is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from astraflow_weights.delta import encode_delta
+from astraflow_weights.manifest import DeltaRef
+from astraflow_weights.snapshot import encode_snapshot
+from astraflow_weights.store_file import FileStore
+from astraflow_weights.tensor_hash import tensor_digests
+from astraflow_weights.version_writer import VersionWriter
+from support.source_tree import REPOSITORY
+from support.weight_models import POLICY, RUN, gaussian_bf16
+
+MIB = 2**20
+THREADS = 2
+BOUND = (64 + 16 * THREADS) * MIB
+
+
+def publish(folder: Path) -> None:
+    """256 MiB of weights as a snapshot, and a delta that changes a twentieth of them."""
+    draw = np.random.default_rng(0)
+    block = gaussian_bf16(draw, (2**22,))
+    moved = (draw.random(2**22) < 0.05).astype(np.uint16)
+    models = [
+        {f"t{number}": np.resize(values, 2**25) for number in range(4)} for values in (block, block + moved)
+    ]
+    writer = VersionWriter.open(FileStore(folder / "store"), run_id=RUN, policy_id=POLICY, epoch=1)
+    snapshot = writer.uploads.upload_parts(encode_snapshot(models[0]))
+    writer.commit(step=0, tensors=tensor_digests(models[0]), snapshot=snapshot)
+    parts = writer.uploads.upload_parts(encode_delta(*models))
+    writer.commit(step=1, tensors=tensor_digests(models[1]), deltas=(DeltaRef(base_version=0, parts=parts),))
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(600)
+def test_scratch_of_a_pull_stays_below_its_bound(tmp_path: Path) -> None:
+    publish(tmp_path)
+    scratch = {}
+    for target in (0, 1):
+        done = subprocess.run(
+            [sys.executable, "-m", "support.mirror_memory", str(tmp_path), str(target), str(THREADS)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(REPOSITORY / "tests")])},
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=580,
+        )
+        scratch[target] = int(done.stdout)
+    assert {target: size // MIB for target, size in scratch.items() if size > BOUND} == {}

@@ -1,0 +1,49 @@
+"""What a mirror takes beside its weights file, measured in a process of its own.
+
+`python -m support.mirror_memory FOLDER TARGET THREADS` advances the mirror in FOLDER and prints the peak growth of the process's
+private memory in bytes; the mirror and its journal are mapped files, which are not private.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from astraflow_weights.mirror import Mirror
+from astraflow_weights.settings import MirrorSettings
+from astraflow_weights.store_file import FileStore
+from astraflow_weights.version_log import VersionLog
+from support.weight_models import POLICY, RUN
+
+
+def private_bytes() -> int:
+    """Private memory now."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+def main() -> None:
+    """Advance while another thread looks."""
+    folder, target, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    store = FileStore(folder / "store")
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log.refresh()
+    settings = MirrorSettings(fetch_threads=threads, apply_threads=threads)
+    mirror = Mirror(folder / "mirror", settings=settings)
+    before, peak, ended = private_bytes(), [0], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.001):
+            peak[0] = max(peak[0], private_bytes())
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    mirror.advance(store, log, target=target)
+    ended.set()
+    looking.join()
+    sys.stdout.write(f"{peak[0] - before}\n")
+
+
+if __name__ == "__main__":
+    main()
