@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from astraflow_kit.log import get_logger
 from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion
-from astraflow_weights.errors import CorruptManifest
+from astraflow_weights.errors import CorruptManifest, VerificationFailed
 from astraflow_weights.mirror import AdvanceResult, Mirror
 from astraflow_weights.mirror_lock import Hold
 from astraflow_weights.pull import PullCounts
@@ -47,6 +47,11 @@ class MirrorSource:
     def counts(self) -> PullCounts:
         """What was fetched since the process started."""
         return self._mirror.counts if self._mirror else PullCounts()
+
+    @property
+    def damage(self) -> VerificationFailed | None:
+        """What is known to be wrong with the mirror and could not be repaired yet."""
+        return self._mirror.damage if self._mirror else None
 
     def versions(self) -> list[int]:
         """The version that lies in the mirror whole, if any."""

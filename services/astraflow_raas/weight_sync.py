@@ -73,6 +73,10 @@ class WeightSource(Protocol):
     def version(self) -> int | None:
         """Version the mirror holds."""
 
+    @property
+    def damage(self) -> VerificationFailed | None:
+        """What is known to be wrong with the mirror and could not be repaired yet."""
+
     def versions(self) -> list[int]:
         """Versions that lie on this machine whole. Reads the disk; may be called from any thread."""
 
@@ -295,7 +299,8 @@ class WeightSync(LoopService):
         damaged = isinstance(error, VerificationFailed | CorruptPart | CorruptManifest)
         if damaged:
             self.num_verification_failures += 1
-            self.fault = _fault(announced, error)
+        if damaged or self._source.damage is not None:
+            self.fault = _fault(announced, error if damaged else self._source.damage or error)
             self._policy.on_change()
         self._metrics.increment(
             "astraflow_raas_version_failures_total", policy=announced.policy_id, reason=error.reason

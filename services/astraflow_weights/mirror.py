@@ -18,7 +18,7 @@ import numpy as np
 
 from astraflow_kit.log import get_logger
 from astraflow_weights import checkpoint, mirror_lock
-from astraflow_weights.errors import Edge, MirrorBusy, MirrorMismatch
+from astraflow_weights.errors import Edge, MirrorBusy, MirrorMismatch, VerificationFailed
 from astraflow_weights.journal import Journal
 from astraflow_weights.mirror_content import MirrorContent
 from astraflow_weights.mirror_lock import Hold
@@ -92,6 +92,11 @@ class Mirror:
     def counts(self) -> PullCounts:
         """What this object fetched since it was opened."""
         return self._counts
+
+    @property
+    def damage(self) -> VerificationFailed | None:
+        """What is known to be wrong with what is here and could not be repaired yet; None when nothing is."""
+        return self._content.damage
 
     def versions(self) -> list[int]:
         """Versions that lie here whole: one at most. Any thread."""

@@ -77,6 +77,20 @@ class MirrorContent:
         return self.held is not None and clean and not self.damaged and not self.wrong_assets
 
     @property
+    def damage(self) -> VerificationFailed | None:
+        """What is known to be wrong with what is held, as the failure that it is; None when nothing is."""
+        if not self.damaged or self.held is None:
+            return None
+        tile, version = self.damaged[0], self.held.holding.version
+        others = f", nor are {len(self.damaged) - 1} others" if len(self.damaged) > 1 else ""
+        return VerificationFailed(
+            f"{tile} is not what version {version} has there{others}; it is fetched anew when the store answers",
+            version=version,
+            tensor=tile.spec.name,
+            tile=tile.number,
+        )
+
+    @property
     def is_current(self) -> bool:
         """Whether no other process has written here since."""
         found = self._files.read_state()
@@ -302,17 +316,8 @@ class MirrorContent:
         )
 
     def _require_healed(self) -> None:
-        if not self.damaged:
-            return
-        assert self.held is not None
-        tile, version = self.damaged[0], self.held.holding.version
-        raise VerificationFailed(
-            f"{tile} is not what version {version} has there, nor are {len(self.damaged) - 1} others; it is fetched "
-            "anew when the store answers",
-            version=version,
-            tensor=tile.spec.name,
-            tile=tile.number,
-        )
+        if (damage := self.damage) is not None:
+            raise damage
 
     def _install_assets(self, manifest: Manifest) -> None:
         for name in self._files.wrong_assets(manifest):

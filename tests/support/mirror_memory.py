@@ -1,7 +1,7 @@
 """What a mirror takes beside its weights file, measured in a process of its own.
 
-`python -m support.mirror_memory FOLDER TARGET THREADS` advances the mirror in FOLDER and prints the peak growth of the process's
-private memory in bytes; the mirror and its journal are mapped files, which are not private.
+`python -m support.mirror_memory FOLDER TARGET THREADS` advances the mirror in FOLDER and prints the peak growth of the
+process's private memory in bytes; the mirror and its journal are mapped files, which are not private.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from astraflow_raas.spool import SpoolLimits
 from astraflow_raas.spool_files import SpoolFiles
 from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
 from astraflow_raas.worker import Worker, WorkerHooks
+from astraflow_weights.errors import VerificationFailed
 from astraflow_weights.mirror_lock import Hold
 from astraflow_weights.pull import PullCounts
 from support.raas_parts import write_tokenizer
@@ -39,6 +40,7 @@ class BytelessWeights:
     folder: Path
     version: int | None = None
     counts: PullCounts = field(default_factory=PullCounts)
+    damage: VerificationFailed | None = None
 
     def versions(self) -> list[int]:
         """The one it was asked for last."""

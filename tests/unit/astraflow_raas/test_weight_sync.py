@@ -223,10 +223,37 @@ async def test_damaged_bytes_leave_the_old_version_serving_are_named_and_counted
     assert same_model(map_model(setup.engine.swaps[-1][0]), setup.trainer.models[1])
 
 
+def rot(path: Path) -> None:
+    """Change the end of it, in place."""
+    with path.open("r+b") as file:
+        file.seek(-20, 2)
+        file.write(b"rot and more of it")
+
+
 def newest(store: FileStore, pattern: str) -> Path:
     """The object of that kind that was written last."""
     folder = Path(store.uri.removeprefix("file://"))
     return max(folder.rglob(pattern), key=lambda path: path.stat().st_mtime_ns)
+
+
+async def test_damage_of_the_mirror_that_the_store_cannot_mend_is_told_until_it_is(setup: Setup) -> None:
+    setup.sync.announce(setup.trainer.publish())
+    await setup.start_engine()
+    async with setup.sync.loading() as loadable:
+        weights = loadable.model_dir / "model.safetensors"
+    rot(weights)
+    snapshot = newest(setup.store, PART)
+    away = snapshot.with_name("away")
+    snapshot.rename(away)
+    setup.sync.announce(setup.trainer.publish())
+    await eventually(lambda: setup.sync.fault is not None, what="the server is told")
+    assert setup.sync.fault is not None
+    assert (setup.policy.version, setup.sync.fault.version) == (0, 0)
+    assert setup.sync.fault.tensor
+    assert setup.sync.fault.HasField("tile")
+    away.rename(snapshot)
+    await eventually(lambda: setup.policy.version == 1, what="the repaired mirror goes on")
+    await eventually(lambda: setup.sync.fault is None, what="the fault is over")
 
 
 async def test_a_version_the_store_does_not_list_yet_is_waited_for(setup: Setup) -> None:

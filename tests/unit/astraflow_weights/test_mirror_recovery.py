@@ -245,6 +245,8 @@ def test_damage_that_the_store_cannot_mend_now_is_mended_later(world: World) -> 
     with pytest.raises(Unavailable):
         mirror.advance(world.store, world.log(), target=2)
     assert (mirror.version, mirror.try_hold()) == (None, None)
+    assert mirror.damage is not None
+    assert (mirror.damage.version, mirror.damage.tensor, mirror.damage.tile) == (1, TENSOR, 0)
     world.store.get_range = honest  # type: ignore[method-assign]
     mirror.advance(world.store, world.log(), target=2)
     assert world.holds(2)
