@@ -184,6 +184,11 @@ async def run(world: World, checkpoint: Path, shared_engine: str, tmp_path: Path
         yield setup
 
 
+def own_places(folder: Path) -> dict[str, str]:
+    """The environment of a node that is told no folder: what it keeps stays with the test."""
+    return {"HOME": str(folder / "home"), "ASTRAFLOW_MIRROR_DIR": str(folder / "mirrors")}
+
+
 async def test_a_second_node_joins_mid_run_with_one_command_and_is_trained_on(
     run: Elastic, tmp_path: Path
 ) -> None:
@@ -192,7 +197,7 @@ async def test_a_second_node_joins_mid_run_with_one_command_and_is_trained_on(
     (tmp_path / "late").mkdir()
     async with run.node("early"):
         await run.train(1)
-        async with started(command, tmp_path / "late", HOME=str(tmp_path / "home")) as late:
+        async with started(command, tmp_path / "late", **own_places(tmp_path)) as late:
             trained: set[str] = set()
             for step in range(2, 200):
                 trained |= {item.trajectory_id for item in (await run.train(step)).items}
