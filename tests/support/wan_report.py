@@ -34,7 +34,7 @@ def made_report(*, blocked_s: float = 1.0, over_none: float = 1.0, over_sum: flo
         store={"name": "store", "bytes_per_s": 1.0},
         model=dict.fromkeys(("bytes", "num_elements", "trained_elements", "learning_rate", "density"), 1),
         publish=[report.publish_figures("rice", [published])],
-        full=[report.full_figures("local", "version", ARRIVAL, rate_bits_per_s=1e9)],
+        full=[report.full_figures("local", "version", ARRIVAL, connections="new", rate_bits_per_s=1e9)],
         deltas=[report.delta_figures("local", "rice", [ARRIVAL], safetensors_s=1.0)],
         blocked=[
             report.blocked_figures("no", [blocked_event(blocked_s)], none_s=None),

@@ -250,23 +250,28 @@ class _Experiment:
         self._progress("a whole model, as a version")
         committed = self._publish_one()
         self._report.publish.append(report.publish_figures("snapshot", [committed]))
-        rate = self._network.plan.rate_bits_per_s
         for place in (Place.LOCAL, Place.REMOTE):
-            arrival = self._advance(place)
-            self._report.full.append(
-                report.full_figures(place.value, "version", arrival, rate_bits_per_s=rate)
-            )
+            self._cast.ask(place.value, "reconnected", do="reconnect")
+            self._whole(place, "version", "new", self._advance(place, mirror="first"))
+            self._whole(place, "version", "open", self._advance(place))
         self._progress("a whole model, as a safetensors file")
         sent = self._cast.ask("trainer", "uploaded", do="upload")
         file = {"publish_s": sent["seconds"], "size_bytes": sent["size_bytes"]}
         self._report.publish.append(report.publish_figures("safetensors", [file]))
         self._report.model |= {"bytes": sent["size_bytes"], "num_elements": sent["size_bytes"] // 2}
         for place in (Place.LOCAL, Place.REMOTE):
-            arrival = self._fetch(place, key=sent["key"])
+            self._cast.ask(place.value, "reconnected", do="reconnect")
+            for connections in ("new", "open"):
+                arrival = self._fetch(place, key=sent["key"])
+                self._whole(place, "safetensors", connections, arrival)
             self._file_s[place] = arrival.seconds
-            self._report.full.append(
-                report.full_figures(place.value, "safetensors", arrival, rate_bits_per_s=rate)
-            )
+
+    def _whole(self, place: Place, way: str, connections: str, arrival: Arrival) -> None:
+        rate = self._network.plan.rate_bits_per_s
+        figures = report.full_figures(
+            place.value, way, arrival, connections=connections, rate_bits_per_s=rate
+        )
+        self._report.full.append(figures)
 
     def _lag(self) -> None:
         """Both nodes slept while the trainer published."""

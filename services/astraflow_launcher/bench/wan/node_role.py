@@ -12,7 +12,7 @@ from typing import Any
 from astraflow_launcher.bench.wan import talk
 from astraflow_weights.mirror import Mirror
 from astraflow_weights.settings import StoreSettings
-from astraflow_weights.store import open_store
+from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.version_log import VersionLog
 
 
@@ -22,11 +22,18 @@ class Node:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._folder = Path(settings["folder"])
         self._folder.mkdir(parents=True)
-        self._store = open_store(settings["store"], settings=StoreSettings(**settings["store_settings"]))
+        self._settings = settings
+        self._store = self._connected()
         self._run, self._policy = settings["run_id"], settings["policy_id"]
         self._log = self._new_log()
         self._mirror: Mirror | None = None
         self._name = ""
+
+    def reconnect(self) -> None:
+        """Begin anew with connections whose windows have not opened yet."""
+        self._store = self._connected()
+        self._log = self._new_log()
+        talk.say("reconnected")
 
     def advance(self, *, mirror: str, version: int) -> None:
         """Hold the version, verified."""
@@ -78,6 +85,10 @@ class Node:
         ended, size = time.monotonic(), path.stat().st_size
         path.unlink()
         talk.say("fetched", ended_s=ended, fetched_bytes=size)
+
+    def _connected(self) -> ObjectStore:
+        settings = StoreSettings(**self._settings["store_settings"])
+        return open_store(self._settings["store"], settings=settings)
 
     def _new_log(self) -> VersionLog:
         return VersionLog(self._store, run_id=self._run, policy_id=self._policy)

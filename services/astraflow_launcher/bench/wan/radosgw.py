@@ -207,7 +207,8 @@ class RadosGateway:
     def _run(self, *words: str, conf: bool = False) -> None:
         command = self._command(words) if conf else list(words)
         left = max(1.0, self._deadline - time.monotonic())
-        done = subprocess.run(command, capture_output=True, timeout=left, cwd=self._folder, check=False)
+        line = self._dying_with_us(command)
+        done = subprocess.run(line, capture_output=True, timeout=left, cwd=self._folder, check=False)
         if done.returncode:
             raise UnavailableError(f"{command} ended with {done.returncode}: {done.stderr.decode()[-2000:]}")
 
@@ -216,19 +217,16 @@ class RadosGateway:
         self._logs.append(log)
         self._processes.append(
             subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "astraflow_launcher.exec_with_parent",
-                    str(os.getpid()),
-                    *self._command(words),
-                ],
+                self._dying_with_us(self._command(words)),
                 stdout=log,
                 stderr=log,
                 cwd=self._folder,
                 env=os.environ,
             )
         )
+
+    def _dying_with_us(self, command: Sequence[str]) -> list[str]:
+        return [sys.executable, "-m", "astraflow_launcher.exec_with_parent", str(os.getpid()), *command]
 
     def _end(self) -> None:
         for process in reversed(self._processes):

@@ -73,11 +73,14 @@ class Arrival:
     deltas: int = 0
 
 
-def full_figures(link: str, way: str, arrival: Arrival, *, rate_bits_per_s: float) -> Figures:
-    """A whole model over a link."""
+def full_figures(
+    link: str, way: str, arrival: Arrival, *, connections: str, rate_bits_per_s: float
+) -> Figures:
+    """A whole model over a link, by `new` connections or by those that are `open` already."""
     return {
         "link": link,
         "way": way,
+        "connections": connections,
         "seconds": arrival.seconds,
         "fetched_bytes": arrival.fetched_bytes,
         "received_bytes": arrival.received_bytes,

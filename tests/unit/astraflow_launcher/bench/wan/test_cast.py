@@ -29,7 +29,7 @@ def made(folder: Path, *, deadline_s: float = DEADLINE_S) -> Cast:
 def test_a_process_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
     with made(tmp_path) as roles:
         roles.start("node", Place.LOCAL, "node_role", folder=str(tmp_path / "node"))
-        with pytest.raises(UnavailableError, match=r"(?s)the node ended with 1.*KeyError: 'store'"):
+        with pytest.raises(UnavailableError, match=r"(?s)the node ended with 1.*KeyError: 'store_settings'"):
             roles.wait("node", "ready")
 
 

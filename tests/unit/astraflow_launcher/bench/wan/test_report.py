@@ -40,7 +40,9 @@ def test_times_are_medians_and_bytes_are_means() -> None:
 
 
 def test_a_whole_model_is_measured_against_the_rate() -> None:
-    figures = report.full_figures("remote", "version", arrival(2.0, fetched=990), rate_bits_per_s=8000.0)
+    figures = report.full_figures(
+        "remote", "version", arrival(2.0, fetched=990), connections="open", rate_bits_per_s=8000.0
+    )
     assert figures["link_share"] == 0.5
 
 
