@@ -7,7 +7,7 @@ held that matters: a collector that dies is followed up by the next one, and any
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 
@@ -63,6 +63,8 @@ class Survey:
     unnamed: Mapping[bytes, int]
     """Parts that nothing names: a writer may be about to."""
     lost: tuple[int, ...]
+    broken_ways: int
+    """Added ways that name parts which are gone; a round deletes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,7 @@ class Collector:
             garbage={name: size for name, size in present.items() if name in named and name not in kept},
             unnamed={name: size for name, size in present.items() if name not in named and name not in kept},
             lost=retention.lost,
+            broken_ways=len(self._ways_without(present.keys())),
         )
 
     def _begin(self) -> Step:
@@ -157,7 +160,7 @@ class Collector:
         strays = self._confirmed(survey, before)
         self._suspects = self._suspected(survey)
         garbage = {**survey.garbage, **strays}
-        if not garbage:
+        if not garbage and not survey.broken_ways:
             stage = Stage.LOOK_AGAIN if survey.unnamed else Stage.NOTHING
             return Step(stage=stage, wait_s=_POLL_S if self._suspects else self._settings.grace_s)
         self._rounds.begin(frozenset(garbage))
@@ -237,20 +240,22 @@ class Collector:
             for base, refs in _manifest_ways(record)
             if any(ref.sha256 in deleted for ref in refs)
         )
-        # One that names missing parts was made by a writer that had been given up.
-        added = sorted(
-            way_key(self._keys, way)
-            for record in self._log.records
-            for way in record.added
-            if any(ref.sha256 in deleted or ref.sha256 not in present for ref in way.parts)
-        )
         return Sweep(
             number=found.tombstone.number,
             kept_parts=kept,
             ways=gone,
-            added_ways=tuple(added),
+            added_ways=tuple(self._ways_without(present.keys() - deleted)),
             tombstone_sha256=found.sha256,
             created_time_s=self._clock.wall_time_s(),
+        )
+
+    def _ways_without(self, there: Set[bytes]) -> list[str]:
+        """Keys of added ways with a part that is not there: about to go, or made by a writer that had been given up."""
+        return sorted(
+            way_key(self._keys, way)
+            for record in self._log.records
+            for way in record.added
+            if any(ref.sha256 not in there for ref in way.parts)
         )
 
     def _retention(self, present: Mapping[bytes, int]) -> Retention:
