@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
             "$$p" -c '$(NEW)' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 
 # The stamps carry a digest of what decides the environment: they are redone when it changes, not when a clone is touched.
-WANTED     := $(shell cat pyproject.toml constraints.txt services/astraflow_weights/kernel.c | cksum | cut -d' ' -f1)
+WANTED     := $(shell cat pyproject.toml constraints.txt services/astraflow_weights/codec/kernel.c | cksum | cut -d' ' -f1)
 RUN_STAMP  := $(VENV)/.installed-dev-$(WANTED)
 TEST_STAMP := $(VENV)/.installed-test-$(WANTED)
 

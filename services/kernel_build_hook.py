@@ -13,7 +13,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path(__file__).parent / "astraflow_weights" / "kernel.c"
+SOURCE = Path(__file__).parent / "astraflow_weights" / "codec" / "kernel.c"
 LIBRARY = SOURCE.with_name("libkernel.so")
 
 
@@ -27,7 +27,7 @@ class KernelBuildHook(BuildHookInterface[Any]):
             return
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
-        build_data["artifacts"].append(f"/services/astraflow_weights/{LIBRARY.name}")
+        build_data["artifacts"].append(f"/services/astraflow_weights/codec/{LIBRARY.name}")
 
 
 def compile_kernel(library: Path) -> bool:

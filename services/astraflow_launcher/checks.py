@@ -26,7 +26,7 @@ import psutil
 from astraflow.errors import AstraflowError
 from astraflow_kit.settings import load
 from astraflow_launcher.embedded_redis import find_server
-from astraflow_weights import kernel
+from astraflow_weights.codec import kernel
 from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store, probe_create_only
 

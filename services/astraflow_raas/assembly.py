@@ -34,9 +34,9 @@ from astraflow_raas.spool_files import SpoolFiles
 from astraflow_raas.timeline import Timeline
 from astraflow_raas.weight_sync import FetchedVersion, WeightSync
 from astraflow_raas.worker import Membership, Worker, WorkerHooks
-from astraflow_weights.mirror import Mirror
+from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store import ObjectStore
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.versions.log import VersionLog
 
 _MAX_ENGINE_SLOTS = 1024
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from astraflow_kit.log import get_logger
 from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion
 from astraflow_weights.errors import CorruptManifest, VerificationFailed
-from astraflow_weights.mirror import AdvanceResult, Mirror
-from astraflow_weights.mirror_lock import Hold
-from astraflow_weights.pull import PullCounts
+from astraflow_weights.mirror.lock import Hold
+from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
 from astraflow_weights.store import ObjectStore
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.pull import PullCounts
 
 log = get_logger(__name__)
 

@@ -32,8 +32,8 @@ from astraflow_weights.errors import (
     StoreRefused,
     VerificationFailed,
 )
-from astraflow_weights.mirror_lock import Hold
-from astraflow_weights.pull import PullCounts
+from astraflow_weights.mirror.lock import Hold
+from astraflow_weights.versions.pull import PullCounts
 
 log = get_logger(__name__)
 

@@ -22,9 +22,9 @@ from astraflow_trainer.hf_layout import HeldTensor
 from astraflow_trainer.model import PolicyModel
 from astraflow_trainer.publish import ModelBytes
 from astraflow_trainer.published import HeldPart, host_buffer
-from astraflow_weights.shards import FoundChanges, KnownChanges, ShardedModel
-from astraflow_weights.tensors import MAX_TILE_ELEMENTS
-from astraflow_weights.tiles import Steps
+from astraflow_weights.codec.shards import FoundChanges, KnownChanges, ShardedModel
+from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS
+from astraflow_weights.codec.tiles import Steps
 
 __all__ = ["DetectedChanges", "Where", "changed"]
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from astraflow_weights.tensors import TensorSpec
+from astraflow_weights.codec.tensors import TensorSpec
 
 __all__ = ["HeldTensor", "ModelLayout", "ParameterLayout", "Run", "alike", "fused", "held_tensors", "stacked"]
 

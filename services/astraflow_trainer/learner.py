@@ -36,7 +36,7 @@ from astraflow_trainer.published import HeldPart, WeightCopies
 from astraflow_trainer.rank_group import RankGroup
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.step import StepMetrics, StepSettings, train_step
-from astraflow_weights.shards import ShardedModel
+from astraflow_weights.codec.shards import ShardedModel
 
 __all__ = ["PolicyLearner", "loss_settings", "step_settings"]
 

@@ -16,21 +16,21 @@ from astraflow.client import Client
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.published import HeldPart, same_shards
 from astraflow_trainer.rank_group import RankGroup
-from astraflow_weights.agreement import led
-from astraflow_weights.checkpoint import map_model
-from astraflow_weights.collector import Collector
-from astraflow_weights.compactor import Compactor
-from astraflow_weights.layout import PolicyKeys
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.peers import Peers
-from astraflow_weights.server_roots import server_roots
+from astraflow_weights.codec.peers import Peers
+from astraflow_weights.collection.collector import Collector
+from astraflow_weights.collection.server_roots import server_roots
+from astraflow_weights.mirror.checkpoint import map_model
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.publish.agreement import led
+from astraflow_weights.publish.compactor import Compactor
+from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.sharded_snapshots import ShardedSnapshots
+from astraflow_weights.publish.uploads import Uploads
+from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import CollectionSettings, PublishSettings
-from astraflow_weights.shard_publisher import ShardPublisher
-from astraflow_weights.sharded_snapshots import ShardedSnapshots
 from astraflow_weights.store import ObjectStore
-from astraflow_weights.uploads import Uploads
-from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import VersionWriter
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.log import VersionLog
 
 __all__ = ["compacting", "open_publisher"]
 

@@ -22,9 +22,9 @@ from astraflow.errors import RetryableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
-from astraflow_weights.announcing import Announcer
-from astraflow_weights.shards import ShardedModel
-from astraflow_weights.version_writer import CommittedVersion
+from astraflow_weights.codec.shards import ShardedModel
+from astraflow_weights.publish.announcing import Announcer
+from astraflow_weights.publish.version_writer import CommittedVersion
 
 log = get_logger(__name__)
 
@@ -47,7 +47,7 @@ class ModelBytes:
 
 
 class VersionPublisher(Protocol):
-    """Commits a model as the version of a step; `astraflow_weights.shard_publisher.ShardPublisher`
+    """Commits a model as the version of a step; `astraflow_weights.publish.shard_publisher.ShardPublisher`
     is the implementation.
     """
 

@@ -22,9 +22,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from astraflow_trainer.hf_layout import HeldTensor, ModelLayout, ParameterLayout, alike, held_tensors, stacked
 from astraflow_trainer.model import PolicyModel, local_part
 from astraflow_trainer.publish import ModelBytes
-from astraflow_weights.shards import Shard as PublishedShard
-from astraflow_weights.shards import ShardedModel
-from astraflow_weights.tensors import Model, flat_unsigned
+from astraflow_weights.codec.shards import Shard as PublishedShard
+from astraflow_weights.codec.shards import ShardedModel
+from astraflow_weights.codec.tensors import Model, flat_unsigned
 
 __all__ = ["HeldPart", "WeightCopies", "host_buffer", "policy_layout", "same_shards"]
 

@@ -22,7 +22,7 @@ from astraflow_kit.log import get_logger
 from astraflow_trainer.rank_watch import RankLostError, RankWatch
 from astraflow_trainer.ranks import GroupRanks, OneRank, Ranks
 from astraflow_trainer.settings import RankSettings
-from astraflow_weights.peers import OnePeer, Peers
+from astraflow_weights.codec.peers import OnePeer, Peers
 
 log = get_logger(__name__)
 

@@ -14,11 +14,11 @@ from typing import Protocol
 
 from astraflow_kit.log import get_logger
 from astraflow_trainer.checkpoint import Position
-from astraflow_weights.agreement import led
-from astraflow_weights.peers import Peers
-from astraflow_weights.shard_publisher import ShardPublisher
-from astraflow_weights.shards import ShardedModel
-from astraflow_weights.version_writer import CommittedVersion
+from astraflow_weights.codec.peers import Peers
+from astraflow_weights.codec.shards import ShardedModel
+from astraflow_weights.publish.agreement import led
+from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.version_writer import CommittedVersion
 
 __all__ = ["Resumable", "Start", "take_up", "way_back"]
 

@@ -36,7 +36,7 @@ from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
 from astraflow_trainer.settings import RankSettings, TrainerSettings
 from astraflow_weights.store import ObjectStore, open_store, probe_create_only
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.versions.log import VersionLog
 
 log = get_logger(__name__)
 

@@ -37,12 +37,12 @@ from astraflow_trainer.rank_group import RankGroup
 from astraflow_trainer.resuming import Start, take_up
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.starting_model import asset_files, starting_model
-from astraflow_weights.agreement import led
 from astraflow_weights.errors import Fenced
-from astraflow_weights.shard_publisher import ShardPublisher
+from astraflow_weights.publish.agreement import led
+from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.store import ObjectStore
-from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import CommittedVersion
+from astraflow_weights.versions.log import VersionLog
 
 log = get_logger(__name__)
 

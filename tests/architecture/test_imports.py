@@ -16,8 +16,8 @@ from support.source_tree import REPOSITORY, imported_names, modules, recipe_modu
 
 # Library -> the only files that may import it. A second importer is a design change: it begins here.
 ONLY_IMPORTERS = {
-    "boto3": ["services/astraflow_weights/store_s3*.py"],
-    "botocore": ["services/astraflow_weights/store_s3*.py"],
+    "boto3": ["services/astraflow_weights/store/s3*.py"],
+    "botocore": ["services/astraflow_weights/store/s3*.py"],
     "matplotlib": ["services/astraflow_launcher/*"],
     "prometheus_client": ["services/astraflow_kit/metrics.py"],
     "redis": ["services/astraflow_dataflow/store*.py"],

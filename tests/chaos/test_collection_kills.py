@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_weights.inspection import buildable
-from astraflow_weights.layout import PolicyKeys
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.retention import ways_of
+from astraflow_weights.collection.retention import ways_of
+from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store import ObjectStore, open_store
-from astraflow_weights.verification import verify_version
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.tools.verification import verify_version
+from astraflow_weights.versions.inspection import buildable
 from support.collection_processes import (
     PATIENCE_S,
     PINNED,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_weights.inspection import parts_by_base
-from astraflow_weights.layout import PolicyKeys
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.mirror_state import MirrorFiles
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.verification import verify_version
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.mirror.state import MirrorFiles
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.tools.verification import verify_version
+from astraflow_weights.versions.inspection import parts_by_base
 from support import store_census
 from support.weight_models import POLICY, RUN
 from support.weight_processes import (

@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from astraflow_weights import kernel
-from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot
-from astraflow_weights.digest import model_root
-from astraflow_weights.kernel import Isa
-from astraflow_weights.manifest import (
+from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot, kernel
+from astraflow_weights.codec.digest import model_root
+from astraflow_weights.codec.kernel import Isa
+from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.codec.tensors import Array
+from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.versions.manifest import (
     Asset,
     DeltaRef,
     Entry,
@@ -23,10 +26,6 @@ from astraflow_weights.manifest import (
     decode_entry,
     encode_entry,
 )
-from astraflow_weights.part_reader import open_part
-from astraflow_weights.tensor_hash import tensor_digests
-from astraflow_weights.tensors import Array
-from astraflow_weights.tiles import TileCodec
 from support.weight_models import same_model
 
 VECTORS = Path(__file__).parent / "weight_format"

@@ -14,10 +14,10 @@ import numpy as np
 import psutil
 import pytest
 
-from astraflow_weights.checkpoint import map_model
-from astraflow_weights.mirror import Mirror
+from astraflow_weights.mirror.checkpoint import map_model
+from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store import open_store
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.versions.log import VersionLog
 
 ROOT = Path(__file__).parents[2]
 SHORT = (

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_weights.mirror import Mirror
+from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store import ObjectStore, open_store
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.versions.log import VersionLog
 from support.development import POLICY, RUN_ID, RunFiles, dev, finish
 from support.s3_server import S3Server
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from astraflow_weights.checkpoint import map_model
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.part_reader import open_part
+from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.mirror.checkpoint import map_model
+from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store import open_store
-from astraflow_weights.tiles import PartKind
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.versions.log import VersionLog
 from support.development import POLICY, RUN_ID, RunFiles, dev, finish, wait_for
 
 # Each rank counts its own: both die at the first part of version 2, or one does and takes the other along.

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from astraflow_weights import kernel
+from astraflow_weights.codec import kernel
 from support.source_tree import REPOSITORY
 
 MIB = 2**20

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_weights.digest import sha256
+from astraflow_weights.codec.digest import sha256
 from astraflow_weights.errors import ObjectNotFound, Unavailable
-from astraflow_weights.fetch import fetch_part
-from astraflow_weights.manifest import PartRef
 from astraflow_weights.store import ObjectStore, PutResult, open_store
+from astraflow_weights.versions.fetch import fetch_part
+from astraflow_weights.versions.manifest import PartRef
 from support.s3_server import S3Server
 from support.store_proxy import Fault, StoreProxy
 

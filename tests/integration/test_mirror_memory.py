@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from astraflow_weights.delta import encode_delta
-from astraflow_weights.manifest import DeltaRef
-from astraflow_weights.snapshot import encode_snapshot
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.tensor_hash import tensor_digests
-from astraflow_weights.version_writer import VersionWriter
+from astraflow_weights.codec.delta import encode_delta
+from astraflow_weights.codec.snapshot import encode_snapshot
+from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.publish.version_writer import VersionWriter
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.manifest import DeltaRef
 from support.source_tree import REPOSITORY
 from support.weight_models import POLICY, RUN, gaussian_bf16
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from astraflow_launcher.bench.wan.radosgw import RadosGateway, missing_programs
-from astraflow_weights.digest import sha256
+from astraflow_weights.codec.digest import sha256
 from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable, VerificationFailed
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.publisher import Publisher
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import StoreSettings
 from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult, open_store, probe_create_only
-from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import VersionWriter
+from astraflow_weights.versions.log import VersionLog
 from support.s3_server import S3Server
 from support.store_proxy import Fault, StoreProxy
 from support.weight_models import POLICY, RUN, make_model, same_model, trained

@@ -15,12 +15,12 @@ from astraflow_trainer.model import PolicyModel, load_causal_lm
 from astraflow_trainer.optimizer import MasterOptimizer, OptimizerSettings
 from astraflow_trainer.published import WeightCopies
 from astraflow_trainer.starting_model import asset_files
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.publisher import Publisher
+from astraflow_weights.codec.tensors import Array
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store import ObjectStore, open_store
-from astraflow_weights.tensors import Array
-from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import VersionWriter
+from astraflow_weights.versions.log import VersionLog
 from support.engine_process import running_engine
 from support.tiny_qwen import load_reference, reference_logprobs, save_tiny_qwen
 

@@ -162,7 +162,7 @@ async def test_a_recipe_of_a_newer_release_is_refused(tmp_path: Path) -> None:
 async def test_weights_of_a_newer_release_end_a_node_that_serves_nothing_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("astraflow_weights.manifest.SCHEMA_VERSION", 99)
+    monkeypatch.setattr("astraflow_weights.versions.manifest.SCHEMA_VERSION", 99)
     weights = WeightPublisher.open(
         tmp_path / "store", run_id=RUN_ID, policy_id=POLICY, checkpoint=tiny_policy(tmp_path / "policy")
     )

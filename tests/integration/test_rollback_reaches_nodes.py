@@ -15,9 +15,9 @@ import pytest
 
 from astraflow.dataflow.v1 import batch_service_pb2, version_service_pb2
 from astraflow_kit import log
-from astraflow_weights.checkpoint import map_model
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.mirror.checkpoint import map_model
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.log import VersionLog
 from support import cli
 from support.dataflow_world import Trainer, World, until
 from support.engine_process import running_engine

@@ -16,10 +16,10 @@ import torch
 
 from astraflow_kit import log
 from astraflow_kit.failpoints import read_hits
-from astraflow_weights.inspection import build_version
+from astraflow_weights.codec.tensors import Array
 from astraflow_weights.store import open_store
-from astraflow_weights.tensors import Array
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.versions.inspection import build_version
+from astraflow_weights.versions.log import VersionLog
 from support import cli, store_census
 from support.dataflow_world import World
 from support.ledger_audit import audit

@@ -22,11 +22,11 @@ from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2, version_pb2, version_service_pb2
 from astraflow.errors import ConflictError, FencedError, InvalidArgumentError
 from astraflow_weights.errors import Fenced
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.publisher import Publisher
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.store import ObjectStore, PutResult
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.store.file import FileStore
 from support import store_census
 from support.dataflow_world import World
 from support.trainer_process import valkey

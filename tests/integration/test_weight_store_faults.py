@@ -10,13 +10,13 @@ from typing import TypeVar
 import pytest
 
 from astraflow_weights.errors import CorruptManifest, Unavailable, VerificationFailed
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.publisher import Publisher
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectInfo, ObjectStore, open_store
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import VersionWriter
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.log import VersionLog
 from support import store_census
 from support.s3_server import S3Server
 from support.store_proxy import Fault, StoreProxy

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from astraflow_kit import log
-from astraflow_weights.collection_records import PullLease, encode_lease
-from astraflow_weights.inspection import parts_by_base
-from astraflow_weights.layout import PolicyKeys
-from astraflow_weights.manifest import NONCE_BYTES
-from astraflow_weights.publisher import Publisher
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.collection_records import PullLease, encode_lease
+from astraflow_weights.versions.inspection import parts_by_base
+from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.manifest import NONCE_BYTES
 from support import cli
 from support.cli import Ended
 from support.dataflow_world import World, until

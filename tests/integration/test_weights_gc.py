@@ -10,14 +10,14 @@ import pytest
 
 from astraflow_kit import log
 from astraflow_kit.clock import SystemClock
-from astraflow_weights.inspection import buildable
-from astraflow_weights.intents import UploadIntents
-from astraflow_weights.layout import PolicyKeys
-from astraflow_weights.publisher import Publisher
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.inspection import buildable
+from astraflow_weights.versions.intents import UploadIntents
+from astraflow_weights.versions.log import VersionLog
 from support import cli
 from support.cli import Ended
 from support.dataflow_world import World, until
@@ -150,7 +150,7 @@ async def _serves(world: World, version: int) -> bool:
 def test_a_round_that_was_begun_is_finished_by_the_next_command(
     store: FileStore, published: list[CommittedVersion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("astraflow_weights.collection_command._WRITERS_S", 0)
+    monkeypatch.setattr("astraflow_weights.tools.collection_command._WRITERS_S", 0)
     intents = UploadIntents(store, keys=PolicyKeys(RUN, POLICY), clock=SystemClock())
     intents.open(epoch=1)
     blocked = collect(store, "--ignore-pins", "--grace", "0", "--json")

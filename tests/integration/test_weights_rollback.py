@@ -11,10 +11,10 @@ import pytest
 
 from astraflow.dataflow.v1 import batch_service_pb2, version_pb2, version_service_pb2
 from astraflow_kit import log
-from astraflow_weights.publisher import Publisher
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.log import VersionLog
 from support import cli, store_census
 from support.cli import Ended
 from support.dataflow_world import Trainer, World

@@ -15,10 +15,16 @@ from pathlib import Path
 
 import numpy as np
 
-from astraflow_weights import kernel
-from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot, merge_deltas
-from astraflow_weights.kernel import Isa
-from astraflow_weights.tensors import Array
+from astraflow_weights.codec import (
+    apply_delta,
+    decode_snapshot,
+    encode_delta,
+    encode_snapshot,
+    kernel,
+    merge_deltas,
+)
+from astraflow_weights.codec.kernel import Isa
+from astraflow_weights.codec.tensors import Array
 
 _BLOCK = 2**22
 _TENSORS = 4

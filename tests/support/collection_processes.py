@@ -16,21 +16,21 @@ from pathlib import Path
 from astraflow_kit import failpoints
 from astraflow_kit.failpoints import read_hits
 from astraflow_kit.settings import load
-from astraflow_weights.collector import Collector, Stage
-from astraflow_weights.compactor import Compactor
+from astraflow_weights.codec.digest import model_root
+from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec.shards import whole
+from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.codec.tensors import Array
+from astraflow_weights.collection.collector import Collector, Stage
+from astraflow_weights.collection.retention import Roots
 from astraflow_weights.daemon_settings import StoreAccess
-from astraflow_weights.digest import model_root
-from astraflow_weights.inspection import build_version
-from astraflow_weights.peers import OnePeer
-from astraflow_weights.retention import Roots
+from astraflow_weights.publish.compactor import Compactor
+from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import CollectionSettings, PublishSettings
-from astraflow_weights.shard_publisher import ShardPublisher
-from astraflow_weights.shards import whole
 from astraflow_weights.store import ObjectStore, open_store
-from astraflow_weights.tensor_hash import tensor_digests
-from astraflow_weights.tensors import Array
-from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import VersionWriter
+from astraflow_weights.versions.inspection import build_version
+from astraflow_weights.versions.log import VersionLog
 from support.weight_models import POLICY, RUN, make_model, trained
 
 SETTINGS = PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=100)

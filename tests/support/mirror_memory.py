@@ -10,10 +10,10 @@ import sys
 import threading
 from pathlib import Path
 
-from astraflow_weights.mirror import Mirror
+from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import MirrorSettings
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.log import VersionLog
 from support.weight_models import POLICY, RUN
 
 

@@ -27,11 +27,11 @@ from astraflow.dataflow.v1 import version_pb2
 from astraflow.errors import AstraflowError
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow_kit.lifecycle import read_address_file
-from astraflow_weights.checkpoint import map_model
-from astraflow_weights.publisher import Publisher
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.tensors import Array
-from astraflow_weights.version_writer import VersionWriter
+from astraflow_weights.codec.tensors import Array
+from astraflow_weights.mirror.checkpoint import map_model
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.version_writer import VersionWriter
+from astraflow_weights.store.file import FileStore
 from support.raas_parts import write_tokenizer
 from support.scripted_dataflow import eventually
 from support.tiny_qwen import TinyShape, save_tiny_qwen

@@ -23,15 +23,14 @@ from pathlib import Path
 
 import numpy as np
 
-from astraflow_weights import kernel
-from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot
-from astraflow_weights.digest import sha256
+from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot, kernel
+from astraflow_weights.codec.digest import sha256
+from astraflow_weights.codec.kernel import Bytes, ClassCodes, Isa, Kernel, Status
+from astraflow_weights.codec.part_format import HEADER, ROW, TRAILER_BYTES
+from astraflow_weights.codec.part_reader import read_head
+from astraflow_weights.codec.tensor_hash import tile_digest
+from astraflow_weights.codec.tensors import Array, Model
 from astraflow_weights.errors import CorruptPart
-from astraflow_weights.kernel import Bytes, ClassCodes, Isa, Kernel, Status
-from astraflow_weights.part_format import HEADER, ROW, TRAILER_BYTES
-from astraflow_weights.part_reader import read_head
-from astraflow_weights.tensor_hash import tile_digest
-from astraflow_weights.tensors import Array, Model
 from support.weight_models import AWKWARD_BF16, gaussian_bf16, make_model, same_model, trained
 
 MAX_MODEL_BYTES = 4 * 2**20

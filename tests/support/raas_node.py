@@ -28,8 +28,8 @@ from astraflow_raas.spool_files import SpoolFiles
 from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
 from astraflow_raas.worker import Worker, WorkerHooks
 from astraflow_weights.errors import VerificationFailed
-from astraflow_weights.mirror_lock import Hold
-from astraflow_weights.pull import PullCounts
+from astraflow_weights.mirror.lock import Hold
+from astraflow_weights.versions.pull import PullCounts
 from support.raas_parts import write_tokenizer
 
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from astraflow_weights.codec import Array, apply_delta, decode_snapshot
-from astraflow_weights.digest import model_root, sha256
+from astraflow_weights.codec.digest import model_root, sha256
+from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptPart, ObjectNotFound
-from astraflow_weights.layout import PolicyKeys
-from astraflow_weights.manifest import Entry, Fence, Manifest, PartRef, decode_entry
 from astraflow_weights.store import ObjectStore
-from astraflow_weights.tensor_hash import tensor_digests
-from astraflow_weights.version_log import VersionLog, VersionRecord
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.log import VersionLog, VersionRecord
+from astraflow_weights.versions.manifest import Entry, Fence, Manifest, PartRef, decode_entry
 
 
 @dataclass(frozen=True, kw_only=True)

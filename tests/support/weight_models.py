@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
+from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.shards import Shard, ShardedModel
+from astraflow_weights.codec.tensors import Array, flat_unsigned, specs_of
+from astraflow_weights.codec.tiles import TileCodec
 from astraflow_weights.errors import ObjectNotFound, Unavailable
-from astraflow_weights.manifest import PartRef
-from astraflow_weights.part_reader import open_part
-from astraflow_weights.shards import Shard, ShardedModel
 from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.tensors import Array, flat_unsigned, specs_of
-from astraflow_weights.tiles import TileCodec
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.manifest import PartRef
 
 RUN, POLICY = "run-1", "solver"
 # Bit patterns that break careless arithmetic: zeros of both signs, denormals, infinities, quiet and

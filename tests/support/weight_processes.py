@@ -17,20 +17,20 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from astraflow_weights.checkpoint import map_model
-from astraflow_weights.compactor import Compactor
-from astraflow_weights.digest import model_root
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.mirror_lock import try_hold
-from astraflow_weights.peers import OnePeer
+from astraflow_weights.codec.digest import model_root
+from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec.shards import whole
+from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.codec.tensors import Array
+from astraflow_weights.mirror.checkpoint import map_model
+from astraflow_weights.mirror.lock import try_hold
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.publish.compactor import Compactor
+from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.shard_publisher import ShardPublisher
-from astraflow_weights.shards import whole
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.tensor_hash import tensor_digests
-from astraflow_weights.tensors import Array
-from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import VersionWriter
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.log import VersionLog
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
 
 _ROWS = 12_000

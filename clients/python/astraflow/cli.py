@@ -52,7 +52,7 @@ COMMANDS: dict[str, Subcommand] = {
     "nodes": Subcommand("astraflow.commands.nodes", "List nodes, or drain one.", "", _OPERATE),
     "dead-letters": Subcommand("astraflow.commands.dead_letters", "Care for given-up tasks.", "", _OPERATE),
     "runs": Subcommand("astraflow.commands.runs", "List runs, or delete one.", "", _OPERATE),
-    "weights": Subcommand("astraflow_weights.commands", "Verify and pin versions.", "raas", _OPERATE),
+    "weights": Subcommand("astraflow_weights.tools.commands", "Verify and pin versions.", "raas", _OPERATE),
     "bench": Subcommand(
         "astraflow_launcher.commands.bench",
         "Measure what the weight path costs on this machine.",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from astraflow_launcher.bench.weights import Figures, Report
-from astraflow_weights.kernel import Isa
+from astraflow_weights.codec.kernel import Isa
 
 # The learning rate whose density, 1 %, targets of CPU and of peers are about.
 USUAL_LEARNING_RATE = 1e-6

@@ -19,12 +19,18 @@ from safetensors.numpy import save_file
 from astraflow_launcher.bench.entropy import bounds
 from astraflow_launcher.bench.model_pairs import Model, Versions
 from astraflow_launcher.bench.peer_encodings import PEERS, PeerEncoding
-from astraflow_weights import kernel
-from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot, merge_deltas
-from astraflow_weights.kernel import Isa
-from astraflow_weights.part_reader import open_part
-from astraflow_weights.tensor_hash import tensor_digests
-from astraflow_weights.tensors import tile_ranges
+from astraflow_weights.codec import (
+    apply_delta,
+    decode_snapshot,
+    encode_delta,
+    encode_snapshot,
+    kernel,
+    merge_deltas,
+)
+from astraflow_weights.codec.kernel import Isa
+from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.codec.tensors import tile_ranges
 
 Figures = dict[str, Any]
 

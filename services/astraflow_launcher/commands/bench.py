@@ -18,8 +18,8 @@ from astraflow_launcher.bench.model_pairs import Versions, learning_rate_of, sim
 from astraflow_launcher.bench.weight_targets import USUAL_LEARNING_RATE, targets
 from astraflow_launcher.bench.weights import Report
 from astraflow_launcher.commands.bench_wan import wan
-from astraflow_weights import kernel
-from astraflow_weights.kernel import Isa
+from astraflow_weights.codec import kernel
+from astraflow_weights.codec.kernel import Isa
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.command()(wan)

@@ -16,13 +16,13 @@ from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.mirror_source import MirrorSource
 from astraflow_raas.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.weight_sync import AnnouncedVersion, WeightSync
-from astraflow_weights.checkpoint import map_model
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.publisher import Publisher
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.tensors import Model
-from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.codec.tensors import Model
+from astraflow_weights.mirror.checkpoint import map_model
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.log import VersionLog
 from support.raas_parts import write_tokenizer
 from support.scripted_dataflow import eventually
 from support.weight_models import POLICY, RUN, make_model, same_model, trained

@@ -28,11 +28,11 @@ from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.settings import RankSettings
 from astraflow_trainer.shares import balanced_shares
 from astraflow_trainer.step import StepMetrics, StepSettings, train_step
-from astraflow_weights.layout import PolicyKeys
-from astraflow_weights.shard_publisher import ShardPublisher
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.uploads import Uploads
-from astraflow_weights.version_writer import VersionWriter
+from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.uploads import Uploads
+from astraflow_weights.publish.version_writer import VersionWriter
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.store.layout import PolicyKeys
 from support.tiny_qwen import TinyShape, save_tiny_qwen
 
 VOCAB_SIZE = 33  # odd, so that two ranks hold different numbers of rows

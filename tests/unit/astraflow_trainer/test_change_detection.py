@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from astraflow_trainer.change_detection import DetectedChanges, Where, changed
 from astraflow_trainer.model import PolicyModel, local_part
 from astraflow_trainer.published import WeightCopies
-from astraflow_weights import tile_delta
-from astraflow_weights.delta import encode_delta_tiles
-from astraflow_weights.peers import OnePeer
-from astraflow_weights.shard_publisher import ShardPublisher
-from astraflow_weights.shards import FoundChanges, KnownChanges, Shard, ShardedModel
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.tensors import MAX_TILE_ELEMENTS, TensorSpec
-from astraflow_weights.tile_delta import scan
-from astraflow_weights.version_writer import VersionWriter
+from astraflow_weights.codec import tile_delta
+from astraflow_weights.codec.delta import encode_delta_tiles
+from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec.shards import FoundChanges, KnownChanges, Shard, ShardedModel
+from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, TensorSpec
+from astraflow_weights.codec.tile_delta import scan
+from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.version_writer import VersionWriter
+from astraflow_weights.store.file import FileStore
 
 
 def publisher(folder: Path) -> ShardPublisher:

@@ -20,9 +20,9 @@ from astraflow_trainer.hf_layout import (
     held_tensors,
     stacked,
 )
-from astraflow_weights.shards import Shard, ShardedModel, check_cover, sharded_digests
-from astraflow_weights.tensor_hash import tensor_digests
-from astraflow_weights.tensors import Array
+from astraflow_weights.codec.shards import Shard, ShardedModel, check_cover, sharded_digests
+from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.codec.tensors import Array
 from support.rank_threads import ThreadRanks, run_ranks
 
 

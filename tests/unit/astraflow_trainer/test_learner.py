@@ -30,7 +30,7 @@ from astraflow_trainer.rank_group import join_rank_group
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.settings import RankSettings
 from astraflow_trainer.step import Outcome
-from astraflow_weights.shards import ShardedModel
+from astraflow_weights.codec.shards import ShardedModel
 from support.scripted_dataflow import RECIPE
 
 MakeRows = Callable[..., list[TrainingRow]]

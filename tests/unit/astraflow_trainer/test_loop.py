@@ -29,8 +29,8 @@ from astraflow_trainer.rank_batches import RankBatches
 from astraflow_trainer.ranks import OneRank
 from astraflow_trainer.rows import TrainingRow
 from astraflow_trainer.step import Outcome, SkipReason, StepMetrics
-from astraflow_weights.shards import ShardedModel, whole
-from astraflow_weights.version_writer import CommittedVersion
+from astraflow_weights.codec.shards import ShardedModel, whole
+from astraflow_weights.publish.version_writer import CommittedVersion
 from support.scripted_batches import PATIENCE_S, ScriptedBatches, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
 

@@ -10,11 +10,11 @@ from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.model import PolicyModel
 from astraflow_trainer.open_publisher import open_publisher
 from astraflow_trainer.published import HeldPart
-from astraflow_weights.peers import OnePeer
-from astraflow_weights.shards import whole
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.tiles import TileCodec
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec.shards import whole
+from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.log import VersionLog
 from support.scripted_dataflow import RECIPE
 from support.weight_models import adamw_like, codecs_of
 

@@ -14,15 +14,15 @@ import pytest
 
 from astraflow.errors import FencedError, InvalidArgumentError, UnavailableError
 from astraflow_trainer.publish import Announcer, ModelBytes, PublishWorker, SilentAnnouncer
-from astraflow_weights import shard_publisher
-from astraflow_weights.part_writer import Placed
-from astraflow_weights.peers import OnePeer
-from astraflow_weights.shard_publisher import ShardPublisher
-from astraflow_weights.shards import ShardedModel, whole
-from astraflow_weights.snapshot import encode_snapshot_tiles
+from astraflow_weights.codec.part_writer import Placed
+from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec.shards import ShardedModel, whole
+from astraflow_weights.codec.snapshot import encode_snapshot_tiles
+from astraflow_weights.publish import shard_publisher
+from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.store import PutResult
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.store.file import FileStore
 from support.scripted_batches import PATIENCE_S, ScriptedBatches, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
 

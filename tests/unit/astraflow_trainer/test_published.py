@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from astraflow_trainer.model import PolicyModel, local_part
 from astraflow_trainer.optimizer import MasterOptimizer, OptimizerSettings
 from astraflow_trainer.published import HeldPart, WeightCopies, same_shards
-from astraflow_weights.shards import ShardedModel
+from astraflow_weights.codec.shards import ShardedModel
 
 
 def _taken(policy: PolicyModel) -> ShardedModel:

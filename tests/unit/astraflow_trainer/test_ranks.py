@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from astraflow_trainer.ranks import OneRank
-from astraflow_weights.mirror import Mirror
-from astraflow_weights.store_file import FileStore
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.log import VersionLog
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
 NUM_STEPS = 4

@@ -8,7 +8,7 @@ import pytest
 
 from astraflow_trainer.checkpoint import Position
 from astraflow_trainer.resuming import WayBack, way_back
-from astraflow_weights.version_writer import CommittedVersion
+from astraflow_weights.publish.version_writer import CommittedVersion
 
 
 def log(*rollback_of: int | None) -> list[CommittedVersion]:

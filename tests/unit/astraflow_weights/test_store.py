@@ -7,7 +7,7 @@ import pytest
 from astraflow_weights.errors import StoreRefused
 from astraflow_weights.settings import StoreSettings
 from astraflow_weights.store import PutResult, open_store, probe_create_only
-from astraflow_weights.store_file import FileStore
+from astraflow_weights.store.file import FileStore
 from support.weight_models import FaultyStore
 
 

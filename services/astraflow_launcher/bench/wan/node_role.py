@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from astraflow_launcher.bench.wan import talk
-from astraflow_weights.mirror import Mirror
+from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import StoreSettings
 from astraflow_weights.store import ObjectStore, open_store
-from astraflow_weights.version_log import VersionLog
+from astraflow_weights.versions.log import VersionLog
 
 
 class Node:

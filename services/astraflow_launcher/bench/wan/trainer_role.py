@@ -21,15 +21,15 @@ from astraflow_launcher.bench.wan import talk
 from astraflow_trainer.model import PolicyModel
 from astraflow_trainer.publish import PublishWorker, SilentAnnouncer
 from astraflow_trainer.published import WeightCopies
-from astraflow_weights.compaction import due_merges
-from astraflow_weights.compactor import Compactor
-from astraflow_weights.peers import OnePeer
+from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec.shards import ShardedModel
+from astraflow_weights.publish.compaction import due_merges
+from astraflow_weights.publish.compactor import Compactor
+from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.settings import StoreSettings
-from astraflow_weights.shard_publisher import ShardPublisher
-from astraflow_weights.shards import ShardedModel
 from astraflow_weights.store import open_store
-from astraflow_weights.version_log import VersionLog
-from astraflow_weights.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.versions.log import VersionLog
 
 _MAX_BEHIND = 1
 _PRIORITY = -15

@@ -1,0 +1,1 @@
+"""Which parts nobody needs any more, and the rounds in which they are deleted."""

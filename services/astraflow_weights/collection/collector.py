@@ -1,0 +1,334 @@
+"""Collects the parts that nobody needs any more, in rounds: mark, tombstone, grace, decide, sweep.
+
+Invariant: a part is deleted only after everything that could have come to need it since it was marked has been
+asked for again: the log, the added ways, upload intents, pull leases and the roots. Between two steps nothing is
+held that matters: a collector that dies is followed up by the next one, and any number may work at once.
+`step` never waits; the compactor calls it beside training, `astraflow weights gc` in a loop.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from enum import Enum
+
+from astraflow.errors import IncompatibleError
+from astraflow_kit.clock import Clock, SystemClock
+from astraflow_kit.log import get_logger
+from astraflow_weights.collection.retention import Retention, Roots, retained
+from astraflow_weights.collection.rounds import OpenRound, Rounds
+from astraflow_weights.errors import CorruptManifest, Edge, ObjectNotFound
+from astraflow_weights.settings import CollectionSettings
+from astraflow_weights.store import ObjectStore
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.collection_records import Sweep, decode_lease
+from astraflow_weights.versions.intents import FoundIntents, find_intents
+from astraflow_weights.versions.log import VersionLog, VersionRecord, way_key
+from astraflow_weights.versions.manifest import PartRef
+
+log = get_logger(__name__)
+
+# Clocks of pullers and collectors may differ by so much; nothing but a repeated fetch depends on it.
+_LEASE_SLACK_S = 60.0
+_POLL_S = 30.0
+
+
+class Stage(Enum):
+    """What a step did, or waits for."""
+
+    NOTHING = "nothing to collect"
+    LOOK_AGAIN = "parts that nothing names are looked at again before they are marked"
+    BEGUN = "a round began"
+    GRACE = "the grace of a round has not passed"
+    WRITERS = "a writer that may need parts of the round is at work"
+    SWEPT = "a round was swept"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Parts that are there for one reason."""
+
+    why: str
+    ways: int
+    parts: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What the store holds, by what it is kept for; `garbage` maps names to sizes."""
+
+    horizon: int
+    kept: tuple[Share, ...]
+    garbage: Mapping[bytes, int]
+    unnamed: Mapping[bytes, int]
+    """Parts that nothing names: a writer may be about to."""
+    lost: tuple[int, ...]
+    broken_ways: int
+    """Added ways that name parts which are gone; a round deletes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Outcome of a step; `wait_s` says when the next one may find something new."""
+
+    stage: Stage
+    number: int = -1
+    wait_s: float = 0.0
+    num_parts: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(kw_only=True)
+class _Watch:
+    """An open round as this process follows it: since when, and which intents must end first."""
+
+    sha256: bytes
+    since_s: float
+    intents: frozenset[str]
+
+
+@dataclass(kw_only=True)
+class _Suspects:
+    """Parts that nothing named, and the intents that were open then or before: only these can come to name them."""
+
+    names: frozenset[bytes]
+    intents: frozenset[str]
+
+
+class Collector:
+    """One owner per object: not thread-safe.
+
+    collector = Collector(store, run_id="r1", policy_id="solver", roots=lambda: Roots(pinned=...))
+    while collector.step().stage is not Stage.NOTHING: ...
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        run_id: str,
+        policy_id: str,
+        roots: Callable[[], Roots],
+        settings: CollectionSettings | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`roots` is asked before every mark and every sweep; while it raises nothing is collected."""
+        self._store = store
+        self._roots = roots
+        self._settings = settings or CollectionSettings()
+        self._clock = clock or SystemClock()
+        self._keys = PolicyKeys(run_id, policy_id)
+        self._log = VersionLog(store, run_id=run_id, policy_id=policy_id)
+        self._rounds = Rounds(store, keys=self._keys, clock=self._clock)
+        self._watch: _Watch | None = None
+        self._suspects: _Suspects | None = None
+
+    def step(self, *, stopping: Callable[[], bool] = lambda: False) -> Step:
+        """Take a round as far as it goes now. Raises as store, log and `roots` do; call again."""
+        # First: whoever writes an intent after this has read every tombstone that is there now.
+        found = self._rounds.open()
+        return self._begin() if found is None else self._follow(found, stopping=stopping)
+
+    def look(self) -> Survey:
+        """`survey`, noting parts that nothing names: the next step collects them if nobody has come to name them."""
+        survey = self.survey()
+        self._suspects = self._suspected(survey)
+        return survey
+
+    def survey(self) -> Survey:
+        """What a round would mark now, and what is kept why. Changes nothing."""
+        self._log.refresh()
+        present = self._present()
+        retention = self._retention(present)
+        leased = self._leased()
+        kept = {name: why for name, why in retention.parts.items() if name in present}
+        kept |= {name: "being pulled" for name in leased if name in present and name not in kept}
+        named = self._named()
+        return Survey(
+            horizon=retention.horizon,
+            kept=_shares(kept, present=present, ways=retention.ways),
+            garbage={name: size for name, size in present.items() if name in named and name not in kept},
+            unnamed={name: size for name, size in present.items() if name not in named and name not in kept},
+            lost=retention.lost,
+            broken_ways=len(self._ways_without(present.keys())),
+        )
+
+    def _begin(self) -> Step:
+        """Mark, and begin a round when there is something to collect."""
+        before = self._intents()
+        survey = self._survey_and_tidy(before)
+        strays = self._confirmed(survey, before)
+        self._suspects = self._suspected(survey)
+        garbage = {**survey.garbage, **strays}
+        if not garbage and not survey.broken_ways:
+            stage = Stage.LOOK_AGAIN if survey.unnamed else Stage.NOTHING
+            return Step(stage=stage, wait_s=_POLL_S if self._suspects else self._settings.grace_s)
+        self._rounds.begin(frozenset(garbage))
+        self._watch = None
+        size_bytes = sum(garbage.values())
+        log.info("collection.begun", parts=len(garbage), size_bytes=size_bytes, horizon=survey.horizon)
+        return Step(
+            stage=Stage.BEGUN,
+            wait_s=self._settings.grace_s,
+            num_parts=len(garbage),
+            size_bytes=size_bytes,
+        )
+
+    def _survey_and_tidy(self, before: FoundIntents) -> Survey:
+        survey = self.survey()
+        for key in before.over:
+            self._store.delete(key)
+        self._rounds.forget()
+        return survey
+
+    def _confirmed(self, survey: Survey, before: FoundIntents) -> dict[bytes, int]:
+        """Parts that nothing named when last looked at, and nothing names although all who might have has ended."""
+        suspects = self._suspects
+        if suspects is None:
+            return {}
+        suspects.intents &= before.live
+        if suspects.intents:
+            return {}
+        return {name: size for name, size in survey.unnamed.items() if name in suspects.names}
+
+    def _suspected(self, survey: Survey) -> _Suspects | None:
+        """What to look at again. While earlier suspects are not settled they stay, so that each is in time."""
+        if self._suspects is not None and self._suspects.intents:
+            return self._suspects
+        if not survey.unnamed:
+            return None
+        return _Suspects(names=frozenset(survey.unnamed), intents=self._intents().live)
+
+    def _follow(self, found: OpenRound, *, stopping: Callable[[], bool]) -> Step:
+        """Decide and sweep the open round once its time has come."""
+        number = found.tombstone.number
+        self._log.refresh()
+        live = self._intents().live
+        now_s = self._clock.monotonic_s()
+        if self._watch is None or self._watch.sha256 != found.sha256:
+            self._watch = _Watch(sha256=found.sha256, since_s=now_s, intents=live)
+        watch = self._watch
+        watch.intents &= live
+        waited_s = max(now_s - watch.since_s, self._clock.wall_time_s() - found.tombstone.created_time_s)
+        if waited_s < self._settings.grace_s:
+            wait_s = self._settings.grace_s - waited_s
+            return Step(stage=Stage.GRACE, number=number, wait_s=wait_s)
+        if watch.intents:
+            return Step(stage=Stage.WRITERS, number=number, wait_s=_POLL_S)
+        return self._sweep(found, stopping=stopping)
+
+    def _sweep(self, found: OpenRound, *, stopping: Callable[[], bool]) -> Step:
+        # Every intent of before the tombstone has ended: what they made visible is read now.
+        self._log.refresh()
+        present = self._present()
+        sweep = self._rounds.decide(self._decision(found, present))
+        num_parts = self._rounds.carry_out(found, sweep, stopping=stopping)
+        self._watch = None
+        deleted = (found.tombstone.parts - sweep.kept_parts) & present.keys()
+        size_bytes = sum(present[name] for name in deleted)
+        log.info("collection.swept", round=sweep.number, parts=num_parts, size_bytes=size_bytes)
+        return Step(stage=Stage.SWEPT, number=sweep.number, num_parts=len(deleted), size_bytes=size_bytes)
+
+    def _decision(self, found: OpenRound, present: Mapping[bytes, int]) -> Sweep:
+        parts = found.tombstone.parts
+        leased = self._leased()
+        kept = parts & (self._retention(present).parts.keys() | leased)
+        deleted = parts - kept
+        gone = frozenset(
+            Edge(version=record.version, base_version=base)
+            for record in self._log.records
+            for base, refs in _manifest_ways(record)
+            if any(ref.sha256 in deleted for ref in refs)
+        )
+        return Sweep(
+            number=found.tombstone.number,
+            kept_parts=kept,
+            ways=gone,
+            added_ways=tuple(self._ways_without(present.keys() - deleted)),
+            tombstone_sha256=found.sha256,
+            created_time_s=self._clock.wall_time_s(),
+        )
+
+    def _ways_without(self, there: Set[bytes]) -> list[str]:
+        """Keys of added ways with a part that is not there: about to go, or made by a writer that had been given up."""
+        return sorted(
+            way_key(self._keys, way)
+            for record in self._log.records
+            for way in record.added
+            if any(ref.sha256 not in there for ref in way.parts)
+        )
+
+    def _retention(self, present: Mapping[bytes, int]) -> Retention:
+        return retained(
+            self._log,
+            self._roots(),
+            keep_snapshots=self._settings.keep_snapshots,
+            present=present,
+            doomed=self._rounds.names(),
+        )
+
+    def _present(self) -> dict[bytes, int]:
+        """Size of every part in the store by sha256."""
+        prefix, found = self._keys.parts, {}
+        for info in self._store.list(prefix):
+            name = info.key.removeprefix(prefix).removesuffix(".afwd")
+            # What does not have a part's name was not put there by us.
+            if len(name) == 64 and info.key == self._keys.part(name):
+                found[bytes.fromhex(name)] = info.size_bytes
+        return found
+
+    def _named(self) -> Counter[bytes]:
+        """How often each part is named by a manifest or an added way, collected or not."""
+        named: Counter[bytes] = Counter()
+        for record in self._log.records:
+            named.update(part.sha256 for part in record.snapshot or ())
+            named.update(part.sha256 for delta in record.deltas for part in delta.parts)
+            named.update(part.sha256 for way in record.added for part in way.parts)
+        return named
+
+    def _intents(self) -> FoundIntents:
+        epoch = self._log.owner.epoch if self._log.owner else 0
+        return find_intents(self._store, keys=self._keys, epoch=epoch, now_s=self._clock.wall_time_s())
+
+    def _leased(self) -> frozenset[bytes]:
+        """Parts that nodes are fetching; leases that ended by themselves are removed."""
+        names: set[bytes] = set()
+        for info in self._store.list(self._keys.leases):
+            try:
+                lease = decode_lease(self._keys, self._store.get(info.key))
+            except ObjectNotFound:
+                # Ended since it was listed.
+                continue
+            except (CorruptManifest, IncompatibleError) as error:
+                # It protects nobody knows what, and its puller plans around what is missing.
+                log.warning("pull_lease.unreadable", key=info.key, message=str(error))
+                continue
+            if self._clock.wall_time_s() - lease.expires_time_s > _LEASE_SLACK_S:
+                self._store.delete(info.key)
+            else:
+                names |= lease.parts
+        return frozenset(names)
+
+
+def _manifest_ways(record: VersionRecord) -> Iterator[tuple[int | None, tuple[PartRef, ...]]]:
+    """Base and parts of each way of the manifest that was not collected."""
+    if record.snapshot is not None and None not in record.swept:
+        yield None, record.snapshot
+    for delta in record.deltas:
+        if delta.base_version not in record.swept:
+            yield delta.base_version, delta.parts
+
+
+def _shares(
+    kept: Mapping[bytes, str], *, present: Mapping[bytes, int], ways: Mapping[Edge, str]
+) -> tuple[Share, ...]:
+    num_ways = Counter(ways.values())
+    return tuple(
+        Share(
+            why=why,
+            ways=num_ways[why],
+            parts=sum(found == why for found in kept.values()),
+            size_bytes=sum(present[name] for name, found in kept.items() if found == why),
+        )
+        for why in dict.fromkeys(kept.values())
+    )

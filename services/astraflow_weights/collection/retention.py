@@ -1,0 +1,156 @@
+"""Which parts of a policy must stay, and why.
+
+Invariant: pure. From what is kept every version after the horizon, and every root before it that can be built
+at all, can be built from nothing; the horizon is the older of the newest whole snapshots. A way is never
+relied upon when one of its parts is missing, nor, while there is another, when a round of collection that was
+begun may still delete one. The collector calls `retained` before and after each tombstone.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from astraflow_weights.errors import Edge, NoPath
+from astraflow_weights.versions.log import VersionLog, VersionRecord
+from astraflow_weights.versions.manifest import PartRef
+from astraflow_weights.versions.planner import plan_pull
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roots:
+    """What others need, beside the newest snapshots: pinned versions, versions that nodes serve, and the newest
+    one that nodes may activate.
+    """
+
+    pinned: frozenset[int] = frozenset()
+    served: frozenset[int] = frozenset()
+    announced: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Ways that stay, each with the reason. `lost` are roots that nothing leads to any more."""
+
+    horizon: int
+    ways: Mapping[Edge, str]
+    parts: Mapping[bytes, str]
+    lost: tuple[int, ...]
+
+
+@dataclass(kw_only=True)
+class _Kept:
+    """Ways kept so far, and what a way consists of."""
+
+    offered: Mapping[Edge, tuple[PartRef, ...]]
+    ways: dict[Edge, str] = field(default_factory=dict)
+    lost: list[int] = field(default_factory=list)
+
+    def add(self, edges: Iterable[Edge], *, why: str) -> None:
+        for edge in edges:
+            self.ways.setdefault(edge, why)
+
+
+def retained(
+    log: VersionLog,
+    roots: Roots,
+    *,
+    keep_snapshots: int,
+    present: Mapping[bytes, int],
+    doomed: frozenset[bytes] = frozenset(),
+) -> Retention:
+    """What must stay of a log that was read. `present` holds the size of each stored part by sha256, `doomed` the
+    names in tombstones.
+    """
+    offered = {edge: parts for record in log.records for edge, parts in ways_of(record)}
+    whole = {edge for edge, parts in offered.items() if _is_whole(parts, present)}
+    uncertain = {edge for edge in whole if any(part.sha256 in doomed for part in offered[edge])}
+    kept = _Kept(offered=offered)
+    horizon = _horizon(log, whole=whole, keep_snapshots=keep_snapshots)
+    why = f"newest {keep_snapshots} snapshots and all after"
+    kept.add((edge for edge in offered if edge.version > horizon), why=why)
+    kept.add((edge for edge in offered if edge == Edge(version=horizon, base_version=None)), why=why)
+    planner = _Planner(log, broken=frozenset(set(offered) - whole), uncertain=frozenset(uncertain))
+    _add_routes(log, roots, kept=kept, planner=planner, horizon=horizon)
+    _add_merges(log, kept=kept)
+    parts = {part.sha256: why for edge, why in kept.ways.items() for part in offered[edge]}
+    return Retention(horizon=horizon, ways=kept.ways, parts=parts, lost=tuple(sorted(set(kept.lost))))
+
+
+def ways_of(record: VersionRecord) -> Iterator[tuple[Edge, tuple[PartRef, ...]]]:
+    """Ways to a version that readers may take, and their parts."""
+    if (snapshot := record.offered_snapshot) is not None:
+        yield Edge(version=record.version, base_version=None), snapshot
+    for delta in record.offered_deltas:
+        yield Edge(version=record.version, base_version=delta.base_version), delta.parts
+
+
+def _is_whole(parts: Iterable[PartRef], present: Mapping[bytes, int]) -> bool:
+    return all(present.get(part.sha256) == part.size_bytes for part in parts)
+
+
+def _horizon(log: VersionLog, *, whole: set[Edge], keep_snapshots: int) -> int:
+    """Version of the oldest snapshot that is kept for its age; 0 while there are not enough of them."""
+    snapshots = [edge.version for edge in whole if edge.base_version is None]
+    newest_first = sorted(snapshots, reverse=True)
+    return newest_first[keep_snapshots - 1] if len(newest_first) >= keep_snapshots else 0
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Finds routes over ways that are whole, and if possible not in a tombstone."""
+
+    log: VersionLog
+    broken: frozenset[Edge]
+    uncertain: frozenset[Edge]
+
+    def route(self, *, held: int | None, target: int) -> list[Edge] | None:
+        """Ways of the cheapest route; None when there is none."""
+        for avoid in (self.broken | self.uncertain, self.broken):
+            try:
+                plan = plan_pull(self.log, held=held, target=target, avoid=avoid)
+            except NoPath:
+                continue
+            return [step.edge for step in plan.steps]
+        return None
+
+
+def _add_routes(log: VersionLog, roots: Roots, *, kept: _Kept, planner: _Planner, horizon: int) -> None:
+    newest = len(log.records) - 1
+    for version, why in _wanted(roots, newest=newest):
+        _add_route(kept, planner.route(held=None, target=version), version=version, why=why)
+    for version in sorted(roots.served):
+        # A node that serves what nothing leads away from takes a snapshot.
+        if version < horizon and (route := planner.route(held=version, target=newest)) is not None:
+            kept.add(route, why="the way on for nodes")
+    reached: set[int] = set()
+    for record in log.records[horizon:]:
+        bases = {edge.base_version for edge, _ in ways_of(record) if edge not in planner.broken}
+        if None not in bases and reached.isdisjoint(base for base in bases if base is not None):
+            route = planner.route(held=None, target=record.version)
+            _add_route(kept, route, version=record.version, why="the way to a retained version")
+        reached.add(record.version)
+
+
+def _wanted(roots: Roots, *, newest: int) -> Iterator[tuple[int, str]]:
+    for version in sorted(roots.pinned):
+        if version <= newest:
+            yield version, "pinned"
+    if roots.announced is not None and roots.announced <= newest:
+        yield roots.announced, "newest announced"
+
+
+def _add_route(kept: _Kept, route: list[Edge] | None, *, version: int, why: str) -> None:
+    if route is None:
+        kept.lost.append(version)
+    else:
+        kept.add(route, why=why)
+
+
+def _add_merges(log: VersionLog, *, kept: _Kept) -> None:
+    """A merged delta stays while every delta it was made of does, else it would be made again."""
+    for edge in kept.offered:
+        base = edge.base_version
+        if edge in kept.ways or base is None or base == edge.version - 1:
+            continue
+        span = range(base + 1, edge.version + 1)
+        if all(Edge(version=version, base_version=version - 1) in kept.ways for version in span):
+            kept.add([edge], why="merged from kept deltas")

@@ -1,0 +1,121 @@
+"""What a way through the log does to each tile of a model.
+
+Invariant: all parts of a way were opened and cover every tile completely, so a tile can be taken from one version to
+another alone, through all steps of the way, without looking at any other. Nothing is kept but views of the
+parts. The mirror calls it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from astraflow_weights.codec import tile_delta, tile_snapshot
+from astraflow_weights.codec.part_reader import PartSet
+from astraflow_weights.codec.tensors import TensorSpec
+from astraflow_weights.codec.tiles import PartKind, StoredTile, TileCodec
+from astraflow_weights.errors import CorruptPart, Edge, VerificationFailed
+from astraflow_weights.mirror.tile_grid import GridTile, TileGrid, UInts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A stored tile (or, where two ranks met, a part of one) and the way it belongs to."""
+
+    tile: StoredTile
+    edge: Edge
+
+    @property
+    def is_snapshot(self) -> bool:
+        return self.edge.base_version is None
+
+
+class TileSteps:
+    """The pieces of all steps, by tile, in order."""
+
+    def __init__(self, grid: TileGrid, steps: Sequence[tuple[Edge, Sequence[StoredTile]]]) -> None:
+        self.edges = tuple(edge for edge, _ in steps)
+        self._grid = grid
+        self._pieces: list[list[_Piece]] = [[] for _ in grid.tiles]
+        for edge, tiles in steps:
+            for tile in tiles:
+                at = grid.covering(tile.spec.name, tile.start).index
+                self._pieces[at].append(_Piece(tile=tile, edge=edge))
+
+    @property
+    def from_nothing(self) -> bool:
+        """Whether the first step is a snapshot: what the tiles held before does not matter."""
+        return bool(self.edges) and self.edges[0].base_version is None
+
+    @property
+    def changed(self) -> list[GridTile]:
+        """Tiles that the way writes to."""
+        return [tile for tile in self._grid.tiles if self._changes(self._pieces[tile.index])]
+
+    def advance(self, tile: GridTile, elements: UInts) -> None:
+        """Take the elements of a tile, in place, to the end of the way. Raises VerificationFailed."""
+        for piece in self._pieces[tile.index]:
+            at = piece.tile.start - tile.start
+            into = elements[at : at + piece.tile.num_elements]
+            try:
+                if piece.is_snapshot:
+                    tile_snapshot.decode_tile(piece.tile, out=into)
+                else:
+                    tile_delta.decode_tile(piece.tile, base=into).apply_to(into)
+            except CorruptPart as error:
+                raise unusable(piece.edge, error, tile=tile) from error
+
+    def revert(self, tile: GridTile, elements: UInts) -> bool:
+        """Take the elements of a tile, in place, back to where the way begins; False when they do not tell how.
+
+        A snapshot says nothing about what was before it, and RICE_CTX needs just that to be read.
+        """
+        pieces = self._pieces[tile.index]
+        if any(piece.is_snapshot or piece.tile.codec is TileCodec.RICE_CTX for piece in pieces):
+            return False
+        for piece in reversed(pieces):
+            at = piece.tile.start - tile.start
+            into = elements[at : at + piece.tile.num_elements]
+            try:
+                tile_delta.decode_tile(piece.tile, base=None).revert_from(into)
+            except CorruptPart:
+                return False
+        return True
+
+    def _changes(self, pieces: Sequence[_Piece]) -> bool:
+        return any(piece.is_snapshot or piece.tile.codec is not TileCodec.ZERO for piece in pieces)
+
+
+def steps_of(
+    grid: TileGrid, sets: Sequence[tuple[Edge, PartSet]], *, specs: Sequence[TensorSpec]
+) -> TileSteps:
+    """The steps of whole sets of parts. Raises VerificationFailed when one was made for other tensors."""
+    for edge, parts in sets:
+        if parts.specs != tuple(specs):
+            raise unusable(edge, CorruptPart("it was made for another model"))
+    return TileSteps(grid, [(edge, parts.tiles) for edge, parts in sets])
+
+
+def kind_of(edge: Edge) -> PartKind:
+    """Which kind of parts leads along an edge."""
+    return PartKind.SNAPSHOT if edge.base_version is None else PartKind.DELTA
+
+
+def unusable(edge: Edge, error: CorruptPart, *, tile: GridTile | None = None) -> VerificationFailed:
+    """The failure that a damaged way is."""
+    way = "snapshot" if edge.base_version is None else f"delta from version {edge.base_version}"
+    return VerificationFailed(
+        f"the {way} of version {edge.version} cannot be used: {error}",
+        version=edge.version,
+        tensor=tile.spec.name if tile else "",
+        tile=tile.number if tile else None,
+        edges=frozenset({edge}),
+    )
+
+
+def covers(tile: GridTile, pieces: Sequence[StoredTile]) -> bool:
+    """Whether the pieces, in order, are the whole tile."""
+    at = tile.start
+    for piece in pieces:
+        if piece.start != at:
+            return False
+        at += piece.num_elements
+    return at == tile.start + tile.count

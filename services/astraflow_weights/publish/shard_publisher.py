@@ -1,0 +1,299 @@
+"""Publishes a model that several processes hold in shards: each diffs, encodes and uploads its own part.
+
+Invariant: nothing is gathered; a version becomes visible only by the first process's manifest, after every
+process has stored its parts; a delta is only ever made against bytes that are in the log, because each
+process keeps its shards of the newest version, which are checked by their common root. Every call is a
+collective and ends alike everywhere. `Publisher` is the case of one process; `Compactor` adds cheaper ways
+behind it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from astraflow.errors import ConflictError
+from astraflow_kit import failpoints
+from astraflow_weights.codec.delta import encode_delta_tiles
+from astraflow_weights.codec.digest import TensorDigest, model_root
+from astraflow_weights.codec.part_format import TARGET_PART_BYTES
+from astraflow_weights.codec.part_writer import PartSetHead, Placed, TileGroups, group_tiles, seal_parts
+from astraflow_weights.codec.peers import Peers
+from astraflow_weights.codec.shards import Cover, ShardedModel, check_cover, sharded_digests
+from astraflow_weights.codec.snapshot import encode_snapshot_tiles
+from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.publish.agreement import Encoded, led, shared
+from astraflow_weights.publish.kept import KeptVersion
+from astraflow_weights.publish.uploads import Uploads, upload_shares
+from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.manifest import DeltaRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What the first process knows of the log before a version is sent."""
+
+    existing: CommittedVersion | None
+    """The version that these bytes have already for the step."""
+    newest_root: bytes | None
+    next_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PartSet:
+    """The parts of this process, and what they are in sum over all processes."""
+
+    parts: Sequence[bytes]
+    num_changed: int
+    size_bytes: int
+
+
+class ShardPublisher:
+    """Owns the shards of the newest version. One owner per object: not thread-safe; every call blocks.
+
+    On every process of a trainer, in the same order:
+
+        publisher = ShardPublisher(writer_or_none, uploads=uploads, peers=peers, base=None)
+        publisher.publish(shards, step=0)
+    """
+
+    def __init__(
+        self,
+        writer: VersionWriter | None,
+        *,
+        uploads: Uploads,
+        peers: Peers,
+        base: ShardedModel | None,
+        assets: Sequence[Path] = (),
+        inline_snapshots: bool = True,
+        context: bool = False,
+    ) -> None:
+        """A collective. `writer` belongs to the first process, None elsewhere; it also sends the assets.
+
+        `base` holds this process's shards of the newest version, None when the log has no version. Raises
+        ConflictError when that is not what the log's newest version holds: fetch that with a Mirror first.
+        Without `inline_snapshots` only a version without a delta carries a snapshot in its manifest; a
+        `Compactor` over `kept` makes the others. `context` allows RICE_CTX in deltas.
+        """
+        assert (writer is not None) == (peers.index == 0)
+        self._writer = writer
+        self._uploads = uploads
+        self._peers = peers
+        self._assets = tuple(assets)
+        self._cover: Cover | None = None
+        self._inline_snapshots = inline_snapshots
+        self._context = context
+        self.kept = KeptVersion()
+        root = None if base is None else model_root(self._digests(base))
+        plan = self._led_plan(step=-1, root=b"")
+        _require_root(root, plan)
+        if base is not None and root is not None:
+            self.kept.keep(base, version=plan.next_version - 1, root=root)
+
+    @property
+    def newest(self) -> CommittedVersion | None:
+        """The newest version in the log as last read; a collective. None when there is none."""
+        return self._led(lambda writer: writer.newest)
+
+    def log_copy(self) -> VersionLog:
+        """What was read of the log, for another owner; only on the first process, no collective."""
+        return self._require_writer().log.copy()
+
+    def committed_since(self, version: int | None) -> list[CommittedVersion]:
+        """The versions in the log as last read after `version`, in order; all of them for None.
+
+        Only on the first process, which announces them; no collective.
+        """
+        return self._require_writer().committed_since(version)
+
+    def publish(
+        self, model: ShardedModel, *, step: int, learning_rate: float | None = None
+    ) -> CommittedVersion:
+        """Commit the model as the version of `step`; a collective; the shards must not change during the call.
+
+        Idempotent for one (step, bytes), also across restarts and another number of processes: then nothing
+        is sent and the existing version is returned. Raises Fenced for good, Unavailable (call again, on
+        every process), ModelMismatch for another architecture.
+        """
+        tensors = self._digests(model)
+        root = model_root(tensors)
+        plan = self._led_plan(step=step, root=root)
+        committed = plan.existing
+        if committed is None:
+            kept = self.kept.newest
+            _require_root(kept.root if kept else None, plan)
+            with self._announced():
+                committed = self._send(model, tensors, plan=plan, step=step, learning_rate=learning_rate)
+        if committed.version >= plan.next_version - 1:
+            self.kept.keep(model, version=committed.version, root=root)
+        return committed
+
+    def _send(
+        self,
+        model: ShardedModel,
+        tensors: tuple[TensorDigest, ...],
+        *,
+        plan: _Plan,
+        step: int,
+        learning_rate: float | None,
+    ) -> CommittedVersion:
+        delta = self._encode_delta(model, version=plan.next_version)
+        snapshot = (
+            self._encode_snapshot(model, version=plan.next_version) if self._wants_snapshot(delta) else None
+        )
+        delta_refs = upload_shares(delta.parts, uploads=self._uploads, peers=self._peers) if delta else ()
+        snapshot_refs = (
+            upload_shares(snapshot.parts, uploads=self._uploads, peers=self._peers) if snapshot else None
+        )
+        deltas = (DeltaRef(base_version=plan.next_version - 1, parts=delta_refs),) if delta_refs else ()
+
+        def commit(writer: VersionWriter) -> CommittedVersion:
+            assets = self._uploads.upload_assets(self._assets)
+            failpoints.hit("weights.publish.parts_uploaded")
+            return writer.commit(
+                step=step,
+                tensors=tensors,
+                snapshot=snapshot_refs,
+                deltas=deltas,
+                assets=assets,
+                num_changed=delta.num_changed if delta else 0,
+                learning_rate=learning_rate,
+            )
+
+        committed = self._led(commit)
+        assert committed is not None
+        return committed
+
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Tell collectors of the uploads before the first part of any process, until they are named or given up."""
+        try:
+            led(self._peers, lambda: self._require_writer().announce_uploads(), encode=bool, decode=bool)
+            shared(self._peers, lambda: bool(self._uploads.read_tombstones()))
+            yield
+        finally:
+            if self._writer is not None:
+                self._writer.end_uploads()
+
+    def _encode_delta(self, model: ShardedModel, *, version: int) -> _PartSet | None:
+        kept = self.kept.newest
+        if kept is None:
+            return None
+        base, context = kept.shards, self._context
+        known = model.changes
+        if known is not None and known.base_root != kept.root:
+            # They lead here from something else than the newest version, as when a replay publishes again.
+            model = replace(model, changes=None)
+        head = PartSetHead(kind=PartKind.DELTA, base_version=version - 1, target_version=version)
+        return self._part_set(lambda: encode_delta_tiles(base, model, context=context), model, head=head)
+
+    def _encode_snapshot(self, model: ShardedModel, *, version: int) -> _PartSet:
+        head = PartSetHead(kind=PartKind.SNAPSHOT, base_version=version, target_version=version)
+        return self._part_set(lambda: encode_snapshot_tiles(model), model, head=head)
+
+    def _part_set(
+        self, encode: Callable[[], Iterable[Placed]], model: ShardedModel, *, head: PartSetHead
+    ) -> _PartSet:
+        """Encode this process's tiles and number its parts after those of the processes before it."""
+        groups: TileGroups = []
+
+        def group() -> Encoded:
+            groups.extend(group_tiles(encode(), part_bytes=TARGET_PART_BYTES))
+            changed = sum(tile.num_changed for part in groups for _, tile in part if tile is not None)
+            return [len(groups), changed]
+
+        counts, changed = zip(*shared(self._peers, group), strict=True)
+        parts = seal_parts(
+            groups,
+            head=head,
+            specs=model.specs,
+            first=sum(counts[: self._peers.index]),
+            num_parts=sum(counts),
+        )
+        sizes = shared(self._peers, lambda: sum(map(len, parts)))
+        return _PartSet(parts=parts, num_changed=sum(changed), size_bytes=sum(sizes))
+
+    def _wants_snapshot(self, delta: _PartSet | None) -> bool:
+        if delta is not None and not self._inline_snapshots:
+            return False
+        size_bytes = delta.size_bytes if delta else None
+        return led(
+            self._peers,
+            lambda: self._require_writer().wants_snapshot(delta_bytes=size_bytes),
+            encode=bool,
+            decode=bool,
+        )
+
+    def _digests(self, model: ShardedModel) -> tuple[TensorDigest, ...]:
+        if self._cover is None or self._cover.specs != model.specs:
+            self._cover = check_cover(model, peers=self._peers)
+        return sharded_digests(model, cover=self._cover, peers=self._peers)
+
+    def _led_plan(self, *, step: int, root: bytes) -> _Plan:
+        """Refresh the log on the first process; what all must know of it. Raises Fenced."""
+
+        def plan() -> _Plan:
+            writer = self._require_writer()
+            existing = writer.find(step=step, root=root)
+            newest = writer.log.latest()
+            return _Plan(
+                existing=existing,
+                newest_root=newest.model_root if newest else None,
+                next_version=len(writer.log.records),
+            )
+
+        return led(self._peers, plan, encode=_encode_plan, decode=_decode_plan)
+
+    def _require_writer(self) -> VersionWriter:
+        assert self._writer is not None
+        return self._writer
+
+    def _led(self, action: Callable[[VersionWriter], CommittedVersion | None]) -> CommittedVersion | None:
+        return led(
+            self._peers,
+            lambda: action(self._require_writer()),
+            encode=_encode_committed,
+            decode=_decode_committed,
+        )
+
+
+def _require_root(root: bytes | None, plan: _Plan) -> None:
+    """The root of what this publisher keeps must be that of the newest version."""
+    if plan.newest_root != root:
+        raise ConflictError(
+            "the base of this publisher is not the newest version in the log "
+            f"({plan.next_version - 1 if plan.next_version else 'none'}); fetch that with a Mirror and "
+            "open a new publisher"
+        )
+
+
+def _encode_plan(plan: _Plan) -> Encoded:
+    return {
+        "existing": _encode_committed(plan.existing),
+        "newest_root": plan.newest_root.hex() if plan.newest_root is not None else None,
+        "next_version": plan.next_version,
+    }
+
+
+def _decode_plan(content: Encoded) -> _Plan:
+    root = content["newest_root"]
+    return _Plan(
+        existing=_decode_committed(content["existing"]),
+        newest_root=None if root is None else bytes.fromhex(root),
+        next_version=content["next_version"],
+    )
+
+
+def _encode_committed(committed: CommittedVersion | None) -> Encoded:
+    if committed is None:
+        return None
+    hexed = {"manifest_sha256": committed.manifest_sha256.hex(), "model_root": committed.model_root.hex()}
+    return asdict(committed) | hexed
+
+
+def _decode_committed(content: Encoded) -> CommittedVersion | None:
+    if content is None:
+        return None
+    digests = {name: bytes.fromhex(content[name]) for name in ("manifest_sha256", "model_root")}
+    return CommittedVersion(**(content | digests))

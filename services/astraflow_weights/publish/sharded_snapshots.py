@@ -1,0 +1,168 @@
+"""Snapshots of a model that several processes hold, made behind their publishers.
+
+Invariant: one at a time, of a version that is in the log: every process encodes and stores its own shards of the
+copy that its publisher keeps, in a thread and over connections of its own, and the first process offers the whole once
+all have stored theirs. Publishing waits for none of it; what fails in the store is made again later, what fails
+among the processes ends the next call. Each process of a trainer owns one; the first one's compactor asks for
+snapshots.
+"""
+
+import queue
+import threading
+from contextlib import ExitStack
+
+from astraflow.errors import AstraflowError
+from astraflow_kit import failpoints
+from astraflow_kit.clock import Clock, SystemClock
+from astraflow_kit.log import get_logger
+from astraflow_weights.codec.part_format import TARGET_PART_BYTES
+from astraflow_weights.codec.part_writer import PartSetHead, TileGroups, group_tiles, seal_parts
+from astraflow_weights.codec.peers import Peers
+from astraflow_weights.codec.snapshot import encode_snapshot_tiles
+from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.publish.agreement import Encoded, led, shared
+from astraflow_weights.publish.kept import Kept, KeptVersion
+from astraflow_weights.publish.uploads import Uploads, upload_shares
+from astraflow_weights.store import ObjectStore
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.intents import UploadIntents
+from astraflow_weights.versions.log import way_key
+from astraflow_weights.versions.manifest import AddedWay, PartRef, encode_way
+
+log = get_logger(__name__)
+
+
+class ShardedSnapshots:
+    """One process's part. Use as a context manager on all of them; leaving waits for the snapshot in hand.
+
+    with ShardedSnapshots(store, run_id="r1", policy_id="solver", epoch=7, kept=publisher.kept, peers=others) as s:
+        s.want()                                  # on the first process, any thread
+        publisher.publish(shards, step=1)
+        s.begin(peers)                            # on all, the publishing thread
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        run_id: str,
+        policy_id: str,
+        epoch: int,
+        kept: KeptVersion,
+        peers: Peers,
+        threads: int = 4,
+        clock: Clock | None = None,
+    ) -> None:
+        """`peers` are the same processes over connections that nothing else uses; `epoch` is the writer's."""
+        self._store = store
+        self._ids = run_id, policy_id
+        self._epoch = epoch
+        self._kept = kept
+        self._peers = peers
+        self._clock = clock or SystemClock()
+        self._keys = PolicyKeys(run_id, policy_id)
+        self._uploads = Uploads(store, keys=self._keys, threads=threads)
+        self._intents = UploadIntents(store, keys=self._keys, clock=self._clock)
+        self._wanted = threading.Event()
+        self.idle = threading.Event()
+        """Set while no snapshot is being made here."""
+        self.idle.set()
+        self._jobs: queue.Queue[tuple[Kept, ExitStack] | None] = queue.Queue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="weights-snapshots", daemon=True)
+
+    def want(self) -> None:
+        """Ask for a snapshot of the version that is published next, or now. First process, any thread."""
+        self._wanted.set()
+
+    @property
+    def alive(self) -> bool:
+        """Whether snapshots can still be made."""
+        return self._failure is None
+
+    def begin(self, publishing: Peers) -> None:
+        """Start the snapshot of the newest version if one is wanted and none is being made; a collective.
+
+        Returns at once; the publisher goes on in a second copy of its shards meanwhile. Raises what broke the
+        exchange with the other processes.
+        """
+        if self._failure is not None:
+            raise self._failure
+        begins = led(
+            publishing, lambda: self._wanted.is_set() and self.idle.is_set(), encode=bool, decode=bool
+        )
+        if not begins:
+            return
+        self._wanted.clear()
+        self.idle.clear()
+        with ExitStack() as lending:
+            kept = lending.enter_context(self._kept.lend())
+            assert kept is not None
+            self._jobs.put((kept, lending.pop_all()))
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            kept, lending = job
+            try:
+                self._make(kept, lending)
+            except (AstraflowError, OSError) as error:
+                # All processes know of it; the version is whole without, and the compactor asks again.
+                log.warning(
+                    "compaction.failed", kind="snapshot", error=type(error).__name__, message=str(error)
+                )
+            except BaseException as error:  # noqa: BLE001 - handed to the publishing thread, which raises it
+                self._failure = error
+                return
+            self.idle.set()
+
+    def _make(self, kept: Kept, lending: ExitStack) -> None:
+        groups: TileGroups = []
+
+        def encode() -> Encoded:
+            # The copy is given back before anybody hears that this process is done with it.
+            with lending:
+                groups.extend(group_tiles(encode_snapshot_tiles(kept.shards), part_bytes=TARGET_PART_BYTES))
+            return len(groups)
+
+        counts = shared(self._peers, encode)
+        parts = seal_parts(
+            groups,
+            head=PartSetHead(kind=PartKind.SNAPSHOT, base_version=kept.version, target_version=kept.version),
+            specs=kept.shards.specs,
+            first=sum(counts[: self._peers.index]),
+            num_parts=sum(counts),
+        )
+        try:
+            led(self._peers, lambda: self._intents.open(epoch=self._epoch), encode=bool, decode=bool)
+            shared(self._peers, lambda: bool(self._uploads.read_tombstones()))
+            refs = upload_shares(parts, uploads=self._uploads, peers=self._peers)
+            led(self._peers, lambda: self._offer(kept, refs), encode=bool, decode=bool)
+        finally:
+            self._intents.close()
+
+    def _offer(self, kept: Kept, refs: tuple[PartRef, ...]) -> None:
+        run_id, policy_id = self._ids
+        way = AddedWay(
+            run_id=run_id,
+            policy_id=policy_id,
+            version=kept.version,
+            base_version=None,
+            model_root=kept.root,
+            parts=refs,
+            created_time_s=self._clock.wall_time_s(),
+        )
+        failpoints.hit("weights.compaction.parts_uploaded")
+        self._store.put_if_absent(way_key(self._keys, way), encode_way(way))
+        failpoints.hit("weights.compaction.visible")
+        log.info("compaction.added", version=kept.version, base_version=None, size_bytes=way.size_bytes)
+
+    def __enter__(self) -> "ShardedSnapshots":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._jobs.put(None)
+        if kind is None:
+            self._thread.join()
+            if self._failure is not None:
+                raise self._failure

@@ -1,0 +1,109 @@
+"""Sends parts and assets of one policy to the store under their content's name.
+
+Invariant: an object that exists is never written again, and what `upload_parts` returns is stored under a name
+that no collector may delete: a part whose name is in a tombstone is salted and stored under another one. That
+holds between `UploadIntents.open`, followed by `read_tombstones`, and `close`. The version writer has one for
+the committing process; every further process of a sharded trainer has its own and writes nothing else.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+from astraflow_kit import failpoints
+from astraflow_weights.codec.digest import sha256
+from astraflow_weights.codec.part_writer import salted
+from astraflow_weights.codec.peers import Peers
+from astraflow_weights.errors import CorruptPart
+from astraflow_weights.publish.agreement import Encoded, shared
+from astraflow_weights.store import ObjectStore, PutResult
+from astraflow_weights.store.layout import PolicyKeys, check_file_name
+from astraflow_weights.versions.manifest import Asset, PartRef
+from astraflow_weights.versions.tombstones import Tombstones
+
+
+class Uploads:
+    """One owner per object: not thread-safe; every call blocks."""
+
+    def __init__(self, store: ObjectStore, *, keys: PolicyKeys, threads: int) -> None:
+        self._store = store
+        self._keys = keys
+        self._threads = threads
+        self._tombstones = Tombstones(store, keys=keys)
+        # Assets are never collected: what was sent once stays.
+        self._sent_assets: set[str] = set()
+
+    def read_tombstones(self) -> frozenset[bytes]:
+        """Learn which names may be collected; call after an upload intent is in the store, before the first part.
+
+        Raises Unavailable, StoreRefused.
+        """
+        self._tombstones.refresh()
+        return self._tombstones.names
+
+    def upload_parts(self, parts: Sequence[bytes]) -> tuple[PartRef, ...]:
+        """Send parts under their content's name, several at a time. Idempotent. Raises as the store does."""
+        buried = self._tombstones.names
+        parts = [self._unburied(part, buried) for part in parts]
+        refs = tuple(self._ref(part, key_of=self._keys.part) for part in parts)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="weights-upload") as pool:
+            for _ in pool.map(self._upload_part, refs, parts):
+                pass
+        return refs
+
+    def upload_assets(self, files: Iterable[Path]) -> tuple[Asset, ...]:
+        """Send files under their content's name; content that was sent from here before is not sent again.
+
+        Raises OSError for an unreadable file, ValueError for a name that cannot stand in a checkpoint.
+        """
+        assets = []
+        for path in sorted(files, key=lambda path: path.name):
+            data = path.read_bytes()
+            ref = self._ref(data, key_of=self._keys.asset)
+            if ref.key not in self._sent_assets:
+                self._upload(ref, data)
+                self._sent_assets.add(ref.key)
+            assets.append(Asset(file_name=check_file_name(path.name), blob=ref))
+        return tuple(assets)
+
+    def _unburied(self, part: bytes, buried: frozenset[bytes]) -> bytes:
+        """The part, salted until no tombstone names it; always, where one cannot be read."""
+        salts = count(1) if self._tombstones.complete else count(1 + secrets.randbelow(2**31))
+        found = part if self._tombstones.complete else salted(part, salt=next(salts))
+        while sha256(found) in buried:
+            found = salted(part, salt=next(salts))
+        return found
+
+    def _ref(self, data: bytes, *, key_of: Callable[[str], str]) -> PartRef:
+        digest = sha256(data)
+        return PartRef(key=key_of(digest.hex()), size_bytes=len(data), sha256=digest)
+
+    def _upload_part(self, ref: PartRef, data: bytes) -> None:
+        failpoints.hit("weights.publish.uploading")
+        self._upload(ref, data)
+
+    def _upload(self, ref: PartRef, data: bytes) -> None:
+        if self._store.put_if_absent(ref.key, data) is PutResult.EXISTS:
+            found = self._store.head(ref.key).size_bytes
+            if found != ref.size_bytes:
+                raise CorruptPart(
+                    f"{ref.key!r} in {self._store.uri} has {found} bytes instead of {ref.size_bytes}; "
+                    "delete the damaged object"
+                )
+
+
+def upload_shares(parts: Sequence[bytes], *, uploads: Uploads, peers: Peers) -> tuple[PartRef, ...]:
+    """Store this process's parts; the references of all processes' parts, in their order. A collective."""
+    stored = shared(peers, lambda: [_encode_ref(ref) for ref in uploads.upload_parts(parts)])
+    return tuple(_decode_ref(ref) for refs in stored for ref in refs)
+
+
+def _encode_ref(ref: PartRef) -> Encoded:
+    return [ref.key, ref.size_bytes, ref.sha256.hex()]
+
+
+def _decode_ref(content: Encoded) -> PartRef:
+    key, size_bytes, digest = content
+    return PartRef(key=key, size_bytes=size_bytes, sha256=bytes.fromhex(digest))

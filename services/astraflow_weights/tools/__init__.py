@@ -1,0 +1,1 @@
+"""`astraflow weights`: what people ask of stored versions."""

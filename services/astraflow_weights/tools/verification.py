@@ -1,0 +1,131 @@
+"""Proves, or disproves, that a stored version can be had bit by bit by every way that it offers.
+
+Invariant: a version without faults was rebuilt here once by each of its ways, from nothing, and every part,
+asset, tensor and the root had the digest of the sealed manifest. Changes nothing. `astraflow weights verify`
+calls it.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.errors import CorruptPart, Edge, NoPath, VerificationFailed
+from astraflow_weights.store import ObjectStore
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.fetch import fetch_part
+from astraflow_weights.versions.inspection import buildable, carry_out, parts_by_base
+from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.manifest import Manifest, PartRef
+from astraflow_weights.versions.planner import plan_pull
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that is not what the manifest says.
+
+    `version` may be older than the one that was verified: one that it is built on. `part` is the key of a
+    part, asset or added way, `tensor` a name; each is empty when the fault is not in one.
+    """
+
+    version: int
+    problem: str
+    part: str = ""
+    tensor: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What was checked of one version, and what is wrong with it."""
+
+    version: int
+    ways: int
+    objects: int
+    tensors: int
+    model_root: bytes
+    faults: tuple[Fault, ...]
+
+
+def verify_version(store: ObjectStore, log: VersionLog, *, version: int, threads: int) -> Verification:
+    """Read everything a version names and rebuild it by each of its ways. Holds the model in memory.
+
+    Raises UnknownVersionError, CorruptManifest when its entry was changed, Unavailable, StoreRefused.
+    """
+    manifest, record = log.manifest(version), log.record(version)
+    ways = {Edge(version=version, base_version=base): refs for base, refs in parts_by_base(record).items()}
+    parts = [ref for refs in ways.values() for ref in refs]
+    assets = [asset.blob for asset in manifest.assets]
+    faults = _object_faults(store, parts, version=version, threads=threads, check=_check_part)
+    faults += _object_faults(store, assets, version=version, threads=threads, check=_check_asset)
+    faults += _damaged_ways(log, keys=PolicyKeys(log.run_id, log.policy_id), version=version)
+    broken = {fault.part for fault in faults}
+    if not ways:
+        problem = "the parts of every way to it were collected; pin versions that must stay"
+        faults.append(Fault(version=version, problem=problem))
+    possible = buildable(log)
+    for edge, refs in ways.items():
+        # A way with a damaged part is told already, by that part. One from a version that was collected serves who
+        # still holds that one; here nobody does.
+        from_nothing = edge.base_version is None or edge.base_version in possible
+        if from_nothing and broken.isdisjoint(ref.key for ref in refs):
+            avoid = frozenset(ways) - {edge}
+            faults += _rebuild_faults(store, log, manifest=manifest, avoid=avoid, threads=threads)
+    return Verification(
+        version=version,
+        ways=len(ways),
+        objects=len(parts) + len(assets),
+        tensors=len(manifest.tensors),
+        model_root=manifest.model_root,
+        faults=tuple(dict.fromkeys(faults)),
+    )
+
+
+def _damaged_ways(log: VersionLog, *, keys: PolicyKeys, version: int) -> list[Fault]:
+    """Ways added to this version that every reader passes over."""
+    of_version = {keys.snapshot(version), *(keys.merged_delta(base, version) for base in range(version))}
+    problem = "an added way is damaged or was made for another log; readers pass it over"
+    return [
+        Fault(version=version, part=key, problem=problem) for key in log.damaged_ways if key in of_version
+    ]
+
+
+def _object_faults(
+    store: ObjectStore,
+    refs: Sequence[PartRef],
+    *,
+    version: int,
+    threads: int,
+    check: Callable[[ObjectStore, PartRef], None],
+) -> list[Fault]:
+    def problem(ref: PartRef) -> str:
+        try:
+            check(store, ref)
+        except CorruptPart as error:
+            return error.message
+        return ""
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights-verify") as pool:
+        found = zip(refs, pool.map(problem, refs), strict=True)
+        return [Fault(version=version, part=ref.key, problem=text) for ref, text in found if text]
+
+
+def _check_part(store: ObjectStore, ref: PartRef) -> None:
+    open_part(fetch_part(store, ref))
+
+
+def _check_asset(store: ObjectStore, ref: PartRef) -> None:
+    fetch_part(store, ref)
+
+
+def _rebuild_faults(
+    store: ObjectStore, log: VersionLog, *, manifest: Manifest, avoid: frozenset[Edge], threads: int
+) -> list[Fault]:
+    """What hinders building the version from nothing without the ways in `avoid`."""
+    try:
+        plan = plan_pull(log, held=None, target=manifest.version, avoid=avoid)
+        carry_out(store, plan, manifest=manifest, threads=threads)
+    except NoPath as error:
+        return [Fault(version=manifest.version, problem=error.message)]
+    except VerificationFailed as failure:
+        return [Fault(version=failure.version, tensor=failure.tensor, problem=failure.message)]
+    return []

@@ -1,0 +1,245 @@
+"""What stored versions are: how their bytes are encoded, what they cost to reach, where two of them differ.
+
+Invariant: reads the store and changes nothing; every byte that is counted or compared was checked against its
+digest first. `astraflow weights` calls it.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from astraflow.errors import IncompatibleError
+from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.tensors import Array, TensorSpec, flat_unsigned, require_same_specs
+from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.errors import CorruptManifest, NoPath, ObjectNotFound
+from astraflow_weights.settings import MirrorSettings
+from astraflow_weights.store import ObjectStore
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.collection_records import decode_lease
+from astraflow_weights.versions.fetch import fetch_part
+from astraflow_weights.versions.log import VersionLog, VersionRecord
+from astraflow_weights.versions.manifest import Manifest, PartRef
+from astraflow_weights.versions.planner import PullPlan, plan_pull
+from astraflow_weights.versions.pull import pull
+
+_LAGS = (1, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecShare:
+    """What one codec contributes to a way; framing and tables are not counted."""
+
+    codec: TileCodec
+    tiles: int
+    body_bytes: int
+    num_changed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfferedWay:
+    """A snapshot (`base_version` is None) or delta that a version offers."""
+
+    base_version: int | None
+    parts: int
+    size_bytes: int
+    codecs: tuple[CodecShare, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """The cheapest plan to a version for a node that holds `held`; `steps` and `size_bytes` are None when
+    nothing leads there.
+    """
+
+    held: int | None
+    steps: int | None
+    size_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningPull:
+    """A pull that leased parts of a version, `parts` of all its `all_parts`; it may be on its way to another.
+
+    `holder` is a number that the puller drew: nothing in the store tells which node it is.
+    """
+
+    holder: str
+    parts: int
+    all_parts: int
+    expires_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorChange:
+    """How far one tensor differs between two versions."""
+
+    spec: TensorSpec
+    num_changed: int
+
+    @property
+    def share(self) -> float:
+        """Changed share of its elements; 0 for a tensor without elements."""
+        return self.num_changed / self.spec.num_elements if self.spec.num_elements else 0.0
+
+
+def parts_by_base(record: VersionRecord) -> dict[int | None, tuple[PartRef, ...]]:
+    """Parts of every way to a version, made with its manifest or added since, by base; None is the snapshot."""
+    ways: dict[int | None, tuple[PartRef, ...]] = {}
+    if (snapshot := record.offered_snapshot) is not None:
+        ways[None] = snapshot
+    return ways | {delta.base_version: delta.parts for delta in record.offered_deltas}
+
+
+def offered_ways(store: ObjectStore, record: VersionRecord, *, threads: int) -> list[OfferedWay]:
+    """The ways to a version, its own parts read and opened. Raises CorruptPart, and as the store does."""
+    return [
+        OfferedWay(
+            base_version=base,
+            parts=len(parts),
+            size_bytes=sum(part.size_bytes for part in parts),
+            codecs=_codec_shares(store, parts, threads=threads),
+        )
+        for base, parts in parts_by_base(record).items()
+    ]
+
+
+def buildable(log: VersionLog) -> frozenset[int]:
+    """Versions that can be had from nothing; what older ones are without was collected."""
+    found: set[int] = set()
+    for record in log.records:
+        bases = {delta.base_version for delta in record.offered_deltas}
+        if record.offered_snapshot is not None or not found.isdisjoint(bases):
+            found.add(record.version)
+    return frozenset(found)
+
+
+def routes(log: VersionLog, *, target: int) -> list[Route]:
+    """Cheapest routes from nothing, from the version before and from eight versions before, as far as they
+    exist.
+    """
+    held: list[int | None] = [None, *(target - lag for lag in _LAGS if target >= lag)]
+    return [_route(log, held=start, target=target) for start in held]
+
+
+def running_pulls(
+    store: ObjectStore, keys: PolicyKeys, record: VersionRecord, *, now_s: float
+) -> list[RunningPull]:
+    """Leases on parts of a version that hold now, the one that ends first first."""
+    names = {part.sha256 for parts in parts_by_base(record).values() for part in parts}
+    found = []
+    for info in store.list(keys.leases):
+        try:
+            lease = decode_lease(keys, store.get(info.key))
+        except (ObjectNotFound, CorruptManifest, IncompatibleError):
+            # Ended since it was listed, or unreadable: it protects nothing.
+            continue
+        if lease.expires_time_s > now_s and (mine := names & lease.parts):
+            found.append(
+                RunningPull(
+                    holder=lease.holder.hex(),
+                    parts=len(mine),
+                    all_parts=len(lease.parts),
+                    expires_time_s=lease.expires_time_s,
+                )
+            )
+    return sorted(found, key=lambda pull: pull.expires_time_s)
+
+
+def build_version(
+    store: ObjectStore,
+    log: VersionLog,
+    *,
+    target: int,
+    held: int | None = None,
+    load_base: Callable[[], dict[str, Array]] = dict,
+    threads: int,
+) -> dict[str, Array]:
+    """Tensors of a version, in memory and verified, by the cheapest plan from `held`.
+
+    `load_base` gives the tensors of `held`, which may be changed. Raises as `plan_pull` and `pull` do.
+    """
+    plan = plan_pull(log, held=held, target=target)
+    return carry_out(store, plan, manifest=log.manifest(target), load_base=load_base, threads=threads)
+
+
+def carry_out(
+    store: ObjectStore,
+    plan: PullPlan,
+    *,
+    manifest: Manifest,
+    load_base: Callable[[], dict[str, Array]] = dict,
+    threads: int,
+) -> dict[str, Array]:
+    """Tensors that a plan ends in, in memory. Raises as `pull` does."""
+    max_bytes = MirrorSettings().max_model_bytes
+    return pull(store, plan, manifest=manifest, load_base=load_base, threads=threads, max_bytes=max_bytes)
+
+
+def changes_between(
+    store: ObjectStore, log: VersionLog, *, first: int, second: int, threads: int
+) -> list[TensorChange]:
+    """Changed elements of every tensor between two versions, by name; nothing is fetched for equal ones.
+
+    Raises ModelMismatch when their tensors are not the same; VerificationFailed and NoPath when one of them
+    cannot be built; as the store does.
+    """
+    older, newer = sorted((first, second))
+    specs = [tensor.spec for tensor in log.manifest(newer).tensors]
+    require_same_specs([tensor.spec for tensor in log.manifest(older).tensors], specs)
+    if log.record(older).model_root == log.record(newer).model_root:
+        return [TensorChange(spec=spec, num_changed=0) for spec in specs]
+    before = build_version(store, log, target=older, threads=threads)
+    after = build_version(
+        store, log, target=newer, held=older, load_base=lambda: _copied(before), threads=threads
+    )
+    return [
+        TensorChange(spec=spec, num_changed=_count_changed(before[spec.name], after[spec.name]))
+        for spec in specs
+    ]
+
+
+def _copied(model: dict[str, Array]) -> dict[str, Array]:
+    return {name: array.copy() for name, array in model.items()}
+
+
+def _count_changed(before: Array, after: Array) -> int:
+    return int(np.count_nonzero(flat_unsigned(before) != flat_unsigned(after)))
+
+
+def _route(log: VersionLog, *, held: int | None, target: int) -> Route:
+    try:
+        plan = plan_pull(log, held=held, target=target)
+    except NoPath:
+        # Worth showing: such a node would have to wait for a snapshot.
+        return Route(held=held, steps=None, size_bytes=None)
+    return Route(held=held, steps=len(plan.steps), size_bytes=plan.size_bytes)
+
+
+def _codec_shares(store: ObjectStore, parts: Sequence[PartRef], *, threads: int) -> tuple[CodecShare, ...]:
+    """One share per codec that occurs, by codec."""
+    found: dict[TileCodec, list[int]] = {}
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights-inspect") as pool:
+        for counts in pool.map(lambda ref: _counts_by_codec(fetch_part(store, ref)), parts):
+            for codec, figures in counts.items():
+                so_far = found.setdefault(codec, [0, 0, 0])
+                found[codec] = [old + new for old, new in zip(so_far, figures, strict=True)]
+    return tuple(
+        CodecShare(
+            codec=codec, tiles=found[codec][0], body_bytes=found[codec][1], num_changed=found[codec][2]
+        )
+        for codec in sorted(found)
+    )
+
+
+def _counts_by_codec(data: bytes) -> dict[TileCodec, list[int]]:
+    """Tiles, body bytes and changed elements; the part itself is not kept."""
+    counts: dict[TileCodec, list[int]] = {}
+    for tile in open_part(data).tiles:
+        figures = counts.setdefault(tile.codec, [0, 0, 0])
+        figures[0] += 1
+        figures[1] += len(tile.body)
+        figures[2] += tile.num_changed
+    return counts

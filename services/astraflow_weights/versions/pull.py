@@ -1,0 +1,129 @@
+"""Carries out a pull plan in memory.
+
+Invariant: what `pull` returns is exactly the target version: every part had the sha256 of its reference,
+and every resulting tensor has the digest of the manifest. The mirror calls it and then writes the result to
+disk.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+
+from astraflow_weights.codec import apply_delta, decode_snapshot
+from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.codec.tensors import Array
+from astraflow_weights.errors import CorruptPart, VerificationFailed
+from astraflow_weights.store import ObjectStore
+from astraflow_weights.versions.fetch import fetch_part
+from astraflow_weights.versions.manifest import Manifest
+from astraflow_weights.versions.planner import PullPlan, PullStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullCounts:
+    """Snapshots and deltas taken, tiles repaired, and bytes fetched, by kind."""
+
+    snapshots_fetched: int = 0
+    snapshot_bytes: int = 0
+    deltas_fetched: int = 0
+    delta_bytes: int = 0
+    asset_bytes: int = 0
+    repaired_tiles: int = 0
+    repair_bytes: int = 0
+
+    def __add__(self, other: "PullCounts") -> "PullCounts":
+        names = [field.name for field in fields(self)]
+        return PullCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def __sub__(self, other: "PullCounts") -> "PullCounts":
+        names = [field.name for field in fields(self)]
+        return PullCounts(**{name: getattr(self, name) - getattr(other, name) for name in names})
+
+    @property
+    def fetched_bytes(self) -> int:
+        """All bytes fetched."""
+        return self.snapshot_bytes + self.delta_bytes + self.asset_bytes + self.repair_bytes
+
+
+def pull(
+    store: ObjectStore,
+    plan: PullPlan,
+    *,
+    manifest: Manifest,
+    load_base: Callable[[], dict[str, Array]],
+    threads: int,
+    max_bytes: int,
+) -> dict[str, Array]:
+    """Tensors of the plan's target. `load_base` gives a copy of the held version that may be changed.
+
+    Raises VerificationFailed naming the suspected edges; Unavailable and StoreRefused as the store does.
+    """
+    _check_size(manifest, max_bytes=max_bytes)
+    parts = _fetch(store, plan, threads=threads)
+    model = load_base() if plan.held is not None else {}
+    for step, step_parts in zip(plan.steps, parts, strict=True):
+        model = _apply(step, step_parts, model, max_bytes=manifest.size_bytes)
+    _verify(model, manifest, plan)
+    return model
+
+
+def _check_size(manifest: Manifest, *, max_bytes: int) -> None:
+    if manifest.size_bytes > max_bytes:
+        raise VerificationFailed(
+            f"version {manifest.version} unfolds to {manifest.size_bytes} bytes; the limit is {max_bytes}: "
+            "raise max_model_bytes",
+            version=manifest.version,
+        )
+
+
+def _fetch(store: ObjectStore, plan: PullPlan, *, threads: int) -> list[list[bytes]]:
+    """Parts of every step, all steps at a time."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights-pull") as pool:
+        pending = [[pool.submit(fetch_part, store, ref) for ref in step.parts] for step in plan.steps]
+        try:
+            return [_collect(step, futures) for step, futures in zip(plan.steps, pending, strict=True)]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _collect(step: PullStep, futures: Sequence[Future[bytes]]) -> list[bytes]:
+    try:
+        return [future.result() for future in futures]
+    except CorruptPart as error:
+        raise _failed(step, error) from error
+
+
+def _apply(
+    step: PullStep, parts: list[bytes], model: dict[str, Array], *, max_bytes: int
+) -> dict[str, Array]:
+    try:
+        if step.edge.base_version is None:
+            return decode_snapshot(parts, max_bytes=max_bytes)
+        apply_delta(model, parts)
+    except CorruptPart as error:
+        raise _failed(step, error) from error
+    return model
+
+
+def _failed(step: PullStep, error: CorruptPart) -> VerificationFailed:
+    base = step.edge.base_version
+    way = "snapshot" if base is None else f"delta from version {base}"
+    return VerificationFailed(
+        f"the {way} of version {step.edge.version} cannot be used: {error}",
+        version=step.edge.version,
+        edges=frozenset({step.edge}),
+    )
+
+
+def _verify(model: dict[str, Array], manifest: Manifest, plan: PullPlan) -> None:
+    found = {tensor.spec.name: tensor for tensor in tensor_digests(model)}
+    wanted = {tensor.spec.name: tensor for tensor in manifest.tensors}
+    wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    if wrong:
+        raise VerificationFailed(
+            f"version {manifest.version} came out different in {len(wrong)} of {len(wanted)} tensors, "
+            f"first {wrong[0]!r}: its deltas or its snapshot do not belong together",
+            version=manifest.version,
+            tensor=wrong[0],
+            edges=frozenset(step.edge for step in plan.steps),
+        )

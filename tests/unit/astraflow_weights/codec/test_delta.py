@@ -1,0 +1,246 @@
+"""Deltas are exact, compose and invert, and a bad one changes nothing."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from astraflow_weights.codec.delta import apply_delta, encode_delta, summarize_delta
+from astraflow_weights.codec.part_writer import PartSetHead, write_parts
+from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, Array, specs_of
+from astraflow_weights.codec.tile_delta import encode_tile
+from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.errors import CorruptPart, ModelMismatch
+from support.weight_models import AWKWARD_BF16, make_model, same_model, trained
+
+
+def copy(model: dict[str, Array]) -> dict[str, Array]:
+    return {name: array.copy() for name, array in model.items()}
+
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+arrays = st.tuples(shapes, st.sampled_from([np.uint16, np.uint8, np.float32]), st.integers(0, 2**32))
+
+
+def random_array(shape: tuple[int, ...], dtype: type, seed: int) -> Array:
+    """Random bits, so NaN payloads, infinities and denormals are all there."""
+    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    bits = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    return bits.view(dtype).reshape(shape)
+
+
+@given(st.lists(arrays, min_size=1, max_size=5), st.floats(0, 1), st.integers(1, 400))
+def test_applying_a_delta_gives_the_target_bit_by_bit(
+    drawn: list[tuple[tuple[int, ...], type, int]], density: float, part_bytes: int
+) -> None:
+    base = {f"t{i}": random_array(*spec) for i, spec in enumerate(drawn)}
+    target = copy(base)
+    for i, (shape, dtype, seed) in enumerate(drawn):
+        changed = np.random.default_rng(seed + 1).random(shape) < density
+        target[f"t{i}"][...] = np.where(changed, random_array(shape, dtype, seed + 2), base[f"t{i}"])
+    parts = encode_delta(base, target, part_bytes=part_bytes)
+    mirror = copy(base)
+    apply_delta(mirror, parts)
+    assert same_model(mirror, target)
+
+
+def test_awkward_bit_patterns_survive_every_transition() -> None:
+    pairs = np.array(list(itertools.product(AWKWARD_BF16, AWKWARD_BF16)), dtype=np.uint16)
+    base, target = {"w": pairs[:, 0].copy()}, {"w": pairs[:, 1].copy()}
+    parts = encode_delta(base, target)
+    apply_delta(base, parts)
+    assert same_model(base, target)
+
+
+def test_nothing_changed_and_everything_changed() -> None:
+    base = make_model()
+    nothing = encode_delta(base, copy(base))
+    everything = {name: np.roll(array.reshape(-1), 1).reshape(array.shape) for name, array in base.items()}
+    flipped = {
+        name: (array.reshape(-1).view(np.uint8) ^ 0xFF).view(array.dtype).reshape(array.shape)
+        for name, array in everything.items()
+    }
+    assert summarize_delta(nothing).num_changed == 0
+    mirror = copy(base)
+    apply_delta(mirror, nothing)
+    assert same_model(mirror, base)
+    apply_delta(mirror, encode_delta(base, flipped))
+    assert same_model(mirror, flipped)
+
+
+def test_tensors_larger_than_a_tile_and_of_odd_size() -> None:
+    base = {"w": np.arange(2 * MAX_TILE_ELEMENTS + 77, dtype=np.uint64).astype(np.uint16)}
+    target = copy(base)
+    target["w"][[0, MAX_TILE_ELEMENTS - 1, MAX_TILE_ELEMENTS, 2 * MAX_TILE_ELEMENTS + 76]] += 1
+    apply_delta(base, encode_delta(base, target))
+    assert same_model(base, target)
+
+
+def test_a_chain_of_deltas_ends_at_the_last_target() -> None:
+    models = [make_model()]
+    for seed in range(6):
+        models.append(trained(models[-1], seed))
+    mirror = copy(models[0])
+    for before, after in itertools.pairwise(models):
+        apply_delta(mirror, encode_delta(before, after))
+    assert same_model(mirror, models[-1])
+
+
+def test_the_delta_back_undoes_the_delta() -> None:
+    base = make_model()
+    target = trained(base, 1, density=0.3)
+    mirror = copy(base)
+    apply_delta(mirror, encode_delta(base, target))
+    apply_delta(mirror, encode_delta(target, base))
+    assert same_model(mirror, base)
+
+
+def test_parts_may_come_in_any_order() -> None:
+    base = make_model()
+    target = trained(base, 2, density=0.5)
+    parts = encode_delta(base, target, part_bytes=200)
+    assert len(parts) > 3
+    apply_delta(base, parts[::-1])
+    assert same_model(base, target)
+
+
+def test_equal_input_gives_equal_bytes() -> None:
+    base = make_model()
+    target = trained(base, 2)
+    assert encode_delta(base, target) == encode_delta(copy(base), copy(target))
+
+
+def test_summary_counts_what_changed() -> None:
+    base = make_model()
+    target = trained(base, 4)
+    parts = encode_delta(base, target)
+    summary = summarize_delta(parts)
+    assert summary.num_changed == sum(np.count_nonzero(base[name] != target[name]) for name in base)
+    assert summary.num_elements == sum(array.size for array in base.values())
+    assert summary.size_bytes == sum(map(len, parts))
+    assert summary.density == summary.num_changed / summary.num_elements
+
+
+def test_a_delta_is_refused_whole_when_only_its_last_tile_cannot_be_decoded() -> None:
+    """The part is sealed correctly, so nothing but decoding the tile itself can find the fault."""
+    base = {"a": np.arange(500, dtype=np.uint16), "b": np.arange(500, dtype=np.uint16)}
+    specs = specs_of(base)
+    step = np.zeros(500, dtype=np.uint16)
+    step[[3, 99, 400]] = 1
+    good = encode_tile(base["a"], base["a"] + step, start=0, context=False)
+    bad = replace(good, num_changed=2)
+    tiles = [(specs[0], good), (specs[1], bad)]
+    parts = write_parts(tiles, head=PartSetHead(kind=PartKind.DELTA), specs=specs, part_bytes=60)
+    assert len(parts) == 2
+    mirror = copy(base)
+    with pytest.raises(CorruptPart, match="of 'b'"):
+        apply_delta(mirror, parts)
+    assert same_model(mirror, base)
+
+
+def test_a_part_missing_or_doubled_is_refused() -> None:
+    base = make_model()
+    parts = encode_delta(base, trained(base, 5, density=0.4), part_bytes=150)
+    mirror = copy(base)
+    for bad in (parts[:-1], parts[1:], [*parts, parts[0]], [*parts[:-1], parts[0]], []):
+        with pytest.raises(CorruptPart):
+            apply_delta(mirror, bad)
+    assert same_model(mirror, base)
+
+
+def test_parts_of_two_versions_do_not_mix() -> None:
+    base = make_model()
+    first = encode_delta(base, trained(base, 5, density=0.4), part_bytes=150, target_version=1)
+    second = encode_delta(base, trained(base, 6, density=0.4), part_bytes=150, target_version=2)
+    with pytest.raises(CorruptPart):
+        apply_delta(copy(base), [*first[:-1], second[len(first) - 1]])
+
+
+def test_a_delta_for_another_model_is_refused() -> None:
+    base = make_model()
+    parts = encode_delta(base, trained(base, 5))
+    for other in (
+        make_model(rows=25),
+        {**copy(base), "extra": np.zeros(3, np.uint16)},
+        {"w": base["model.norm"]},
+    ):
+        before = copy(other)
+        with pytest.raises(CorruptPart, match="another model"):
+            apply_delta(other, parts)
+        assert same_model(other, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.new": np.zeros(2, np.uint16)}, "'model.new' was added"),
+        ({"model.norm": None}, "'model.norm' was removed"),
+        ({"model.norm": np.zeros(7, np.float32)}, r"'model.norm' was float32\[24\] and is float32\[7\]"),
+        ({"model.norm": np.zeros(24, np.uint16)}, r"'model.norm' was float32\[24\] and is bfloat16\[24\]"),
+    ],
+)
+def test_another_architecture_is_a_new_policy(change: dict[str, Array | None], message: str) -> None:
+    base = make_model()
+    target = {name: array for name, array in {**base, **change}.items() if array is not None}
+    with pytest.raises(ModelMismatch, match=message):
+        encode_delta(base, target)
+
+
+def test_tied_weights_are_changed_once() -> None:
+    base = {"embed": np.arange(50, dtype=np.uint16)}
+    base["head"] = base["embed"]
+    target = {"embed": base["embed"] + np.uint16(1), "head": base["embed"] + np.uint16(1)}
+    parts = encode_delta(base, target)
+    apply_delta(base, parts)
+    assert same_model(base, target)
+    assert base["head"] is base["embed"]
+
+
+def test_tied_weights_that_drift_apart_are_refused() -> None:
+    shared = np.arange(50, dtype=np.uint16)
+    target = {"embed": shared + np.uint16(1), "head": shared + np.uint16(2)}
+    parts = encode_delta({"embed": shared, "head": shared}, target)
+    with pytest.raises(CorruptPart, match="shares its memory"):
+        apply_delta({"embed": shared, "head": shared}, parts)
+    assert np.array_equal(shared, np.arange(50))
+
+
+def test_arrays_that_cannot_be_changed_in_place_are_refused_before_any_write() -> None:
+    base = {"a": np.arange(8, dtype=np.uint16), "b": np.arange(8, dtype=np.uint16)}
+    parts = encode_delta(base, {name: array + np.uint16(1) for name, array in base.items()})
+    base["b"].flags.writeable = False
+    with pytest.raises(ValueError, match="'b' cannot be changed in place"):
+        apply_delta(base, parts)
+    assert np.array_equal(base["a"], np.arange(8))
+
+
+def test_overlapping_arrays_are_refused() -> None:
+    memory = np.arange(12, dtype=np.uint16)
+    base = {"a": memory[:8], "b": memory[4:]}
+    parts = encode_delta({name: array.copy() for name, array in base.items()}, copy(base))
+    with pytest.raises(ValueError, match="overlap"):
+        apply_delta(base, parts)
+
+
+def test_other_dtypes_are_refused_with_the_remedy() -> None:
+    model = {"w": np.zeros(3, np.float64)}
+    with pytest.raises(ValueError, match="float64; pass uint16"):
+        encode_delta(model, model)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32), st.data())
+def test_any_damage_is_detected_and_changes_nothing(seed: int, data: st.DataObject) -> None:
+    base = make_model(seed)
+    (part,) = encode_delta(base, trained(base, seed, density=0.1))
+    damaged = bytearray(part)
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(part) - 1))] ^= data.draw(st.integers(1, 255))
+    mirror = copy(base)
+    if bytes(damaged) != part:
+        with pytest.raises(CorruptPart):
+            apply_delta(mirror, [bytes(damaged)])
+    assert same_model(mirror, base)

@@ -1,0 +1,234 @@
+"""A merged delta is its members one after the other; a delta and its inverse are nothing."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from astraflow_weights.codec import apply_delta, encode_delta, invert_delta, merge_deltas
+from astraflow_weights.codec.delta import encode_delta_tiles
+from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.part_writer import PartSetHead, write_parts
+from astraflow_weights.codec.tensors import Array, specs_of
+from astraflow_weights.codec.tile_delta import encode_tile
+from astraflow_weights.codec.tiles import PartKind, TileCodec
+from astraflow_weights.errors import ModelMismatch, NeedsBase
+from support.weight_models import (
+    AWKWARD_BF16,
+    gaussian_bf16,
+    make_model,
+    same_model,
+    split_model,
+    trained,
+)
+
+
+def chain(length: int, *, seed: int = 0, density: float = 0.05) -> list[dict[str, Array]]:
+    models = [make_model(seed)]
+    for step in range(length):
+        models.append(trained(models[-1], seed + step + 1, density=density))
+    return models
+
+
+def deltas(models: list[dict[str, Array]], *, context: bool = False) -> list[list[bytes]]:
+    return [
+        encode_delta(before, after, context=context, base_version=number, target_version=number + 1)
+        for number, (before, after) in enumerate(itertools.pairwise(models))
+    ]
+
+
+def copy(model: dict[str, Array]) -> dict[str, Array]:
+    return {name: array.copy() for name, array in model.items()}
+
+
+def with_context(seed: int = 0) -> list[dict[str, Array]]:
+    """Three versions whose changes depend on the exponent, so that RICE_CTX is chosen."""
+    models = [{"w": gaussian_bf16(np.random.default_rng(seed), (30_000,))}]
+    for _ in range(2):
+        bits = models[-1]["w"]
+        exponents = (bits >> 7).astype(np.int64) & 0xFF
+        models.append({"w": bits + (exponents < np.quantile(exponents, 0.05)).astype(np.uint16)})
+    return models
+
+
+def mixed_chain(length: int, *, seed: int) -> list[dict[str, Array]]:
+    """Versions in which tensors of every dtype move, the small bfloat16 ones more often than the large ones."""
+    draw = np.random.default_rng(seed)
+    models: list[dict[str, Array]] = [
+        {
+            "w": gaussian_bf16(draw, (20_000,)),
+            "awkward": np.tile(AWKWARD_BF16, 9),
+            "norm": draw.standard_normal(301).astype(np.float32),
+            "scale": np.array(draw.standard_normal(), np.float32),
+            "codes": draw.integers(0, 256, (7, 31), dtype=np.uint8),
+            "empty": np.zeros((0, 3), np.float32),
+        }
+    ]
+    for _ in range(length):
+        before = models[-1]
+        exponents = (before["w"] >> 7).astype(np.int64) & 0xFF
+        steps = draw.choice(np.array([1, 0xFFFF, 3], np.uint16), 20_000)
+        small = exponents < np.quantile(exponents, 0.1)
+        bits = before["norm"].view(np.uint32) ^ draw.integers(0, 2**32, 301, dtype=np.uint32)
+        models.append(
+            {
+                "w": before["w"] + np.where(small, steps, 0).astype(np.uint16),
+                "awkward": np.roll(before["awkward"], 1),
+                "norm": np.where(draw.random(301) < 0.3, bits, before["norm"].view(np.uint32)).view(
+                    np.float32
+                ),
+                "scale": np.array(draw.standard_normal(), np.float32),
+                "codes": before["codes"] ^ (draw.random((7, 31)) < 0.2).astype(np.uint8) * np.uint8(0x81),
+                "empty": before["empty"],
+            }
+        )
+    return models
+
+
+def rank_split(
+    before: dict[str, Array], after: dict[str, Array], *, ranks: int, number: int, context: bool
+) -> list[bytes]:
+    """The delta as so many ranks write it, each the tiles of its own rows."""
+    bases, targets = split_model(before, ranks), split_model(after, ranks)
+    tiles = [
+        tile
+        for base, target in zip(bases, targets, strict=True)
+        for tile in encode_delta_tiles(base, target, context=context)
+    ]
+    tiles.sort(key=lambda placed: placed[0].name)
+    head = PartSetHead(kind=PartKind.DELTA, base_version=number, target_version=number + 1)
+    return write_parts(tiles, head=head, specs=specs_of(before), part_bytes=20_000)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=4))
+def test_deltas_of_every_dtype_codec_and_number_of_ranks_merge_and_invert(
+    seed: int, written: list[tuple[int, bool]]
+) -> None:
+    """Each delta of the chain by its own number of ranks, with or without RICE_CTX."""
+    models = mixed_chain(len(written), seed=seed)
+    members = [
+        rank_split(models[number], models[number + 1], ranks=ranks, number=number, context=context)
+        for number, (ranks, context) in enumerate(written)
+    ]
+    merged = merge_deltas(members, base=models[0])
+    one_by_one, at_once = copy(models[0]), copy(models[0])
+    for member in members:
+        apply_delta(one_by_one, member)
+    apply_delta(at_once, merged)
+    assert same_model(one_by_one, models[-1])
+    assert same_model(at_once, models[-1])
+    apply_delta(at_once, invert_delta(merged, base=models[0]))
+    assert same_model(at_once, models[0])
+    for number in reversed(range(len(members))):
+        apply_delta(one_by_one, invert_delta(members[number], base=models[number]))
+    assert same_model(one_by_one, models[0])
+
+
+def test_the_mixed_chains_hold_what_they_are_for() -> None:
+    models = mixed_chain(1, seed=0)
+    parts = rank_split(models[0], models[1], ranks=3, number=0, context=True)
+    assert {TileCodec.RICE_CTX, TileCodec.RAW} <= codecs(parts)
+    assert TileCodec.RICE in codecs(rank_split(models[0], models[1], ranks=3, number=0, context=False))
+
+
+def codecs(parts: list[bytes]) -> set[TileCodec]:
+    return {tile.codec for part in parts for tile in open_part(part).tiles}
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 6), st.integers(0, 2**32), st.floats(0, 1), st.integers(300, 5000))
+def test_a_merge_is_its_members_one_after_the_other(
+    length: int, seed: int, density: float, part_bytes: int
+) -> None:
+    models = chain(length, seed=seed, density=density)
+    merged = merge_deltas(deltas(models), part_bytes=part_bytes)
+    mirror = copy(models[0])
+    apply_delta(mirror, merged)
+    assert same_model(mirror, models[-1])
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.floats(0, 1))
+def test_a_delta_and_its_inverse_are_nothing(seed: int, density: float) -> None:
+    base, target = chain(1, seed=seed, density=density)
+    parts = encode_delta(base, target, base_version=3, target_version=4)
+    back = invert_delta(parts)
+    mirror = copy(target)
+    apply_delta(mirror, back)
+    assert same_model(mirror, base)
+    assert back == encode_delta(target, base, base_version=4, target_version=3)
+
+
+def test_changes_that_cancel_out_vanish() -> None:
+    base, target = chain(1)
+    there = encode_delta(base, target, base_version=1, target_version=2)
+    back = encode_delta(target, base, base_version=2, target_version=3)
+    assert codecs(merge_deltas([there, back])) == {TileCodec.ZERO}
+
+
+def test_merging_merges_is_merging_the_members() -> None:
+    members = deltas(chain(4))
+    halves = [merge_deltas(members[:2]), merge_deltas(members[2:])]
+    assert merge_deltas(halves) == merge_deltas(members)
+
+
+def test_deltas_that_split_tiles_differently_merge() -> None:
+    """As two and four ranks write them: the same grid, other borders inside a cell."""
+    random = np.random.default_rng(0)
+    models = [{"w": gaussian_bf16(random, (1000,))}]
+    for _ in range(2):
+        models.append({"w": models[-1]["w"] + (random.random(1000) < 0.1).astype(np.uint16)})
+    written = []
+    for number, borders in enumerate([(0, 500, 1000), (0, 250, 500, 750, 1000)]):
+        before, after = models[number]["w"], models[number + 1]["w"]
+        (spec,) = specs_of(models[0])
+        tiles = [
+            (spec, encode_tile(before[start:end], after[start:end], start=start, context=False))
+            for start, end in itertools.pairwise(borders)
+        ]
+        head = PartSetHead(kind=PartKind.DELTA, base_version=number, target_version=number + 1)
+        written.append(write_parts(tiles, head=head, specs=[spec], part_bytes=10_000))
+    mirror = copy(models[0])
+    apply_delta(mirror, merge_deltas(written))
+    assert same_model(mirror, models[2])
+
+
+def test_tiles_with_context_need_the_base() -> None:
+    models = with_context()
+    members = deltas(models, context=True)
+    assert TileCodec.RICE_CTX in codecs(members[0])
+    with pytest.raises(NeedsBase, match="pass the model before the delta"):
+        merge_deltas(members)
+    with pytest.raises(NeedsBase):
+        invert_delta(members[0])
+
+
+def test_tiles_with_context_merge_and_invert_on_their_base() -> None:
+    models = with_context()
+    members = deltas(models, context=True)
+    mirror = copy(models[0])
+    apply_delta(mirror, merge_deltas(members, base=models[0]))
+    assert same_model(mirror, models[2])
+    apply_delta(mirror, invert_delta(members[1], base=models[1]))
+    assert same_model(mirror, models[1])
+
+
+def test_a_chain_with_a_gap_is_refused() -> None:
+    members = deltas(chain(3))
+    with pytest.raises(ValueError, match="to version 1 is followed by one from version 2"):
+        merge_deltas([members[0], members[2]])
+    with pytest.raises(ValueError, match="no deltas"):
+        merge_deltas([])
+
+
+def test_deltas_and_bases_of_other_models_are_refused() -> None:
+    models = chain(1)
+    other = encode_delta({"w": models[0]["model.norm"]}, {"w": models[1]["model.norm"]}, base_version=1)
+    (first,) = deltas(models)
+    with pytest.raises(ModelMismatch):
+        merge_deltas([first, other])
+    with pytest.raises(ModelMismatch):
+        merge_deltas([first], base={"w": np.zeros(3, np.uint16)})

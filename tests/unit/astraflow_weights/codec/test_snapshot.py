@@ -1,0 +1,55 @@
+"""Snapshots give back every bit and unfold to no more than is allowed."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from astraflow_weights.codec.delta import encode_delta
+from astraflow_weights.codec.snapshot import decode_snapshot, encode_snapshot
+from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS
+from astraflow_weights.errors import CorruptPart
+from support.weight_models import gaussian_bf16, make_model, same_model, trained
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5000))
+def test_a_model_comes_back_bit_by_bit(seed: int, part_bytes: int) -> None:
+    model = make_model(seed)
+    assert same_model(decode_snapshot(encode_snapshot(model, part_bytes=part_bytes)), model)
+
+
+def test_tensors_larger_than_a_tile_come_back() -> None:
+    model = {
+        "w": gaussian_bf16(np.random.default_rng(0), (MAX_TILE_ELEMENTS + 3,)),
+        "z": np.zeros(9, np.uint16),
+    }
+    assert same_model(decode_snapshot(encode_snapshot(model)), model)
+
+
+def test_weights_take_about_two_thirds_of_their_size() -> None:
+    model = {"w": gaussian_bf16(np.random.default_rng(0), (1000, 1000))}
+    assert sum(map(len, encode_snapshot(model))) < 0.72 * model["w"].nbytes
+
+
+def test_decoded_arrays_can_be_changed() -> None:
+    model = decode_snapshot(encode_snapshot(make_model()))
+    for array in model.values():
+        array[...] = 0
+
+
+def test_a_snapshot_that_unfolds_to_too_much_is_refused_before_allocating() -> None:
+    parts = encode_snapshot({"w": np.zeros(100_000, dtype=np.uint16)})
+    assert len(parts[0]) < 300
+    with pytest.raises(CorruptPart, match="unfolds to 200000 bytes; the limit is 199999"):
+        decode_snapshot(parts, max_bytes=199_999)
+
+
+def test_a_delta_is_not_a_snapshot() -> None:
+    base = make_model()
+    with pytest.raises(CorruptPart, match="kind 1 where 0"):
+        decode_snapshot(encode_delta(base, trained(base, 1)))
+
+
+def test_an_empty_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tensors"):
+        encode_snapshot({})

@@ -1,0 +1,135 @@
+"""One flipped bit or one cut, anywhere in the store: noticed before a version is served, and the old one stays."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from astraflow.errors import UnknownVersionError
+from astraflow_weights.codec.tensors import Array
+from astraflow_weights.errors import CorruptManifest, VerificationFailed
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.version_writer import VersionWriter
+from astraflow_weights.settings import PublishSettings
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.log import VersionLog
+from support.weight_models import POLICY, RUN, make_model, same_model, trained
+
+SETTINGS = PublishSettings(snapshot_every_versions=100, snapshot_chain_ratio=100)
+
+
+class Damaged:
+    """A store with a fence and three versions, a mirror that holds version 1, and one damage at a time."""
+
+    def __init__(self, folder: Path, draw: random.Random) -> None:
+        self.folder = folder
+        self.draw = draw
+        self.store = FileStore(folder / "store")
+        self.models: list[dict[str, Array]] = []
+        (folder / "config.json").write_text('{"layers": 2}')
+        writer = VersionWriter.open(self.store, run_id=RUN, policy_id=POLICY, epoch=1, settings=SETTINGS)
+        publisher = Publisher(writer, base=None, assets=[folder / "config.json"])
+        for step in range(3):
+            self.models.append(trained(self.models[-1], step, density=0.05) if step else make_model())
+            publisher.publish(self.models[-1], step=step)
+        self.log = self.read_log()
+        self.mirror = Mirror(folder / "mirror")
+        self.mirror.advance(self.store, self.log, target=1)
+
+    def read_log(self) -> VersionLog:
+        log = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
+        log.refresh()
+        return log
+
+    def objects(self) -> dict[str, tuple[str, Callable[[], None]]]:
+        """What can be damaged: its key, and what must then be refused."""
+        keys, manifest = PolicyKeys(RUN, POLICY), self.log.manifest(0)
+        assert manifest.snapshot is not None
+        sequence = self.log.record(2).sequence
+        return {
+            "delta": (self.log.record(2).deltas[0].parts[0].key, self.advance_is_refused),
+            "snapshot": (manifest.snapshot[0].key, self.a_new_mirror_is_refused),
+            "asset": (manifest.assets[0].blob.key, self.a_new_mirror_is_refused),
+            "manifest": (keys.entry(sequence), self.the_log_is_refused),
+            "fence": (keys.entry(0), self.the_log_is_refused),
+        }
+
+    def damage(self, key: str) -> Path:
+        """Flip one bit of an object, or cut it."""
+        path = self.folder / "store" / key
+        content = bytearray(path.read_bytes())
+        if self.draw.random() < 0.7:
+            bit = self.draw.randrange(len(content) * 8)
+            content[bit // 8] ^= 1 << bit % 8
+        else:
+            del content[self.draw.randrange(len(content)) :]
+        path.write_bytes(content)
+        return path
+
+    def advance_is_refused(self) -> None:
+        with pytest.raises(VerificationFailed):
+            self.mirror.advance(self.store, self.log, target=2)
+
+    def a_new_mirror_is_refused(self) -> None:
+        mirror = Mirror(self.folder / "cold")
+        with pytest.raises(VerificationFailed):
+            mirror.advance(self.store, self.log, target=0)
+        assert mirror.version is None
+
+    def the_log_is_refused(self) -> None:
+        """By who reads it anew; one who read it before learns of the damage when it needs the entry again."""
+        log = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
+        with pytest.raises(CorruptManifest):
+            log.refresh()
+        with pytest.raises(UnknownVersionError):
+            self.mirror.advance(self.store, log, target=2)
+
+    def check_old_version(self) -> None:
+        """Held, whole, and not a trace of another."""
+        for mirror in (self.mirror, Mirror(self.folder / "mirror")):
+            assert mirror.version == 1
+            assert same_model(mirror.load(), self.models[1])
+        assert self.mirror.versions() == [1]
+
+
+def damage_often(folder: Path, *, times: int, seed: int) -> Counter[str]:
+    draw = random.Random(seed)
+    world = Damaged(folder, draw)
+    objects = world.objects()
+    done: Counter[str] = Counter()
+    for _ in range(times):
+        name = draw.choice(sorted(objects))
+        key, is_refused = objects[name]
+        good = (folder / "store" / key).read_bytes()
+        path = world.damage(key)
+        is_refused()
+        world.check_old_version()
+        path.write_bytes(good)
+        done[name] += 1
+    assert world.mirror.advance(world.store, world.read_log(), target=2).version == 2
+    assert same_model(world.mirror.load(), world.models[2])
+    return done
+
+
+@pytest.mark.slow
+def test_one_damage_anywhere_is_noticed_and_the_old_version_stays(tmp_path: Path) -> None:
+    done = damage_often(tmp_path, times=300, seed=1)
+    assert set(done) == {"delta", "snapshot", "asset", "manifest", "fence"}
+
+
+def test_a_manifest_damaged_after_the_log_was_read_is_noticed(tmp_path: Path) -> None:
+    world = Damaged(tmp_path, random.Random(2))
+    world.damage(world.objects()["manifest"][0])
+    with pytest.raises(CorruptManifest):
+        world.mirror.advance(world.store, world.log, target=2)
+    world.check_old_version()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_ten_thousand_damages(tmp_path: Path) -> None:
+    assert damage_often(tmp_path, times=10_000, seed=3).total() == 10_000

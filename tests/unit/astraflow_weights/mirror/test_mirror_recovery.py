@@ -1,0 +1,368 @@
+"""Whatever dies or rots, a mirror is whole again without fetching more than what is lost."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from astraflow_kit import failpoints
+from astraflow_kit.failpoints import FailpointRaised
+from astraflow_weights.codec.delta import encode_delta
+from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.snapshot import encode_snapshot
+from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, Array
+from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.errors import Edge, MirrorBusy, Unavailable, VerificationFailed
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.publish.version_writer import VersionWriter
+from astraflow_weights.settings import MirrorSettings
+from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.manifest import DeltaRef, PartRef
+from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite, same_model
+
+pytestmark = pytest.mark.slow
+
+# The first tensor has three tiles, of 4 MiB, 4 MiB and the rest; parts are small, so a tile needs few of them.
+ROWS = 2 * MAX_TILE_ELEMENTS // 64 + 1000
+PART_BYTES = 2**20
+TENSOR = "model.embed.weight"
+
+
+class World:
+    """A store whose versions 1 and 2 are deltas on a snapshot of several parts, and the models in them."""
+
+    def __init__(self, folder: Path, *, context: bool) -> None:
+        self.folder = folder
+        self.store = FaultyStore(folder / "store")
+        self.models: list[dict[str, Array]] = [make_model(rows=ROWS)]
+        self.writer = VersionWriter.open(self.store, run_id=RUN, policy_id=POLICY, epoch=1)
+        snapshot = encode_snapshot(self.models[0], part_bytes=PART_BYTES)
+        self.commit(self.models[0], snapshot=self.upload(snapshot))
+        for step in (1, 2):
+            after = stepped(self.models[-1], step)
+            parts = encode_delta(self.models[-1], after, context=context, part_bytes=PART_BYTES)
+            codecs = {tile.codec for part in parts for tile in open_part(part).tiles}
+            assert (TileCodec.RICE_CTX in codecs) == context
+            self.models.append(after)
+            self.commit(after, deltas=(DeltaRef(base_version=step - 1, parts=self.upload(parts)),))
+
+    def upload(self, parts: list[bytes]) -> tuple[PartRef, ...]:
+        return self.writer.uploads.upload_parts(parts)
+
+    def commit(
+        self,
+        model: dict[str, Array],
+        *,
+        snapshot: tuple[PartRef, ...] | None = None,
+        deltas: tuple[DeltaRef, ...] = (),
+    ) -> None:
+        step = len(self.writer.log.records)
+        self.writer.commit(step=step, tensors=tensor_digests(model), snapshot=snapshot, deltas=deltas)
+
+    def log(self) -> VersionLog:
+        log = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
+        log.refresh()
+        return log
+
+    def mirror(self) -> Mirror:
+        return Mirror(self.folder / "mirror", settings=MirrorSettings(apply_threads=2, lock_patience_s=0.2))
+
+    def mirror_at(self, version: int) -> Mirror:
+        mirror = self.mirror()
+        mirror.advance(self.store, self.log(), target=version)
+        return mirror
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / "mirror" / "checkpoint" / "model.safetensors"
+
+    def rot(self, tile: int) -> None:
+        """Change bytes in the middle of a tile of the first tensor."""
+        at = self.weights.stat().st_size - sum(self.sizes_from(TENSOR)) + tile * MAX_TILE_ELEMENTS * 2 + 1000
+        with self.weights.open("r+b") as file:
+            file.seek(at)
+            before = file.read(64)
+            file.seek(at)
+            file.write(bytes(byte ^ 0xFF for byte in before))
+
+    def sizes_from(self, name: str) -> Iterator[int]:
+        """Bytes of the tensors that the file has from this one on: the widest first, then by name."""
+        ordered = sorted(self.models[0], key=lambda key: (-self.models[0][key].dtype.itemsize, key))
+        for key in ordered[ordered.index(name) :]:
+            yield self.models[0][key].nbytes
+
+    def holds(self, version: int) -> bool:
+        """Whether a mirror that is opened now holds this version, to the last bit."""
+        mirror = self.mirror()
+        return mirror.version == version and same_model(mirror.load(), self.models[version])
+
+
+def stepped(model: dict[str, Array], seed: int) -> dict[str, Array]:
+    """As AdamW moves weights: the smaller one is, the more often its bits change, which RICE_CTX makes use of."""
+    draw = np.random.default_rng(seed)
+    after = {name: array.copy() for name, array in model.items()}
+    flat = after[TENSOR].reshape(-1)
+    small = (flat >> 7) & 0xFF < 119
+    flat[draw.random(flat.size) < np.where(small, 0.04, 0.0004)] += 1
+    return after
+
+
+@pytest.fixture(params=[False, True], ids=["rice", "context"])
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    return World(tmp_path, context=request.param)
+
+
+_PULLER = """
+import sys
+from pathlib import Path
+from astraflow_kit import failpoints
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.versions.log import VersionLog
+folder, run, policy, target, spec = Path(sys.argv[1]), *sys.argv[2:6]
+failpoints.arm(spec, log_path=folder / "failpoints.log")
+store = FileStore(folder / "store")
+log = VersionLog(store, run_id=run, policy_id=policy)
+log.refresh()
+Mirror(folder / "mirror").advance(store, log, target=int(target))
+"""
+
+
+def kill_puller(world: World, *, target: int, spec: str) -> None:
+    """Advance in a process of its own until its failpoint kills it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _PULLER, str(world.folder), RUN, POLICY, str(target), spec]
+    code = subprocess.run(command, timeout=60, check=False, env=environment).returncode
+    assert code == -signal.SIGKILL
+    (name, _) = spec.split("=")
+    assert failpoints.read_hits(world.folder / "failpoints.log")[-1].name == name
+
+
+@pytest.mark.parametrize(
+    ("spec", "version"),
+    [
+        ("weights.mirror.fetched=kill", 0),
+        ("weights.mirror.applying=kill", 2),
+        ("weights.mirror.tile=kill@1", 2),
+        ("weights.mirror.tile=kill@3", 2),
+        ("weights.mirror.tile_torn=kill@1", 2),
+        ("weights.mirror.tile_torn=kill@3", 2),
+        ("weights.mirror.applied=kill", 2),
+    ],
+)
+def test_the_next_opening_finishes_what_a_killed_puller_was_applying_without_a_store(
+    world: World, spec: str, version: int
+) -> None:
+    world.mirror_at(0)
+    kill_puller(world, target=2, spec=spec)
+    assert world.holds(version)
+    world.store.gets.clear()
+    mirror = world.mirror_at(2)
+    assert mirror.counts.fetched_bytes == 0, "what was fetched by the killed process is fetched again"
+    assert world.holds(2)
+
+
+@pytest.mark.parametrize("point", ["weights.mirror.tile_torn", "weights.mirror.applied"])
+def test_a_recovery_that_is_killed_is_recovered_by_the_next(world: World, point: str) -> None:
+    world.mirror_at(0)
+    kill_puller(world, target=2, spec="weights.mirror.tile_torn=kill@1")
+    (world.folder / "failpoints.log").unlink()
+    kill_puller(world, target=2, spec=f"{point}=kill@1")
+    assert world.holds(2)
+
+
+@pytest.mark.parametrize("spec", ["weights.mirror.replaced=kill"])
+def test_a_first_pull_that_is_killed_when_the_file_is_in_place_is_not_repeated(
+    world: World, spec: str
+) -> None:
+    kill_puller(world, target=1, spec=spec)
+    assert world.holds(1)
+    assert world.mirror_at(1).counts.fetched_bytes == 0
+
+
+def test_a_tile_that_rotted_is_fetched_alone(world: World) -> None:
+    world.mirror_at(2)
+    world.rot(1)
+    mirror = world.mirror()
+    assert (mirror.version, mirror.try_hold()) == (None, None)
+    mirror.advance(world.store, world.log(), target=2)
+    assert world.holds(2)
+    counts = mirror.counts
+    assert (counts.repaired_tiles, counts.snapshots_fetched, counts.deltas_fetched) == (1, 0, 0)
+    snapshot = sum(part.size_bytes for part in world.log().record(0).snapshot or ())
+    assert counts.fetched_bytes < 0.55 * snapshot, "about one tile of two and a bit"
+
+
+def test_a_tile_that_rotted_while_open_is_repaired_before_the_next_version_is_applied_to_it(
+    world: World,
+) -> None:
+    mirror = world.mirror_at(1)
+    world.rot(0)
+    result = mirror.advance(world.store, world.log(), target=2)
+    assert (result.base_version, result.counts.repaired_tiles, result.counts.snapshots_fetched) == (1, 1, 0)
+    assert world.holds(2)
+
+
+def test_a_tile_that_nothing_changes_is_repaired_too(tmp_path: Path) -> None:
+    world = World(tmp_path, context=False)
+    after = {name: array.copy() for name, array in world.models[2].items()}
+    after[TENSOR].reshape(-1)[5] += 1
+    parts = encode_delta(world.models[2], after)
+    world.commit(after, deltas=(DeltaRef(base_version=2, parts=world.upload(parts)),))
+    world.models.append(after)
+    mirror = world.mirror_at(2)
+    world.rot(2)
+    assert mirror.advance(world.store, world.log(), target=3).counts.repaired_tiles == 1
+    assert world.holds(3)
+
+
+def test_a_torn_tile_whose_slot_is_lost_is_fetched_alone(world: World) -> None:
+    world.mirror_at(0)
+    kill_puller(world, target=2, spec="weights.mirror.tile_torn=kill@1")
+    slots = world.folder / "mirror" / "journal" / "slots"
+    slots.write_bytes(bytes(slots.stat().st_size))
+    mirror = world.mirror()
+    assert mirror.version is None
+    mirror.advance(world.store, world.log(), target=2)
+    assert mirror.counts.repaired_tiles >= 1
+    assert mirror.counts.snapshots_fetched == 0
+    assert world.holds(2)
+
+
+def test_damage_that_the_store_cannot_mend_now_is_mended_later(world: World) -> None:
+    mirror = world.mirror_at(1)
+    world.rot(0)
+    honest = world.store.get_range
+    world.store.get_range = lambda key, **_: lost(key)  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        mirror.advance(world.store, world.log(), target=2)
+    assert (mirror.version, mirror.try_hold()) == (None, None)
+    assert mirror.damage is not None
+    assert (mirror.damage.version, mirror.damage.tensor, mirror.damage.tile) == (1, TENSOR, 0)
+    world.store.get_range = honest  # type: ignore[method-assign]
+    mirror.advance(world.store, world.log(), target=2)
+    assert world.holds(2)
+
+
+def lost(key: str) -> bytes:
+    raise Unavailable(f"{key} timed out")
+
+
+def test_when_everything_rotted_no_more_is_fetched_than_by_a_new_beginning(world: World) -> None:
+    world.mirror_at(1)
+    for tile in range(3):
+        world.rot(tile)
+    mirror = world.mirror_at(2)
+    ways = [world.log().record(0).offered_snapshot, *(r.deltas[0].parts for r in world.log().records[1:])]
+    assert mirror.counts.fetched_bytes <= sum(part.size_bytes for way in ways for part in way or ())
+    assert world.holds(2)
+
+
+def commit_wrong(world: World, *, context: bool, snapshot: bool = False) -> None:
+    """A version whose parts are sound and lead to another model than its manifest says."""
+    after = stepped(world.models[2], 9)
+    promised = {name: array.copy() for name, array in after.items()}
+    promised["model.norm"][3] = -promised["model.norm"][3]
+    parts = encode_delta(world.models[2], after, context=context, part_bytes=PART_BYTES)
+    deltas = (DeltaRef(base_version=2, parts=world.upload(parts)),)
+    right = world.upload(encode_snapshot(promised, part_bytes=PART_BYTES)) if snapshot else None
+    world.commit(promised, deltas=deltas, snapshot=right)
+    world.models.append(promised)
+
+
+def test_a_version_that_comes_out_wrong_is_taken_back(tmp_path: Path) -> None:
+    world = World(tmp_path, context=False)
+    commit_wrong(world, context=False)
+    mirror = world.mirror_at(2)
+    with pytest.raises(VerificationFailed) as caught:
+        mirror.advance(world.store, world.log(), target=3)
+    assert (caught.value.version, caught.value.tensor) == (3, "model.norm")
+    assert mirror.counts.repair_bytes == 0, "the way back needs no store"
+    assert mirror.version == 2
+    assert world.holds(2)
+
+
+def test_a_way_that_does_not_tell_the_way_back_is_undone_from_the_store(tmp_path: Path) -> None:
+    world = World(tmp_path, context=True)
+    commit_wrong(world, context=True)
+    mirror = world.mirror_at(2)
+    with pytest.raises(VerificationFailed):
+        mirror.advance(world.store, world.log(), target=3)
+    assert mirror.counts.repair_bytes > 0
+    assert world.holds(2)
+
+
+def test_a_version_that_comes_out_wrong_is_gone_around_by_its_snapshot(world: World) -> None:
+    commit_wrong(world, context=True, snapshot=True)
+    mirror = world.mirror_at(2)
+    result = mirror.advance(world.store, world.log(), target=3)
+    assert result.rejected == {Edge(version=3, base_version=2)}
+    assert (result.base_version, mirror.counts.repair_bytes) == (2 if result.base_version else None, 0)
+    assert world.holds(3)
+
+
+def test_a_puller_waits_for_whoever_loads_and_says_so_in_the_end(world: World) -> None:
+    mirror = world.mirror_at(0)
+    with mirror.hold() as held:
+        with pytest.raises(MirrorBusy, match=r"loading from .* for 0 s; end it, or raise lock_patience_s"):
+            mirror.advance(world.store, world.log(), target=1)
+        assert held.version == 0
+        assert same_model(mirror.load(), world.models[0])
+    assert mirror.advance(world.store, world.log(), target=1).counts.fetched_bytes == 0
+    assert world.holds(1)
+
+
+def test_what_was_prefetched_is_applied_without_the_store(world: World) -> None:
+    mirror = world.mirror_at(0)
+    with mirror.hold():
+        assert mirror.prefetch(world.store, world.log(), target=2).deltas_fetched == 2
+    assert world.holds(0)
+    overwritten = [part.key for delta in world.log().record(2).deltas for part in delta.parts]
+    for key in overwritten:
+        overwrite(world.store, key, b"gone")
+    assert mirror.advance(world.store, world.log(), target=2).counts.fetched_bytes == 0
+    assert world.holds(2)
+
+
+def test_a_failure_while_applying_leaves_nobody_loading(world: World) -> None:
+    mirror = world.mirror_at(0)
+    failpoints.arm("weights.mirror.tile=raise@2")
+    try:
+        with pytest.raises(FailpointRaised):
+            mirror.advance(world.store, world.log(), target=1)
+    finally:
+        failpoints.arm("")
+    assert (mirror.version, mirror.try_hold()) == (None, None)
+    mirror.advance(world.store, world.log(), target=1)
+    assert mirror.counts.snapshots_fetched == 1, "the first one"
+    assert world.holds(1)
+
+
+def test_going_back_to_the_bad_way_is_not_tried_for_ever(world: World) -> None:
+    key = world.log().record(2).deltas[0].parts[0].key
+    overwrite(world.store, key, b"damaged")
+    mirror = world.mirror_at(1)
+    with pytest.raises(VerificationFailed) as caught:
+        mirror.advance(world.store, world.log(), target=2)
+    assert caught.value.edges == {Edge(version=2, base_version=1)}
+    assert world.holds(1)
+
+
+def test_random_rot_is_always_found(world: World) -> None:
+    draw = random.Random(7)
+    world.mirror_at(2)
+    good = world.weights.read_bytes()
+    for _ in range(5):
+        with world.weights.open("r+b") as file:
+            file.seek(draw.randrange(len(good)))
+            file.write(draw.randbytes(9))
+        world.mirror_at(2)
+        assert world.weights.read_bytes() == good

@@ -1,0 +1,78 @@
+"""What is due follows from the log alone."""
+
+from dataclasses import replace
+
+from astraflow_weights.publish.compaction import due_merges, snapshot_due
+from astraflow_weights.settings import PublishSettings
+from astraflow_weights.versions.log import VersionRecord
+from astraflow_weights.versions.manifest import AddedWay, DeltaRef, PartRef
+from support.weight_models import POLICY, RUN
+
+SETTINGS = PublishSettings(snapshot_every_versions=6, snapshot_chain_ratio=0.5)
+
+
+def part(size_bytes: int) -> tuple[PartRef, ...]:
+    return (PartRef(key="k", size_bytes=size_bytes, sha256=b"s" * 32),)
+
+
+def chain(count: int, *, delta_bytes: int = 1) -> list[VersionRecord]:
+    return [
+        VersionRecord(
+            version=version,
+            sequence=version,
+            writer_epoch=1,
+            step=version,
+            manifest_sha256=b"m" * 32,
+            model_root=b"r" * 32,
+            snapshot=None if version else part(100),
+            deltas=(DeltaRef(base_version=version - 1, parts=part(delta_bytes)),) if version else (),
+            num_changed=0,
+            num_elements=1,
+        )
+        for version in range(count)
+    ]
+
+
+def with_way(records: list[VersionRecord], version: int, base_version: int | None) -> list[VersionRecord]:
+    way = AddedWay(
+        run_id=RUN,
+        policy_id=POLICY,
+        version=version,
+        base_version=base_version,
+        model_root=b"r" * 32,
+        parts=part(100),
+    )
+    changed = replace(records[version], added=(*records[version].added, way))
+    return [*records[:version], changed, *records[version + 1 :]]
+
+
+def spans(records: list[VersionRecord]) -> list[tuple[int, int]]:
+    return [(span.base_version, span.version) for span in due_merges(records)]
+
+
+def test_spans_of_8_and_64_are_due_once_their_last_version_is_there() -> None:
+    assert spans([]) == spans(chain(8)) == []
+    assert spans(chain(9)) == [(0, 8)]
+    assert spans(chain(17)) == [(0, 8), (8, 16)]
+    assert spans(with_way(chain(17), 8, 0)) == [(8, 16)]
+    assert spans(chain(65))[-2:] == [(56, 64), (0, 64)]
+
+
+def test_what_is_long_past_is_not_made_up_for() -> None:
+    due = spans(chain(1001))
+    assert min(base for base, _ in due) >= 1000 - 128 - 2 * 64
+    assert (0, 8) not in due
+
+
+def test_a_snapshot_is_due_when_the_chain_is_long_in_versions_or_bytes() -> None:
+    by_length = [snapshot_due(chain(count), SETTINGS) for count in range(9)]
+    assert by_length == [False, False, False, False, False, False, False, True, True]
+    by_bytes = [snapshot_due(chain(count, delta_bytes=20), SETTINGS) for count in range(1, 6)]
+    assert by_bytes == [False, False, False, True, True]
+
+
+def test_a_snapshot_made_later_counts_like_one_in_the_manifest() -> None:
+    assert not snapshot_due(with_way(chain(8), 7, None), SETTINGS)
+    assert not snapshot_due(with_way(chain(8), 6, None), SETTINGS)
+    assert not snapshot_due(with_way(chain(12), 6, None), SETTINGS)
+    assert snapshot_due(with_way(chain(13), 6, None), SETTINGS)

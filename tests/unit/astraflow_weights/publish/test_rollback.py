@@ -1,0 +1,311 @@
+"""A rollback: the old weights under a new number, by inverse deltas, once, whatever happened before."""
+
+from pathlib import Path
+
+import pytest
+
+from astraflow.errors import PreconditionError
+from astraflow_kit.clock import ManualClock
+from astraflow_weights.codec.delta import encode_delta
+from astraflow_weights.codec.digest import model_root
+from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.codec.tensors import Array
+from astraflow_weights.collection.collector import Collector, Stage
+from astraflow_weights.collection.retention import Roots
+from astraflow_weights.errors import CorruptManifest, Edge, Fenced, Unavailable
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.publish.compactor import Compactor
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.rollback import roll_back
+from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.settings import CollectionSettings, PublishSettings
+from astraflow_weights.store import ObjectStore
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.tools.verification import verify_version
+from astraflow_weights.versions.inspection import build_version
+from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.manifest import DeltaRef
+from astraflow_weights.versions.planner import plan_pull
+from support.weight_models import POLICY, RUN, FaultyStore, make_model, same_model, trained
+
+SPARSE = PublishSettings(snapshot_every_versions=1000, snapshot_chain_ratio=100)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def opened(store: ObjectStore, epoch: int, settings: PublishSettings = SPARSE) -> VersionWriter:
+    """A writer under this epoch."""
+    return VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch, settings=settings)
+
+
+def published(store: ObjectStore, count: int, settings: PublishSettings = SPARSE) -> list[dict[str, Array]]:
+    """Versions 0 to `count` - 1 of steps of the same numbers; their models."""
+    publisher, models = Publisher(opened(store, 1, settings), base=None), [make_model()]
+    while len(models) < count:
+        models.append(trained(models[-1], len(models), density=0.01))
+    for step, model in enumerate(models):
+        publisher.publish(model, step=step)
+    return models
+
+
+def back(
+    store: ObjectStore, version: int, *, epoch: int = 2, settings: PublishSettings = SPARSE
+) -> CommittedVersion:
+    """Go back as the command does."""
+    return roll_back(store, opened(store, epoch, settings), version=version, settings=settings)
+
+
+def read(store: ObjectStore) -> VersionLog:
+    """The log as it is now."""
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log.refresh()
+    return log
+
+
+@pytest.mark.parametrize("version", [0, 3, 4])
+def test_the_new_version_has_the_old_ones_weights_and_is_of_no_step(store: FileStore, version: int) -> None:
+    models = published(store, 6)
+    made = back(store, version)
+    log = read(store)
+    record, old = log.record(6), log.record(version)
+    assert (made.version, made.existed, made.rollback_of) == (6, False, version)
+    assert (record.rollback_of, record.step, record.writer_epoch) == (version, 5, 2)
+    assert record.model_root == old.model_root
+    assert log.manifest(6).tensors == log.manifest(version).tensors
+    assert same_model(build_version(store, log, target=6, threads=1), models[version])
+    assert not verify_version(store, log, version=6, threads=1).faults
+
+
+def test_the_delta_leads_from_the_newest_version_without_any_model(store: FileStore, tmp_path: Path) -> None:
+    models = published(store, 5)
+    counted = FaultyStore(tmp_path / "store")
+    back(counted, 2)
+    log = read(store)
+    snapshot = {part.key for part in log.record(0).snapshot or ()}
+    assert snapshot.isdisjoint(counted.gets), "the inverse of RICE deltas needs no model"
+    (delta,) = log.record(5).deltas
+    assert delta.base_version == 4
+    assert log.record(5).num_changed == sum(
+        int((models[4][name] != models[2][name]).sum()) for name in models[4]
+    )
+
+
+def test_who_holds_the_old_version_is_there_for_next_to_nothing(store: FileStore, tmp_path: Path) -> None:
+    models = published(store, 5)
+    mirror = Mirror(tmp_path / "mirror")
+    mirror.advance(store, read(store), target=2)
+    back(store, 2)
+    log = read(store)
+    plan = plan_pull(log, held=2, target=5)
+    assert [step.edge for step in plan.steps] == [Edge(version=5, base_version=2)]
+    assert plan.size_bytes < log.record(5).delta_bytes
+    mirror.advance(store, log, target=5)
+    assert same_model(mirror.load(), models[2])
+
+
+def test_deltas_of_classes_of_the_base_are_inverted_with_that_base(store: FileStore) -> None:
+    models = [make_model()]
+    publisher = Publisher(opened(store, 1), base=None)
+    publisher.publish(models[0], step=0)
+    for step in (1, 2):
+        models.append(trained(models[-1], step, density=0.01))
+        writer = opened(store, step + 1)
+        parts = encode_delta(
+            models[step - 1], models[step], context=True, base_version=step - 1, target_version=step
+        )
+        refs = writer.uploads.upload_parts(parts)
+        deltas = (DeltaRef(base_version=step - 1, parts=refs),)
+        writer.commit(step=step, tensors=tensor_digests(models[step]), deltas=deltas)
+    back(store, 0, epoch=4)
+    log = read(store)
+    assert same_model(
+        build_version(store, log, target=3, held=2, load_base=lambda: models[2], threads=1), models[0]
+    )
+
+
+def test_going_back_twice_makes_one_version(store: FileStore) -> None:
+    published(store, 4)
+    first, again = back(store, 1), back(store, 1, epoch=3)
+    assert (first.version, first.existed) == (4, False)
+    assert (again.version, again.existed) == (4, True)
+    assert len(read(store).records) == 5
+
+
+def test_going_back_to_the_newest_version_makes_none(store: FileStore) -> None:
+    published(store, 4)
+    assert (back(store, 3).version, len(read(store).records)) == (3, 4)
+
+
+def test_one_may_go_forth_again_and_back_again(store: FileStore) -> None:
+    models = published(store, 4)
+    assert [
+        back(store, version, epoch=number).version for number, version in enumerate((1, 3, 1), start=2)
+    ] == [
+        4,
+        5,
+        6,
+    ]
+    log = read(store)
+    for version, old in ((4, 1), (5, 3), (6, 1)):
+        assert same_model(build_version(store, log, target=version, threads=1), models[old])
+
+
+def test_a_lost_answer_of_the_commit_makes_no_second_version(tmp_path: Path) -> None:
+    store = FaultyStore(tmp_path / "store")
+    published(store, 4)
+    writer = opened(store, 2)
+    real, calls = store.put_if_absent, []
+
+    def lose_the_manifest(key: str, data: bytes) -> object:
+        result = real(key, data)
+        if key == PolicyKeys(RUN, POLICY).entry(6) and not calls:
+            calls.append(key)
+            raise Unavailable("answer lost")
+        return result
+
+    store.put_if_absent = lose_the_manifest  # type: ignore[method-assign,assignment]
+    assert roll_back(store, writer, version=1, settings=SPARSE).version == 4
+    assert calls
+    assert len(read(store).records) == 5
+
+
+def test_a_snapshot_is_offered_where_one_is_due(store: FileStore) -> None:
+    models = published(store, 4)
+    back(store, 1, settings=PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=100))
+    log = read(store)
+    record = log.record(4)
+    assert record.snapshot is not None
+    plan = plan_pull(log, held=None, target=4, avoid=frozenset({Edge(version=0, base_version=None)}))
+    assert [step.edge.base_version for step in plan.steps] == [None]
+    assert not verify_version(store, log, version=4, threads=1).faults
+    assert model_root(tensor_digests(models[1])) == record.model_root
+
+
+def test_a_merged_delta_that_is_damaged_is_passed_over(store: FileStore) -> None:
+    models = published(store, 10)
+    compactor = Compactor(store, run_id=RUN, policy_id=POLICY, kept=None, settings=SPARSE)
+    assert compactor.compact()
+    way = next(way for way in read(store).record(8).added if way.base_version == 0)
+    for part in way.parts:
+        store.put(part.key, b"rotten")
+    back(store, 0)
+    assert same_model(build_version(store, read(store), target=10, threads=1), models[0])
+
+
+def test_where_deltas_are_gone_the_models_are_compared(store: FileStore) -> None:
+    models = published(store, 2)
+    publisher = Publisher(opened(store, 2, PublishSettings(snapshot_every_versions=1)), base=models[1])
+    models.append(trained(models[1], 7))
+    publisher.publish(models[2], step=2)
+    for part in read(store).record(2).deltas[0].parts:
+        store.delete(part.key)
+    back(store, 1, epoch=3)
+    log = read(store)
+    assert same_model(build_version(store, log, target=3, threads=1), models[1])
+
+
+def test_a_version_that_cannot_be_built_is_refused_with_the_advice_to_pin(store: FileStore) -> None:
+    published(store, 4)
+    for part in read(store).record(2).deltas[0].parts:
+        store.delete(part.key)
+    with pytest.raises(
+        PreconditionError, match=r"version 1 can no longer be built.*pin versions that you may want back"
+    ):
+        back(store, 1)
+    assert len(read(store).records) == 4
+
+
+def test_a_writer_that_was_fenced_goes_nowhere(store: FileStore) -> None:
+    published(store, 4)
+    writer = opened(store, 2)
+    opened(store, 3)
+    with pytest.raises(Fenced):
+        roll_back(store, writer, version=1, settings=SPARSE)
+    assert len(read(store).records) == 4
+
+
+def test_publishing_goes_on_from_the_weights_that_were_gone_back_to(store: FileStore) -> None:
+    models = published(store, 4)
+    back(store, 1)
+    publisher = Publisher(opened(store, 3), base=models[1])
+    again = publisher.publish(models[1], step=3)
+    assert (again.version, again.rollback_of, again.existed) == (5, None, False), (
+        "the step is its own version"
+    )
+    assert publisher.publish(trained(models[1], 9), step=4).version == 6
+
+
+def test_a_manifest_that_goes_back_to_other_weights_than_it_has_is_refused(store: FileStore) -> None:
+    models = published(store, 3)
+    writer = opened(store, 2)
+    delta = writer.uploads.upload_parts(encode_delta(models[2], models[0]))
+    with pytest.raises(CorruptManifest, match="goes back to version 1, whose model root is another one"):
+        writer.commit(
+            step=2,
+            tensors=tensor_digests(models[0]),
+            deltas=(DeltaRef(base_version=2, parts=delta),),
+            rollback_of=1,
+        )
+
+
+@pytest.mark.parametrize("rollback_of", [3, 4])
+def test_a_version_goes_back_to_an_older_one(store: FileStore, rollback_of: int) -> None:
+    models = published(store, 3)
+    writer = opened(store, 2)
+    delta = writer.uploads.upload_parts(encode_delta(models[2], models[0]))
+    with pytest.raises(ValueError, match=f"goes back to version {rollback_of}"):
+        writer.commit(
+            step=2,
+            tensors=tensor_digests(models[0]),
+            deltas=(DeltaRef(base_version=2, parts=delta),),
+            rollback_of=rollback_of,
+        )
+
+
+def collect(store: ObjectStore, *, pinned: int | None = None) -> None:
+    """Let everything go that may, but for what leads to a pinned version."""
+    clock = ManualClock()
+    roots = Roots(pinned=frozenset() if pinned is None else frozenset([pinned]))
+    collector = Collector(
+        store,
+        run_id=RUN,
+        policy_id=POLICY,
+        roots=lambda: roots,
+        settings=CollectionSettings(keep_snapshots=2, grace_s=100.0),
+        clock=clock,
+    )
+    for _ in range(10):
+        if collector.step().stage is Stage.NOTHING:
+            return
+        clock.now_s += 100.0
+    raise AssertionError("there is no end to it")
+
+
+OFTEN = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
+
+
+def test_a_pinned_version_comes_back_after_collection_and_its_new_version_outlives_it(
+    store: FileStore,
+) -> None:
+    models = published(store, 11, OFTEN)
+    collect(store, pinned=2)
+    back(store, 2, settings=OFTEN)
+    log = read(store)
+    assert same_model(build_version(store, log, target=11, threads=1), models[2])
+    assert not verify_version(store, log, version=11, threads=1).faults
+    collect(store)
+    log = read(store)
+    assert same_model(build_version(store, log, target=11, threads=1), models[2])
+    assert not verify_version(store, log, version=11, threads=1).faults
+
+
+def test_a_collected_version_that_was_not_pinned_is_refused(store: FileStore) -> None:
+    published(store, 11, OFTEN)
+    collect(store)
+    with pytest.raises(PreconditionError, match="pin versions that you may want back"):
+        back(store, 2, settings=OFTEN)
+    assert len(read(store).records) == 11

@@ -1,0 +1,249 @@
+"""Versions published by two processes, each with its own shards: the same bits as by one, in all orders."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from astraflow.errors import ConflictError, InternalError, UnavailableError
+from astraflow_kit import failpoints
+from astraflow_kit.failpoints import FailpointRaised
+from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.shards import ShardedModel
+from astraflow_weights.codec.tensors import Array
+from astraflow_weights.errors import Unavailable
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.uploads import Uploads
+from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.settings import PublishSettings
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.log import VersionLog
+from support.rank_threads import ThreadRanks, run_ranks
+from support.weight_models import POLICY, RUN, FaultyStore, make_model, same_model, split_model, trained
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def models(count: int) -> list[dict[str, Array]]:
+    """A model and what it becomes, step by step."""
+    found = [make_model()]
+    for seed in range(1, count):
+        found.append(trained(found[-1], seed, density=0.05))
+    return found
+
+
+def open_publisher(
+    store: FileStore | FaultyStore,
+    ranks: ThreadRanks,
+    *,
+    epoch: int,
+    base: ShardedModel | None = None,
+    assets: Sequence[Path] = (),
+) -> ShardPublisher:
+    """One process's publisher; the first one writes the fence."""
+    writer = None
+    if ranks.index == 0:
+        settings = PublishSettings(upload_threads=1, snapshot_chain_ratio=100)
+        writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch, settings=settings)
+    uploads = writer.uploads if writer else Uploads(store, keys=PolicyKeys(RUN, POLICY), threads=1)
+    return ShardPublisher(writer, uploads=uploads, peers=ranks, base=base, assets=assets)
+
+
+def publish_all(
+    store: FileStore | FaultyStore,
+    steps: Mapping[int, Mapping[str, Array]],
+    *,
+    size: int,
+    epoch: int = 1,
+    base: Mapping[str, Array] | None = None,
+) -> list[CommittedVersion]:
+    """Publish the models of `steps` from `size` processes; what the first one was told."""
+    shards = {step: split_model(model, size) for step, model in steps.items()}
+    bases = split_model(base, size) if base is not None else [None] * size
+
+    def publish(ranks: ThreadRanks) -> list[CommittedVersion]:
+        publisher = open_publisher(store, ranks, epoch=epoch, base=bases[ranks.index])
+        return [publisher.publish(parts[ranks.index], step=step) for step, parts in shards.items()]
+
+    first, *others = run_ranks(size, publish)
+    assert all(other == first for other in others)
+    return first
+
+
+def pulled(store: FileStore, folder: Path, version: int) -> dict[str, Array]:
+    """A version as a node gets it."""
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log.refresh()
+    mirror = Mirror(folder)
+    mirror.advance(store, log, target=version)
+    return mirror.load()
+
+
+def newest(store: FileStore) -> int | None:
+    """The newest version that readers see."""
+    return VersionLog(store, run_id=RUN, policy_id=POLICY).refresh()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_a_mirror_has_the_same_bits_from_any_number_of_processes(
+    store: FileStore, tmp_path: Path, size: int
+) -> None:
+    steps = dict(enumerate(models(4)))
+    committed = publish_all(store, steps, size=size)
+    assert [version.version for version in committed] == [0, 1, 2, 3]
+    for version, model in steps.items():
+        assert same_model(pulled(store, tmp_path / f"mirror-{version}", version), model)
+
+
+def test_two_processes_publish_the_root_and_the_counts_of_one(store: FileStore, tmp_path: Path) -> None:
+    steps = dict(enumerate(models(3)))
+    one = publish_all(FileStore(tmp_path / "other"), steps, size=1)
+    two = publish_all(store, steps, size=2)
+    assert [version.model_root for version in one] == [version.model_root for version in two]
+    assert [version.num_changed for version in one] == [version.num_changed for version in two]
+
+
+def test_each_process_uploads_its_own_parts_and_no_more(store: FileStore) -> None:
+    """Both processes' parts are in the manifest, each with the tiles of its own shards alone."""
+    before, after = models(2)
+    publish_all(store, {0: before, 1: after}, size=2)
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log.refresh()
+    (delta,) = log.record(1).deltas
+    first, second = (open_part(store.get(ref.key)) for ref in delta.parts)
+    assert (first.head.number, second.head.number, first.head.num_parts) == (0, 1, 2)
+    for index, part in enumerate((first, second)):
+        mine = split_model(after, 2)[index]
+        ranges = {name: (shard.start, shard.stop) for name, shard in mine.shards.items()}
+        assert {tile.spec.name for tile in part.tiles} == {
+            name for name, (start, stop) in ranges.items() if start < stop
+        }
+        for tile in part.tiles:
+            start, stop = ranges[tile.spec.name]
+            assert start <= tile.start < tile.start + tile.num_elements <= stop
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+def test_a_delta_fits_on_a_base_from_another_number_of_processes(
+    store: FileStore, tmp_path: Path, before: int, after: int
+) -> None:
+    steps = models(4)
+    publish_all(store, {0: steps[0], 1: steps[1]}, size=before)
+    committed = publish_all(store, {2: steps[2], 3: steps[3]}, size=after, epoch=2, base=steps[1])
+    assert [version.version for version in committed] == [2, 3]
+    assert all(version.delta_bytes and not version.snapshot_bytes for version in committed)
+    assert same_model(pulled(store, tmp_path / "mirror", 3), steps[3])
+
+
+def test_the_same_step_with_the_same_bytes_is_one_version_for_any_number_of_processes(
+    store: FileStore,
+) -> None:
+    first, second = models(2)
+    publish_all(store, {0: first, 1: second}, size=2)
+    (again,) = publish_all(store, {1: second}, size=1, epoch=2, base=second)
+    assert (again.version, again.existed) == (1, True)
+    assert newest(store) == 1
+
+
+def test_nobody_receives_a_models_bytes(store: FileStore) -> None:
+    """What travels at a time is a shard of one tensor, or a message about it; never the model, nor its parts."""
+    draw = np.random.default_rng(0)
+    model = {f"layer.{index}": draw.integers(0, 2**16, (64, 64)).astype(np.uint16) for index in range(8)}
+    parts = split_model(model, 2)
+
+    def publish(ranks: ThreadRanks) -> tuple[int, int]:
+        publisher = open_publisher(store, ranks, epoch=1)
+        publisher.publish(parts[ranks.index], step=0)
+        return ranks.most_bytes_received, ranks.most_bytes_seen
+
+    total = sum(array.nbytes for array in model.values())
+    for received, seen in run_ranks(2, publish):
+        assert received == total // 16
+        assert seen < total // 16
+
+
+def test_a_failed_upload_of_one_process_is_everybodys_and_can_be_repeated(tmp_path: Path) -> None:
+    first, second = models(2)
+    stores = [FaultyStore(tmp_path / "store") for _ in range(2)]
+    parts = [split_model(model, 2) for model in (first, second)]
+
+    def publish(ranks: ThreadRanks) -> CommittedVersion:
+        publisher = open_publisher(stores[ranks.index], ranks, epoch=1)
+        publisher.publish(parts[0][ranks.index], step=0)
+        stores[1].lose_before = 1
+        with pytest.raises(UnavailableError) as raised:
+            publisher.publish(parts[1][ranks.index], step=1)
+        assert isinstance(raised.value, Unavailable) is (ranks.index == 1)
+        assert newest(FileStore(tmp_path / "store")) == 0
+        return publisher.publish(parts[1][ranks.index], step=1)
+
+    assert [version.version for version in run_ranks(2, publish)] == [1, 1]
+    assert same_model(pulled(FileStore(tmp_path / "store"), tmp_path / "mirror", 1), second)
+
+
+@pytest.mark.parametrize("window", ["weights.publish.uploading", "weights.publish.parts_uploaded"])
+def test_a_publication_that_ends_among_its_uploads_leaves_no_version(
+    store: FileStore, tmp_path: Path, window: str
+) -> None:
+    first, second = models(2)
+    publish_all(store, {0: first}, size=2)
+    log = tmp_path / "failpoints.log"
+    # The second part of the delta, or the commit after both.
+    failpoints.arm(f"{window}=raise@{2 if window.endswith('uploading') else 1}", log_path=log)
+    try:
+        with pytest.raises((FailpointRaised, InternalError), match="raised as armed"):
+            publish_all(store, {1: second}, size=2, epoch=2, base=first)
+    finally:
+        failpoints.arm("")
+    assert [hit.acted for hit in failpoints.read_hits(log)][-1]
+    assert newest(store) == 0
+    publish_all(store, {1: second}, size=2, epoch=3, base=first)
+    assert same_model(pulled(store, tmp_path / "mirror", 1), second)
+
+
+def test_a_base_that_is_not_the_newest_version_is_refused_on_every_process(store: FileStore) -> None:
+    first, second = models(2)
+    publish_all(store, {0: first, 1: second}, size=2)
+
+    def refused(ranks: ThreadRanks) -> None:
+        with pytest.raises(ConflictError, match=r"not the newest version in the log \(1\)"):
+            open_publisher(store, ranks, epoch=2, base=split_model(first, 2)[ranks.index])
+
+    run_ranks(2, refused)
+
+
+def test_assets_are_sent_by_the_first_process_alone(store: FileStore, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    parts = split_model(make_model(), 2)
+
+    def publish(ranks: ThreadRanks) -> CommittedVersion:
+        assets = [config] if ranks.index == 0 else []
+        return open_publisher(store, ranks, epoch=1, assets=assets).publish(parts[ranks.index], step=0)
+
+    run_ranks(2, publish)
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log.refresh()
+    assert [asset.file_name for asset in log.manifest(0).assets] == ["config.json"]
+
+
+def test_one_process_encodes_what_the_plain_publisher_does(store: FileStore, tmp_path: Path) -> None:
+    steps = models(2)
+    plain = FileStore(tmp_path / "plain")
+    publisher = Publisher(VersionWriter.open(plain, run_id=RUN, policy_id=POLICY, epoch=1), base=None)
+    for step, model in enumerate(steps):
+        publisher.publish(model, step=step)
+    publish_all(store, dict(enumerate(steps)), size=1)
+    assert part_keys(store) == part_keys(plain)
+
+
+def part_keys(store: FileStore) -> list[str]:
+    """Content-named parts in the store."""
+    return [info.key for info in store.list(f"{RUN}/{POLICY}/parts/")]

@@ -1,0 +1,109 @@
+"""What is told of stored versions: codecs, routes and differences, counted independently."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from astraflow_weights.codec.delta import summarize_delta
+from astraflow_weights.codec.tensors import Array
+from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.errors import CorruptPart
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.version_writer import VersionWriter
+from astraflow_weights.settings import PublishSettings
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.fetch import fetch_part
+from astraflow_weights.versions.inspection import build_version, changes_between, offered_ways, routes
+from astraflow_weights.versions.log import VersionLog
+from support.weight_models import POLICY, RUN, make_model, overwrite, same_model, trained
+
+
+@pytest.fixture
+def models() -> list[dict[str, Array]]:
+    chain = [make_model()]
+    for seed in range(1, 11):
+        chain.append(trained(chain[-1], seed, density=0.01))
+    return chain
+
+
+@pytest.fixture
+def store(tmp_path: Path, models: list[dict[str, Array]]) -> FileStore:
+    store = FileStore(tmp_path / "store")
+    settings = PublishSettings(snapshot_every_versions=100, snapshot_chain_ratio=100)
+    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=settings)
+    publisher = Publisher(writer, base=None)
+    for step, model in enumerate(models):
+        publisher.publish(model, step=step)
+    return store
+
+
+@pytest.fixture
+def log(store: FileStore) -> VersionLog:
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log.refresh()
+    return log
+
+
+def test_codecs_of_a_delta_add_up_to_what_it_changes(store: FileStore, log: VersionLog) -> None:
+    (way,) = offered_ways(store, log.record(3), threads=2)
+    summary = summarize_delta([fetch_part(store, part) for part in log.record(3).deltas[0].parts])
+    assert (way.base_version, way.size_bytes) == (2, summary.size_bytes)
+    assert sum(share.num_changed for share in way.codecs) == summary.num_changed > 0
+    assert {share.codec for share in way.codecs} >= {TileCodec.RICE, TileCodec.ZERO}
+    assert 0 < sum(share.body_bytes for share in way.codecs) < way.size_bytes
+
+
+def test_the_first_version_offers_a_snapshot_alone(store: FileStore, log: VersionLog) -> None:
+    (way,) = offered_ways(store, log.record(0), threads=2)
+    assert way.base_version is None
+    assert TileCodec.EXP_PLANE in {share.codec for share in way.codecs}
+
+
+def test_a_damaged_part_is_not_counted(store: FileStore, log: VersionLog) -> None:
+    key = log.record(3).deltas[0].parts[0].key
+    overwrite(store, key, store.get(key)[:-1] + b"x")
+    with pytest.raises(CorruptPart, match=key):
+        offered_ways(store, log.record(3), threads=2)
+
+
+def test_routes_start_from_nothing_from_one_and_from_eight_versions_before(log: VersionLog) -> None:
+    found = routes(log, target=9)
+    deltas = [log.record(version).delta_bytes for version in range(1, 10)]
+    assert [(route.held, route.steps) for route in found] == [(None, 10), (8, 1), (1, 8)]
+    assert [route.size_bytes for route in found] == [
+        log.record(0).snapshot_bytes + sum(deltas),
+        deltas[-1],
+        sum(deltas[1:]),
+    ]
+
+
+def test_a_young_version_has_fewer_routes(log: VersionLog) -> None:
+    assert [route.held for route in routes(log, target=0)] == [None]
+    assert [route.held for route in routes(log, target=7)] == [None, 6]
+
+
+def test_a_version_is_built_bit_by_bit(
+    store: FileStore, log: VersionLog, models: list[dict[str, Array]]
+) -> None:
+    assert same_model(build_version(store, log, target=10, threads=2), models[10])
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 6), (6, 2)])
+def test_changes_are_those_between_the_models(
+    store: FileStore, log: VersionLog, models: list[dict[str, Array]], first: int, second: int
+) -> None:
+    changes = changes_between(store, log, first=first, second=second, threads=2)
+    assert {change.spec.name: change.num_changed for change in changes} == {
+        name: int(np.count_nonzero(models[2][name] != models[6][name])) for name in models[2]
+    }
+    shares = {change.spec.name: change.share for change in changes}
+    assert 0.02 < shares["model.embed.weight"] < 0.05
+    assert shares["model.empty"] == 0
+
+
+def test_a_version_does_not_differ_from_itself_and_nothing_is_fetched(
+    store: FileStore, log: VersionLog
+) -> None:
+    store.delete(log.record(4).deltas[0].parts[0].key)
+    assert {change.num_changed for change in changes_between(store, log, first=4, second=4, threads=2)} == {0}

@@ -1,0 +1,341 @@
+"""Readers agree on versions: epochs never fall along the sequence, and contradictions are refused."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from astraflow.errors import UnknownVersionError
+from astraflow_weights.codec.digest import model_root
+from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.errors import CorruptManifest, Edge
+from astraflow_weights.store import ObjectInfo
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.collection_records import Sweep, encode_sweep
+from astraflow_weights.versions.log import VersionLog, way_key
+from astraflow_weights.versions.manifest import (
+    AddedWay,
+    DeltaRef,
+    Entry,
+    Fence,
+    Manifest,
+    PartRef,
+    encode_entry,
+    encode_way,
+)
+from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite
+
+KEYS = PolicyKeys(RUN, POLICY)
+# Only what is wrong waits as long.
+TOGETHER_S = 30.0
+TENSORS = tensor_digests(make_model())
+PART = PartRef(key=KEYS.part("ab"), size_bytes=10, sha256=b"s" * 32)
+
+
+def fence(sequence: int, *, epoch: int) -> Fence:
+    return Fence(
+        run_id=RUN, policy_id=POLICY, sequence=sequence, epoch=epoch, nonce=nonce(epoch), previous_epoch=None
+    )
+
+
+def nonce(epoch: int) -> bytes:
+    return epoch.to_bytes(16, "big")
+
+
+def manifest(sequence: int, *, epoch: int, version: int) -> Manifest:
+    return Manifest(
+        run_id=RUN,
+        policy_id=POLICY,
+        version=version,
+        sequence=sequence,
+        writer_epoch=epoch,
+        writer_nonce=nonce(epoch),
+        step=version,
+        parent_version=version - 1 if version else None,
+        snapshot=(PART,),
+        deltas=(),
+        tensors=TENSORS,
+        model_root=model_root(TENSORS),
+        num_elements=sum(tensor.spec.num_elements for tensor in TENSORS),
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def write(store: FileStore, *entries: Entry) -> VersionLog:
+    for entry in entries:
+        store.put_if_absent(KEYS.entry(entry.sequence), encode_entry(entry))
+    return VersionLog(store, run_id=RUN, policy_id=POLICY)
+
+
+def test_an_empty_log_has_no_version(store: FileStore) -> None:
+    log = write(store)
+    assert log.refresh() is None
+    assert log.latest() is None
+    assert log.owner is None
+
+
+def test_versions_are_counted_over_manifests_only(store: FileStore) -> None:
+    log = write(
+        store,
+        fence(0, epoch=1),
+        manifest(1, epoch=1, version=0),
+        manifest(2, epoch=1, version=1),
+        fence(3, epoch=2),
+        manifest(4, epoch=2, version=2),
+    )
+    assert log.refresh() == 2
+    assert [record.sequence for record in log.records] == [1, 2, 4]
+    assert log.next_sequence == 5
+
+
+def test_a_zombie_wastes_a_number_and_wins_none(store: FileStore) -> None:
+    log = write(
+        store,
+        fence(0, epoch=1),
+        manifest(1, epoch=1, version=0),
+        fence(2, epoch=2),
+        manifest(3, epoch=1, version=1),
+        fence(4, epoch=1),
+        manifest(5, epoch=2, version=1),
+    )
+    assert log.refresh() == 1
+    assert [(record.sequence, record.writer_epoch) for record in log.records] == [(1, 1), (5, 2)]
+    assert log.num_ignored == 2
+    assert log.owner is not None
+    assert (log.owner.epoch, log.owner.nonce) == (2, nonce(2))
+
+
+def test_a_manifest_that_arrived_before_the_fence_counts(store: FileStore) -> None:
+    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0), fence(2, epoch=5))
+    assert log.refresh() == 0
+
+
+def test_refreshing_reads_only_what_is_new(store: FileStore) -> None:
+    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0))
+    assert log.refresh() == 0
+    assert log.refresh() == 0
+    write(store, manifest(2, epoch=1, version=1))
+    assert log.refresh() == 1
+
+
+def test_entries_behind_a_gap_wait_until_it_is_filled(store: FileStore) -> None:
+    log = write(store, fence(0, epoch=1), manifest(2, epoch=1, version=1))
+    assert log.refresh() is None
+    write(store, manifest(1, epoch=1, version=0))
+    assert log.refresh() == 1
+
+
+def test_strange_objects_among_the_entries_are_not_entries(store: FileStore) -> None:
+    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0))
+    store.put(f"{KEYS.entries}backup.pb", b"junk")
+    store.put(f"{KEYS.entries}2.pb", b"junk")
+    assert log.refresh() == 0
+
+
+def test_a_valid_epoch_cannot_skip_or_repeat_a_version(store: FileStore) -> None:
+    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0), manifest(2, epoch=1, version=2))
+    with pytest.raises(CorruptManifest, match="commits version 2 where 1 is due"):
+        log.refresh()
+    assert log.latest() == log.records[0]
+
+
+def test_an_entry_copied_from_elsewhere_is_refused(store: FileStore) -> None:
+    store.put_if_absent(KEYS.entry(0), encode_entry(replace(fence(0, epoch=1), policy_id="verifier")))
+    with pytest.raises(CorruptManifest, match="copied or renamed"):
+        write(store).refresh()
+
+
+def test_an_unknown_version_is_worth_asking_for_again(store: FileStore) -> None:
+    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0))
+    log.refresh()
+    with pytest.raises(UnknownVersionError, match="version 1 of policy 'solver' is not in the log"):
+        log.record(1)
+
+
+def test_the_whole_manifest_is_read_back(store: FileStore) -> None:
+    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0))
+    log.refresh()
+    assert log.manifest(0) == manifest(1, epoch=1, version=0)
+
+
+def test_an_entry_that_changed_since_it_was_read_is_refused(store: FileStore) -> None:
+    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0))
+    log.refresh()
+    overwrite(store, KEYS.entry(1), encode_entry(replace(manifest(1, epoch=1, version=0), step=9)))
+    with pytest.raises(CorruptManifest, match="was changed after it was created"):
+        log.manifest(0)
+    store.delete(KEYS.entry(1))
+    with pytest.raises(CorruptManifest, match="is gone"):
+        log.manifest(0)
+
+
+def way(version: int, *, base: int | None) -> AddedWay:
+    return AddedWay(
+        run_id=RUN,
+        policy_id=POLICY,
+        version=version,
+        base_version=base,
+        model_root=model_root(TENSORS),
+        parts=(replace(PART, size_bytes=5),),
+    )
+
+
+def add(store: FileStore, added: AddedWay) -> str:
+    key = way_key(KEYS, added)
+    store.put_if_absent(key, encode_way(added))
+    return key
+
+
+def test_ways_made_later_are_offered_beside_those_of_the_manifest(store: FileStore) -> None:
+    log = write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
+    assert log.refresh() == 2
+    key = add(store, way(2, base=0))
+    log.refresh()
+    assert [delta.base_version for delta in log.record(2).offered_deltas] == [0]
+    assert log.record(2).deltas == ()
+    assert log.record(2).offered_snapshot == (PART,)
+    store.delete(key)
+    log.refresh()
+    assert log.record(2).added == ()
+
+
+def test_a_snapshot_made_later_serves_where_the_manifest_has_none(store: FileStore) -> None:
+    second = replace(
+        manifest(1, epoch=1, version=1), snapshot=None, deltas=(DeltaRef(base_version=0, parts=(PART,)),)
+    )
+    log = write(store, manifest(0, epoch=1, version=0), second)
+    add(store, way(1, base=None))
+    log.refresh()
+    assert log.record(1).snapshot is None
+    assert log.record(1).offered_snapshot == way(1, base=None).parts
+
+
+def test_a_way_that_is_damaged_or_made_for_another_log_is_passed_over(store: FileStore) -> None:
+    log = write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
+    flipped = add(store, way(2, base=0))
+    overwrite(store, flipped, encode_way(way(2, base=0))[:-1] + b"?")
+    foreign = add(store, replace(way(2, base=1), model_root=b"o" * 32))
+    misplaced = KEYS.merged_delta(0, 1)
+    store.put_if_absent(misplaced, encode_way(way(2, base=0)))
+    assert log.refresh() == 2
+    assert set(log.damaged_ways) == {flipped, foreign, misplaced}
+    assert log.record(2).added == ()
+    log.refresh()
+    assert set(log.damaged_ways) == {flipped, foreign, misplaced}
+
+
+def test_a_way_to_a_version_that_is_not_read_yet_waits_for_it(store: FileStore) -> None:
+    log = write(store, manifest(0, epoch=1, version=0))
+    add(store, way(1, base=0))
+    log.refresh()
+    assert log.damaged_ways == ()
+    write(store, manifest(1, epoch=1, version=1))
+    log.refresh()
+    assert log.record(1).added == (way(1, base=0),)
+
+
+class SideBySide(FileStore):
+    """Answers listings, and reads of ways, only when so many are asked for at the same time."""
+
+    def __init__(self, root: Path, *, listings: int, reads: int) -> None:
+        super().__init__(root)
+        self._listings = threading.Barrier(listings, timeout=TOGETHER_S)
+        self._reads = threading.Barrier(reads, timeout=TOGETHER_S)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        self._listings.wait()
+        return super().list(prefix, after=after)
+
+    def get(self, key: str) -> bytes:
+        if not key.startswith(KEYS.entries):
+            self._reads.wait()
+        return super().get(key)
+
+
+def test_a_refresh_waits_for_one_listing_and_one_way_not_for_each(tmp_path: Path) -> None:
+    store = SideBySide(tmp_path / "store", listings=4, reads=3)
+    write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
+    for base in (0, 1, None):
+        add(store, way(2, base=base))
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    assert log.refresh() == 2
+    assert len(log.record(2).added) == 3
+
+
+def test_a_way_in_the_sequence_is_no_entry(store: FileStore) -> None:
+    store.put_if_absent(KEYS.entry(0), encode_way(way(1, base=0)))
+    with pytest.raises(CorruptManifest, match="neither a manifest nor a fence"):
+        write(store).refresh()
+
+
+def test_a_copy_goes_on_alone_and_reads_nothing_twice(tmp_path: Path) -> None:
+    store = FaultyStore(tmp_path / "store")
+    log = write(FileStore(tmp_path / "store"), fence(0, epoch=1), manifest(1, epoch=1, version=0))
+    first = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    first.refresh()
+    other = first.copy()
+    write(FileStore(tmp_path / "store"), manifest(2, epoch=1, version=1))
+    store.gets.clear()
+    assert other.refresh() == 1
+    assert store.gets == [KEYS.entry(2)]
+    assert (len(first.records), first.next_sequence, first.owner) == (1, 2, other.owner)
+    assert log.refresh() == 1
+    assert list(log.records) == list(other.records)
+
+
+def sweep_of(number: int, *edges: Edge) -> bytes:
+    """A round that collected these ways."""
+    sweep = Sweep(
+        number=number,
+        kept_parts=frozenset(),
+        ways=frozenset(edges),
+        added_ways=(),
+        tombstone_sha256=b"t" * 32,
+        created_time_s=0,
+    )
+    return encode_sweep(KEYS, sweep)
+
+
+def test_ways_that_were_collected_are_not_offered(store: FileStore) -> None:
+    write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
+    log = write(store)
+    log.refresh()
+    before = log.record(2)
+    bases: list[int | None] = [delta.base_version for delta in before.deltas]
+    if before.snapshot is not None:
+        bases.append(None)
+    edges = [Edge(version=2, base_version=base) for base in bases]
+    store.put_if_absent(KEYS.sweep(0), sweep_of(0, *edges))
+    log.refresh()
+    record = log.record(2)
+    assert (record.offered_snapshot, record.offered_deltas) == (None, ())
+    assert (record.snapshot, record.deltas) == (before.snapshot, before.deltas), (
+        "the manifest says what it said"
+    )
+
+
+def test_a_sweep_of_a_version_that_is_not_read_yet_waits_for_it(store: FileStore) -> None:
+    write(store, manifest(0, epoch=1, version=0))
+    log = write(store)
+    log.refresh()
+    store.put_if_absent(KEYS.sweep(0), sweep_of(0, Edge(version=1, base_version=0)))
+    log.refresh()
+    write(store, manifest(0, epoch=1, version=0), manifest(1, epoch=1, version=1))
+    log.refresh()
+    assert log.record(1).swept == {0}
+
+
+def test_a_damaged_sweep_is_told_and_passed_over(store: FileStore) -> None:
+    write(store, manifest(0, epoch=1, version=0))
+    store.put_if_absent(KEYS.sweep(0), b"rotten")
+    log = write(store)
+    log.refresh()
+    assert list(log.damaged_sweeps) == [KEYS.sweep(0)]
+    assert log.record(0).swept == frozenset()

@@ -1,0 +1,88 @@
+"""The census of a store finds what a reader must never see; the tests of killed writers rely on that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from astraflow_weights.codec.digest import model_root
+from astraflow_weights.publish.publisher import Publisher
+from astraflow_weights.publish.version_writer import VersionWriter
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.manifest import Manifest, decode_entry, encode_entry
+from support import store_census
+from support.weight_models import POLICY, RUN, make_model, overwrite, trained
+
+KEYS = PolicyKeys(RUN, POLICY)
+Damage = Callable[[FileStore, Manifest], None]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    """Versions 0 to 2 of two writers, and a part that no manifest names."""
+    store = FileStore(tmp_path / "store")
+    model = make_model()
+    for epoch in (1, 2):
+        writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch)
+        publisher = Publisher(writer, base=None if epoch == 1 else model)
+        for step in (0, 1) if epoch == 1 else (2,):
+            model = trained(model, step)
+            publisher.publish(model, step=step)
+    writer.uploads.upload_parts([b"of an upload that was killed"])
+    return store
+
+
+def manifest_of(store: FileStore, sequence: int) -> Manifest:
+    """The manifest under a number."""
+    entry = decode_entry(store.get(KEYS.entry(sequence)))
+    assert isinstance(entry, Manifest)
+    return entry
+
+
+def test_a_sound_log_is_counted(store: FileStore) -> None:
+    census = store_census.take(store, run_id=RUN, policy_id=POLICY)
+    assert (census.steps, census.epochs, census.num_ignored) == ([0, 1, 2], [1, 1, 2], 0)
+    assert (len(census.entries), census.num_stray_parts) == (5, 1)
+
+
+def lose_a_part(store: FileStore, manifest: Manifest) -> None:
+    store.delete(manifest.deltas[0].parts[0].key)
+
+
+def damage_a_part(store: FileStore, manifest: Manifest) -> None:
+    overwrite(store, manifest.deltas[0].parts[0].key, b"something else")
+
+
+def claim_another_root(store: FileStore, manifest: Manifest) -> None:
+    tensors = (replace(manifest.tensors[0], digest=bytes(16)), *manifest.tensors[1:])
+    entry = replace(manifest, tensors=tensors, model_root=model_root(tensors))
+    overwrite(store, KEYS.entry(manifest.sequence), encode_entry(entry))
+
+
+def leave_a_gap(store: FileStore, manifest: Manifest) -> None:
+    store.put(KEYS.entry(9), encode_entry(replace(manifest, sequence=9)))
+
+
+def write_as_another(store: FileStore, manifest: Manifest) -> None:
+    entry = replace(manifest, writer_nonce=bytes(16))
+    overwrite(store, KEYS.entry(manifest.sequence), encode_entry(entry))
+
+
+@pytest.mark.parametrize(
+    ("damage", "finding"),
+    [
+        (lose_a_part, "version 1 is torn: .* is missing"),
+        (damage_a_part, "version 1 is torn: .* is damaged"),
+        (claim_another_root, "rebuilt to another model"),
+        (leave_a_gap, "beyond a gap"),
+        (write_as_another, "2 writers made versions under epoch 1"),
+    ],
+)
+def test_what_no_reader_may_see_is_found(store: FileStore, damage: Damage, finding: str) -> None:
+    damage(store, manifest_of(store, 2))
+    with pytest.raises(AssertionError, match=finding):
+        store_census.take(store, run_id=RUN, policy_id=POLICY)

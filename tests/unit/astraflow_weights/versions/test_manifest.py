@@ -1,0 +1,187 @@
+"""Entries come back as they were, and damaged or contradictory ones are refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from astraflow.errors import IncompatibleError
+from astraflow.weights.v1 import manifest_pb2
+from astraflow_weights.codec.digest import model_root, sha256
+from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.errors import CorruptManifest
+from astraflow_weights.versions.manifest import (
+    AddedWay,
+    Asset,
+    DeltaRef,
+    Entry,
+    Fence,
+    Manifest,
+    PartRef,
+    decode_entry,
+    decode_way,
+    encode_entry,
+    encode_way,
+)
+from support.weight_models import POLICY, RUN, make_model
+
+
+def ref(content: bytes) -> PartRef:
+    return PartRef(
+        key=f"{RUN}/{POLICY}/parts/{content.hex()}.afwd", size_bytes=len(content), sha256=sha256(content)
+    )
+
+
+TENSORS = tensor_digests(make_model())
+MANIFEST = Manifest(
+    run_id=RUN,
+    policy_id=POLICY,
+    version=3,
+    sequence=5,
+    writer_epoch=2,
+    writer_nonce=b"n" * 16,
+    step=40,
+    parent_version=2,
+    snapshot=(ref(b"s0"), ref(b"s1")),
+    deltas=(DeltaRef(base_version=2, parts=(ref(b"d"),)),),
+    tensors=TENSORS,
+    model_root=model_root(TENSORS),
+    assets=(Asset(file_name="config.json", blob=ref(b"{}")),),
+    num_changed=17,
+    num_elements=sum(tensor.spec.num_elements for tensor in TENSORS),
+    learning_rate=1e-6,
+    created_time_s=1_700_000_000.25,
+)
+FENCE = Fence(
+    run_id=RUN,
+    policy_id=POLICY,
+    sequence=0,
+    epoch=4,
+    nonce=b"f" * 16,
+    previous_epoch=None,
+    created_time_s=1_700_000_000.5,
+)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        MANIFEST,
+        replace(MANIFEST, snapshot=None),
+        replace(MANIFEST, deltas=(), learning_rate=None, assets=()),
+        replace(MANIFEST, version=0, parent_version=None, deltas=()),
+        FENCE,
+        replace(FENCE, previous_epoch=0, sequence=9),
+    ],
+)
+def test_an_entry_comes_back_as_it_was(entry: Entry) -> None:
+    assert decode_entry(encode_entry(entry)) == entry
+
+
+@pytest.mark.parametrize("entry", [MANIFEST, FENCE])
+def test_every_flipped_bit_is_detected(entry: Entry) -> None:
+    data = encode_entry(entry)
+    for index in range(len(data) * 8):
+        flipped = bytearray(data)
+        flipped[index // 8] ^= 1 << index % 8
+        with pytest.raises(CorruptManifest):
+            decode_entry(bytes(flipped))
+
+
+def test_every_truncation_is_detected() -> None:
+    data = encode_entry(MANIFEST)
+    for length in range(len(data)):
+        with pytest.raises(CorruptManifest):
+            decode_entry(data[:length])
+
+
+def test_another_schema_is_refused_with_the_remedy() -> None:
+    content = manifest_pb2.Entry(schema_version=2).SerializeToString()
+    with pytest.raises(IncompatibleError, match="schema version 2, this release reads 1; run the release"):
+        decode_entry(content + b"\x7a\x20" + sha256(content))
+
+
+def test_an_entry_that_is_neither_is_refused() -> None:
+    content = manifest_pb2.Entry(schema_version=1).SerializeToString()
+    with pytest.raises(CorruptManifest, match="neither a manifest nor a fence"):
+        decode_entry(content + b"\x7a\x20" + sha256(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"snapshot": None, "deltas": ()}, "neither a snapshot nor a delta"),
+        ({"model_root": b"r" * 32}, "root does not belong"),
+        ({"tensors": TENSORS[::-1]}, "not sorted"),
+        ({"tensors": (), "model_root": model_root(())}, "not sorted by name, or repeat"),
+        ({"deltas": (DeltaRef(base_version=3, parts=(ref(b"d"),)),)}, "the version itself or later"),
+        ({"deltas": MANIFEST.deltas * 2}, "or repeats"),
+        ({"parent_version": 1}, "follows version 1, not 2"),
+        ({"parent_version": None}, "follows version None, not 2"),
+        ({"assets": MANIFEST.assets * 2}, "asset names repeat"),
+        ({"num_elements": 1}, "counts 1 elements of"),
+        ({"num_changed": 10**9}, "counts 1000000000 changes"),
+        ({"learning_rate": float("nan")}, "not a number"),
+    ],
+)
+def test_a_contradictory_manifest_is_never_written(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode_entry(replace(MANIFEST, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda manifest: manifest.ClearField("writer_nonce"),
+        lambda manifest: setattr(manifest.snapshot.parts[0], "sha256", b"short"),
+        lambda manifest: setattr(manifest.snapshot.parts[0], "key", "../../etc/passwd"),
+        lambda manifest: setattr(manifest.assets[0], "file_name", "../config.json"),
+        lambda manifest: setattr(manifest.tensors[0], "dtype", "float64"),
+        lambda manifest: setattr(manifest.tensors[0], "digest", b""),
+        lambda manifest: manifest.deltas[0].ClearField("parts"),
+        lambda manifest: setattr(manifest, "run_id", ".."),
+    ],
+)
+def test_a_sealed_manifest_with_a_bad_field_is_refused(damage: object) -> None:
+    message = manifest_pb2.Entry.FromString(encode_entry(MANIFEST))
+    message.ClearField("seal")
+    damage(message.manifest)  # type: ignore[operator]
+    content = message.SerializeToString()
+    with pytest.raises(CorruptManifest, match="contradicts itself"):
+        decode_entry(content + b"\x7a\x20" + sha256(content))
+
+
+WAY = AddedWay(
+    run_id=RUN,
+    policy_id=POLICY,
+    version=16,
+    base_version=8,
+    model_root=b"r" * 32,
+    parts=(ref(b"m0"), ref(b"m1")),
+    created_time_s=1_700_000_000.75,
+)
+
+
+@pytest.mark.parametrize("way", [WAY, replace(WAY, base_version=0), replace(WAY, base_version=None)])
+def test_an_added_way_comes_back_as_it_was(way: AddedWay) -> None:
+    assert decode_way(encode_way(way)) == way
+
+
+def test_every_flipped_bit_of_an_added_way_is_found() -> None:
+    data = encode_way(WAY)
+    for bit in range(len(data) * 8):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptManifest):
+            decode_way(bytes(damaged))
+
+
+def test_a_way_is_no_entry_and_an_entry_no_way() -> None:
+    with pytest.raises(CorruptManifest, match="neither a manifest nor a fence"):
+        decode_entry(encode_way(WAY))
+    with pytest.raises(CorruptManifest, match="is not an added way"):
+        decode_way(encode_entry(FENCE))
+
+
+def test_a_way_that_leads_nowhere_is_not_written() -> None:
+    with pytest.raises(ValueError, match="to version 16 starts from version 16"):
+        encode_way(replace(WAY, base_version=16))
