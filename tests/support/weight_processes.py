@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -115,9 +115,14 @@ def loading(folder: Path) -> Iterator[None]:
         process.kill()
 
 
-def kill_after(folder: Path, *arguments: str, delay_s: float) -> None:
-    """Start a process of this file and kill it so long after it began its work."""
+def kill_after(
+    folder: Path, *arguments: str, delay_s: float, once: Callable[[], bool] = lambda: True
+) -> None:
+    """Start a process of this file and kill it so long after it began its work and `once` held."""
     with _process(folder, *arguments) as process:
+        patience_s = time.monotonic() + 30
+        while not once():
+            assert time.monotonic() < patience_s, "what the kill waits for never happened"
         time.sleep(delay_s)
         assert process.poll() is None, f"it ended by itself with {process.returncode}"
         process.kill()
