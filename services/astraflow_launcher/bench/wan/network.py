@@ -49,7 +49,25 @@ def missing_tools() -> str:
         return f"{', '.join(missing)} not found; apt-get install {packages}"
     if not Path("/dev/net/tun").exists():
         return "/dev/net/tun does not exist; load the kernel module with `modprobe tun`"
-    return ""
+    return _refused()
+
+
+def _refused() -> str:
+    """What this machine answers to a namespace with one of each device in it; empty when it makes them."""
+    devices = "ip tuntap add mode tun name probe && ip link add one type veth peer name two"
+    shaping = "tc qdisc add dev one root tbf rate 1gbit burst 100kb latency 10ms"
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", f"{devices} && {shaping}"],
+        capture_output=True,
+        timeout=_COMMAND_S,
+        check=False,
+    )
+    if not done.returncode:
+        return ""
+    return (
+        f"this machine refuses a network namespace with shaped links: {done.stderr.decode(errors='replace').strip()}; "
+        "run as root (in a container with --privileged) on a kernel with tun, veth and tbf"
+    )
 
 
 def dies_with_us(*command: str) -> list[str]:
