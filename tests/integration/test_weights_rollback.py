@@ -151,6 +151,8 @@ async def test_without_a_server_the_next_trainer_announces_it(world: World, tmp_
     told = cli.run("weights", "rollback", "0", *named, "--take-over")
     assert told.status == 0, told.errors
     assert "the next trainer announces it" in told.output
+    again = cli.run("weights", "rollback", "0", *named, "--take-over", "--json")
+    assert (again.status, again.json["made"], again.json["announced"]) == (0, False, False)
     assert len(await started.announced()) == 3
     owner = started.log().owner
     assert owner is not None

@@ -69,8 +69,9 @@ def rollback(
 
 def _go_back(found: StoredPolicy, *, version: int, take_over: bool) -> dict[str, Any]:
     newest, old = found.log.records[-1], found.log.record(version)
-    if newest.model_root == old.model_root and _is_announced(found.server, newest.version):
-        return _told(version, newest.version, made=False, announced=True, size_bytes=0)
+    if newest.model_root == old.model_root and not _lacks_announcement(found.server, newest.version):
+        announced = found.server is not None
+        return _told(version, newest.version, made=False, announced=announced, size_bytes=0)
     epoch, nonce = _claim(found, take_over=take_over), secrets.token_bytes(NONCE_BYTES)
     for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_RETRY_S):
         with attempt:
@@ -91,9 +92,9 @@ def _go_back(found: StoredPolicy, *, version: int, take_over: bool) -> dict[str,
     )
 
 
-def _is_announced(server: PolicyOfServer | None, version: int) -> bool:
-    """Nobody can be told without a server; whoever trains on announces it."""
-    return server is None or any(announced.version == version for announced in server.announced())
+def _lacks_announcement(server: PolicyOfServer | None, version: int) -> bool:
+    """Without a server nobody can be told; whoever trains on announces it."""
+    return server is not None and all(announced.version != version for announced in server.announced())
 
 
 def _claim(found: StoredPolicy, *, take_over: bool) -> int:
