@@ -33,6 +33,7 @@ from astraflow_weights.mirror.tile_writer import TileWriter
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.versions.manifest import Manifest
 from astraflow_weights.versions.planner import PullStep
+from astraflow_weights.versions.pull import came_out_different
 from astraflow_weights.versions.rates import stopwatch
 
 log = get_logger(__name__)
@@ -356,10 +357,4 @@ def require_manifest(tiles: MappedTiles, manifest: Manifest, *, edges: frozenset
     """Raises VerificationFailed, suspecting `edges`, unless every tensor is what the manifest says."""
     wrong = wrong_tensors(tiles, manifest)
     if wrong:
-        raise VerificationFailed(
-            f"version {manifest.version} came out different in {len(wrong)} of {len(manifest.tensors)} tensors, "
-            f"first {wrong[0]!r}: its deltas or its snapshot do not belong together",
-            version=manifest.version,
-            tensor=wrong[0],
-            edges=edges,
-        )
+        raise came_out_different(manifest, wrong, edges=edges)

@@ -16,12 +16,12 @@ from astraflow_weights.codec.tiles import PartKind
 from astraflow_weights.errors import CorruptPart, Edge, VerificationFailed
 from astraflow_weights.mirror.journal import Journal
 from astraflow_weights.mirror.tile_grid import MappedTiles
-from astraflow_weights.mirror.tile_steps import kind_of, unusable
+from astraflow_weights.mirror.tile_steps import kind_of
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.manifest import Asset, Manifest, PartRef
 from astraflow_weights.versions.planner import PullStep
-from astraflow_weights.versions.pull import PullCounts
+from astraflow_weights.versions.pull import PullCounts, unusable
 from astraflow_weights.versions.rates import MeasuredRates, stopwatch
 
 

@@ -25,7 +25,7 @@ from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog, VersionRecord
 from astraflow_weights.versions.manifest import Manifest
 from astraflow_weights.versions.planner import PullPlan, plan_pull
-from astraflow_weights.versions.pull import PullCounts
+from astraflow_weights.versions.pull import PullCounts, check_size
 from astraflow_weights.versions.rates import MeasuredRates
 
 log = get_logger(__name__)
@@ -198,7 +198,7 @@ class MirrorPull:
 
     def _build(self, gatherer: Gatherer, plan: PullPlan, *, to: Holding, manifest: Manifest) -> None:
         """Decode a version into a file beside what is held, if anything is, and put it in its place."""
-        _check_size(manifest, max_bytes=self._settings.max_model_bytes)
+        check_size(manifest, max_bytes=self._settings.max_model_bytes)
         grid = TileGrid([tensor.spec for tensor in manifest.tensors])
         partial = self._files.partial
         partial.unlink(missing_ok=True)
@@ -219,7 +219,7 @@ class MirrorPull:
         self, gatherer: Gatherer, plan: PullPlan, *, manifest: Manifest
     ) -> list[tuple[Edge, PartSet]]:
         """All that the plan needs, in the journal."""
-        _check_size(manifest, max_bytes=self._settings.max_model_bytes)
+        check_size(manifest, max_bytes=self._settings.max_model_bytes)
         wrong = set(self._files.wrong_assets(manifest))
         assets = [asset for asset in manifest.assets if asset.file_name in wrong]
         self._journal.keep_only(
@@ -272,12 +272,3 @@ class _Dearer(Exception):
 
 def _holding(record: VersionRecord) -> Holding:
     return Holding(version=record.version, manifest_sha256=record.manifest_sha256.hex())
-
-
-def _check_size(manifest: Manifest, *, max_bytes: int) -> None:
-    if manifest.size_bytes > max_bytes:
-        raise VerificationFailed(
-            f"version {manifest.version} unfolds to {manifest.size_bytes} bytes; the limit is {max_bytes}: "
-            "raise max_model_bytes",
-            version=manifest.version,
-        )

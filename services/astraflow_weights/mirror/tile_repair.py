@@ -14,11 +14,12 @@ from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS
 from astraflow_weights.codec.tiles import StoredTile
 from astraflow_weights.errors import CorruptPart, Edge, ObjectNotFound
 from astraflow_weights.mirror.tile_grid import GridTile, TileGrid
-from astraflow_weights.mirror.tile_steps import TileSteps, covers, unusable
+from astraflow_weights.mirror.tile_steps import TileSteps, covers
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.manifest import PartRef
 from astraflow_weights.versions.planner import PullPlan, PullStep
+from astraflow_weights.versions.pull import unusable
 
 # A table of a part with four tiles of one tensor is about 300 bytes.
 _TABLE_BYTES = 8 * 2**10
@@ -101,4 +102,5 @@ def _require_all(edge: Edge, pieces: Sequence[StoredTile], tiles: Sequence[GridT
     for tile in tiles:
         own = [piece for piece in pieces if _place(piece) == (tile.spec.name, tile.number)]
         if any(piece.spec != tile.spec for piece in own) or not covers(tile, own):
-            raise unusable(edge, CorruptPart(f"its parts do not hold {tile}"), tile=tile)
+            missing = CorruptPart(f"its parts do not hold {tile}")
+            raise unusable(edge, missing, tensor=tile.spec.name, tile=tile.number)

@@ -12,8 +12,9 @@ from astraflow_weights.codec import tile_delta, tile_snapshot
 from astraflow_weights.codec.part_reader import PartSet
 from astraflow_weights.codec.tensors import TensorSpec
 from astraflow_weights.codec.tiles import PartKind, StoredTile, TileCodec
-from astraflow_weights.errors import CorruptPart, Edge, VerificationFailed
+from astraflow_weights.errors import CorruptPart, Edge
 from astraflow_weights.mirror.tile_grid import GridTile, TileGrid, UInts
+from astraflow_weights.versions.pull import unusable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class TileSteps:
                 else:
                     tile_delta.decode_tile(piece.tile, base=into).apply_to(into)
             except CorruptPart as error:
-                raise unusable(piece.edge, error, tile=tile) from error
+                raise unusable(piece.edge, error, tensor=tile.spec.name, tile=tile.number) from error
 
     def revert(self, tile: GridTile, elements: UInts) -> bool:
         """Take the elements of a tile, in place, back to where the way begins; False when they do not tell how.
@@ -97,18 +98,6 @@ def steps_of(
 def kind_of(edge: Edge) -> PartKind:
     """Which kind of parts leads along an edge."""
     return PartKind.SNAPSHOT if edge.base_version is None else PartKind.DELTA
-
-
-def unusable(edge: Edge, error: CorruptPart, *, tile: GridTile | None = None) -> VerificationFailed:
-    """The failure that a damaged way is."""
-    way = "snapshot" if edge.base_version is None else f"delta from version {edge.base_version}"
-    return VerificationFailed(
-        f"the {way} of version {edge.version} cannot be used: {error}",
-        version=edge.version,
-        tensor=tile.spec.name if tile else "",
-        tile=tile.number if tile else None,
-        edges=frozenset({edge}),
-    )
 
 
 def covers(tile: GridTile, pieces: Sequence[StoredTile]) -> bool:

@@ -1,8 +1,8 @@
-"""Carries out a pull plan in memory.
+"""Carries out a pull plan in memory, and says how a pull fails.
 
 Invariant: what `pull` returns is exactly the target version: every part had the sha256 of its reference,
-and every resulting tensor has the digest of the manifest. The mirror calls it and then writes the result to
-disk.
+and every resulting tensor has the digest of the manifest. `inspection` calls it for tools, merges and rollbacks; a
+node's mirror, which applies its plans in place, shares the counts and the failures.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from astraflow_weights.codec import apply_delta, decode_snapshot
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array
-from astraflow_weights.errors import CorruptPart, VerificationFailed
+from astraflow_weights.errors import CorruptPart, Edge, VerificationFailed
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.manifest import Manifest
@@ -58,7 +58,7 @@ def pull(
 
     Raises VerificationFailed naming the suspected edges; Unavailable and StoreRefused as the store does.
     """
-    _check_size(manifest, max_bytes=max_bytes)
+    check_size(manifest, max_bytes=max_bytes)
     parts = _fetch(store, plan, threads=threads)
     model = load_base() if plan.held is not None else {}
     for step, step_parts in zip(plan.steps, parts, strict=True):
@@ -67,13 +67,41 @@ def pull(
     return model
 
 
-def _check_size(manifest: Manifest, *, max_bytes: int) -> None:
+def check_size(manifest: Manifest, *, max_bytes: int) -> None:
+    """Raises VerificationFailed for a model that unfolds to more than is allowed here."""
     if manifest.size_bytes > max_bytes:
         raise VerificationFailed(
             f"version {manifest.version} unfolds to {manifest.size_bytes} bytes; the limit is {max_bytes}: "
             "raise max_model_bytes",
             version=manifest.version,
         )
+
+
+def unusable(
+    edge: Edge, error: CorruptPart, *, tensor: str = "", tile: int | None = None
+) -> VerificationFailed:
+    """The failure that a damaged way is."""
+    way = "snapshot" if edge.base_version is None else f"delta from version {edge.base_version}"
+    return VerificationFailed(
+        f"the {way} of version {edge.version} cannot be used: {error}",
+        version=edge.version,
+        tensor=tensor,
+        tile=tile,
+        edges=frozenset({edge}),
+    )
+
+
+def came_out_different(
+    manifest: Manifest, wrong: Sequence[str], *, edges: frozenset[Edge]
+) -> VerificationFailed:
+    """The failure that sound parts are which lead to other tensors, `wrong`, than the manifest's."""
+    return VerificationFailed(
+        f"version {manifest.version} came out different in {len(wrong)} of {len(manifest.tensors)} tensors, "
+        f"first {wrong[0]!r}: its deltas or its snapshot do not belong together",
+        version=manifest.version,
+        tensor=wrong[0],
+        edges=edges,
+    )
 
 
 def _fetch(store: ObjectStore, plan: PullPlan, *, threads: int) -> list[list[bytes]]:
@@ -90,7 +118,7 @@ def _collect(step: PullStep, futures: Sequence[Future[bytes]]) -> list[bytes]:
     try:
         return [future.result() for future in futures]
     except CorruptPart as error:
-        raise _failed(step, error) from error
+        raise unusable(step.edge, error) from error
 
 
 def _apply(
@@ -101,18 +129,8 @@ def _apply(
             return decode_snapshot(parts, max_bytes=max_bytes)
         apply_delta(model, parts)
     except CorruptPart as error:
-        raise _failed(step, error) from error
+        raise unusable(step.edge, error) from error
     return model
-
-
-def _failed(step: PullStep, error: CorruptPart) -> VerificationFailed:
-    base = step.edge.base_version
-    way = "snapshot" if base is None else f"delta from version {base}"
-    return VerificationFailed(
-        f"the {way} of version {step.edge.version} cannot be used: {error}",
-        version=step.edge.version,
-        edges=frozenset({step.edge}),
-    )
 
 
 def _verify(model: dict[str, Array], manifest: Manifest, plan: PullPlan) -> None:
@@ -120,10 +138,4 @@ def _verify(model: dict[str, Array], manifest: Manifest, plan: PullPlan) -> None
     wanted = {tensor.spec.name: tensor for tensor in manifest.tensors}
     wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     if wrong:
-        raise VerificationFailed(
-            f"version {manifest.version} came out different in {len(wrong)} of {len(wanted)} tensors, "
-            f"first {wrong[0]!r}: its deltas or its snapshot do not belong together",
-            version=manifest.version,
-            tensor=wrong[0],
-            edges=frozenset(step.edge for step in plan.steps),
-        )
+        raise came_out_different(manifest, wrong, edges=frozenset(step.edge for step in plan.steps))
