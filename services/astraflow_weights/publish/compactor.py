@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
 from astraflow_weights.codec.part_format import TARGET_PART_BYTES
@@ -21,13 +20,13 @@ from astraflow_weights.collection.collector import Collector
 from astraflow_weights.publish.chains import chained_delta
 from astraflow_weights.publish.compaction import Span, due_merges, snapshot_due
 from astraflow_weights.publish.kept import KeptVersion
-from astraflow_weights.publish.uploads import Uploads
+from astraflow_weights.publish.uploads import Uploads, offer_way
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.intents import UploadIntents
-from astraflow_weights.versions.log import VersionLog, way_key
-from astraflow_weights.versions.manifest import AddedWay, PartRef, encode_way
+from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.manifest import AddedWay, PartRef
 
 log = get_logger(__name__)
 
@@ -66,10 +65,10 @@ class Compactor:
         self._clock = clock or SystemClock()
         self._kept = kept
         self._want_snapshot = want_snapshot
-        self._keys = PolicyKeys(run_id, policy_id)
+        keys = PolicyKeys(run_id, policy_id)
         self._log = log or VersionLog(store, run_id=run_id, policy_id=policy_id)
-        self._uploads = Uploads(store, keys=self._keys, threads=self._settings.upload_threads)
-        self._intents = UploadIntents(store, keys=self._keys, clock=self._clock)
+        self._uploads = Uploads(store, keys=keys, threads=self._settings.upload_threads)
+        self._intents = UploadIntents(store, keys=keys, clock=self._clock)
         self._collector = collector
         self._collect_at_s = self._clock.monotonic_s()
         self._occasion = threading.Event()
@@ -179,11 +178,8 @@ class Compactor:
             parts=refs,
             created_time_s=self._clock.wall_time_s(),
         )
-        failpoints.hit("weights.compaction.parts_uploaded")
-        self._store.put_if_absent(way_key(self._keys, way), encode_way(way))
-        failpoints.hit("weights.compaction.visible")
+        offer_way(self._store, way)
         self._log.refresh()
-        log.info("compaction.added", version=version, base_version=base_version, size_bytes=way.size_bytes)
 
     def __enter__(self) -> "Compactor":
         self._thread.start()

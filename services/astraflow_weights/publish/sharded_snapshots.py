@@ -12,7 +12,6 @@ import threading
 from contextlib import ExitStack
 
 from astraflow.errors import AstraflowError
-from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
 from astraflow_weights.codec.part_format import TARGET_PART_BYTES
@@ -22,12 +21,11 @@ from astraflow_weights.codec.snapshot import encode_snapshot_tiles
 from astraflow_weights.codec.tiles import PartKind
 from astraflow_weights.publish.agreement import Encoded, led, shared
 from astraflow_weights.publish.kept import Kept, KeptVersion
-from astraflow_weights.publish.uploads import Uploads, upload_shares
+from astraflow_weights.publish.uploads import Uploads, offer_way, upload_shares
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.intents import UploadIntents
-from astraflow_weights.versions.log import way_key
-from astraflow_weights.versions.manifest import AddedWay, PartRef, encode_way
+from astraflow_weights.versions.manifest import AddedWay, PartRef
 
 log = get_logger(__name__)
 
@@ -60,9 +58,9 @@ class ShardedSnapshots:
         self._kept = kept
         self._peers = peers
         self._clock = clock or SystemClock()
-        self._keys = PolicyKeys(run_id, policy_id)
-        self._uploads = Uploads(store, keys=self._keys, threads=threads)
-        self._intents = UploadIntents(store, keys=self._keys, clock=self._clock)
+        keys = PolicyKeys(run_id, policy_id)
+        self._uploads = Uploads(store, keys=keys, threads=threads)
+        self._intents = UploadIntents(store, keys=keys, clock=self._clock)
         self._wanted = threading.Event()
         self.idle = threading.Event()
         """Set while no snapshot is being made here."""
@@ -151,10 +149,7 @@ class ShardedSnapshots:
             parts=refs,
             created_time_s=self._clock.wall_time_s(),
         )
-        failpoints.hit("weights.compaction.parts_uploaded")
-        self._store.put_if_absent(way_key(self._keys, way), encode_way(way))
-        failpoints.hit("weights.compaction.visible")
-        log.info("compaction.added", version=kept.version, base_version=None, size_bytes=way.size_bytes)
+        offer_way(self._store, way)
 
     def __enter__(self) -> "ShardedSnapshots":
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Sends parts and assets of one policy to the store under their content's name.
+"""Sends parts and assets of one policy to the store under their content's name, and offers ways that they make.
 
 Invariant: an object that exists is never written again, and what `upload_parts` returns is stored under a name
 that no collector may delete: a part whose name is in a tombstone is salted and stored under another one. That
@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from astraflow_kit import failpoints
+from astraflow_kit.log import get_logger
 from astraflow_weights.codec.digest import sha256
 from astraflow_weights.codec.part_writer import salted
 from astraflow_weights.codec.peers import Peers
@@ -20,8 +21,11 @@ from astraflow_weights.errors import CorruptPart
 from astraflow_weights.publish.agreement import Encoded, shared
 from astraflow_weights.store import ObjectStore, PutResult
 from astraflow_weights.store.layout import PolicyKeys, check_file_name
-from astraflow_weights.versions.manifest import Asset, PartRef
+from astraflow_weights.versions.log import way_key
+from astraflow_weights.versions.manifest import AddedWay, Asset, PartRef, encode_way
 from astraflow_weights.versions.tombstones import Tombstones
+
+log = get_logger(__name__)
 
 
 class Uploads:
@@ -92,6 +96,16 @@ class Uploads:
                     f"{ref.key!r} in {self._store.uri} has {found} bytes instead of {ref.size_bytes}; "
                     "delete the damaged object"
                 )
+
+
+def offer_way(store: ObjectStore, way: AddedWay) -> None:
+    """Make an added way visible whose parts are stored; of two makers the second finds it. Raises as the store does."""
+    failpoints.hit("weights.compaction.parts_uploaded")
+    store.put_if_absent(way_key(PolicyKeys(way.run_id, way.policy_id), way), encode_way(way))
+    failpoints.hit("weights.compaction.visible")
+    log.info(
+        "compaction.added", version=way.version, base_version=way.base_version, size_bytes=way.size_bytes
+    )
 
 
 def upload_shares(parts: Sequence[bytes], *, uploads: Uploads, peers: Peers) -> tuple[PartRef, ...]:
