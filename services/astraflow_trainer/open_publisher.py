@@ -117,7 +117,7 @@ def compacting(
             kept=publisher.kept if group.size == 1 else None,
             want_snapshot=want_snapshot,
             settings=_settings(joined),
-            collector=_collector(store, client=client, joined=joined),
+            collector=_collector(store, client=client, joined=joined, log=publisher.log_copy()),
             log=publisher.log_copy(),
         )
 
@@ -147,7 +147,7 @@ def _after_publication(snapshots: ShardedSnapshots, peers: Peers, *, compactor: 
         compactor.notify()
 
 
-def _collector(store: ObjectStore, *, client: Client, joined: JoinedRun) -> Collector | None:
+def _collector(store: ObjectStore, *, client: Client, joined: JoinedRun, log: VersionLog) -> Collector | None:
     recipe = joined.recipe.trainer.publish
     if recipe.keep_snapshots == 0:
         return None
@@ -157,6 +157,7 @@ def _collector(store: ObjectStore, *, client: Client, joined: JoinedRun) -> Coll
         policy_id=joined.policy_id,
         roots=lambda: server_roots(client, run_id=joined.run_id, policy_id=joined.policy_id),
         settings=CollectionSettings(keep_snapshots=recipe.keep_snapshots, grace_s=recipe.collect_after_s),
+        log=log,
     )
 
 

@@ -111,14 +111,17 @@ class Collector:
         roots: Callable[[], Roots],
         settings: CollectionSettings | None = None,
         clock: Clock | None = None,
+        log: VersionLog | None = None,
     ) -> None:
-        """`roots` is asked before every mark and every sweep; while it raises nothing is collected."""
+        """`roots` is asked before every mark and every sweep; while it raises nothing is collected. What `log` has
+        read is not read again; it is the collector's from now on.
+        """
         self._store = store
         self._roots = roots
         self._settings = settings or CollectionSettings()
         self._clock = clock or SystemClock()
         self._keys = PolicyKeys(run_id, policy_id)
-        self._log = VersionLog(store, run_id=run_id, policy_id=policy_id)
+        self._log = log or VersionLog(store, run_id=run_id, policy_id=policy_id)
         self._rounds = Rounds(store, keys=self._keys, clock=self._clock)
         self._watch: _Watch | None = None
         self._suspects: _Suspects | None = None
@@ -277,9 +280,9 @@ class Collector:
                 found[bytes.fromhex(name)] = info.size_bytes
         return found
 
-    def _named(self) -> Counter[bytes]:
-        """How often each part is named by a manifest or an added way, collected or not."""
-        named: Counter[bytes] = Counter()
+    def _named(self) -> set[bytes]:
+        """Parts that a manifest or an added way names, collected or not."""
+        named: set[bytes] = set()
         for record in self._log.records:
             named.update(part.sha256 for part in record.snapshot or ())
             named.update(part.sha256 for delta in record.deltas for part in delta.parts)

@@ -61,7 +61,9 @@ def roll_back(
     with writer.uploading():
         committed = _commit(store, writer, back, manifest=manifest, threads=settings.upload_threads)
     # Who holds the old version, or finds its snapshot near, is there for next to nothing.
-    ways = Compactor(store, run_id=log.run_id, policy_id=log.policy_id, kept=None, settings=settings)
+    ways = Compactor(
+        store, run_id=log.run_id, policy_id=log.policy_id, kept=None, settings=settings, log=log.copy()
+    )
     ways.offer_delta(version=committed.version, base_version=version, parts=back.from_old)
     return committed
 

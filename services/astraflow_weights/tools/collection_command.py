@@ -20,13 +20,11 @@ from astraflow_weights.collection.collector import Collector, Stage, Survey
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.collection.server_roots import server_roots
 from astraflow_weights.settings import CollectionSettings
-from astraflow_weights.tools.located import PolicyOption, StoredPolicy, StoreOption, stored_policy
+from astraflow_weights.tools.located import JsonOption, PolicyOption, StoredPolicy, StoreOption, stored_policy
 
 _POLL_S = 1.0
 _WRITERS_S = 60.0
 _DEFAULT = CollectionSettings()
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; docs/weights.md says which fields.")]
 
 
 @dataclass(kw_only=True)
@@ -74,6 +72,7 @@ def gc(
             policy_id=found.log.policy_id,
             roots=_roots(found, ignore_pins=ignore_pins or dry_run),
             settings=CollectionSettings(keep_snapshots=keep_snapshots, grace_s=grace),
+            log=found.log,
         )
         survey = collector.look()
         if not json_:

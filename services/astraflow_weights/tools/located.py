@@ -40,6 +40,7 @@ StoreOption = Annotated[
         help="Read this store, file:///… or s3://bucket/prefix, and ask no server; needs --run-id and --policy.",
     ),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; docs/weights.md says which fields.")]
 PolicyOption = Annotated[
     str, typer.Option("--policy", help="Policy to look at. Default: the run's only one.")
 ]
