@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from astraflow_weights.errors import Edge, NoPath
+from astraflow_weights.versions.inspection import parts_by_base
 from astraflow_weights.versions.log import VersionLog, VersionRecord
 from astraflow_weights.versions.manifest import PartRef
 from astraflow_weights.versions.planner import plan_pull
@@ -77,10 +78,8 @@ def retained(
 
 def ways_of(record: VersionRecord) -> Iterator[tuple[Edge, tuple[PartRef, ...]]]:
     """Ways to a version that readers may take, and their parts."""
-    if (snapshot := record.offered_snapshot) is not None:
-        yield Edge(version=record.version, base_version=None), snapshot
-    for delta in record.offered_deltas:
-        yield Edge(version=record.version, base_version=delta.base_version), delta.parts
+    for base, parts in parts_by_base(record).items():
+        yield Edge(version=record.version, base_version=base), parts
 
 
 def _is_whole(parts: Iterable[PartRef], present: Mapping[bytes, int]) -> bool:

@@ -24,6 +24,7 @@ from astraflow_kit.clock import SystemClock
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.tools.collection_command import gc
 from astraflow_weights.tools.located import (
+    JsonOption,
     PolicyOption,
     StoredPolicy,
     StoreOption,
@@ -51,7 +52,6 @@ def weights() -> None:
 
 _THREADS = 8
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; docs/weights.md says which fields.")]
 VersionArgument = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Version to look at.")]
 
 

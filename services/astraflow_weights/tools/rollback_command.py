@@ -22,6 +22,7 @@ from astraflow_weights.publish.announcing import Announcer
 from astraflow_weights.publish.rollback import roll_back
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.tools.located import (
+    JsonOption,
     PolicyOfServer,
     PolicyOption,
     StoredPolicy,
@@ -38,7 +39,6 @@ TakeOverOption = Annotated[
         "--take-over", help="Do not ask whether a trainer holds the policy; one that does is fenced and ends."
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; docs/weights.md says which fields.")]
 
 
 def rollback(
