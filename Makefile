@@ -47,7 +47,7 @@ soak: $(TEST_STAMP) ## Random kills, many seeds, full fuzz counts; about an hour
 	@$(PYTEST) -m soak --hypothesis-profile=soak $(T) $(ARGS)
 
 study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/results/
-	@$(BIN)/python -m astraflow_launcher.study $(ARGS)
+	@$(BIN)/python -m astraflow_bench.study $(ARGS)
 
 ##@ Work on it
 .PHONY: lint format types proto proto-check schema setup
@@ -111,7 +111,7 @@ $(RUN_STAMP): $(BIN)/pip
 	@touch $(RUN_STAMP)
 
 $(TEST_STAMP): $(BIN)/pip
-	$(call install,dev$(comma)test)
+	$(call install,dev$(comma)bench$(comma)test)
 	@touch $(RUN_STAMP) $(TEST_STAMP)
 
 comma := ,

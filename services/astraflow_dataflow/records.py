@@ -412,7 +412,7 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTrace:
-    """A task with the entries of its trace, oldest first; see `functions/trace.lua`."""
+    """A task with the entries of its trace, oldest first; see `store/lua/trace.lua`."""
 
     task_id: str
     known: bool

@@ -22,16 +22,14 @@ from astraflow.dataflow.v1 import (
     version_service_pb2_grpc,
 )
 from astraflow.errors import AstraflowError
-from astraflow_dataflow import background
-from astraflow_dataflow.batching import Batching
-from astraflow_dataflow.conductor import Conductor
-from astraflow_dataflow.curation import Curation
-from astraflow_dataflow.durability import Durability, choose_method
-from astraflow_dataflow.ingests import Ingests
-from astraflow_dataflow.leasing import Leasing
+from astraflow_dataflow.batches.binding import Batching
+from astraflow_dataflow.episodes.ingests import Ingests
+from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Event
-from astraflow_dataflow.reporting import Reporting
-from astraflow_dataflow.runs import RunContext, RunRegistry
+from astraflow_dataflow.rules.waits import Plugged
+from astraflow_dataflow.run_loop import Conductor
+from astraflow_dataflow.runs import background
+from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.admin_servicer import AdminServicer
 from astraflow_dataflow.servicers.batch_servicer import BatchServicer
 from astraflow_dataflow.servicers.run_servicer import RunServicer
@@ -39,11 +37,13 @@ from astraflow_dataflow.servicers.task_servicer import TaskServicer
 from astraflow_dataflow.servicers.trajectory_servicer import TrajectoryServicer
 from astraflow_dataflow.servicers.version_servicer import VersionServicer
 from astraflow_dataflow.settings import DataflowServerSettings
-from astraflow_dataflow.settling import Settling
-from astraflow_dataflow.store import Connection
-from astraflow_dataflow.stores import Store
-from astraflow_dataflow.versions import Versions
-from astraflow_dataflow.waits import Plugged
+from astraflow_dataflow.status.reporting import Reporting
+from astraflow_dataflow.store.connection import Connection
+from astraflow_dataflow.store.durability import Durability, choose_method
+from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.tasks.curation import Curation
+from astraflow_dataflow.tasks.leasing import Leasing
+from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit import lifecycle
 from astraflow_kit.clock import SystemClock
 from astraflow_kit.http import HttpServer, create_app

@@ -23,13 +23,13 @@ from astraflow_kit.recipe_code import install_code
 from astraflow_kit.rpc_contracts import Registration
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
-from astraflow_raas.assembly import assemble_node
 from astraflow_raas.engine.command import require_engine
-from astraflow_raas.joining import find_run, join_run, membership_of
 from astraflow_raas.loops import LoopService
-from astraflow_raas.mirror_place import MirrorPlace
-from astraflow_raas.node import Node
-from astraflow_raas.node_folder import NodeFolder, claim_folder
+from astraflow_raas.node.assembly import assemble_node
+from astraflow_raas.node.folder import NodeFolder, claim_folder
+from astraflow_raas.node.joining import find_run, join_run, membership_of
+from astraflow_raas.node.mirror_place import MirrorPlace
+from astraflow_raas.node.node import Node
 from astraflow_raas.recipe_code import load_workflow
 from astraflow_raas.servicers.node_service import NodeServicer, node_status
 from astraflow_raas.settings import NodeSettings

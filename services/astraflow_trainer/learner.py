@@ -14,10 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from astraflow.recipe import AlgorithmSettings, Recipe
 from astraflow.recipe import OptimizerSettings as RecipeOptimizer
-from astraflow_trainer.advantages import DR_GRPO, GRPO, RLOO, AdvantageSettings
-from astraflow_trainer.change_detection import DetectedChanges, Where
-from astraflow_trainer.checkpoint import CheckpointStore, Position
-from astraflow_trainer.losses import (
+from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.model.checkpoint import CheckpointStore, Position
+from astraflow_trainer.model.model import PolicyModel, load_causal_lm, shard
+from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings, ScheduleSettings
+from astraflow_trainer.publish.change_detection import DetectedChanges, Where
+from astraflow_trainer.publish.published import HeldPart, WeightCopies
+from astraflow_trainer.publish.publishing import ModelBytes
+from astraflow_trainer.ranks.group import RankGroup
+from astraflow_trainer.step.advantages import DR_GRPO, GRPO, RLOO, AdvantageSettings
+from astraflow_trainer.step.losses import (
     Aggregation,
     Cispo,
     Gspo,
@@ -29,13 +35,7 @@ from astraflow_trainer.losses import (
     PpoClip,
     TrustRegion,
 )
-from astraflow_trainer.model import PolicyModel, load_causal_lm, shard
-from astraflow_trainer.optimizer import MasterOptimizer, OptimizerSettings, ScheduleSettings
-from astraflow_trainer.publish import ModelBytes
-from astraflow_trainer.published import HeldPart, WeightCopies
-from astraflow_trainer.rank_group import RankGroup
-from astraflow_trainer.rows import TrainingRow
-from astraflow_trainer.step import StepMetrics, StepSettings, train_step
+from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
 from astraflow_weights.codec.shards import ShardedModel
 
 __all__ = ["PolicyLearner", "loss_settings", "step_settings"]

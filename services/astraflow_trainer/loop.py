@@ -19,13 +19,13 @@ from typing import Protocol
 from astraflow.errors import PreconditionError, UnavailableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
-from astraflow_trainer.batch_source import Claim, StepBatch
+from astraflow_trainer.batches.rank_batches import RankBatches
+from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.batches.source import Claim, StepBatch
 from astraflow_trainer.controls import Controls, Orders, RateChange
 from astraflow_trainer.progress import Phase, Progress, StepRecord
-from astraflow_trainer.publish import ModelBytes, PublishWorker
-from astraflow_trainer.rank_batches import RankBatches
-from astraflow_trainer.rows import TrainingRow
-from astraflow_trainer.step import Outcome, StepMetrics
+from astraflow_trainer.publish.publishing import ModelBytes, PublishWorker
+from astraflow_trainer.step.step import Outcome, StepMetrics
 
 log = get_logger(__name__)
 

@@ -31,7 +31,7 @@ from astraflow_kit.settings import read_secret
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.joined_run import JoinedRun, join_run
 from astraflow_trainer.progress import Progress, StepRecord
-from astraflow_trainer.rank_group import RankGroup, join_rank_group
+from astraflow_trainer.ranks.group import RankGroup, join_rank_group
 from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
 from astraflow_trainer.settings import RankSettings, TrainerSettings

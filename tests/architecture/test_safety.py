@@ -9,7 +9,12 @@ from support.source_tree import recipe_modules, source_modules
 UNSAFE_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 # Settings read the environment; the launcher passes its own on to the processes it starts.
-ENVIRONMENT_READERS = ("settings.py", "services/astraflow_launcher/", "services/astraflow_kit/failpoints.py")
+ENVIRONMENT_READERS = (
+    "settings.py",
+    "services/astraflow_launcher/",
+    "services/astraflow_bench/",
+    "services/astraflow_kit/failpoints.py",
+)
 
 
 def test_nothing_runs_code_that_came_as_data() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from astraflow_dataflow.keys import Keys
+from astraflow_dataflow.store.keys import Keys
 from support.audit import audit
 from support.development import POLICY, RUN_ID, RunFiles, dev, finish
 from support.valkey import ValkeyServer

@@ -12,10 +12,10 @@ import pytest
 from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot, kernel
 from astraflow_weights.codec.digest import model_root
 from astraflow_weights.codec.kernel import Isa
-from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array
-from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.versions.manifest import (
     Asset,
     DeltaRef,

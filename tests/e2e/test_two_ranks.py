@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from astraflow_weights.codec.part_reader import open_part
-from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.codec.parts.reader import open_part
+from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store import open_store

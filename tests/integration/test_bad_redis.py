@@ -13,7 +13,7 @@ import pytest
 
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import AstraflowError
-from astraflow_dataflow.store import Connection
+from astraflow_dataflow.store.connection import Connection
 from astraflow_kit.lifecycle import ExitCode
 from support.dataflow_world import served
 from support.fake_redis import fake_redis

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from astraflow_dataflow.admission import Window, free_groups
+from astraflow_dataflow.rules.window import Window, free_groups
 from support.dataflow_world import World
 
 

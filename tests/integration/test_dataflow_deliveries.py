@@ -18,7 +18,7 @@ from astraflow.dataflow.v1.trajectory_service_pb2 import (
     OUTCOME_SUPERSEDED,
 )
 from astraflow.errors import AstraflowError, FencedError, NotFoundError
-from astraflow_dataflow.store_tasks import TaskStore
+from astraflow_dataflow.store.tasks import TaskStore
 from support.dataflow_world import World, served, until
 from support.work_stream import soon, working
 

@@ -15,8 +15,8 @@ import pytest
 
 from astraflow.dataflow.v1 import batch_service_pb2, durability_pb2, run_service_pb2, trajectory_service_pb2
 from astraflow.errors import FencedError, IncompatibleError, UnavailableError, VersionGapError
-from astraflow_dataflow import durability
-from astraflow_dataflow.store import Connection
+from astraflow_dataflow.store import durability
+from astraflow_dataflow.store.connection import Connection
 from support.dataflow_world import Node, World, served, until
 from support.valkey import ValkeyServer
 from support.work_stream import soon, working

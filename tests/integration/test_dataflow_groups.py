@@ -6,12 +6,12 @@ import asyncio
 
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.rollout.v1 import task_pb2
-from astraflow_dataflow.ingest import pushed_episode
+from astraflow_dataflow.episodes.ingest import pushed_episode
 from astraflow_dataflow.records import CommitReply, CompleteTask
 from support.dataflow_world import Node, Trainer, World, make_trajectory
 
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
-DROP_EQUAL = '["astraflow_dataflow.filters.drop_zero_advantage:DropZeroAdvantage"]'
+DROP_EQUAL = '["astraflow_dataflow.plugins.drop_zero_advantage:DropZeroAdvantage"]'
 
 
 async def started(world: World, **recipe: object) -> tuple[Trainer, Node]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_launcher.bench.wan.radosgw import RadosGateway, missing_programs
+from astraflow_bench.wan.radosgw import RadosGateway, missing_programs
 from astraflow_weights.codec.digest import sha256
 from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror

@@ -25,10 +25,10 @@ from astraflow.dataflow.v1 import (
 )
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow.rollout.v1 import task_pb2
-from astraflow_dataflow.keys import Keys
-from astraflow_dataflow.store import as_list, as_text
+from astraflow_dataflow.store.connection import as_list, as_text
+from astraflow_dataflow.store.keys import Keys
 from astraflow_kit import failpoints
-from astraflow_raas.spool_files import SpoolFiles
+from astraflow_raas.push.spool_files import SpoolFiles
 from support.dataflow_world import Trainer, World, until
 from support.engine_process import running_engine
 from support.node_process import NodeProcess, WeightPublisher, node_of, started, tiny_policy

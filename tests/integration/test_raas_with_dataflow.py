@@ -14,7 +14,7 @@ from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import admin_service_pb2, batch_service_pb2, run_pb2
 from astraflow.errors import UnavailableError
 from astraflow.rollout.v1 import trajectory_pb2
-from astraflow_raas.spool import SpoolLimits
+from astraflow_raas.push.spool import SpoolLimits
 from support.chaos import cut_tail
 from support.dataflow_world import World, served
 from support.raas_node import local_node

@@ -11,7 +11,7 @@ import pytest
 
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.weights.v1 import manifest_pb2
-from astraflow_launcher.support_bundle import Evidence, save_bundle
+from astraflow_launcher.support.bundle import Evidence, save_bundle
 from astraflow_weights.store import open_store
 from support.dataflow_world import World, recipe_text
 from support.s3_server import S3Server

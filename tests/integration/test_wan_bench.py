@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from astraflow_launcher.bench.wan import radosgw
-from astraflow_launcher.bench.wan.cast import Cast
-from astraflow_launcher.bench.wan.links import LinkPlan, Place, link_to
-from astraflow_launcher.bench.wan.network import Network, missing_tools
+from astraflow_bench.wan import radosgw
+from astraflow_bench.wan.cast import Cast
+from astraflow_bench.wan.links import LinkPlan, Place, link_to
+from astraflow_bench.wan.network import Network, missing_tools
 
 pytestmark = [
     pytest.mark.integration,
@@ -166,7 +166,7 @@ def measured(
     network: Network, cast: Cast, *, connections: int, warm_up_s: float, place: Place = Place.REMOTE
 ) -> dict[str, Any]:
     """Plain TCP from the store to a place."""
-    module = "astraflow_launcher.bench.wan.raw_transfer"
+    module = "astraflow_bench.wan.raw_transfer"
     sender = network.start(Place.STORE, sys.executable, "-m", module, "send", str(PORT), stdout=None)
     try:
         until(lambda: f":{PORT:04X} " in network.run(Place.STORE, "cat", "/proc/net/tcp"))

@@ -23,7 +23,7 @@ from astraflow.dataflow.v1 import (
 )
 from astraflow.errors import InvalidArgumentError, NotFoundError, PreconditionError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
-from astraflow_dataflow.accounts import drift
+from astraflow_dataflow.rules.conservation import drift
 from support.dataflow_world import Node, Trainer, World, served
 
 INTENT = batch_service_pb2.BATCH_STAGE_INTENT
@@ -270,7 +270,7 @@ async def walking(url: str, folder: Path, seed: int) -> AsyncIterator[Walk]:
             dataset="Counting",
             group_size=2,
             max_attempts=2,
-            filters='["astraflow_dataflow.filters.drop_zero_advantage:DropZeroAdvantage"]',
+            filters='["astraflow_dataflow.plugins.drop_zero_advantage:DropZeroAdvantage"]',
             evaluation="{every_versions: 0, num_samples: 1, final_samples: 1}",
         )
         walk = Walk(rng=random.Random(seed), world=world)

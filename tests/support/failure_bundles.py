@@ -58,7 +58,7 @@ def runs_daemons(item: pytest.Item) -> bool:
 def _saved(item: pytest.Item, report: pytest.TestReport) -> str:
     """What the report says: the bundle's path, or why there is none."""
     # Imported when a test failed: they would make every start of pytest half a second longer.
-    from astraflow_launcher.support_bundle import Evidence, save_bundle
+    from astraflow_launcher.support.bundle import Evidence, save_bundle
 
     folder = item.config.rootpath / FOLDER
     name = re.sub(r"[^\w.-]+", "-", item.nodeid.removeprefix("tests/")).strip("-")[-100:]

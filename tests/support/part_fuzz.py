@@ -26,8 +26,8 @@ import numpy as np
 from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot, kernel
 from astraflow_weights.codec.digest import sha256
 from astraflow_weights.codec.kernel import Bytes, ClassCodes, Isa, Kernel, Status
-from astraflow_weights.codec.part_format import HEADER, ROW, TRAILER_BYTES
-from astraflow_weights.codec.part_reader import read_head
+from astraflow_weights.codec.parts.format import HEADER, ROW, TRAILER_BYTES
+from astraflow_weights.codec.parts.reader import read_head
 from astraflow_weights.codec.tensor_hash import tile_digest
 from astraflow_weights.codec.tensors import Array, Model
 from astraflow_weights.errors import CorruptPart

@@ -15,18 +15,18 @@ from pathlib import Path
 from astraflow.client import AsyncClient
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.fake import FakeEngine
-from astraflow_raas.engine.host import HostSettings, RemoteHost
-from astraflow_raas.joining import find_run, join_run, membership_of
-from astraflow_raas.node import Node, NodeState, PolicyParts, PolicyTable
-from astraflow_raas.push import Pusher
+from astraflow_raas.node.engine_host import HostSettings, RemoteHost
+from astraflow_raas.node.joining import find_run, join_run, membership_of
+from astraflow_raas.node.node import Node, NodeState, PolicyParts, PolicyTable
+from astraflow_raas.policies.served_policy import ServedPolicy
+from astraflow_raas.policies.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
+from astraflow_raas.push.pushing import Pusher
+from astraflow_raas.push.spool import SpoolLimits
+from astraflow_raas.push.spool_files import SpoolFiles
 from astraflow_raas.recipe_code import load_workflow
-from astraflow_raas.served_policy import ServedPolicy
-from astraflow_raas.session import Session, SessionSettings
 from astraflow_raas.settings import NodeSettings
-from astraflow_raas.spool import SpoolLimits
-from astraflow_raas.spool_files import SpoolFiles
-from astraflow_raas.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
-from astraflow_raas.worker import Worker, WorkerHooks
+from astraflow_raas.work.session import Session, SessionSettings
+from astraflow_raas.work.worker import Worker, WorkerHooks
 from astraflow_weights.errors import VerificationFailed
 from astraflow_weights.mirror.lock import Hold
 from astraflow_weights.versions.pull import PullCounts

@@ -13,8 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from astraflow.plugins import Episode, Policy, TaskSpec
 from astraflow.plugins import Message as ChatMessage
 from astraflow_raas.engine.fake import FakeEngine
-from astraflow_raas.lease import LeasedTask, Sampling
-from astraflow_raas.served_policy import ServedPolicy
+from astraflow_raas.policies.served_policy import ServedPolicy
+from astraflow_raas.work.lease import LeasedTask, Sampling
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (

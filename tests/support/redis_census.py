@@ -15,7 +15,7 @@ from typing import Any
 
 import redis
 
-from astraflow_dataflow.keys import Keys
+from astraflow_dataflow.store.keys import Keys
 from support.valkey import ValkeyServer
 
 _DROPPED = "dropped:"

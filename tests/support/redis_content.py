@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 
-from astraflow_dataflow.keys import BEAT_KEY
+from astraflow_dataflow.store.keys import BEAT_KEY
 
 Content = dict[str, object]
 

@@ -30,7 +30,7 @@ from astraflow.dataflow.v1 import (
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.lifecycle import Addresses, write_address_file
-from astraflow_launcher.processes import Child, ChildSpec, Supervisor
+from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor
 from support.scripted_dataflow import eventually
 
 POLICY = "solver"

@@ -227,7 +227,7 @@ def _resample(episode: trajectory_pb2.Episode, draw: np.random.Generator) -> Non
 
 def tiny_model(folder: Path, *, seed: int = 0) -> Path:
     """A random model of a few thousand parameters, the same for every seed."""
-    from astraflow_trainer.model import Qwen3Shape, build_causal_lm, save_causal_lm
+    from astraflow_trainer.model.model import Qwen3Shape, build_causal_lm, save_causal_lm
 
     directory = folder / "model"
     if not directory.exists():

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from astraflow_launcher.bench.wan import report
-from astraflow_launcher.bench.wan.report import Arrival, Report
+from astraflow_bench.wan import report
+from astraflow_bench.wan.report import Arrival, Report
 
 ARRIVAL = Arrival(
     seconds=1.0, refresh_s=0.2, advance_s=0.8, fetched_bytes=1000, received_bytes=1100, snapshots=0, deltas=1

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.shards import Shard, ShardedModel
 from astraflow_weights.codec.tensors import Array, flat_unsigned, specs_of
-from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import ObjectNotFound, Unavailable
 from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult
 from astraflow_weights.store.file import FileStore

@@ -54,9 +54,9 @@ COMMANDS: dict[str, Subcommand] = {
     "runs": Subcommand("astraflow.commands.runs", "List runs, or delete one.", "", _OPERATE),
     "weights": Subcommand("astraflow_weights.tools.commands", "Verify and pin versions.", "raas", _OPERATE),
     "bench": Subcommand(
-        "astraflow_launcher.commands.bench",
+        "astraflow_bench.commands.bench",
         "Measure what the weight path costs on this machine.",
-        "dev",
+        "bench",
         _LOOK,
     ),
     "dataflow": Subcommand("astraflow_dataflow.__main__", "Start a dataflow server.", "dataflow", _DAEMONS),

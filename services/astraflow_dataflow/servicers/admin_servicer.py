@@ -10,14 +10,14 @@ from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import admin_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
 from astraflow.rollout.v1 import task_pb2
-from astraflow_dataflow.durability import Durability
-from astraflow_dataflow.pools import pool_report
 from astraflow_dataflow.records import StoredDeadLetter
-from astraflow_dataflow.reporting import Reporting, timestamp
-from astraflow_dataflow.runs import RunRegistry
+from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.servicers.bounds import page_size
-from astraflow_dataflow.stores import Store
-from astraflow_dataflow.watching import watch
+from astraflow_dataflow.status.pools import pool_report
+from astraflow_dataflow.status.reporting import Reporting, timestamp
+from astraflow_dataflow.status.watching import watch
+from astraflow_dataflow.store.durability import Durability
+from astraflow_dataflow.store.stores import Store
 from astraflow_kit.log import get_logger
 from astraflow_kit.serve import Context
 

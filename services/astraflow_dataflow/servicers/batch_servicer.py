@@ -10,12 +10,12 @@ from google.protobuf.duration_pb2 import Duration
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1 import batch_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
-from astraflow_dataflow.batching import Batching
-from astraflow_dataflow.durability import Durability
+from astraflow_dataflow.batches.binding import Batching
 from astraflow_dataflow.records import Stage
-from astraflow_dataflow.runs import RunContext, RunRegistry
+from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.bounds import MAX_REASON, require_short, wait_seconds
-from astraflow_dataflow.stores import Store
+from astraflow_dataflow.store.durability import Durability
+from astraflow_dataflow.store.stores import Store
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.serve import Context

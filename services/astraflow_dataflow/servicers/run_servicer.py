@@ -11,14 +11,14 @@ from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
 from astraflow.rollout.v1 import blob_pb2
-from astraflow_dataflow.accounts import last_account
-from astraflow_dataflow.durability import Durability
 from astraflow_dataflow.records import Life, StoredRun
-from astraflow_dataflow.reporting import RUN_STATES, account_message, timestamp
-from astraflow_dataflow.runs import RunRegistry
+from astraflow_dataflow.rules.conservation import last_account
+from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.servicers.bounds import page_number, page_size
-from astraflow_dataflow.stores import Store
-from astraflow_dataflow.versions import Versions
+from astraflow_dataflow.status.reporting import RUN_STATES, account_message, timestamp
+from astraflow_dataflow.store.durability import Durability
+from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.serve import Context

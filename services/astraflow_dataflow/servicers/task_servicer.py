@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.dataflow.v1 import task_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
-from astraflow_dataflow.durability import Durability
-from astraflow_dataflow.leasing import Leasing
 from astraflow_dataflow.records import NewTask
-from astraflow_dataflow.runs import RunContext, RunRegistry
+from astraflow_dataflow.rules.tasks import task_problem
+from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.bounds import wait_seconds
-from astraflow_dataflow.sessions import WorkSession
-from astraflow_dataflow.stores import Store
-from astraflow_dataflow.task_rules import task_problem
-from astraflow_dataflow.versions import Versions
+from astraflow_dataflow.store.durability import Durability
+from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.tasks.leasing import Leasing
+from astraflow_dataflow.tasks.sessions import WorkSession
+from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit.serve import Context
 
 _MAX_TASKS = 1000

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from astraflow.dataflow.v1 import durability_pb2, trajectory_service_pb2_grpc
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
-from astraflow_dataflow.ingest import PushOutcome
-from astraflow_dataflow.ingests import Ingests
-from astraflow_dataflow.push_window import PushWindow
+from astraflow_dataflow.episodes.ingest import PushOutcome
+from astraflow_dataflow.episodes.ingests import Ingests
+from astraflow_dataflow.episodes.push_window import PushWindow
 from astraflow_kit.serve import Context
 
 

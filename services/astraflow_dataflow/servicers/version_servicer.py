@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import version_pb2, version_service_pb2_grpc
 from astraflow.dataflow.v1 import version_service_pb2 as pb
-from astraflow_dataflow.durability import Durability
 from astraflow_dataflow.records import StoredPin
-from astraflow_dataflow.reporting import timestamp
-from astraflow_dataflow.runs import RunRegistry
+from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.servicers.bounds import MAX_REASON, page_number, page_size, require_short
-from astraflow_dataflow.versions import Versions
+from astraflow_dataflow.status.reporting import timestamp
+from astraflow_dataflow.store.durability import Durability
+from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit.serve import Context
 
 _DEFAULT_PAGE, _MAX_PAGE = 50, 1000

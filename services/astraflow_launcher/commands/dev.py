@@ -15,12 +15,12 @@ from astraflow.errors import InvalidArgumentError
 from astraflow.recipe_file import load_recipe
 from astraflow_kit.log import configure
 from astraflow_kit.settings import load
-from astraflow_launcher.development_run import DevelopmentRun, Options, Part
-from astraflow_launcher.metrics_file import to_json
-from astraflow_launcher.observation import parse_goal
-from astraflow_launcher.run_folder import open_run_folder
-from astraflow_launcher.summary import Summary, as_json, as_table
-from astraflow_launcher.view import LineView, LiveView, QuietView, View
+from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
+from astraflow_launcher.run.folder import open_run_folder
+from astraflow_launcher.view.live import LineView, LiveView, QuietView, View
+from astraflow_launcher.view.metrics_file import to_json
+from astraflow_launcher.view.observation import parse_goal
+from astraflow_launcher.view.summary import Summary, as_json, as_table
 from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store, probe_create_only
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from astraflow_launcher.checks import Finding, State, run_checks
+from astraflow_launcher.support.checks import Finding, State, run_checks
 
 app = typer.Typer(add_completion=False)
 

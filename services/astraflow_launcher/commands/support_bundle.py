@@ -19,7 +19,7 @@ from astraflow.commands.server import (
     read_token,
 )
 from astraflow.errors import NotFoundError, UnavailableError
-from astraflow_launcher.support_bundle import Evidence, save_bundle
+from astraflow_launcher.support.bundle import Evidence, save_bundle
 
 app = typer.Typer(add_completion=False)
 

@@ -9,7 +9,7 @@ import grpc
 
 from astraflow.errors import NotFoundError
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
-from astraflow_raas.node import Node, PolicyParts
+from astraflow_raas.node.node import Node, PolicyParts
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 

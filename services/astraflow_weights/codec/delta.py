@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy.typing as npt
 
-from astraflow_weights.codec import tile_delta
-from astraflow_weights.codec.part_format import TARGET_PART_BYTES
-from astraflow_weights.codec.part_reader import PartSet, open_parts
-from astraflow_weights.codec.part_writer import PartSetHead, Placed, write_parts
+from astraflow_weights.codec.parts.format import TARGET_PART_BYTES
+from astraflow_weights.codec.parts.reader import PartSet, open_parts
+from astraflow_weights.codec.parts.writer import PartSetHead, Placed, write_parts
 from astraflow_weights.codec.shards import ShardedModel, whole
 from astraflow_weights.codec.tensors import Model, flat_unsigned, require_same_specs, spec_of, tile_ranges
-from astraflow_weights.codec.tiles import PartKind, Steps, StoredTile
+from astraflow_weights.codec.tiles import delta as tile_delta
+from astraflow_weights.codec.tiles.grid import PartKind, Steps, StoredTile
 from astraflow_weights.errors import CorruptPart
 
 # Decoded steps that are kept between the check and the writing; what is beyond is decoded twice.

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from astraflow_weights.codec import tile_delta
-from astraflow_weights.codec.part_format import TARGET_PART_BYTES
-from astraflow_weights.codec.part_reader import PartSet, open_parts
-from astraflow_weights.codec.part_writer import PartSetHead, Placed, write_parts
+from astraflow_weights.codec.parts.format import TARGET_PART_BYTES
+from astraflow_weights.codec.parts.reader import PartSet, open_parts
+from astraflow_weights.codec.parts.writer import PartSetHead, Placed, write_parts
 from astraflow_weights.codec.tensors import (
     MAX_TILE_ELEMENTS,
     Array,
@@ -23,7 +22,8 @@ from astraflow_weights.codec.tensors import (
     specs_of,
     tile_ranges,
 )
-from astraflow_weights.codec.tiles import EncodedTile, PartKind, StoredTile, TileCodec
+from astraflow_weights.codec.tiles import delta as tile_delta
+from astraflow_weights.codec.tiles.grid import EncodedTile, PartKind, StoredTile, TileCodec
 from astraflow_weights.errors import ModelMismatch, NeedsBase
 
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from astraflow_weights.codec import tile_snapshot
-from astraflow_weights.codec.part_format import TARGET_PART_BYTES
-from astraflow_weights.codec.part_reader import PartSet, open_parts
-from astraflow_weights.codec.part_writer import PartSetHead, Placed, write_parts
+from astraflow_weights.codec.parts.format import TARGET_PART_BYTES
+from astraflow_weights.codec.parts.reader import PartSet, open_parts
+from astraflow_weights.codec.parts.writer import PartSetHead, Placed, write_parts
 from astraflow_weights.codec.shards import ShardedModel, whole
 from astraflow_weights.codec.tensors import (
     DTYPE_BY_NAME,
@@ -20,7 +19,8 @@ from astraflow_weights.codec.tensors import (
     flat_unsigned,
     tile_ranges,
 )
-from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.codec.tiles import snapshot as tile_snapshot
+from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.errors import CorruptPart
 
 _MAX_MODEL_BYTES = 2**42

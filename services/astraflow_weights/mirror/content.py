@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
-from astraflow_weights.codec.part_reader import PartSet, joined
+from astraflow_weights.codec.parts.reader import PartSet, joined
 from astraflow_weights.codec.tensor_hash import tensor_digest
 from astraflow_weights.durable import replace_synced, sync_file
 from astraflow_weights.errors import CorruptPart, Edge, VerificationFailed

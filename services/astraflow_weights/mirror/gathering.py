@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
-from astraflow_weights.codec import tile_snapshot
-from astraflow_weights.codec.part_reader import Part, PartSet, joined, open_part
-from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.codec.parts.reader import Part, PartSet, joined, open_part
+from astraflow_weights.codec.tiles import snapshot as tile_snapshot
+from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.errors import CorruptPart, Edge, VerificationFailed
 from astraflow_weights.mirror.journal import Journal
 from astraflow_weights.mirror.tile_grid import MappedTiles

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from astraflow_weights.codec.digest import sha256
-from astraflow_weights.codec.part_reader import Part, open_part
+from astraflow_weights.codec.parts.reader import Part, open_part
 from astraflow_weights.durable import DRAFT_SUFFIX, replace_synced
 from astraflow_weights.mirror.tile_grid import DIGEST_BYTES, GridTile, TileDigests, TileGrid, UInts, digest_of
 from astraflow_weights.versions.manifest import PartRef

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from astraflow.errors import AstraflowError
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
-from astraflow_weights.codec.part_reader import PartSet
+from astraflow_weights.codec.parts.reader import PartSet
 from astraflow_weights.errors import Edge, NoPath, VerificationFailed
 from astraflow_weights.mirror import checkpoint
 from astraflow_weights.mirror.content import Fill, Heal, MirrorContent, require_manifest

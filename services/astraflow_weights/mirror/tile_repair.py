@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from astraflow_weights.codec.part_reader import TileRange, open_part, read_ranges
+from astraflow_weights.codec.parts.reader import TileRange, open_part, read_ranges
 from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS
-from astraflow_weights.codec.tiles import StoredTile
+from astraflow_weights.codec.tiles.grid import StoredTile
 from astraflow_weights.errors import CorruptPart, Edge, ObjectNotFound
 from astraflow_weights.mirror.tile_grid import GridTile, TileGrid
 from astraflow_weights.mirror.tile_steps import TileSteps, covers

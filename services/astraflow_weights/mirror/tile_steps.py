@@ -8,10 +8,11 @@ parts. The mirror calls it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from astraflow_weights.codec import tile_delta, tile_snapshot
-from astraflow_weights.codec.part_reader import PartSet
+from astraflow_weights.codec.parts.reader import PartSet
 from astraflow_weights.codec.tensors import TensorSpec
-from astraflow_weights.codec.tiles import PartKind, StoredTile, TileCodec
+from astraflow_weights.codec.tiles import delta as tile_delta
+from astraflow_weights.codec.tiles import snapshot as tile_snapshot
+from astraflow_weights.codec.tiles.grid import PartKind, StoredTile, TileCodec
 from astraflow_weights.errors import CorruptPart, Edge
 from astraflow_weights.mirror.tile_grid import GridTile, TileGrid, UInts
 from astraflow_weights.versions.pull import unusable

@@ -12,10 +12,10 @@ from functools import partial
 
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
-from astraflow_weights.codec.part_format import TARGET_PART_BYTES
-from astraflow_weights.codec.part_writer import PartSetHead, write_parts
+from astraflow_weights.codec.parts.format import TARGET_PART_BYTES
+from astraflow_weights.codec.parts.writer import PartSetHead, write_parts
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
-from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.collection.collector import Collector
 from astraflow_weights.publish.chains import chained_delta
 from astraflow_weights.publish.compaction import Span, due_merges, snapshot_due

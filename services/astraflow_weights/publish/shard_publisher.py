@@ -16,12 +16,12 @@ from astraflow.errors import ConflictError
 from astraflow_kit import failpoints
 from astraflow_weights.codec.delta import encode_delta_tiles
 from astraflow_weights.codec.digest import TensorDigest, model_root
-from astraflow_weights.codec.part_format import TARGET_PART_BYTES
-from astraflow_weights.codec.part_writer import PartSetHead, Placed, TileGroups, group_tiles, seal_parts
+from astraflow_weights.codec.parts.format import TARGET_PART_BYTES
+from astraflow_weights.codec.parts.writer import PartSetHead, Placed, TileGroups, group_tiles, seal_parts
 from astraflow_weights.codec.peers import Peers
 from astraflow_weights.codec.shards import Cover, ShardedModel, check_cover, sharded_digests
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
-from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.publish.agreement import Encoded, led, shared
 from astraflow_weights.publish.kept import KeptVersion
 from astraflow_weights.publish.uploads import Uploads, upload_shares

@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from astraflow.errors import AstraflowError
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
-from astraflow_weights.codec.part_format import TARGET_PART_BYTES
-from astraflow_weights.codec.part_writer import PartSetHead, TileGroups, group_tiles, seal_parts
+from astraflow_weights.codec.parts.format import TARGET_PART_BYTES
+from astraflow_weights.codec.parts.writer import PartSetHead, TileGroups, group_tiles, seal_parts
 from astraflow_weights.codec.peers import Peers
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
-from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.publish.agreement import Encoded, led, shared
 from astraflow_weights.publish.kept import Kept, KeptVersion
 from astraflow_weights.publish.uploads import Uploads, offer_way, upload_shares

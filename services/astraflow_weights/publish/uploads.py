@@ -15,7 +15,7 @@ from pathlib import Path
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_weights.codec.digest import sha256
-from astraflow_weights.codec.part_writer import salted
+from astraflow_weights.codec.parts.writer import salted
 from astraflow_weights.codec.peers import Peers
 from astraflow_weights.errors import CorruptPart
 from astraflow_weights.publish.agreement import Encoded, shared

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.errors import CorruptPart, Edge, NoPath, VerificationFailed
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from astraflow.errors import IncompatibleError
-from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tensors import Array, TensorSpec, flat_unsigned, require_same_specs
-from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import CorruptManifest, NoPath, ObjectNotFound
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore

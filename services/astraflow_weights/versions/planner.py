@@ -8,7 +8,7 @@ guesses about versions the log has not read. Pure; the mirror calls `plan_pull`.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.errors import Edge, NoPath
 from astraflow_weights.versions.log import VersionLog, VersionRecord
 from astraflow_weights.versions.manifest import PartRef

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.codec.tiles.grid import PartKind
 
 # Of less than this the rate is mostly overhead.
 _TELLING_BYTES = 4 * 2**20

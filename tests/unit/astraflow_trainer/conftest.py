@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from astraflow.plugins import VersionSpan
-from astraflow_trainer.model import PolicyModel, Qwen3Shape, build_causal_lm, shard
-from astraflow_trainer.rows import TrainingRow
+from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.model.model import PolicyModel, Qwen3Shape, build_causal_lm, shard
 
 VOCAB = 32
 TINY = Qwen3Shape(

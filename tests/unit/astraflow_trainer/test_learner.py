@@ -12,9 +12,13 @@ import torch.distributed as dist
 
 from astraflow.recipe import AlgorithmSettings, Recipe
 from astraflow.recipe_file import parse_recipe
-from astraflow_trainer.advantages import DR_GRPO, GRPO, RLOO, AdvantageSettings
+from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.learner import PolicyLearner, loss_settings, step_settings
-from astraflow_trainer.losses import (
+from astraflow_trainer.model.model import Qwen3Shape, build_causal_lm, save_causal_lm
+from astraflow_trainer.ranks.group import join_rank_group
+from astraflow_trainer.settings import RankSettings
+from astraflow_trainer.step.advantages import DR_GRPO, GRPO, RLOO, AdvantageSettings
+from astraflow_trainer.step.losses import (
     Aggregation,
     Cispo,
     Gspo,
@@ -25,11 +29,7 @@ from astraflow_trainer.losses import (
     PpoClip,
     TrustRegion,
 )
-from astraflow_trainer.model import Qwen3Shape, build_causal_lm, save_causal_lm
-from astraflow_trainer.rank_group import join_rank_group
-from astraflow_trainer.rows import TrainingRow
-from astraflow_trainer.settings import RankSettings
-from astraflow_trainer.step import Outcome
+from astraflow_trainer.step.step import Outcome
 from astraflow_weights.codec.shards import ShardedModel
 from support.scripted_dataflow import RECIPE
 

@@ -20,15 +20,15 @@ import pytest
 
 from astraflow.dataflow.v1.batch_service_pb2 import AcquireBatchRequest, AcquireBatchResponse
 from astraflow.errors import FencedError, PreconditionError, UnavailableError
-from astraflow_trainer.batch_source import BatchSource, Ledger
+from astraflow_trainer.batches.rank_batches import RankBatches
+from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.batches.source import BatchSource, Ledger
 from astraflow_trainer.controls import PAUSED, Controls, RateChange
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
 from astraflow_trainer.progress import Phase, Progress
-from astraflow_trainer.publish import Announcer, ModelBytes, PublishWorker
-from astraflow_trainer.rank_batches import RankBatches
-from astraflow_trainer.ranks import OneRank
-from astraflow_trainer.rows import TrainingRow
-from astraflow_trainer.step import Outcome, SkipReason, StepMetrics
+from astraflow_trainer.publish.publishing import Announcer, ModelBytes, PublishWorker
+from astraflow_trainer.ranks.reductions import OneRank
+from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics
 from astraflow_weights.codec.shards import ShardedModel, whole
 from astraflow_weights.publish.version_writer import CommittedVersion
 from support.scripted_batches import PATIENCE_S, ScriptedBatches, eventually, serving

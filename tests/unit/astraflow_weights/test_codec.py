@@ -8,9 +8,9 @@ import pytest
 
 from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot, kernel
 from astraflow_weights.codec.kernel import Isa
-from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, Array
-from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import ModelMismatch
 from support.weight_models import gaussian_bf16, make_model, same_model
 

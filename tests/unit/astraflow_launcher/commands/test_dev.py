@@ -12,10 +12,10 @@ import pytest
 
 from astraflow import cli
 from astraflow_launcher.commands import dev
-from astraflow_launcher.development_run import Options, Part
-from astraflow_launcher.observation import Observation
-from astraflow_launcher.summary import Summary, summarize
-from astraflow_launcher.view import View
+from astraflow_launcher.run.development_run import Options, Part
+from astraflow_launcher.view.live import View
+from astraflow_launcher.view.observation import Observation
+from astraflow_launcher.view.summary import Summary, summarize
 
 RECIPE = """
 run: {name: tiny, dataset: "recipe:Data"}

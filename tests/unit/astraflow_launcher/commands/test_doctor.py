@@ -7,9 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from astraflow_launcher import checks
-from astraflow_launcher.checks import Finding, State
 from astraflow_launcher.commands.doctor import app
+from astraflow_launcher.support import checks
+from astraflow_launcher.support.checks import Finding, State
 
 GOOD = Finding("python", State.OK, "3.11.9")
 DOUBTFUL = Finding("memory", State.WARNING, "2.0 GiB free", "close something")

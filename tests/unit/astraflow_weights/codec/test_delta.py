@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow_weights.codec.delta import apply_delta, encode_delta, summarize_delta
-from astraflow_weights.codec.part_writer import PartSetHead, write_parts
+from astraflow_weights.codec.parts.writer import PartSetHead, write_parts
 from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, Array, specs_of
-from astraflow_weights.codec.tile_delta import encode_tile
-from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.codec.tiles.delta import encode_tile
+from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.errors import CorruptPart, ModelMismatch
 from support.weight_models import AWKWARD_BF16, make_model, same_model, trained
 

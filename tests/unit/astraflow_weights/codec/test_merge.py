@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from astraflow_weights.codec import apply_delta, encode_delta, invert_delta, merge_deltas
 from astraflow_weights.codec.delta import encode_delta_tiles
-from astraflow_weights.codec.part_reader import open_part
-from astraflow_weights.codec.part_writer import PartSetHead, write_parts
+from astraflow_weights.codec.parts.reader import open_part
+from astraflow_weights.codec.parts.writer import PartSetHead, write_parts
 from astraflow_weights.codec.tensors import Array, specs_of
-from astraflow_weights.codec.tile_delta import encode_tile
-from astraflow_weights.codec.tiles import PartKind, TileCodec
+from astraflow_weights.codec.tiles.delta import encode_tile
+from astraflow_weights.codec.tiles.grid import PartKind, TileCodec
 from astraflow_weights.errors import ModelMismatch, NeedsBase
 from support.weight_models import (
     AWKWARD_BF16,

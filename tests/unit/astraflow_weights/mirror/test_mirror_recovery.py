@@ -14,11 +14,11 @@ import pytest
 from astraflow_kit import failpoints
 from astraflow_kit.failpoints import FailpointRaised
 from astraflow_weights.codec.delta import encode_delta
-from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.snapshot import encode_snapshot
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, Array
-from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import Edge, MirrorBusy, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.version_writer import VersionWriter
@@ -125,7 +125,7 @@ from pathlib import Path
 from astraflow_kit import failpoints
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store.file import FileStore
-from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.versions.log import VersionLog
 folder, run, policy, target, spec = Path(sys.argv[1]), *sys.argv[2:6]
 failpoints.arm(spec, log_path=folder / "failpoints.log")

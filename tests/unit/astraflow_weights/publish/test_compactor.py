@@ -14,13 +14,13 @@ import pytest
 
 from astraflow_kit import failpoints
 from astraflow_weights.codec import encode_delta, merge_deltas
-from astraflow_weights.codec.part_writer import Placed
+from astraflow_weights.codec.parts.writer import Placed
 from astraflow_weights.codec.peers import OnePeer
 from astraflow_weights.codec.shards import ShardedModel, whole
 from astraflow_weights.codec.snapshot import encode_snapshot, encode_snapshot_tiles
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array
-from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import Edge, NeedsBase
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish import compactor as compactor_module

@@ -9,7 +9,7 @@ import pytest
 from astraflow.errors import ConflictError, InternalError, UnavailableError
 from astraflow_kit import failpoints
 from astraflow_kit.failpoints import FailpointRaised
-from astraflow_weights.codec.part_reader import open_part
+from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.errors import Unavailable

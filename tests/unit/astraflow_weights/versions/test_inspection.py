@@ -7,7 +7,7 @@ import pytest
 
 from astraflow_weights.codec.delta import summarize_delta
 from astraflow_weights.codec.tensors import Array
-from astraflow_weights.codec.tiles import TileCodec
+from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import CorruptPart
 from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import VersionWriter

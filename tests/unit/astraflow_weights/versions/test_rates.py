@@ -2,7 +2,7 @@
 
 import pytest
 
-from astraflow_weights.codec.tiles import PartKind
+from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.versions.rates import MeasuredRates, PullCosts
 
 MIB = 2**20

@@ -1,0 +1,1 @@
+"""Benchmarks, experiments and studies: what measures the product, and nothing that the product needs."""

@@ -1,0 +1,1 @@
+"""`astraflow bench` and its commands."""

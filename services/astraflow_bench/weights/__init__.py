@@ -1,0 +1,1 @@
+"""What weight versions cost in bytes and CPU, beside other encodings."""

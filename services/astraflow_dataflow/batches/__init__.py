@@ -1,0 +1,1 @@
+"""Ready groups are bound into the batch of a step, leased and acked."""

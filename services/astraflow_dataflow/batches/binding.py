@@ -1,0 +1,176 @@
+"""Batching: the batch of a step, waited for, sealed and streamed.
+
+A batch is bound by one atomic call and its manifest is a pure function of the bound groups, so a crash
+between binding and sealing is repaired by the next reader with equal bytes. Called by the batch service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from astraflow.dataflow.v1 import batch_pb2
+from astraflow.errors import ConflictError, InvalidArgumentError
+from astraflow_dataflow.records import AcquireReply, BoundBatch, Stage
+from astraflow_dataflow.rules.staleness import histogram
+from astraflow_dataflow.runs.registry import RunContext
+from astraflow_dataflow.store.stores import Store
+from astraflow_kit import failpoints
+from astraflow_kit.log import get_logger
+
+log = get_logger(__name__)
+
+PAYLOADS_PER_READ = 32
+# A waiting call looks again at least this often, should an event get lost with its Redis.
+_LOOK_AGAIN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handed:
+    """What AcquireBatch answers: a batch, or why there is none."""
+
+    batch: batch_pb2.Batch | None
+    waiting_for: str
+    stage: Stage
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Hands batches to trainers."""
+
+    store: Store
+    lease_s: float
+
+    async def acquire(
+        self, context: RunContext, policy_id: str, *, epoch: int, step: int, base_version: int, wait_s: float
+    ) -> Handed:
+        """Return the step's batch, waiting up to `wait_s` for one.
+
+        Raises FencedError, NotFoundError, InvalidArgumentError.
+        """
+        deadline_s = asyncio.get_running_loop().time() + wait_s
+        with context.wakeups.subscribe(f"ready {policy_id}", f"version {policy_id}", "run") as news:
+            while True:
+                left_s = deadline_s - asyncio.get_running_loop().time()
+                reply = await self._try(
+                    context,
+                    policy_id,
+                    epoch=epoch,
+                    step=step,
+                    base_version=base_version,
+                    wait_s=max(0.0, left_s),
+                )
+                if reply.batch_id:
+                    failpoints.hit("dataflow.bound")
+                    batch = await self.manifest(context, policy_id, epoch=epoch, step=step)
+                    return Handed(batch=batch, waiting_for="", stage=reply.stage)
+                if reply.more:
+                    continue
+                if left_s <= 0:
+                    return Handed(batch=None, waiting_for=reply.waiting_for, stage=Stage.NONE)
+                await news.wait(min(left_s, _LOOK_AGAIN_S))
+
+    async def _try(
+        self, context: RunContext, policy_id: str, *, epoch: int, step: int, base_version: int, wait_s: float
+    ) -> AcquireReply:
+        return await self.store.batches.acquire(
+            context.run_id,
+            policy_id,
+            epoch=epoch,
+            step=step,
+            base_version=base_version,
+            max_behind=context.recipe.trainer.publish.max_behind,
+            lease_s=self.lease_s,
+            wait_s=wait_s,
+        )
+
+    async def manifest(
+        self, context: RunContext, policy_id: str, *, epoch: int, step: int
+    ) -> batch_pb2.Batch:
+        """Return the bound batch of a step, sealing it first when nobody has. Raises FencedError, NotFoundError."""
+        bound = await self.store.batches.batch(context.run_id, policy_id, epoch=epoch, step=step)
+        if bound.manifest:
+            return batch_pb2.Batch.FromString(bound.manifest)
+        batch = assemble(bound, policy_id=policy_id, step=step)
+        oldest = [item.min_version for item in batch.items]
+        await self.store.batches.seal(
+            context.run_id,
+            policy_id,
+            batch_id=batch.batch_id,
+            manifest=batch.SerializeToString(),
+            digest=batch.digest,
+            staleness=histogram(oldest, base_version=bound.base_version),
+        )
+        log.info(
+            "batch.bound",
+            policy_id=policy_id,
+            step=step,
+            batch_id=batch.batch_id,
+            num_trajectories=len(batch.items),
+        )
+        return batch
+
+    async def payloads(
+        self, context: RunContext, policy_id: str, *, epoch: int, step: int, wanted: Sequence[str]
+    ) -> AsyncIterator[tuple[str, bytes]]:
+        """Yield (trajectory id, body) in the order asked; all of the batch when nothing is.
+
+        Raises InvalidArgumentError for a stranger.
+        """
+        batch = await self.manifest(context, policy_id, epoch=epoch, step=step)
+        members = [item.trajectory_id for item in batch.items]
+        strangers = set(wanted) - set(members)
+        if strangers:
+            raise InvalidArgumentError(
+                f"trajectories {sorted(strangers)[:5]} are not in batch {batch.batch_id}; ask for ids of its items"
+            )
+        chosen = list(wanted) or members
+        for start in range(0, len(chosen), PAYLOADS_PER_READ):
+            chunk = chosen[start : start + PAYLOADS_PER_READ]
+            bodies = await self.store.batches.payloads(context.run_id, chunk)
+            for trajectory_id, body in zip(chunk, bodies, strict=True):
+                yield trajectory_id, body
+
+    async def ack(
+        self,
+        context: RunContext,
+        policy_id: str,
+        *,
+        epoch: int,
+        step: int,
+        batch_id: str,
+        digest: bytes,
+        stage: Stage,
+    ) -> Stage:
+        """Record a stage of the step. Raises FencedError, ConflictError, NotFoundError."""
+        batch = await self.manifest(context, policy_id, epoch=epoch, step=step)
+        if batch.batch_id == batch_id and batch.digest != digest:
+            raise ConflictError(
+                f"the digest is not that of batch {batch_id}; fetch the batch again and train on what was handed out"
+            )
+        recorded = await self.store.batches.ack(
+            context.run_id, policy_id, epoch=epoch, step=step, batch_id=batch_id, digest=digest, stage=stage
+        )
+        failpoints.hit("dataflow.acked")
+        log.info("batch.acked", policy_id=policy_id, step=step, batch_id=batch_id, stage=recorded.value)
+        return recorded
+
+
+def assemble(bound: BoundBatch, *, policy_id: str, step: int) -> batch_pb2.Batch:
+    """Return the manifest of a bound batch: its groups in binding order, and the digest over their trajectory ids."""
+    items = [item for _, stored in bound.groups for item in batch_pb2.Batch.FromString(stored).items]
+    return batch_pb2.Batch(
+        batch_id=bound.batch_id,
+        policy_id=policy_id,
+        step=step,
+        base_version=bound.base_version,
+        items=items,
+        digest=batch_digest([item.trajectory_id for item in items]),
+    )
+
+
+def batch_digest(trajectory_ids: Sequence[str]) -> bytes:
+    """sha256 over the ids in order, each followed by a newline; 32 bytes."""
+    return hashlib.sha256("".join(f"{item}\n" for item in trajectory_ids).encode()).digest()

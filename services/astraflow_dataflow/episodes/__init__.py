@@ -1,0 +1,1 @@
+"""After rollout: pushed episodes are checked and committed, complete groups settled."""

@@ -1,0 +1,57 @@
+"""Settling: a complete task's groups become ready or are dropped, exactly once.
+
+The filters run here, between two atomic calls: reading the members and `settle`, which does nothing when
+another server was first. A crash in between leaves the task listed as unsettled, and the conductor of any
+server settles it. Called by ingest and by the conductor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from astraflow_dataflow.records import CompleteTask
+from astraflow_dataflow.rules.groups import judge
+from astraflow_dataflow.runs.registry import RunContext
+from astraflow_dataflow.store.stores import Store
+from astraflow_kit.log import get_logger
+from astraflow_kit.metrics import Metrics
+
+log = get_logger(__name__)
+
+TOMBSTONE_S = 86_400.0
+"""How long the answers to repeated pushes of a settled task are kept."""
+_LEFT_BEHIND_S = 1.0
+_PER_SWEEP = 64
+
+
+@dataclass(frozen=True)
+class Settling:
+    """Judges complete tasks."""
+
+    store: Store
+    metrics: Metrics
+
+    async def settle(self, context: RunContext, task: CompleteTask) -> bool:
+        """Settle one complete task. Returns False when another server was first."""
+        verdicts = judge(task, context.rules)
+        acted = await self.store.episodes.settle(
+            context.run_id, task.task_id, verdicts, tombstone_s=TOMBSTONE_S
+        )
+        if acted:
+            for verdict in verdicts:
+                self.metrics.increment(
+                    "astraflow_dataflow_groups_total", policy=verdict.policy_id, verdict=verdict.verdict
+                )
+                log.info(
+                    "group.settled", task_id=task.task_id, group_id=verdict.group_id, verdict=verdict.verdict
+                )
+        return acted
+
+    async def settle_left_behind(self, context: RunContext, *, least_age_s: float = _LEFT_BEHIND_S) -> int:
+        """Settle tasks that whoever completed them did not. Returns how many."""
+        left = await self.store.episodes.unsettled(context.run_id, least_age_s=least_age_s, limit=_PER_SWEEP)
+        for task_id in left:
+            task = await self.store.episodes.complete_task(context.run_id, task_id)
+            if task is not None:
+                await self.settle(context, task)
+        return len(left)

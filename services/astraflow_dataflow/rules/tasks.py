@@ -1,0 +1,49 @@
+"""What a task must be before it may enter a lane, whoever submits it.
+
+Pure; called by curation and by the task service.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from astraflow.rollout.v1 import task_pb2
+from astraflow_dataflow.rules.evaluation import is_evaluation_task
+
+MAX_GROUP_SIZE = 1024
+MAX_DATA_BYTES = 64 * 1024
+MAX_PROMPT_BYTES = 1024 * 1024
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def task_problem(task: task_pb2.Task, *, allow_evaluation: bool = False) -> str | None:
+    """Return why a task cannot be used, or None. Only the server itself submits evaluation tasks."""
+    if not _ID.fullmatch(task.task_id):
+        return f"task_id {task.task_id!r} must be 1–128 characters of [A-Za-z0-9._:-]"
+    if not allow_evaluation and (
+        is_evaluation_task(task.task_id) or task.purpose == task_pb2.PURPOSE_EVALUATION
+    ):
+        return f"task {task.task_id}: evaluation tasks are planned by the server from the recipe; submit training tasks"
+    if task.group_size > MAX_GROUP_SIZE:
+        return f"task {task.task_id}: group_size {task.group_size}, at most {MAX_GROUP_SIZE}"
+    return _content_problem(task)
+
+
+def _content_problem(task: task_pb2.Task) -> str | None:
+    prompt_bytes = sum(len(message.content.encode()) for message in task.messages)
+    if prompt_bytes > MAX_PROMPT_BYTES:
+        return f"task {task.task_id}: {prompt_bytes} bytes of messages, at most {MAX_PROMPT_BYTES}"
+    strange = sorted({message.role for message in task.messages} - ROLES)
+    if strange:
+        return f"task {task.task_id}: message roles {strange}, known are {sorted(ROLES)}"
+    if len(task.data_json) > MAX_DATA_BYTES:
+        return f"task {task.task_id}: data_json holds {len(task.data_json)} bytes, at most {MAX_DATA_BYTES}"
+    if not task.data_json:
+        return None
+    try:
+        data = json.loads(task.data_json)
+    except ValueError as error:
+        return f"task {task.task_id}: data_json is not JSON: {error}"
+    return None if isinstance(data, dict) else f"task {task.task_id}: data_json must be a JSON object"

@@ -1,0 +1,225 @@
+"""The conductor: what must happen in a run without anybody calling.
+
+Expired leases and groups are swept, tasks left behind are settled, data sets are asked for tasks, evaluations
+are planned, fed and given up, and a finishing run is brought to its end. Every action is an idempotent call
+on Redis, so each server process may conduct every run. Event driven, with a sweep at least every half second.
+One per run and process, made by `server`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from astraflow.errors import AstraflowError, NotFoundError, PluginError
+from astraflow_dataflow.episodes.settling import Settling
+from astraflow_dataflow.records import Life, StoredEvaluation
+from astraflow_dataflow.rules import evaluation
+from astraflow_dataflow.rules.waits import Plugged
+from astraflow_dataflow.runs.registry import RunContext, RunRegistry
+from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.tasks.curation import Curation
+from astraflow_kit.clock import Clock
+from astraflow_kit.log import get_logger
+from astraflow_kit.metrics import Metrics
+
+log = get_logger(__name__)
+
+SWEEP_S = 0.5
+_SWEEP_LIMIT = 200
+_MIN_GAP_S = 0.01
+_RETRY_S = 1.0
+
+
+@dataclass
+class _Progress:
+    """When an evaluation last moved, by our clock."""
+
+    finished: int
+    since_s: float
+
+
+@dataclass
+class Conductor:
+    """Conducts one run."""
+
+    context: RunContext
+    registry: RunRegistry
+    store: Store
+    settling: Settling
+    curation: Curation
+    metrics: Metrics
+    clock: Clock
+    patience_s: float
+    """Time without progress after which a superseded evaluation is given up."""
+    plugged: Plugged = field(default_factory=Plugged)
+    """What a broken plug-in says, for `why`."""
+    _planned: dict[str, int] = field(default_factory=dict)
+    _progress: dict[str, _Progress] = field(default_factory=dict)
+    _late: set[str] = field(default_factory=set)
+    _idle: bool = False
+    """The run is finished: nothing is due until it is continued."""
+    _busy: bool = False
+    """An evaluation is open or the run is finishing: every wake-up may be the one that moves it."""
+    _sweep_at_s: float = 0.0
+
+    async def run(self) -> None:
+        """Conduct until the task is cancelled."""
+        topics = ["work", "run", *(f"version {policy_id}" for policy_id in self.context.policy_ids)]
+        with self.context.wakeups.subscribe(*topics) as news:
+            while True:
+                try:
+                    await self._step({event.topic for event in await news.wait(SWEEP_S)})
+                except NotFoundError:
+                    await self.registry.forget(self.context.run_id)
+                    return
+                except AstraflowError as error:
+                    log.warning(
+                        "conductor.postponed",
+                        run_id=self.context.run_id,
+                        reason=error.reason,
+                        message=error.message,
+                    )
+                    await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_MIN_GAP_S)
+
+    async def _step(self, topics: set[str]) -> None:
+        """Answer a wake-up; `work` comes with every settled group, so alone it costs one call while nothing is due."""
+        now_s = self.clock.monotonic_s()
+        if self._idle and "run" not in topics and now_s < self._sweep_at_s:
+            return
+        if topics - {"work"} or self._busy or now_s >= self._sweep_at_s:
+            self._sweep_at_s = now_s + SWEEP_S
+            await self.tick()
+        else:
+            await self._feed_training()
+
+    async def tick(self) -> None:
+        """Do once whatever is due."""
+        run_id = self.context.run_id
+        await self._sweep()
+        await self.settling.settle_left_behind(self.context)
+        await self._alarm_late_batches()
+        await self._release_durable()
+        life = await self.store.runs.life(run_id)
+        await self.registry.refresh_versions(self.context)
+        if life is Life.ACTIVE:
+            await self._feed_training()
+        if life is not Life.FINISHED:
+            await self._evaluate(life)
+        self._idle = life is Life.FINISHED
+
+    async def _sweep(self) -> None:
+        leases, groups = await self.store.tasks.sweep(self.context.run_id, limit=_SWEEP_LIMIT)
+        if leases:
+            self.metrics.increment("astraflow_dataflow_leases_expired_total", leases)
+            log.info("leases.expired", run_id=self.context.run_id, count=leases)
+        if groups:
+            log.info("groups.closed", run_id=self.context.run_id, count=groups, reason="deadline")
+
+    async def _feed_training(self) -> None:
+        try:
+            await self.curation.feed_training(self.context)
+        except PluginError as error:
+            self._report_plugin(error)
+        else:
+            self.plugged.clear()
+
+    def _report_plugin(self, error: PluginError) -> None:
+        if self.plugged.note(error.message):
+            log.error("dataset.failed", run_id=self.context.run_id, message=error.message)
+
+    async def _alarm_late_batches(self) -> None:
+        late = set(await self.store.batches.late(self.context.run_id))
+        for batch_id in late - self._late:
+            log.warning(
+                "batch.lease_expired",
+                batch_id=batch_id,
+                remedy="start the policy's trainer again; it gets the same batch",
+            )
+        self._late = late
+
+    async def _release_durable(self) -> None:
+        for policy_id in self.context.policy_ids:
+            await self.store.batches.release_durable(self.context.run_id, policy_id)
+
+    async def _evaluate(self, life: Life) -> None:
+        newest = {
+            policy_id: version for policy_id, version in self.context.newest_versions.items() if version >= 0
+        }
+        await self._plan(newest, life)
+        evaluations = await self.store.evaluations.all(self.context.run_id)
+        self._busy = life is Life.FINISHING or any(item.state == "open" for item in evaluations)
+        for item in evaluations:
+            if item.state == "open":
+                await self._advance(item, newest_version=newest.get(item.policy_id))
+        if life is Life.FINISHING:
+            await self._finish(evaluations, newest)
+
+    async def _plan(self, newest: dict[str, int], life: Life) -> None:
+        settings = self.context.recipe.dataflow.evaluation
+        for policy_id, version in newest.items():
+            plans = [
+                evaluation.plan_version(policy_id, number, settings=settings)
+                for number in range(self._planned.get(policy_id, -1) + 1, version + 1)
+            ]
+            if life is Life.FINISHING:
+                plans = [evaluation.plan_final(policy_id, version, settings=settings)]
+            for plan in filter(None, plans):
+                await self._plan_one(plan)
+            self._planned[policy_id] = version
+
+    async def _plan_one(self, plan: evaluation.Plan) -> None:
+        is_new = await self.store.evaluations.plan(
+            self.context.run_id,
+            plan.evaluation_id,
+            policy_id=plan.policy_id,
+            version=plan.version,
+            planned=plan.planned,
+            final=plan.final,
+        )
+        if is_new:
+            log.info(
+                "evaluation.planned",
+                policy_id=plan.policy_id,
+                version=plan.version,
+                num_samples=plan.planned,
+                final=plan.final,
+            )
+
+    async def _advance(self, item: StoredEvaluation, *, newest_version: int | None) -> None:
+        now_s, finished = self.clock.monotonic_s(), item.done + item.failed
+        progress = self._progress.setdefault(item.evaluation_id, _Progress(finished=finished, since_s=now_s))
+        if progress.finished != finished:
+            progress.finished, progress.since_s = finished, now_s
+        idle_s = now_s - progress.since_s
+        if evaluation.must_give_up(
+            item, newest_version=newest_version, idle_s=idle_s, patience_s=self.patience_s
+        ):
+            log.warning(
+                "evaluation.given_up",
+                policy_id=item.policy_id,
+                version=item.version,
+                reason="superseded",
+                num_samples=item.samples,
+                num_planned=item.planned,
+                newest_version=newest_version,
+            )
+            await self.store.evaluations.give_up(self.context.run_id, item.evaluation_id, reason="superseded")
+            return
+        try:
+            await self.curation.feed_evaluation(self.context, item)
+        except PluginError as error:
+            self._report_plugin(error)
+
+    async def _finish(self, evaluations: list[StoredEvaluation], newest: dict[str, int]) -> None:
+        """Close what is open, and end the run when the final evaluations are in."""
+        run_id = self.context.run_id
+        await self.store.tasks.close_training(run_id, limit=_SWEEP_LIMIT)
+        await self.settling.settle_left_behind(self.context, least_age_s=0.0)
+        for item in evaluations:
+            if item.state == "open" and not item.final:
+                await self.store.evaluations.give_up(run_id, item.evaluation_id, reason="run_finished")
+        if evaluation.finals_complete(evaluations, newest=newest):
+            log.info("run.finished", run_id=run_id)
+            await self.store.runs.advance(run_id, Life.FINISHED)

@@ -1,0 +1,266 @@
+"""Runs as this process knows them: recipe, plug-ins, newest versions and wake-ups, loaded once per run.
+
+A run's recipe and code never change, so a context stays valid as long as the process; everything that changes lives in
+Redis. Any server process can serve any run. Used by every servicer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from astraflow.blobs import blob_prefix
+from astraflow.dataflow.v1 import run_pb2
+from astraflow.errors import NotFoundError, PluginError, PreconditionError, RecipeError
+from astraflow.plugins import Dataset, Filter
+from astraflow.recipe import Recipe
+from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
+from astraflow_dataflow.records import PolicyLimits, StoredRun
+from astraflow_dataflow.rules.groups import Rules
+from astraflow_dataflow.rules.window import Window
+from astraflow_dataflow.runs import background
+from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.wakeups import EventReader, Wakeups
+from astraflow_kit import plugins
+from astraflow_kit.log import get_logger
+from astraflow_kit.recipe_code import install_code, require_installed
+
+log = get_logger(__name__)
+
+
+@dataclass(eq=False)
+class RunContext:
+    """One run in this process."""
+
+    run_id: str
+    recipe: Recipe
+    store_uri: str
+    recipe_yaml: str
+    code: run_pb2.CodeBundle
+    create_ms: int
+    dataset: Dataset
+    rules: Rules
+    newest_versions: dict[str, int] = field(default_factory=dict)
+    """Newest announced version of each policy, -1 before the first; refreshed on `version` events and on demand."""
+    data_incarnation: str = ""
+    """Identity of the Redis data set and process; read again after each outage."""
+    wakeups: Wakeups = field(default_factory=Wakeups)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    """Background work of the run in this process; ends with the registry."""
+
+    @property
+    def policy_ids(self) -> tuple[str, ...]:
+        """The run's policies in recipe order."""
+        return tuple(self.recipe.policies)
+
+    @property
+    def blob_prefix(self) -> str:
+        """Where the run's blobs lie in its store."""
+        return blob_prefix(self.store_uri, self.run_id)
+
+    def window(self) -> Window:
+        """The admission window; the same for each policy."""
+        flow = self.recipe.dataflow
+        return Window(
+            max_staleness=flow.max_staleness,
+            groups_per_step=flow.groups_per_step,
+            min_acceptance=flow.min_acceptance,
+        )
+
+    def require_policy(self, policy_id: str) -> None:
+        """Raise NotFoundError unless the run trains the policy."""
+        if policy_id not in self.recipe.policies:
+            raise NotFoundError(
+                f"run {self.run_id} has no policy {policy_id!r}; it has {', '.join(self.policy_ids)}"
+            )
+
+
+class RunRegistry:
+    """The run contexts of this process. `recipe_dir` holds the code of recipes this process may use."""
+
+    def __init__(self, store: Store, *, code_dir: Path | None) -> None:
+        self._store = store
+        self._code_dir = code_dir
+        self._contexts: dict[str, RunContext] = {}
+        self.on_loaded: Callable[[RunContext], None] = lambda _: None
+        """Called once with each context when it is loaded: starts the run's background work."""
+        self.on_forgotten: Callable[[str], None] = lambda _: None
+        """Called with each run that was deleted."""
+        self._lock = asyncio.Lock()
+
+    async def create(self, run: run_pb2.Run) -> StoredRun:
+        """Validate recipe and plug-ins, then create the run. Raises RecipeError, PluginError, ConflictError."""
+        recipe = parse_recipe(run.recipe_yaml, source=f"recipe of run {run.run_id}").recipe
+        check_code(run.code)
+        self._plugins(recipe, run.code)
+        stored = await self._store.runs.create(
+            run.run_id,
+            recipe_yaml=run.recipe_yaml,
+            code=run.code.SerializeToString(deterministic=True),
+            store_uri=run.store_uri,
+            max_attempts=recipe.dataflow.max_attempts,
+            policies=limits_of(recipe),
+        )
+        await self.get(run.run_id)
+        return stored
+
+    async def resolve(self, run_id: str) -> str:
+        """Return `run_id`, or the only run's id when it is empty. Raises NotFoundError, PreconditionError."""
+        if run_id:
+            return run_id
+        ids = await self._store.runs.ids(limit=2)
+        if not ids:
+            raise NotFoundError("this server has no run yet; create one first")
+        if len(ids) > 1:
+            raise PreconditionError("this server has several runs; name one (ListRuns shows them)")
+        return ids[0]
+
+    async def get(self, run_id: str) -> RunContext:
+        """Return the context of a run, loading it on first use. Raises NotFoundError."""
+        run_id = await self.resolve(run_id)
+        if run_id not in self._contexts:
+            async with self._lock:
+                if run_id not in self._contexts:
+                    self._contexts[run_id] = await self._load(run_id)
+        return self._contexts[run_id]
+
+    async def forget(self, run_id: str) -> None:
+        """Drop a deleted run: its background work ends, and whoever waits looks again and finds it gone."""
+        context = self._contexts.pop(run_id, None)
+        if context is None:
+            return
+        log.info("run.forgotten", run_id=run_id)
+        self.on_forgotten(run_id)
+        ending = [task for task in context.tasks if task is not asyncio.current_task()]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        context.wakeups.wake_all()
+
+    async def look_again(self) -> None:
+        """Redis may have lost writes: refresh every context."""
+        for context in self.loaded():
+            await self._after_outage(context)
+
+    def loaded(self) -> list[RunContext]:
+        """Return the contexts this process has."""
+        return list(self._contexts.values())
+
+    async def close(self) -> None:
+        """End the background work of all runs."""
+        running = [task for context in self._contexts.values() for task in context.tasks]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def refresh_versions(self, context: RunContext) -> None:
+        """Read the newest announced version of each policy."""
+        for policy_id in context.policy_ids:
+            newest = await self._store.versions.newest(context.run_id, policy_id)
+            context.newest_versions[policy_id] = -1 if newest is None else newest
+
+    async def _load(self, run_id: str) -> RunContext:
+        stored = await self._store.runs.get(run_id)
+        recipe = parse_recipe(stored.recipe_yaml, source=f"recipe of run {run_id}").recipe
+        code = run_pb2.CodeBundle.FromString(stored.code)
+        dataset, rules = self._plugins(recipe, code)
+        context = RunContext(
+            run_id=run_id,
+            recipe=recipe,
+            store_uri=stored.store_uri,
+            recipe_yaml=stored.recipe_yaml,
+            code=code,
+            create_ms=stored.create_ms,
+            dataset=dataset,
+            rules=rules,
+        )
+
+        async def after_outage() -> None:
+            await self._after_outage(context)
+
+        reader = EventReader(self._store.audits, run_id, context.wakeups, after_outage=after_outage)
+        await reader.start()
+        await self.refresh_versions(context)
+        context.data_incarnation = await self._store.connection.data_incarnation()
+        context.tasks.append(background.start(reader.run, name="events", run_id=run_id))
+        self.on_loaded(context)
+        log.info("run.loaded", run_id=run_id, life=stored.life.value)
+        return context
+
+    async def _after_outage(self, context: RunContext) -> None:
+        """Look at everything again: events may have been missed, and Redis may have lost its last second."""
+        await self.refresh_versions(context)
+        context.data_incarnation = await self._store.connection.data_incarnation()
+        context.wakeups.wake_all()
+
+    def _plugins(self, recipe: Recipe, code: run_pb2.CodeBundle) -> tuple[Dataset, Rules]:
+        folder = self._code_folder(recipe, code)
+        dataset_type = _loaded(recipe.run.dataset, protocol=Dataset, folder=folder)
+        filters = tuple(
+            (name, cast("Filter", _made(_loaded(name, protocol=Filter, folder=folder), name)))
+            for name in recipe.dataflow.filters
+        )
+        dataset = _made(dataset_type, recipe.run.dataset, seed=recipe.run.seed)
+        return cast("Dataset", dataset), Rules(min_members=recipe.dataflow.min_members, filters=filters)
+
+    def _code_folder(self, recipe: Recipe, code: run_pb2.CodeBundle) -> Path | None:
+        """Return where the recipe's own code lies, written by digest; None when no plug-in here needs it."""
+        named = (recipe.run.dataset, *recipe.dataflow.filters)
+        if not any(name.startswith("recipe:") for name in named):
+            return None
+        folder = None if self._code_dir is None else install_code(code, into=self._code_dir, allowed=True)
+        require_installed(*named, folder=folder)
+        return folder
+
+
+def limits_of(recipe: Recipe) -> list[PolicyLimits]:
+    """Return what admission stores for each policy of a recipe."""
+    flow = recipe.dataflow
+    window = Window(
+        max_staleness=flow.max_staleness,
+        groups_per_step=flow.groups_per_step,
+        min_acceptance=flow.min_acceptance,
+    )
+    return [
+        PolicyLimits(
+            policy_id=policy_id,
+            window_groups=window.groups,
+            min_acceptance=flow.min_acceptance,
+            smoothing=window.smoothing,
+            max_staleness=flow.max_staleness,
+            groups_per_step=flow.groups_per_step,
+        )
+        for policy_id in recipe.policies
+    ]
+
+
+def check_code(code: run_pb2.CodeBundle) -> None:
+    """Raise RecipeError unless the bundle is what its digest says and every path is a plain file name."""
+    for file in code.files:
+        if Path(file.path).name != file.path or not file.path.endswith(".py"):
+            raise RecipeError(f"code file {file.path!r} must be a plain `name.py` beside recipe.yaml")
+    if (
+        code.files
+        and bundle_digest([CodeFile(file.path, file.content) for file in code.files]) != code.sha256
+    ):
+        raise RecipeError(
+            "the code bundle does not have the digest it claims; load the recipe again and create the run anew"
+        )
+
+
+def _loaded(name: str, *, protocol: type, folder: Path | None) -> object:
+    return plugins.load(name, protocol=protocol, recipe_dir=folder)
+
+
+def _made(kind: object, name: str, **arguments: int) -> object:
+    if not isinstance(kind, type):
+        return kind
+    try:
+        return kind(**arguments)
+    except Exception as error:
+        raise PluginError(
+            f"plug-in {name!r} cannot be made with {arguments}: {type(error).__name__}: {error}"
+        ) from error

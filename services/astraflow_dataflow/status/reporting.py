@@ -1,0 +1,267 @@
+"""Reporting: the state of a run as the contract's StatusResponse, and as gauges.
+
+The accounts come from one atomic audit; nodes and evaluations are read beside it. Audits cost time
+proportional to what a run holds, so answers are shared for a short while. Called by the admin service, the
+pages and the metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from astraflow.dataflow.v1 import account_pb2, admin_service_pb2, run_pb2, trace_pb2, version_pb2
+from astraflow.errors import NotFoundError
+from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
+from astraflow_dataflow.rules.conservation import Account, balance, drift
+from astraflow_dataflow.rules.staleness import summarize
+from astraflow_dataflow.rules.waits import Plugged, Wait, WaitBook, current_waits
+from astraflow_dataflow.runs.registry import RunContext
+from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
+from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.versions.announcements import Versions
+from astraflow_kit.log import get_logger
+from astraflow_kit.metrics import Metrics
+
+log = get_logger(__name__)
+
+RUN_STATES = {
+    Life.ACTIVE: run_pb2.RUN_STATE_ACTIVE,
+    Life.FINISHING: run_pb2.RUN_STATE_FINISHING,
+    Life.FINISHED: run_pb2.RUN_STATE_FINISHED,
+}
+
+
+@dataclass
+class Reporting:
+    """Builds status answers."""
+
+    store: Store
+    versions: Versions
+    metrics: Metrics
+    complaints: Mapping[str, Plugged]
+    """Data set complaints by run id, owned by the conductors."""
+    _books: dict[str, WaitBook] = field(default_factory=dict)
+
+    async def status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
+        """Return the state of a run."""
+        audit, account = await self.account(context)
+        nodes = await self.store.nodes.all(context.run_id)
+        evaluations = await self.store.evaluations.all(context.run_id)
+        connected = [node for node in nodes if node.connected_until_ms > audit.now_ms]
+        self.metrics.set("astraflow_dataflow_nodes_connected", len(connected))
+        faults = sum(len(node.weight_faults) for node in connected)
+        self.metrics.set("astraflow_dataflow_weight_faults", faults)
+        waits = await self._waits(context, audit, nodes, evaluations)
+        versions = {version.policy_id: version for version in await self.versions.newest(context)}
+        policies = [policy_message(policy) for policy in audit.policies]
+        for policy in policies:
+            if policy.policy_id in versions:
+                policy.version.CopyFrom(versions[policy.policy_id])
+        return admin_service_pb2.StatusResponse(
+            state=RUN_STATES[audit.life],
+            run_id=context.run_id,
+            trajectories=account_message(account),
+            policies=sorted(policies, key=lambda policy: policy.policy_id),
+            nodes=[node_message(node, now_ms=audit.now_ms) for node in nodes],
+            evaluations=[evaluation_message(item) for item in evaluations],
+            waits=waits,
+            dead_letters=audit.dead_letters,
+        )
+
+    async def nodes(self, context: RunContext) -> list[admin_service_pb2.NodeStatus]:
+        """Return the nodes by id."""
+        now_ms = await self.store.connection.now_ms()
+        return [node_message(node, now_ms=now_ms) for node in await self.store.nodes.all(context.run_id)]
+
+    def forget(self, run_id: str) -> None:
+        """The run was deleted."""
+        self._books.pop(run_id, None)
+
+    async def why(self, context: RunContext, task_id: str) -> admin_service_pb2.WhyResponse:
+        """Return what each stage waits for, and everything known of a task when one is named. Raises NotFoundError."""
+        audit = await self.store.audits.audit(context.run_id)
+        nodes = await self.store.nodes.all(context.run_id)
+        evaluations = await self.store.evaluations.all(context.run_id)
+        return admin_service_pb2.WhyResponse(
+            run_id=context.run_id,
+            state=RUN_STATES[audit.life],
+            waits=await self._waits(context, audit, nodes, evaluations),
+            task=await self.trace(context, task_id) if task_id else None,
+        )
+
+    async def trace(self, context: RunContext, task_id: str) -> trace_pb2.TaskTrace:
+        """Return the life of a task. Raises NotFoundError for one that was never submitted."""
+        stored = await self.store.admin.trace(context.run_id, task_id)
+        if not stored.known:
+            raise NotFoundError(
+                f"run {context.run_id} never had a task {task_id!r}; the logs of nodes name those they ran"
+            )
+        trace = task_trace(stored)
+        for policy_id, steps in trained_steps(trace).items():
+            versions = await self.store.versions.of_steps(context.run_id, policy_id, steps)
+            note_published(trace, policy_id, versions)
+        return trace
+
+    async def _waits(
+        self,
+        context: RunContext,
+        audit: Audit,
+        nodes: Sequence[StoredNode],
+        evaluations: Sequence[StoredEvaluation],
+    ) -> list[admin_service_pb2.Wait]:
+        connected = [node.node_id for node in nodes if node.connected_until_ms > audit.now_ms]
+        refused = await self.store.admin.refused(context.run_id, connected)
+        complaint = self.complaints[context.run_id].message if context.run_id in self.complaints else ""
+        waits = current_waits(audit, nodes, evaluations, dataset_complaint=complaint, refused=refused)
+        book = self._books.setdefault(context.run_id, WaitBook())
+        waited = book.waited_ms(waits, now_ms=audit.now_ms)
+        return [wait_message(wait, waited_ms, now_ms=audit.now_ms) for wait, waited_ms in waited]
+
+    async def account(self, context: RunContext) -> tuple[Audit, Account]:
+        """Return one snapshot and its account; a defect is logged with the drift of each counter."""
+        audit = await self.store.audits.audit(context.run_id)
+        trained = 0
+        for policy in audit.policies:
+            trained += await self.store.audits.trained_in_log(
+                context.run_id, policy.policy_id, through=policy.last_consumed
+            )
+        account = balance(audit, trained_in_log=trained)
+        if account.error:
+            log.error(
+                "conservation.broken",
+                run_id=context.run_id,
+                error=account.error,
+                drift=drift(audit, trained_in_log=trained),
+            )
+        self._export(audit, account)
+        return audit, account
+
+    def _export(self, audit: Audit, account: Account) -> None:
+        places = {
+            "trained": account.trained,
+            "in_batch": account.in_batch,
+            "ready": account.ready,
+            "assembling": account.assembling,
+            "evaluated": account.evaluated,
+            "ingested": account.ingested,
+        }
+        for place, value in [
+            *places.items(),
+            *((f"dropped_{key}", value) for key, value in account.dropped.items()),
+        ]:
+            self.metrics.set("astraflow_dataflow_trajectories", value, place=place)
+        self.metrics.set("astraflow_dataflow_conservation_error", account.error)
+        for policy in audit.policies:
+            name = policy.policy_id
+            self.metrics.set(
+                "astraflow_dataflow_version", -1 if policy.version is None else policy.version, policy=name
+            )
+            self.metrics.set("astraflow_dataflow_ready_groups", policy.ready, policy=name)
+            self.metrics.set("astraflow_dataflow_outstanding_groups", policy.outstanding, policy=name)
+            self.metrics.set("astraflow_dataflow_credit_groups", policy.credit, policy=name)
+            self.metrics.set("astraflow_dataflow_acceptance", policy.acceptance, policy=name)
+
+
+def account_message(account: Account) -> account_pb2.TrajectoryAccount:
+    """Return the contract's form of an account."""
+    return account_pb2.TrajectoryAccount(
+        ingested=account.ingested,
+        trained=account.trained,
+        in_batch=account.in_batch,
+        ready=account.ready,
+        assembling=account.assembling,
+        dropped=account.dropped,
+        evaluated=account.evaluated,
+        conservation_error=account.error,
+    )
+
+
+def policy_message(policy: PolicyState) -> admin_service_pb2.PolicyStatus:
+    """Return the contract's form of a policy's state, its version left out."""
+    ages = summarize(policy.staleness)
+    return admin_service_pb2.PolicyStatus(
+        policy_id=policy.policy_id,
+        last_finished_step=policy.finished_step,
+        trainer_epoch=policy.epoch,
+        outstanding_groups=policy.outstanding,
+        ready_groups=policy.ready,
+        unpublished_groups=policy.unpublished,
+        acceptance=policy.acceptance,
+        credit=policy.credit,
+        staleness=admin_service_pb2.StalenessSummary(p50=ages.p50, p99=ages.p99, max=ages.largest),
+        recent_training_reward=mean_reward(policy.recent),
+    )
+
+
+def mean_reward(recent: Sequence[tuple[float, int]]) -> float:
+    """Return the mean over (sum, count) pairs; NaN when there is nothing."""
+    count = sum(number for _, number in recent)
+    return sum(total for total, _ in recent) / count if count else math.nan
+
+
+def node_message(node: StoredNode, *, now_ms: int) -> admin_service_pb2.NodeStatus:
+    """Return the contract's form of a node."""
+    return admin_service_pb2.NodeStatus(
+        node_id=node.node_id,
+        restarts=node.restarts,
+        leases=node.leases,
+        episodes=node.episodes,
+        trajectories=node.trajectories,
+        tokens=node.tokens,
+        serving_versions=node.serving,
+        last_seen_time=timestamp(node.seen_ms),
+        waiting_for=node.waiting_for,
+        connected=node.connected_until_ms > now_ms,
+        incarnation=node.incarnation,
+        region=node.region,
+        pool=node.pool,
+        engines=node.engines,
+        max_concurrent_tasks=node.max_tasks,
+        engine_restarts=node.engine_restarts,
+        weight_faults=[version_pb2.WeightFault(**asdict(fault)) for fault in node.weight_faults],
+        drain_reason=node.drain_reason,
+        join_time=timestamp(node.join_ms) if node.join_ms else None,
+    )
+
+
+def evaluation_message(item: StoredEvaluation) -> admin_service_pb2.Evaluation:
+    """Return the contract's form of an evaluation."""
+    message = admin_service_pb2.Evaluation(
+        policy_id=item.policy_id,
+        version=item.version,
+        num_samples=item.samples,
+        num_planned=item.planned,
+        mean_reward=item.reward_sum / item.samples if item.samples else math.nan,
+        complete=item.state != "open",
+        final=item.final,
+    )
+    if item.complete_ms:
+        message.complete_time.CopyFrom(timestamp(item.complete_ms))
+    return message
+
+
+def wait_message(wait: Wait, waited_ms: int, *, now_ms: int) -> admin_service_pb2.Wait:
+    """Return the contract's form of a wait."""
+    waited = Duration()
+    waited.FromMilliseconds(waited_ms)
+    return admin_service_pb2.Wait(
+        stage=wait.stage,
+        policy_id=wait.policy_id,
+        reason=wait.reason,
+        detail=wait.detail,
+        waited_duration=waited,
+        since_time=timestamp(now_ms - waited_ms),
+        released_by=wait.released_by,
+    )
+
+
+def timestamp(milliseconds: int) -> Timestamp:
+    """Return a protobuf timestamp."""
+    stamp = Timestamp()
+    stamp.FromMilliseconds(milliseconds)
+    return stamp

@@ -1,0 +1,93 @@
+"""What people ask of a run in Redis: the trace of a task, dead letters, tasks that nobody can run.
+
+Reads are single commands or one function call, changes are atomic functions. Called by reporting and the admin
+service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from astraflow_dataflow.records import Refused, Requeued, StoredDeadLetter, StoredTrace
+from astraflow_dataflow.store.connection import (
+    Connection,
+    Reply,
+    as_bytes,
+    as_int,
+    as_list,
+    as_mapping,
+    as_text,
+)
+from astraflow_dataflow.store.keys import Keys
+
+
+class AdminStore:
+    """Traces and dead letters."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def trace(self, run_id: str, task_id: str) -> StoredTrace:
+        """Return what is kept of a task; `known` says whether there ever was one."""
+        known, fields, deadline, entries = as_list(
+            await self._connection.call(Keys(run_id), "trace", task_id)
+        )
+        state, attempt, size, left, lane, why, avoid, _ = as_list(fields)
+        return StoredTrace(
+            task_id=task_id,
+            known=as_text(known) == "1",
+            state=as_text(state),
+            attempt=as_int(attempt),
+            group_size=as_int(size),
+            missing=as_int(left),
+            lane=as_text(lane),
+            why=as_text(why),
+            refused_by=tuple(dict.fromkeys(filter(None, as_text(avoid).split("\n")))),
+            deadline_ms=int(float(as_text(deadline) or 0)),
+            entries=tuple(as_text(entry) for entry in as_list(entries)),
+        )
+
+    async def refused(self, run_id: str, node_ids: Sequence[str]) -> Refused:
+        """Return the tasks that all of these nodes refused; none without nodes."""
+        if not node_ids:
+            return Refused()
+        count, example, since = as_list(await self._connection.call(Keys(run_id), "refused", *node_ids))
+        return Refused(count=as_int(count), example=as_text(example), since_ms=as_int(since))
+
+    async def dead_letters(self, run_id: str, *, after: str, limit: int) -> list[StoredDeadLetter]:
+        """Return letters after an id (empty for the first), oldest first."""
+        key = Keys(run_id).of("dead")
+        start = f"({after}" if after else "-"
+        reply = await self._connection.raw("XRANGE", key, start, "+", "COUNT", limit)
+        return [_letter(key, entry) for entry in as_list(reply)]
+
+    async def num_dead_letters(self, run_id: str) -> int:
+        """Return how many letters there are."""
+        return as_int(await self._connection.raw("XLEN", Keys(run_id).of("dead")))
+
+    async def requeue(self, run_id: str, letter_ids: Sequence[str]) -> Requeued:
+        """Put dead tasks back into their lane; the oldest ones without ids. Raises PreconditionError when the run
+        takes no tasks any more.
+        """
+        reply = as_list(await self._connection.call(Keys(run_id), "requeue", *letter_ids))
+        return Requeued(requeued=as_int(reply[0]), unknown=as_int(reply[1]), kept=as_int(reply[2]))
+
+    async def purge(self, run_id: str, letter_ids: Sequence[str]) -> int:
+        """Forget letters; all without ids. Returns how many."""
+        return as_int(await self._connection.call(Keys(run_id), "purge", *letter_ids))
+
+
+def _letter(key: str, entry: Reply) -> StoredDeadLetter:
+    letter_id, flat = as_list(entry)
+    fields = as_mapping(flat)
+    return StoredDeadLetter(
+        letter_id=as_text(letter_id),
+        key=key,
+        task_id=as_text(fields["task"]),
+        reason=as_text(fields["reason"]),
+        detail=as_text(fields["detail"]),
+        attempt=as_int(fields["attempt"]),
+        node_id=as_text(fields["node"]),
+        evaluation_id=as_text(fields["evaluation"]),
+        spec=as_bytes(fields["spec"]),
+    )

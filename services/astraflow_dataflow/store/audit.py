@@ -1,0 +1,105 @@
+"""Accounts and wake-up events read from Redis.
+
+`audit` is one atomic snapshot: the counters and, beside them, what the stored groups and batches really hold. Called by
+reporting and by the event reader.
+"""
+
+from __future__ import annotations
+
+from astraflow_dataflow.records import Audit, Event, Life, PolicyState
+from astraflow_dataflow.store.connection import Connection, Reply, as_int, as_list, as_mapping, as_text
+from astraflow_dataflow.store.keys import Keys
+
+_EVENTS_PER_READ = 256
+
+
+class AuditStore:
+    """Read-only views of a whole run."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._trained: dict[str, tuple[str, int]] = {}
+
+    async def audit(self, run_id: str) -> Audit:
+        """Return the snapshot. O(open tasks + ready groups + bound groups)."""
+        reply = as_list(await self._connection.call(Keys(run_id), "audit"))
+        held = [as_int(item) for item in as_list(reply[3])]
+        return Audit(
+            now_ms=as_int(reply[0]),
+            life=Life(as_text(reply[1]) or "active"),
+            counters={name: int(value) for name, value in as_mapping(reply[2]).items()},
+            held_assembling=held[0],
+            held_ready=held[1],
+            held_in_batch=held[2],
+            dead_letters=as_int(reply[4]),
+            queued_tasks=as_int(reply[5]),
+            exhausted=as_text(reply[6]) == "1",
+            retries=as_int(reply[7]),
+            policies=tuple(_policy_state(item) for item in as_list(reply[8])),
+        )
+
+    async def trained_in_log(self, run_id: str, policy_id: str, *, through: str) -> int:
+        """Return the trajectories of trained steps, summed from the consumed log up to entry `through`;
+        reads only what is new.
+        """
+        key = Keys(run_id).of("consumed", policy_id)
+        last, total = self._trained.get(key, ("", 0))
+        while through and last != through:
+            start = f"({last}" if last else "-"
+            entries = as_list(await self._connection.raw("XRANGE", key, start, through, "COUNT", 1000))
+            if not entries:
+                break  # an older audit than the cached sum: concurrent callers may finish out of order
+            for entry, fields in map(as_list, entries):
+                step = as_mapping(fields)
+                total += int(step["n"]) if step["stage"] == b"trained" else 0
+                last = as_text(entry)
+        self._trained[key] = (last, total)
+        return total
+
+    async def events(self, run_id: str, *, after: str, block_s: float) -> tuple[str, list[Event]]:
+        """Return (id of the last event, events after `after`), waiting up to `block_s` for the first."""
+        entries = await self._connection.read_stream(
+            Keys(run_id).of("events"), after=after, block_ms=int(block_s * 1000), limit=_EVENTS_PER_READ
+        )
+        last = entries[-1][0] if entries else after
+        return last, [Event(topic=fields.pop("topic"), fields=fields) for _, fields in entries]
+
+    async def newest_event(self, run_id: str) -> str:
+        """Return the id of the newest event, from which a reader goes on."""
+        entries = as_list(
+            await self._connection.raw("XREVRANGE", Keys(run_id).of("events"), "+", "-", "COUNT", 1)
+        )
+        return as_text(as_list(entries[0])[0]) if entries else "0"
+
+
+def _policy_state(reply: Reply) -> PolicyState:
+    fields = as_list(reply)
+    stored = as_mapping(fields[5])
+    version = as_text(stored.get("version"))
+    return PolicyState(
+        policy_id=as_text(fields[0]),
+        outstanding=as_int(fields[1]),
+        ready=as_int(fields[2]),
+        unpublished=as_int(fields[3]),
+        credit=as_int(fields[4]),
+        acceptance=float(stored["acceptance"]),
+        groups_per_step=int(stored["groups_per_step"]),
+        epoch=int(stored["epoch"]),
+        finished_step=int(stored["finished"]),
+        durable_step=int(stored["durable"]),
+        version=int(version) if version else None,
+        finish_ms=as_int(stored.get("finish_ms")),
+        wait=as_text(stored.get("wait")),
+        wait_since_ms=as_int(stored.get("wait_since")),
+        wait_until_ms=as_int(stored.get("wait_until")),
+        staleness={int(age): int(count) for age, count in as_mapping(fields[6]).items()},
+        recent=tuple(_recent(as_text(item)) for item in as_list(fields[7])),
+        unpublished_steps=tuple(sorted(int(step) for step in as_mapping(fields[8]))),
+        bound_steps=as_int(fields[9]),
+        last_consumed=as_text(fields[10]),
+    )
+
+
+def _recent(text: str) -> tuple[float, int]:
+    reward_sum, _, count = text.partition(" ")
+    return float(reward_sum), int(count)

@@ -1,0 +1,270 @@
+"""Batches and versions in Redis.
+
+Every call carries the trainer epoch and the function refuses an older one, so a trainer that was replaced can change
+nothing. Called by the batch and version services and by the conductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from astraflow.errors import NotFoundError
+from astraflow_dataflow.records import AcquireReply, BoundBatch, Claim, Stage, StoredPin, StoredVersion
+from astraflow_dataflow.store.connection import (
+    Argument,
+    Connection,
+    as_bytes,
+    as_int,
+    as_list,
+    as_mapping,
+    as_text,
+)
+from astraflow_dataflow.store.keys import Keys
+
+STALE_GROUPS_PER_CALL = 64
+
+
+class BatchStore:
+    """Binding, acknowledging and releasing of batches."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def claim(
+        self,
+        run_id: str,
+        policy_id: str,
+        *,
+        trainer_id: str,
+        incarnation: str,
+        lease_s: float,
+        known_epoch: int = 0,
+        held_epoch: int = 0,
+        only_if_unheld: bool = False,
+    ) -> Claim:
+        """Start a new trainer epoch, above `known_epoch` too. Raises NotFoundError for an unknown policy.
+
+        A claim under another data `incarnation` than the last skips numbers that may have been given and lost.
+
+        With `held_epoch`, raises FencedError when another trainer has a newer one; with `only_if_unheld`,
+        PolicyHeldError when a trainer was heard of within `lease_s`, and such a claim holds nothing.
+        """
+        unheld = "1" if only_if_unheld else "0"
+        lease_ms = int(lease_s * 1000)
+        arguments = (policy_id, trainer_id, known_epoch, held_epoch, incarnation, lease_ms, unheld)
+        reply = as_list(await self._connection.call(Keys(run_id), "claim", *arguments))
+        version = as_text(reply[3])
+        return Claim(
+            epoch=as_int(reply[0]),
+            finished_step=as_int(reply[1]),
+            durable_step=as_int(reply[2]),
+            version=int(version) if version else None,
+        )
+
+    async def hold(self, run_id: str, policy_id: str, *, epoch: int) -> None:
+        """Note that the trainer of this epoch lives. Raises FencedError, NotFoundError."""
+        await self._connection.call(Keys(run_id), "hold", policy_id, epoch)
+
+    async def let_go(self, run_id: str, policy_id: str, *, epoch: int) -> None:
+        """Note that the trainer of this epoch ends. Raises FencedError, NotFoundError."""
+        await self._connection.call(Keys(run_id), "let_go", policy_id, epoch)
+
+    async def acquire(
+        self,
+        run_id: str,
+        policy_id: str,
+        *,
+        epoch: int,
+        step: int,
+        base_version: int,
+        max_behind: int,
+        lease_s: float,
+        wait_s: float,
+    ) -> AcquireReply:
+        """Return the step's batch, binding one when it can. Raises FencedError, NotFoundError, InvalidArgumentError."""
+        lease_ms, wait_ms = int(lease_s * 1000), int(wait_s * 1000)
+        arguments = (
+            policy_id,
+            epoch,
+            step,
+            base_version,
+            max_behind,
+            STALE_GROUPS_PER_CALL,
+            lease_ms,
+            wait_ms,
+        )
+        kind, *rest = as_list(await self._connection.call(Keys(run_id), "acquire", *arguments))
+        if as_text(kind) == "bound":
+            return AcquireReply(batch_id=as_text(rest[0]), stage=Stage(as_text(rest[1])))
+        if as_text(kind) == "more":
+            return AcquireReply(more=True)
+        return AcquireReply(waiting_for=as_text(rest[0]), detail=as_text(rest[1]))
+
+    async def batch(self, run_id: str, policy_id: str, *, epoch: int, step: int) -> BoundBatch:
+        """Return the batch bound to a step. Raises FencedError, NotFoundError."""
+        reply = as_list(await self._connection.call(Keys(run_id), "batch", policy_id, epoch, step))
+        groups = [as_list(group) for group in reply[5:]]
+        return BoundBatch(
+            batch_id=as_text(reply[0]),
+            base_version=as_int(reply[1]),
+            stage=Stage(as_text(reply[2])),
+            manifest=as_bytes(reply[3]),
+            digest=as_bytes(reply[4]),
+            groups=tuple((as_text(group[0]), as_bytes(group[1])) for group in groups),
+        )
+
+    async def seal(
+        self,
+        run_id: str,
+        policy_id: str,
+        *,
+        batch_id: str,
+        manifest: bytes,
+        digest: bytes,
+        staleness: Mapping[int, int],
+    ) -> None:
+        """Keep the manifest of a bound batch; the first one stays."""
+        pairs: list[Argument] = [part for item in staleness.items() for part in item]
+        await self._connection.call(Keys(run_id), "seal", policy_id, batch_id, manifest, digest, *pairs)
+
+    async def ack(
+        self,
+        run_id: str,
+        policy_id: str,
+        *,
+        epoch: int,
+        step: int,
+        batch_id: str,
+        digest: bytes,
+        stage: Stage,
+    ) -> Stage:
+        """Record a stage and return the one recorded now. Raises FencedError, ConflictError, NotFoundError."""
+        arguments = (policy_id, epoch, step, batch_id, digest, stage.value)
+        return Stage(as_text(await self._connection.call(Keys(run_id), "ack", *arguments)))
+
+    async def nack(self, run_id: str, policy_id: str, *, epoch: int, step: int) -> int:
+        """Return the step's groups to the ready set. Raises FencedError, PreconditionError once it was trained on."""
+        return as_int(await self._connection.call(Keys(run_id), "nack", policy_id, epoch, step))
+
+    async def void(
+        self, run_id: str, policy_id: str, *, step: int, batch_id: str, discard: bool, reason: str
+    ) -> tuple[int, int]:
+        """Take a batch away from its trainer. Returns (groups returned, trajectories dropped).
+
+        Raises NotFoundError for another batch, PreconditionError once it was trained on.
+        """
+        action = "discard" if discard else "return"
+        reply = await self._connection.call(Keys(run_id), "void", policy_id, step, batch_id, action, reason)
+        returned, dropped = as_list(reply)
+        return as_int(returned), as_int(dropped)
+
+    async def renew(self, run_id: str, policy_id: str, *, epoch: int, step: int, lease_s: float) -> None:
+        """Extend the batch's lease. Raises FencedError, NotFoundError."""
+        await self._connection.call(Keys(run_id), "renew_batch", policy_id, epoch, step, int(lease_s * 1000))
+
+    async def mark_durable(self, run_id: str, policy_id: str, *, epoch: int, step: int) -> int:
+        """Note the last durable step. Raises FencedError, InvalidArgumentError for an unfinished step."""
+        return as_int(await self._connection.call(Keys(run_id), "mark_durable", policy_id, epoch, step))
+
+    async def release_durable(self, run_id: str, policy_id: str) -> int:
+        """Free retained steps that a durable checkpoint covers. Returns the trajectories released."""
+        keys, released = Keys(run_id), 0
+        for step in as_list(await self._connection.call(keys, "releasable", policy_id)):
+            released += as_int(await self._connection.call(keys, "release", policy_id, as_text(step)))
+        return released
+
+    async def late(self, run_id: str) -> list[str]:
+        """Return batches whose lease is over."""
+        return [as_text(item) for item in as_list(await self._connection.call(Keys(run_id), "late_batches"))]
+
+    async def payloads(self, run_id: str, trajectory_ids: Sequence[str]) -> list[bytes]:
+        """Return bodies in the order asked. Raises NotFoundError naming the first that is gone."""
+        if not trajectory_ids:
+            return []
+        keys = Keys(run_id)
+        owners = as_list(await self._connection.raw("HMGET", keys.of("owners"), *trajectory_ids))
+        names = [
+            keys.of("payload", as_text(owner), item)
+            for owner, item in zip(owners, trajectory_ids, strict=True)
+        ]
+        bodies = as_list(await self._connection.raw("MGET", *names))
+        for trajectory_id, body in zip(trajectory_ids, bodies, strict=True):
+            if body is None:
+                raise NotFoundError(
+                    f"the payload of trajectory {trajectory_id} is gone; give the batch back and acquire the step again"
+                )
+        return [as_bytes(body) for body in bodies]
+
+
+class VersionStore:
+    """Announced versions."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def publish(
+        self,
+        run_id: str,
+        policy_id: str,
+        *,
+        version: int,
+        manifest_sha256: bytes,
+        step: int,
+        epoch: int,
+        writer_epoch: int,
+        is_rollback: bool,
+        body: bytes,
+    ) -> StoredVersion:
+        """Announce a version once. Raises FencedError, ConflictError, VersionGapError."""
+        kind = "1" if is_rollback else "0"
+        arguments = (policy_id, version, manifest_sha256.hex(), step, epoch, writer_epoch, kind, body)
+        reply = as_list(await self._connection.call(Keys(run_id), "publish", *arguments))
+        return StoredVersion(body=as_bytes(reply[1]), publish_ms=as_int(reply[0]))
+
+    async def newest(self, run_id: str, policy_id: str) -> int | None:
+        """Return the newest announced number, or None before the first."""
+        reply = as_text(await self._connection.raw("HGET", Keys(run_id).of("policy", policy_id), "version"))
+        return int(reply) if reply else None
+
+    async def several(self, run_id: str, policy_id: str, numbers: Sequence[int]) -> list[StoredVersion]:
+        """Return announced versions in the order asked, leaving out unknown ones."""
+        if not numbers:
+            return []
+        reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("versions", policy_id), *numbers))
+        return [_stored_version(item) for item in reply if isinstance(item, bytes)]
+
+    async def of_steps(self, run_id: str, policy_id: str, steps: Sequence[int]) -> dict[int, int]:
+        """Return the version published from each step that has one; of several, the newest."""
+        if not steps:
+            return {}
+        key = Keys(run_id).of("version_steps", policy_id)
+        reply = as_list(await self._connection.raw("HMGET", key, *steps))
+        return {
+            step: int(as_text(item).partition(" ")[0])
+            for step, item in zip(steps, reply, strict=True)
+            if item is not None
+        }
+
+    async def pin(self, run_id: str, policy_id: str, *, version: int, reason: str) -> StoredPin:
+        """Keep a version. Raises NotFoundError for one that is not announced, PreconditionError for too many pins."""
+        pin_ms = as_text(await self._connection.call(Keys(run_id), "pin", policy_id, version, reason))
+        return StoredPin(version=version, reason=reason, pin_ms=int(pin_ms))
+
+    async def unpin(self, run_id: str, policy_id: str, *, version: int) -> bool:
+        """Remove a pin. Returns whether there was one."""
+        return as_int(await self._connection.call(Keys(run_id), "unpin", policy_id, version)) == 1
+
+    async def pins(self, run_id: str, policy_id: str) -> list[StoredPin]:
+        """Return the pins, newest version first."""
+        stored = as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of("pins", policy_id)))
+        return [_pin(version, stored[version]) for version in sorted(stored, key=int, reverse=True)]
+
+
+def _stored_version(text: bytes) -> StoredVersion:
+    publish_ms, _, body = text.split(b" ", 2)
+    return StoredVersion(body=body, publish_ms=int(publish_ms))
+
+
+def _pin(version: str, stored: bytes) -> StoredPin:
+    pin_ms, _, reason = stored.decode().partition(" ")
+    return StoredPin(version=int(version), reason=reason, pin_ms=int(pin_ms))

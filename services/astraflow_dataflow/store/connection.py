@@ -1,0 +1,348 @@
+"""The one adapter over Redis: connection, checks, errors, and the typed stores of each noun.
+
+Only `store*.py` imports redis, and every state change goes through a function of the library, so what must be atomic is
+atomic whatever process asks. A Redis that would lose data silently (eviction, no append-only file, wrong schema) is
+refused at start with the remedy. Built by `server`, used by all domain modules through `Store`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self, TypeAlias, cast
+
+from redis import asyncio as redis_asyncio
+from redis import exceptions as redis_errors
+
+from astraflow import errors
+from astraflow_dataflow.records import Ability, Beat
+from astraflow_dataflow.store import function_library as library
+from astraflow_dataflow.store.keys import BEAT_KEY, INCARNATION_KEY, SCHEMA_KEY, SCHEMA_VERSION, Keys
+from astraflow_kit.log import get_logger
+
+log = get_logger(__name__)
+
+MIN_REDIS_VERSION = (7, 0)
+_DEADLINE_S = 10.0
+
+Reply: TypeAlias = "int | bytes | list[Reply] | None"
+Argument: TypeAlias = str | bytes | int | float
+Call: TypeAlias = tuple[str, tuple[Argument, ...]]
+
+_REFUSALS: Mapping[str, type[errors.AstraflowError]] = {
+    "FENCED": errors.FencedError,
+    "HELD": errors.PolicyHeldError,
+    "CONFLICT": errors.ConflictError,
+    "GAP": errors.VersionGapError,
+    "NOTFOUND": errors.NotFoundError,
+    "INVALID": errors.InvalidArgumentError,
+    "PRECONDITION": errors.PreconditionError,
+    "DEFECT": errors.InternalError,
+}
+_METADATA = re.compile(r"\[(\w+)=([^\]]*)\] ")
+
+
+_REFUSED_USER = (
+    redis_errors.AuthenticationError,
+    redis_errors.AuthorizationError,
+    redis_errors.NoPermissionError,
+)
+
+
+class Connection:
+    """A connection pool to one Redis with the library loaded."""
+
+    def __init__(self, url: str, *, allow_volatile: bool = False) -> None:
+        self._url = url
+        self._allow_volatile = allow_volatile
+        # No socket_timeout: redis-py then sends through asyncio.wait_for, which in Python 3.11 loses cancellations.
+        # `_within_deadline` bounds every command instead.
+        self._redis = redis_asyncio.Redis.from_url(
+            url, socket_timeout=None, socket_connect_timeout=5.0, health_check_interval=15, protocol=2
+        )
+        # The same pool without redis-py's own parsers: replies arrive as RESP arrays and bytes.
+        self._plain = redis_asyncio.Redis(connection_pool=self._redis.connection_pool)
+        self._plain.response_callbacks.clear()
+
+    async def open(self) -> None:
+        """Check the server, claim or compare the schema, load the functions.
+
+        Raises UnavailableError when Redis does not answer, PreconditionError when it refuses this user, and
+        IncompatibleError with the remedy when it must not be used.
+        """
+        try:
+            await self._check_server()
+            await self._check_schema()
+            await self.load_functions()
+        except errors.UnavailableError as error:
+            await self.close()
+            raise errors.UnavailableError(
+                f"no usable Redis at {_shown(self._url)}: {error.message}; start one, or give another --redis"
+            ) from error
+        except errors.AstraflowError:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._redis.aclose()
+
+    async def load_functions(self) -> None:
+        """Load the library, replacing what has its name. What is there already is left: a full Redis loads nothing,
+        and must not keep the server from making room.
+        """
+        source = library.source()
+        found = await self.raw("FUNCTION", "LIST", "LIBRARYNAME", library.LIBRARY, "WITHCODE")
+        codes = [as_mapping(entry).get("library_code") for entry in as_list(found)]
+        if source.encode() not in codes:
+            await self.raw("FUNCTION", "LOAD", "REPLACE", source)
+
+    async def data_incarnation(self) -> str:
+        """Return the data set's identity; a restarted Redis may have lost its last second, so it counts as another."""
+        data_id = as_text(await self.raw("GET", INCARNATION_KEY))
+        if not data_id:
+            await self.raw("SET", INCARNATION_KEY, secrets.token_hex(8), "NX")
+            data_id = as_text(await self.raw("GET", INCARNATION_KEY))
+        return _incarnation(data_id, await self._info("server"))
+
+    async def now_ms(self) -> int:
+        """Return the time by Redis' clock."""
+        seconds, microseconds = map(as_int, as_list(await self.raw("TIME")))
+        return seconds * 1000 + microseconds // 1000
+
+    async def replace_incarnation(self, seen: str) -> None:
+        """Give the data set another identity, unless it no longer has the one that was seen."""
+        if await self.data_incarnation() == seen:
+            await self.raw("SET", INCARNATION_KEY, secrets.token_hex(8))
+
+    async def durability(self) -> Ability:
+        """Return what this Redis can say about what is safe."""
+        server, persistence = await self._info("server"), await self._info("persistence")
+        return Ability(
+            name=f"Redis {server['redis_version']} at {_shown(self._url)}",
+            append_only=persistence.get("aof_enabled") == "1",
+            appendfsync=await self._setting("appendfsync"),
+            has_waitaof=as_list(await self.raw("COMMAND", "INFO", "WAITAOF")) not in ([], [None]),
+            replicas=int((await self._info("replication")).get("connected_slaves", "0")),
+        )
+
+    async def beat(self, run_ids: Sequence[str], *, wait: Sequence[Argument]) -> Beat:
+        """Read the position of each run, write a beat, and wait until it is safe with the command `wait` (none:
+        it counts as safe once answered). All on one connection, so the positions are those before the beat.
+        """
+        async with _answered(), self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.execute_command("INFO", "server")
+            pipeline.execute_command("GET", INCARNATION_KEY)
+            for run_id in run_ids:
+                pipeline.execute_command("HGET", Keys(run_id).of("run"), "position")
+            pipeline.execute_command("FCALL", library.function_name("beat"), 1, BEAT_KEY)
+            if wait:
+                pipeline.execute_command(*wait)
+            info, data_id, *rest = await pipeline.execute()
+            reached = rest[len(run_ids) + 1] if wait else 1
+            return Beat(
+                incarnation=_incarnation(as_text(data_id), {"run_id": str(info["run_id"])}),
+                positions=dict(zip(run_ids, map(as_int, rest[: len(run_ids)]), strict=True)),
+                is_safe=as_int(reached[0] if isinstance(reached, list) else reached) >= 1,
+            )
+        raise AssertionError("an answered pipeline returned or raised")
+
+    async def _setting(self, name: str) -> str:
+        try:
+            return as_text(as_mapping(await self.raw("CONFIG", "GET", name)).get(name, b"unknown"))
+        except (errors.InternalError, errors.PreconditionError):
+            return "unknown"  # hosted servers often forbid CONFIG
+
+    async def ready(self) -> str | None:
+        """None when Redis answers and holds the functions; else the reason as one sentence."""
+        try:
+            found = await self.raw("FUNCTION", "LIST", "LIBRARYNAME", library.LIBRARY)
+        except errors.AstraflowError as error:
+            return f"Redis at {_shown(self._url)} does not answer: {error.message}"
+        return None if found else f"Redis lost the function library {library.LIBRARY}; restart this server"
+
+    async def call(self, keys: Keys, name: str, *arguments: Argument) -> Reply:
+        """Call a function of the library on one run. Raises the typed error it answers."""
+        (reply,) = await self.call_many(keys, [(name, arguments)])
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    async def call_many(
+        self, keys: Keys, calls: Sequence[Call], *, payloads: Sequence[tuple[str, bytes, int]] = ()
+    ) -> list[Reply | errors.AstraflowError]:
+        """Send payload writes (key, bytes, ttl in seconds; existing keys are kept) and calls in one pipeline.
+
+        Returns one reply, or typed error, per call, in order. Raises UnavailableError when Redis is away.
+        """
+        replies = await self._pipeline(keys, calls, payloads=payloads)
+        if any(_function_is_missing(reply) for reply in replies):
+            await self.load_functions()
+            replies = await self._pipeline(keys, calls, payloads=payloads)
+        return [_typed(reply) for reply in replies]
+
+    async def raw(self, *command: Argument) -> Reply:
+        """Send one plain command. Raises the typed error."""
+        async with _answered():
+            return cast("Reply", await self._plain.execute_command(*command))
+        raise AssertionError("an answered command returned or raised")
+
+    async def read_stream(
+        self, key: str, *, after: str, block_ms: int, limit: int
+    ) -> list[tuple[str, dict[str, str]]]:
+        """Return up to `limit` entries of a stream after an id, waiting up to `block_ms` for the first."""
+        reply = await self.raw("XREAD", "COUNT", limit, "BLOCK", block_ms, "STREAMS", key, after)
+        entries = as_list(as_list(as_list(reply)[0])[1]) if reply else []
+        return [
+            (as_text(entry), {name: as_text(value) for name, value in as_mapping(fields).items()})
+            for entry, fields in map(as_list, entries)
+        ]
+
+    async def _pipeline(
+        self, keys: Keys, calls: Sequence[Call], *, payloads: Sequence[tuple[str, bytes, int]]
+    ) -> list[object]:
+        async with _answered(), self._redis.pipeline(transaction=False) as pipeline:
+            for key, body, ttl_s in payloads:
+                pipeline.set(key, body, ex=ttl_s, nx=True)
+            for name, arguments in calls:
+                pipeline.execute_command("FCALL", library.function_name(name), 1, keys.prefix, *arguments)
+            return list((await pipeline.execute(raise_on_error=False))[len(payloads) :])
+        raise AssertionError("an answered pipeline returned or raised")
+
+    async def _check_server(self) -> None:
+        server, memory = await self._info("server"), await self._info("memory")
+        version = server["redis_version"]
+        if tuple(int(part) for part in version.split(".")[:2]) < MIN_REDIS_VERSION:
+            raise errors.IncompatibleError(
+                f"Redis {version} at {_shown(self._url)} is too old; install 7.0 or newer, or Valkey (functions)"
+            )
+        policy = memory.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
+            raise errors.IncompatibleError(
+                f"Redis at {_shown(self._url)} evicts keys (maxmemory-policy {policy}), which would lose acknowledged "
+                "data; set maxmemory-policy noeviction"
+            )
+        if (await self._info("persistence")).get("aof_enabled") != "1" and not self._allow_volatile:
+            raise errors.IncompatibleError(
+                f"Redis at {_shown(self._url)} keeps no append-only file, so a restart would lose acknowledged data; "
+                "set appendonly yes, or accept the loss with --allow-volatile"
+            )
+
+    async def _info(self, section: str) -> dict[str, str]:
+        lines = as_text(await self.raw("INFO", section)).splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line)
+
+    async def _check_schema(self) -> None:
+        stored = as_int(await self.raw("GET", SCHEMA_KEY))
+        if not stored:
+            await self.raw("SET", SCHEMA_KEY, SCHEMA_VERSION, "NX")
+            stored = as_int(await self.raw("GET", SCHEMA_KEY))
+        if stored != SCHEMA_VERSION:
+            raise errors.IncompatibleError(
+                f"the data in Redis has schema version {stored}, this release reads {SCHEMA_VERSION}; "
+                "use the release that wrote it, or another Redis database"
+            )
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+@asynccontextmanager
+async def _answered() -> AsyncIterator[None]:
+    """Bound what is inside by a deadline and raise its failures as typed errors."""
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            yield
+    except TimeoutError as error:
+        raise errors.UnavailableError(
+            f"Redis gave no answer within {_DEADLINE_S:g} s", retry_after_s=0.2
+        ) from error
+    except redis_errors.RedisError as error:
+        raise translate(error) from error
+
+
+def translate(error: Exception) -> errors.AstraflowError:
+    """Return the typed error for what redis-py raised or a function answered."""
+    if isinstance(error, _REFUSED_USER):  # before ConnectionError, which redis-py derives some of these from
+        return errors.PreconditionError(
+            f"Redis refuses this user: {error}; give redis://USER:PASSWORD@HOST:PORT/DB of one who may run all commands"
+        )
+    if isinstance(error, redis_errors.ReadOnlyError):
+        return errors.UnavailableError(
+            f"Redis is a read-only replica: {error}; give the address of its primary", retry_after_s=0.2
+        )
+    if isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError):
+        return errors.UnavailableError(f"Redis does not answer: {error}", retry_after_s=0.2)
+    if isinstance(error, redis_errors.OutOfMemoryError) or "OOM" in str(error)[:16]:
+        return errors.ResourceExhaustedError(
+            "Redis is full (maxmemory); let trainers consume, mark steps durable, or give it more memory",
+            retry_after_s=1.0,
+        )
+    kind, _, text = str(error).partition(" ")
+    if kind == "MISCONF":
+        return errors.UnavailableError(
+            f"Redis cannot write its files: {text}; free its disk or fix its folder's mode", retry_after_s=1.0
+        )
+    refusal = _REFUSALS.get(kind)
+    if refusal is not None:
+        named = _METADATA.match(text)
+        return refusal(text[named.end() :], metadata={named[1]: named[2]}) if named else refusal(text)
+    return errors.InternalError(f"Redis answered an error: {error}")
+
+
+def _typed(reply: object) -> Reply | errors.AstraflowError:
+    if isinstance(reply, Exception):
+        return translate(reply)
+    return cast("Reply", reply)
+
+
+def _function_is_missing(reply: object) -> bool:
+    return isinstance(reply, redis_errors.ResponseError) and "Function not found" in str(reply)
+
+
+def _incarnation(data_id: str, server: Mapping[str, str]) -> str:
+    return f"{data_id}.{server.get('run_id', '')[:12]}"
+
+
+def _shown(url: str) -> str:
+    """The address without credentials."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
+def as_text(reply: object) -> str:
+    """Return a bulk reply as text; empty for nil."""
+    if reply is None:
+        return ""
+    return reply.decode() if isinstance(reply, bytes) else str(reply)
+
+
+def as_bytes(reply: object) -> bytes:
+    """Return a bulk reply as bytes; empty for nil."""
+    return reply if isinstance(reply, bytes) else b""
+
+
+def as_int(reply: object) -> int:
+    """Return a reply as an int; 0 for nil or empty."""
+    return int(reply) if isinstance(reply, int | bytes) and reply != b"" else 0
+
+
+def as_list(reply: object) -> list[Reply]:
+    """Return an array reply; empty for nil."""
+    return reply if isinstance(reply, list) else []
+
+
+def as_mapping(reply: object) -> dict[str, bytes]:
+    """Return a flat field-value array as a mapping."""
+    flat = as_list(reply)
+    return {as_text(field): as_bytes(value) for field, value in zip(flat[::2], flat[1::2], strict=True)}

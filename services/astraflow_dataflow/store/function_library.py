@@ -1,0 +1,93 @@
+"""The Redis Functions of the data plane as one library, rendered from `lua/*.lua`.
+
+The library's name carries the schema version, each function's name the same prefix, so two releases can never call each
+other's functions. Loaded by `store.Connection` at start and again whenever Redis lost it.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, SCHEMA_VERSION, lua_table
+
+LIBRARY = f"astraflow_{SCHEMA_VERSION}"
+
+_ORDER = ("prelude", "trace", "tasks", "settle", "pushes", "batches", "versions", "admin", "runs", "audit")
+
+# Read only: allowed on replicas and when memory is full.
+_READS = (
+    "members",
+    "unsettled",
+    "batch",
+    "releasable",
+    "late_batches",
+    "audit",
+    "supply",
+    "trace",
+    "refused",
+)
+# Free memory, or are on the way of the trainer that frees it: allowed when memory is full.
+_RELEASES = (
+    "claim",
+    "hold",
+    "let_go",
+    "acquire",
+    "seal",
+    "publish",
+    "ack",
+    "nack",
+    "mark_durable",
+    "release",
+    "settle",
+    "sweep",
+    "fail",
+    "renew",
+    "renew_batch",
+    "advance",
+    "close_training",
+    "reconcile",
+    "leave",
+    "drain",
+    "void",
+    "unpin",
+    "purge",
+)
+_WRITES = (
+    "submit",
+    "feed",
+    "lease",
+    "commit",
+    "quarantine",
+    "pin",
+    "requeue",
+    "join",
+    "report",
+    "plan_evaluation",
+    "feed_evaluation",
+    "give_up_evaluation",
+)
+# Not of a run that exists: it begins or ends there.
+_BEGINNINGS = ("create_run",)
+_ENDS = ("begin_delete", "end_delete", "beat")
+
+
+def function_name(name: str) -> str:
+    """Return the name under which Redis knows a function of the library."""
+    return f"{LIBRARY}_{name}"
+
+
+def source() -> str:
+    """Return the library's Lua source, the same bytes for the same release."""
+    folder = resources.files("astraflow_dataflow.store") / "lua"
+    parts = [f"#!lua name={LIBRARY}", lua_table(), f"local RUNS, DELETING = '{RUNS_KEY}', '{DELETING_KEY}'"]
+    parts += [(folder / f"{name}.lua").read_text(encoding="utf-8") for name in _ORDER]
+    parts += [_registration(name, f"of_a_run({name})", "'no-writes'") for name in _READS]
+    parts += [_registration(name, f"of_a_run({name})", "'allow-oom'") for name in _RELEASES]
+    parts += [_registration(name, f"of_a_run({name})", "") for name in _WRITES]
+    parts += [_registration(name, name, "") for name in _BEGINNINGS]
+    parts += [_registration(name, name, "'allow-oom'") for name in _ENDS]
+    return "\n".join(parts)
+
+
+def _registration(name: str, callback: str, flags: str) -> str:
+    return f"redis.register_function{{function_name='{function_name(name)}', callback={callback}, flags={{{flags}}}}}"

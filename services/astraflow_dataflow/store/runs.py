@@ -1,0 +1,337 @@
+"""Runs, nodes and evaluations in Redis.
+
+Each method is one function call of the library and therefore atomic; repeated calls with equal arguments
+change nothing. Called by the run registry, the membership and evaluation services, and the conductor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+from astraflow.errors import ConflictError, NotFoundError
+from astraflow_dataflow.records import (
+    Life,
+    NewTask,
+    PolicyLimits,
+    StoredEvaluation,
+    StoredNode,
+    StoredRun,
+    WeightFault,
+)
+from astraflow_dataflow.store.connection import (
+    Argument,
+    Connection,
+    as_bytes,
+    as_int,
+    as_list,
+    as_mapping,
+    as_text,
+)
+from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, Keys
+
+_GONE = ("", "deleting")
+"""States of a run that is not there, or not for long."""
+
+
+class RunStore:
+    """Runs: created once, moved forward in their life."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def create(
+        self,
+        run_id: str,
+        *,
+        recipe_yaml: str,
+        code: bytes,
+        store_uri: str,
+        max_attempts: int,
+        policies: Sequence[PolicyLimits],
+    ) -> StoredRun:
+        """Create the run, or return the stored one when it is equal. Raises ConflictError when it is not."""
+        digest = _digest(recipe_yaml.encode(), code, store_uri.encode())
+        limits: list[Argument] = []
+        for policy in policies:
+            limits += [policy.policy_id, policy.window_groups, policy.min_acceptance, policy.smoothing]
+            limits += [policy.max_staleness, policy.groups_per_step]
+        reply = await self._connection.call(
+            Keys(run_id), "create_run", run_id, digest, recipe_yaml, code, store_uri, max_attempts, *limits
+        )
+        if as_text(as_list(reply)[1]) != digest:
+            raise ConflictError(
+                f"run {run_id} exists with another recipe, code or store; choose another run name, or "
+                "remove the old run's data"
+            )
+        return await self.get(run_id)
+
+    async def get(self, run_id: str) -> StoredRun:
+        """Return a run. Raises NotFoundError."""
+        names = ("recipe", "code", "store", "state", "create_ms")
+        reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("run"), *names))
+        if as_text(reply[3]) in _GONE:
+            raise _no_run(run_id)
+        return StoredRun(
+            run_id=run_id,
+            recipe_yaml=as_text(reply[0]),
+            code=as_bytes(reply[1]),
+            store_uri=as_text(reply[2]),
+            life=Life(as_text(reply[3])),
+            create_ms=as_int(reply[4]),
+        )
+
+    async def life(self, run_id: str) -> Life:
+        """Return the run's life. Raises NotFoundError."""
+        reply = as_text(await self._connection.raw("HGET", Keys(run_id).of("run"), "state"))
+        if reply in _GONE:
+            raise _no_run(run_id)
+        return Life(reply)
+
+    async def ids(self, *, offset: int = 0, limit: int = 500) -> list[str]:
+        """Return run ids, oldest first."""
+        reply = await self._connection.raw("ZRANGE", RUNS_KEY, offset, offset + limit - 1)
+        return [as_text(item) for item in as_list(reply)]
+
+    async def advance(self, run_id: str, life: Life) -> None:
+        """Move the run forward in its life. Raises PreconditionError for a move back."""
+        await self._connection.call(Keys(run_id), "advance", life.value)
+
+    async def begin_delete(self, run_id: str, *, force: bool) -> dict[str, int]:
+        """End a run for everybody and return its last counters; the keys are still there.
+
+        Raises NotFoundError, and without `force` PreconditionError naming who works on it.
+        """
+        reply = await self._connection.call(Keys(run_id), "begin_delete", run_id, "1" if force else "0")
+        return {name: int(value) for name, value in as_mapping(reply).items()}
+
+    async def delete_keys(self, run_id: str) -> int:
+        """Remove the keys of a run whose deletion began, until none is left. Returns how many were removed."""
+        keys, removed = Keys(run_id), 0
+        last = {keys.of("run"), keys.of("counters")}
+        while found := await self._delete_once(keys, last):
+            removed += found
+        return removed + len(last) * as_int(await self._connection.call(keys, "end_delete", run_id))
+
+    async def deleting(self) -> list[str]:
+        """Return the runs whose deletion began and has not ended."""
+        return [as_text(item) for item in as_list(await self._connection.raw("SMEMBERS", DELETING_KEY))]
+
+    async def _delete_once(self, keys: Keys, last: set[str]) -> int:
+        cursor, removed = "0", 0
+        while True:
+            reply = as_list(
+                await self._connection.raw("SCAN", cursor, "MATCH", f"{keys.prefix}*", "COUNT", 1000)
+            )
+            cursor = as_text(reply[0])
+            names = [name for name in map(as_text, as_list(reply[1])) if name not in last]
+            if names:
+                removed += as_int(await self._connection.raw("UNLINK", *names))
+            if cursor == "0":
+                return removed
+
+
+class NodeStore:
+    """Nodes that joined a run, and what they last said of themselves."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def join(
+        self,
+        run_id: str,
+        *,
+        node_id: str,
+        incarnation: int,
+        region: str,
+        pool: str,
+        max_tasks: int,
+        engines: Sequence[str],
+    ) -> int:
+        """Register a node; leases of its earlier incarnation are taken back at once.
+
+        Returns how many. Raises FencedError.
+        """
+        reply = await self._connection.call(
+            Keys(run_id),
+            "join",
+            node_id,
+            _incarnation(incarnation),
+            region,
+            pool,
+            max_tasks,
+            ",".join(engines),
+        )
+        return as_int(as_list(reply)[1])
+
+    async def report(
+        self,
+        run_id: str,
+        *,
+        node_id: str,
+        incarnation: int,
+        connected_ms: int,
+        heard: bool = True,
+        fields: Mapping[str, str | int] | None = None,
+    ) -> None:
+        """Note a sign of life: of the node itself, or (not `heard`) only of its stream.
+
+        Raises NotFoundError before a join, FencedError for another incarnation.
+        """
+        pairs: list[Argument] = [part for item in (fields or {}).items() for part in item]
+        await self._connection.call(
+            Keys(run_id),
+            "report",
+            node_id,
+            _incarnation(incarnation),
+            connected_ms,
+            "1" if heard else "0",
+            *pairs,
+        )
+
+    async def reconcile(
+        self, run_id: str, *, node_id: str, held: Sequence[str], ttl_s: float
+    ) -> tuple[list[str], int]:
+        """Renew what a node holds and give back what it was given and does not hold.
+
+        Returns (leases that are not its own any more, leases given back).
+        """
+        lost, given = as_list(
+            await self._connection.call(Keys(run_id), "reconcile", node_id, int(ttl_s * 1000), *held)
+        )
+        return [as_text(item) for item in as_list(lost)], as_int(given)
+
+    async def leave(self, run_id: str, *, node_id: str, session: str, undelivered: Sequence[str]) -> int:
+        """End a working session and give back leases that it never confirmed. Returns how many."""
+        return as_int(await self._connection.call(Keys(run_id), "leave", node_id, session, *undelivered))
+
+    async def drain(self, run_id: str, *, node_id: str, reason: str) -> tuple[int, bool]:
+        """Order a node to leave. Returns (leases it holds, whether it is connected). Raises NotFoundError."""
+        leases, connected = as_list(await self._connection.call(Keys(run_id), "drain", node_id, reason))
+        return as_int(leases), as_text(connected) == "1"
+
+    async def drain_reason(self, run_id: str, node_id: str) -> str:
+        """Return why a node must leave; empty when it need not."""
+        return as_text(await self._connection.raw("HGET", Keys(run_id).of("node", node_id), "drain"))
+
+    async def max_tasks(self, run_id: str, node_id: str) -> int:
+        """Return the bound of leases the node joined with; 0 when unknown."""
+        return as_int(await self._connection.raw("HGET", Keys(run_id).of("node", node_id), "max_tasks"))
+
+    async def all(self, run_id: str) -> list[StoredNode]:
+        """Return the nodes by id."""
+        keys = Keys(run_id)
+        ids = sorted(
+            as_text(item) for item in as_list(await self._connection.raw("SMEMBERS", keys.of("nodes")))
+        )
+        nodes = []
+        for node_id in ids:
+            fields = as_mapping(await self._connection.raw("HGETALL", keys.of("node", node_id)))
+            leases = as_int(await self._connection.raw("SCARD", keys.of("node_leases", node_id)))
+            nodes.append(_node(node_id, fields, leases=leases))
+        return nodes
+
+
+class EvaluationStore:
+    """Planned evaluations, their lanes and their sums."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def plan(
+        self, run_id: str, evaluation_id: str, *, policy_id: str, version: int, planned: int, final: bool
+    ) -> bool:
+        """Plan an evaluation once. Returns whether it is new."""
+        arguments = (evaluation_id, policy_id, version, planned, "1" if final else "0")
+        return as_int(await self._connection.call(Keys(run_id), "plan_evaluation", *arguments)) == 1
+
+    async def feed(
+        self, run_id: str, evaluation_id: str, *, expected_fed: int, planned: int, tasks: Sequence[NewTask]
+    ) -> bool:
+        """Add held-out tasks after the first `expected_fed`. Returns False when another server was first."""
+        pairs: list[Argument] = []
+        for task in tasks:
+            pairs += [task.task_id, task.spec]
+        reply = await self._connection.call(
+            Keys(run_id), "feed_evaluation", evaluation_id, expected_fed, planned, *pairs
+        )
+        return as_int(reply) >= 0
+
+    async def give_up(self, run_id: str, evaluation_id: str, *, reason: str) -> None:
+        """Close an evaluation with what it has."""
+        await self._connection.call(Keys(run_id), "give_up_evaluation", evaluation_id, reason)
+
+    async def all(self, run_id: str) -> list[StoredEvaluation]:
+        """Return the evaluations, oldest first."""
+        keys = Keys(run_id)
+        ids = [
+            as_text(item)
+            for item in as_list(await self._connection.raw("ZRANGE", keys.of("evaluations"), 0, -1))
+        ]
+        return [
+            _evaluation(
+                evaluation_id,
+                as_mapping(await self._connection.raw("HGETALL", keys.of("evaluation", evaluation_id))),
+            )
+            for evaluation_id in ids
+        ]
+
+
+def _no_run(run_id: str) -> NotFoundError:
+    return NotFoundError(f"no run {run_id!r} on this server; create it, or list the runs it has")
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def _incarnation(value: int) -> str:
+    # Fixed width, so that Lua compares it as text: a double would round nanosecond clocks.
+    return f"{value:020d}"
+
+
+def _node(node_id: str, fields: Mapping[str, bytes], *, leases: int) -> StoredNode:
+    serving = json.loads(fields.get("serving", b"{}"))
+    return StoredNode(
+        node_id=node_id,
+        incarnation=as_int(fields.get("incarnation")),
+        restarts=as_int(fields.get("restarts")),
+        max_tasks=as_int(fields.get("max_tasks")),
+        leases=leases,
+        episodes=as_int(fields.get("episodes")),
+        trajectories=as_int(fields.get("trajectories")),
+        tokens=as_int(fields.get("tokens")),
+        serving={str(policy): int(version) for policy, version in serving.items()},
+        seen_ms=as_int(fields.get("seen_ms")),
+        connected_until_ms=as_int(fields.get("connected_until")),
+        waiting_for=as_text(fields.get("waiting_for")),
+        region=as_text(fields.get("region")),
+        pool=as_text(fields.get("pool")),
+        engines=tuple(filter(None, as_text(fields.get("engines")).split(","))),
+        engine_restarts=as_int(fields.get("engine_restarts")),
+        weight_faults=tuple(WeightFault(**fault) for fault in json.loads(fields.get("weight_faults", b"[]"))),
+        drain_reason=as_text(fields.get("drain")),
+        join_ms=as_int(fields.get("join_ms")),
+    )
+
+
+def _evaluation(evaluation_id: str, fields: Mapping[str, bytes]) -> StoredEvaluation:
+    return StoredEvaluation(
+        evaluation_id=evaluation_id,
+        policy_id=as_text(fields.get("policy")),
+        version=as_int(fields.get("version")),
+        planned=as_int(fields.get("planned")),
+        final=as_text(fields.get("final")) == "1",
+        state=as_text(fields.get("state")),
+        fed=as_int(fields.get("fed")),
+        done=as_int(fields.get("done")),
+        failed=as_int(fields.get("failed")),
+        samples=as_int(fields.get("samples")),
+        reward_sum=float(fields.get("sum", b"0")),
+        create_ms=as_int(fields.get("create_ms")),
+        complete_ms=as_int(fields.get("complete_ms")),
+    )

@@ -1,0 +1,48 @@
+"""The typed stores of one process, over one Redis connection.
+
+One value to pass around, so that a module says `store.batches.ack(…)` and never sees Redis. Built by `server`
+and by tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from astraflow_dataflow.store.admin import AdminStore
+from astraflow_dataflow.store.audit import AuditStore
+from astraflow_dataflow.store.batches import BatchStore, VersionStore
+from astraflow_dataflow.store.connection import Connection
+from astraflow_dataflow.store.runs import EvaluationStore, NodeStore, RunStore
+from astraflow_dataflow.store.tasks import EpisodeStore, TaskStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """The typed stores over one connection."""
+
+    connection: Connection
+    runs: RunStore
+    nodes: NodeStore
+    evaluations: EvaluationStore
+    tasks: TaskStore
+    episodes: EpisodeStore
+    batches: BatchStore
+    versions: VersionStore
+    audits: AuditStore
+    admin: AdminStore
+
+    @classmethod
+    def over(cls, connection: Connection) -> Store:
+        """Return the stores over `connection`."""
+        return cls(
+            connection=connection,
+            runs=RunStore(connection),
+            nodes=NodeStore(connection),
+            evaluations=EvaluationStore(connection),
+            tasks=TaskStore(connection),
+            episodes=EpisodeStore(connection),
+            batches=BatchStore(connection),
+            versions=VersionStore(connection),
+            audits=AuditStore(connection),
+            admin=AdminStore(connection),
+        )

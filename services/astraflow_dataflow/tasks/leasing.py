@@ -1,0 +1,144 @@
+"""Leasing: which tasks a node gets, as the contract's Lease messages.
+
+Evaluation leases of exactly the versions a node serves come first, then training within admission; both in
+one atomic call. A sampling seed per task is derived from the run's seed, so a re-leased task samples the
+same. Called by working sessions and by the task service.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+
+from astraflow.errors import FencedError
+from astraflow.rollout.v1 import task_pb2
+from astraflow_dataflow.records import Grant
+from astraflow_dataflow.rules import evaluation
+from astraflow_dataflow.runs.registry import RunContext
+from astraflow_dataflow.store.stores import Store
+from astraflow_kit import failpoints
+from astraflow_kit.log import get_logger
+from astraflow_kit.metrics import Metrics
+
+log = get_logger(__name__)
+
+UNBOUNDED = 1_000_000
+LEASES_PER_CALL = 256
+FREE_REASONS = frozenset({"missing_capability", "drain", "version_unavailable"})
+"""Failures that cost no attempt: the node cannot help it."""
+_BACKOFF_S = {"version_unavailable": 0.2, "missing_capability": 0.0, "drain": 0.0}
+_RETRY_BACKOFF_S = 0.1
+_MAX_DETAIL_CHARS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a node gets: leases, why there are not more, and whether another node might get something."""
+
+    leases: list[task_pb2.Lease]
+    waiting_for: str
+    more: bool
+
+
+@dataclass(frozen=True)
+class Leasing:
+    """Gives leases and takes them back."""
+
+    store: Store
+    metrics: Metrics
+
+    async def lease(
+        self,
+        context: RunContext,
+        *,
+        node_id: str,
+        want: int,
+        serving: Mapping[str, int],
+        max_held: int = UNBOUNDED,
+        session: str = "",
+    ) -> Offer:
+        """Return leases and why there are not more. Raises FencedError when another stream took the session over."""
+        flow = context.recipe.dataflow
+        reply = await self.store.tasks.lease(
+            context.run_id,
+            node_id=node_id,
+            want=min(want, LEASES_PER_CALL),
+            ttl_s=flow.lease_ttl_s,
+            horizon_s=flow.group_deadline_s,
+            max_held=max_held,
+            serving=serving,
+            session=session,
+        )
+        if reply.waiting_for == "session_replaced":
+            raise FencedError(
+                f"node {node_id} opened another working session; this one is over, use one stream per node"
+            )
+        for grant in reply.grants:
+            purpose = "evaluation" if grant.evaluation_id else "training"
+            self.metrics.increment("astraflow_dataflow_leases_total", purpose=purpose)
+        if reply.grants:
+            failpoints.hit("dataflow.leased")
+        leases = [lease_message(context, grant) for grant in reply.grants]
+        return Offer(leases=leases, waiting_for=reply.waiting_for, more=reply.more)
+
+    async def renew(self, context: RunContext, *, node_id: str, lease_ids: list[str]) -> list[str]:
+        """Extend leases; return those that are lost."""
+        ttl_s = context.recipe.dataflow.lease_ttl_s
+        return await self.store.tasks.renew(context.run_id, node_id=node_id, lease_ids=lease_ids, ttl_s=ttl_s)
+
+    async def fail(
+        self, context: RunContext, *, node_id: str, lease_id: str, reason: str, detail: str, retryable: bool
+    ) -> bool:
+        """Give a lease back; return whether the task will be leased again."""
+        requeued = await self.store.tasks.fail(
+            context.run_id,
+            node_id=node_id,
+            lease_id=lease_id,
+            reason=reason or "unspecified",
+            detail=detail[:_MAX_DETAIL_CHARS],
+            retryable=retryable,
+            free=reason in FREE_REASONS,
+            backoff_s=_BACKOFF_S.get(reason, _RETRY_BACKOFF_S),
+        )
+        log.info("lease.given_back", node_id=node_id, lease_id=lease_id, reason=reason, requeued=requeued)
+        return requeued
+
+
+def lease_message(context: RunContext, grant: Grant) -> task_pb2.Lease:
+    """Return the contract's form of a grant."""
+    ttl = Duration()
+    ttl.FromMilliseconds(int(context.recipe.dataflow.lease_ttl_s * 1000))
+    demand = evaluation.demand_of(grant.task_id) if grant.evaluation_id else None
+    return task_pb2.Lease(
+        lease_id=grant.lease_id,
+        run_id=context.run_id,
+        task=task_pb2.Task.FromString(grant.spec),
+        attempt=grant.attempt,
+        members=grant.members,
+        ttl_duration=ttl,
+        sampling=sampling_params(context),
+        required_versions={demand.policy_id: demand.version} if demand else {},
+        seed=task_seed(context.recipe.run.seed, grant.task_id),
+    )
+
+
+def sampling_params(context: RunContext) -> dict[str, task_pb2.SamplingParams]:
+    """Return the recipe's sampling parameters by policy."""
+    return {
+        policy_id: task_pb2.SamplingParams(
+            temperature=policy.sampling.temperature,
+            top_p=policy.sampling.top_p,
+            top_k=policy.sampling.top_k,
+            max_new_tokens=policy.sampling.max_new_tokens,
+        )
+        for policy_id, policy in context.recipe.policies.items()
+    }
+
+
+def task_seed(run_seed: int, task_id: str) -> int:
+    """Return the seed of a task: a pure function of run seed and task id, in [0, 2^63)."""
+    digest = hashlib.blake2b(f"{run_seed}/{task_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

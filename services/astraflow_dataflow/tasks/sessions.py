@@ -1,0 +1,333 @@
+"""Working sessions: one open `Work` stream of one node.
+
+The session sends leases within the node's credits as soon as there are any, cancels what the node lost,
+announces versions and the durable watermark, and orders the drain. It holds nothing that matters: when the stream
+breaks, leases that the node confirmed stay in Redis until they expire, the others are given back, and a new stream
+of the same incarnation goes on. Made by the task service per stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
+
+from astraflow.dataflow.v1 import task_service_pb2, version_pb2
+from astraflow.errors import AstraflowError, InvalidArgumentError, UnavailableError
+from astraflow_dataflow.records import Event, Life, WeightFault
+from astraflow_dataflow.runs.registry import RunContext
+from astraflow_dataflow.store.durability import Durability
+from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.wakeups import Subscription
+from astraflow_dataflow.tasks.leasing import Leasing, Offer
+from astraflow_dataflow.versions.announcements import Versions
+from astraflow_kit.log import get_logger
+
+log = get_logger(__name__)
+
+Request = task_service_pb2.WorkRequest
+Response = task_service_pb2.WorkResponse
+
+HEARTBEAT_S = 5.0
+_CONNECTED_MS = 15_000
+_MAX_RENEWALS = 4096
+_MAX_WEIGHT_FAULTS = 16
+# Wake-ups of many groups arrive in bursts: one lease call answers them together.
+_SETTLE_S = 0.002
+
+
+class WorkSession:
+    """One node's stream. `responses` is the whole life of it."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        hello: task_service_pb2.Hello,
+        *,
+        store: Store,
+        leasing: Leasing,
+        versions: Versions,
+        durability: Durability,
+    ) -> None:
+        self._context = context
+        self._node_id = hello.node_id
+        self._incarnation = hello.incarnation
+        self._store = store
+        self._leasing = leasing
+        self._versions = versions
+        self._durability = durability
+        self._held = list(hello.held.lease_ids) if hello.HasField("held") else None
+        self._session = secrets.token_hex(8)
+        self._asking: asyncio.Task[Offer] | None = None
+        self._unconfirmed: set[str] = set()
+        """Leases that were sent on this stream and that the node has not mentioned yet."""
+        self._told_position = 0
+        self._data_incarnation = context.data_incarnation
+        self._max_held = 0
+        self._credits = 0
+        self._num_sent = 0
+        """Leases sent on this stream."""
+        self._serving: dict[str, int] = {}
+        self._faults: list[WeightFault] = []
+        self._announced: dict[str, int] = {}
+        self._lost: list[str] = []
+        self._drained = False
+        self._look_again_s = 0.0
+        self._failure: AstraflowError | None = None
+
+    async def responses(self, requests: AsyncIterator[Request]) -> AsyncIterator[Response]:
+        """Yield what the node must know until it closes the stream. Raises FencedError, NotFoundError."""
+        topics = ["run", "durable", f"node {self._node_id}"]
+        topics += [f"version {policy_id}" for policy_id in self._context.policy_ids]
+        await self._report({"session": self._session})
+        await self._reconcile()
+        self._max_held = await self._store.nodes.max_tasks(self._context.run_id, self._node_id)
+        log.info("session.opened", node_id=self._node_id)
+        with self._context.wakeups.subscribe(*topics) as inbox:
+            reader = asyncio.create_task(
+                self._read(requests, inbox.poke), name=f"requests of {self._node_id}"
+            )
+            try:
+                async for response in self._respond(reader, inbox):
+                    yield response
+            finally:
+                reader.cancel()
+                self._context.wakeups.turns.leave(inbox)
+                await self._leave()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _respond(self, reader: asyncio.Task[None], inbox: Subscription) -> AsyncIterator[Response]:
+        events: list[Event] = []
+        turns = self._context.wakeups.turns
+        while True:
+            ended = reader.done()
+            self._require_same_data()
+            for response in await self._news(events):
+                yield response
+            for response in await self._leases(inbox):
+                yield response
+            if ended:
+                return
+            if self._wants_work:
+                turns.wait(inbox)
+            events = await inbox.wait(HEARTBEAT_S)
+            await asyncio.sleep(_SETTLE_S)
+
+    @property
+    def _wants_work(self) -> bool:
+        return self._credits > 0 and not self._drained
+
+    async def _reconcile(self) -> None:
+        """Give back what an earlier stream was given and the node, which says what it holds, never got."""
+        if self._held is None:
+            return
+        _require_few(self._held)
+        lost, given_back = await self._store.nodes.reconcile(
+            self._context.run_id,
+            node_id=self._node_id,
+            held=self._held,
+            ttl_s=self._context.recipe.dataflow.lease_ttl_s,
+        )
+        self._lost += lost
+        if given_back:
+            log.info("leases.undelivered", node_id=self._node_id, count=given_back)
+
+    def _require_same_data(self) -> None:
+        if self._context.data_incarnation != self._data_incarnation:
+            raise UnavailableError(
+                "Redis was restarted and may have lost its last second; join again, then push again what is not "
+                "durable",
+                retry_after_s=0.1,
+            )
+
+    async def _read(self, requests: AsyncIterator[Request], poke: Callable[[], None]) -> None:
+        try:
+            async for request in requests:
+                await self._take(request)
+                poke()
+        except AstraflowError as error:
+            self._failure = error
+        finally:
+            poke()
+
+    async def _take(self, request: Request) -> None:
+        kind = request.WhichOneof("kind")
+        if kind == "credits":
+            await self._take_credits(request.credits)
+        elif kind == "renewal":
+            await self._renew(list(request.renewal.lease_ids))
+        elif kind == "receipt":
+            # Confirmed leases run from their arrival.
+            await self._renew(list(request.receipt.lease_ids))
+        elif kind == "failure":
+            self._unconfirmed.discard(request.failure.lease_id)
+            await self._fail(request.failure)
+        else:
+            raise InvalidArgumentError(
+                f"{kind or 'an empty request'} is not expected here: `hello` comes first and once"
+            )
+
+    async def _take_credits(self, credits_given: task_service_pb2.Credits) -> None:
+        counted = (
+            credits_given.leases_received if credits_given.HasField("leases_received") else self._num_sent
+        )
+        self._credits = max(0, credits_given.tasks - max(0, self._num_sent - counted))
+        self._serving = dict(credits_given.serving_versions)
+        await self._report(
+            {
+                "serving": json.dumps(self._serving),
+                "tokens": credits_given.tokens_sampled,
+                "engine_restarts": credits_given.engine_restarts,
+                "waiting_for": credits_given.waiting_for[:64],
+                "weight_faults": self._weight_faults(credits_given.weight_faults[:_MAX_WEIGHT_FAULTS]),
+            }
+        )
+
+    def _weight_faults(self, told: Sequence[version_pb2.WeightFault]) -> str:
+        """What is kept of a node's faults; each new one is logged once."""
+        faults = [
+            WeightFault(
+                policy_id=fault.policy_id[:128],
+                version=fault.version,
+                tensor=fault.tensor[:512],
+                tile=fault.tile if fault.HasField("tile") else None,
+                problem=fault.problem[:512],
+            )
+            for fault in told
+        ]
+        for fault in faults:
+            if fault not in self._faults:
+                log.error("node.weight_fault", node_id=self._node_id, **asdict(fault))
+        self._faults = faults
+        return json.dumps([asdict(fault) for fault in faults])
+
+    async def _renew(self, lease_ids: list[str]) -> None:
+        _require_few(lease_ids)
+        self._unconfirmed.difference_update(lease_ids)
+        self._lost += await self._leasing.renew(self._context, node_id=self._node_id, lease_ids=lease_ids)
+
+    async def _fail(self, failure: task_service_pb2.LeaseFailure) -> None:
+        await self._leasing.fail(
+            self._context,
+            node_id=self._node_id,
+            lease_id=failure.lease_id,
+            reason=failure.reason,
+            detail=failure.detail,
+            retryable=failure.retryable,
+        )
+
+    async def _news(self, events: Sequence[Event]) -> list[Response]:
+        responses = [
+            _cancel(event.fields["lease"], event.fields["reason"])
+            for event in events
+            if "lease" in event.fields
+        ]
+        responses += [_cancel(lease_id, "lease_lost") for lease_id in self._lost]
+        self._lost.clear()
+        topics = {event.topic.partition(" ")[0] for event in events} | self._heartbeat_topics()
+        if "report" in topics:
+            await self._report(heard=False)
+        if "durable" in topics:
+            responses += self._watermark()
+        if "version" in topics:
+            responses += [Response(version=version) for version in await self._new_versions()]
+        if topics & {"run", "node"} and not self._drained and (reason := await self._drain_reason()):
+            self._drained = True
+            responses.append(Response(drain=task_service_pb2.Drain(reason=reason)))
+        return responses
+
+    def _watermark(self) -> list[Response]:
+        watermark = self._durability.watermark(self._context.run_id)
+        if watermark is None or watermark.durable_position == self._told_position:
+            return []
+        self._told_position = watermark.durable_position
+        return [Response(watermark=watermark)]
+
+    def _heartbeat_topics(self) -> set[str]:
+        """Return what is looked at whatever the events say: all of it, once per heartbeat."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._look_again_s:
+            return set()
+        self._look_again_s = now_s + HEARTBEAT_S
+        return {"report", "version", "run", "durable"}
+
+    async def _new_versions(self) -> list[version_pb2.Version]:
+        found: list[version_pb2.Version] = []
+        for policy_id in self._context.policy_ids:
+            newest = await self._versions.after(self._context, policy_id, self._announced.get(policy_id))
+            if newest:
+                self._announced[policy_id] = newest[-1].version
+                found += newest
+        return found
+
+    async def _drain_reason(self) -> str:
+        if (await self._store.runs.life(self._context.run_id)) is Life.FINISHED:
+            return "run_finished"
+        return await self._store.nodes.drain_reason(self._context.run_id, self._node_id)
+
+    async def _leases(self, inbox: Subscription) -> list[Response]:
+        if not self._wants_work:
+            self._context.wakeups.turns.leave(inbox)
+            return []
+        self._context.wakeups.turns.ask(inbox)
+        asking = self._leasing.lease(
+            self._context,
+            node_id=self._node_id,
+            want=self._credits,
+            serving=self._serving,
+            max_held=self._max_held,
+            session=self._session,
+        )
+        # Goes on when the stream breaks meanwhile: what it is given must be given back.
+        self._asking = asyncio.create_task(asking, name=f"leases of {self._node_id}")
+        try:
+            offer = await asyncio.shield(self._asking)
+        except AstraflowError:
+            self._asking = None
+            raise
+        self._asking = None
+        self._unconfirmed.update(lease.lease_id for lease in offer.leases)
+        self._context.wakeups.turns.answered(inbox, more=offer.more)
+        self._credits -= len(offer.leases)
+        self._num_sent += len(offer.leases)
+        return [Response(lease=lease) for lease in offer.leases]
+
+    async def _report(self, fields: dict[str, str | int] | None = None, *, heard: bool = True) -> None:
+        await self._store.nodes.report(
+            self._context.run_id,
+            node_id=self._node_id,
+            incarnation=self._incarnation,
+            connected_ms=_CONNECTED_MS,
+            heard=heard,
+            fields=fields,
+        )
+
+    async def _leave(self) -> None:
+        log.info("session.closed", node_id=self._node_id, unconfirmed_leases=len(self._unconfirmed))
+        try:
+            if self._asking is not None:
+                self._unconfirmed.update(lease.lease_id for lease in (await self._asking).leases)
+            await self._store.nodes.leave(
+                self._context.run_id,
+                node_id=self._node_id,
+                session=self._session,
+                undelivered=sorted(self._unconfirmed),
+            )
+        except AstraflowError as error:
+            # The stream is over either way: without this note the node counts as connected for some seconds more,
+            # and leases that never reached it end with their time.
+            log.warning("session.leave_unnoted", node_id=self._node_id, message=error.message)
+
+
+def _require_few(lease_ids: Sequence[str]) -> None:
+    if len(lease_ids) > _MAX_RENEWALS:
+        raise InvalidArgumentError(
+            f"{len(lease_ids)} leases in one message, at most {_MAX_RENEWALS}; send several"
+        )
+
+
+def _cancel(lease_id: str, reason: str) -> Response:
+    return Response(cancel=task_service_pb2.Cancel(lease_id=lease_id, reason=reason))

@@ -1,0 +1,1 @@
+"""Weight versions: announced once, told in order to everybody who listens."""

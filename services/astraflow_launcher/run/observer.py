@@ -1,0 +1,190 @@
+"""Asks the daemons, over their contracts, what they do, and keeps the answers in an `Observation`.
+
+Invariant: a daemon that does not answer is recorded as unreachable and asked again; observing never fails a
+run and never changes one. One task per source, all owned by `Observer.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import grpc
+import grpc.aio
+
+from astraflow._status import from_rpc_error
+from astraflow.client import AsyncClient, RetryPolicy, channel_options
+from astraflow.dataflow.v1 import admin_service_pb2, version_pb2, version_service_pb2
+from astraflow.errors import AstraflowError
+from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
+from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow_launcher.run.processes import Child
+from astraflow_launcher.view.observation import Observation, StepPoint
+
+__all__ = ["Observer"]
+
+_ONCE = RetryPolicy(total_s=0.0)
+_TIMEOUT_S = 3.0
+_MAX_PAGE = 1000
+
+
+@dataclass(frozen=True)
+class _Watched:
+    name: str
+    child: Child
+    ask: Callable[[str], Awaitable[None]]
+
+
+class Observer:
+    """Polls the server, the trainers and the nodes of one run.
+
+    `address_of` children come from the supervisor, so a restarted daemon is found again at its new address.
+    """
+
+    def __init__(self, client: AsyncClient, run_id: str, *, period_s: float = 0.5) -> None:
+        self.observation = Observation()
+        self.updated = asyncio.Event()
+        """Set after every round; whoever waits clears it."""
+        self._client = client
+        self._run_id = run_id
+        self._period_s = period_s
+        self._started = time.monotonic()
+        self._watched: list[_Watched] = []
+        self._trainers: dict[str, Child] = {}
+        self._children: list[Child] = []
+
+    def resume_after(self, steps: Sequence[StepPoint]) -> None:
+        """Take these steps as known: they were finished before this launcher started."""
+        self.observation.steps = list(steps)
+        self.observation.num_earlier_steps = len(steps)
+
+    def watch_trainer(self, policy: str, child: Child) -> None:
+        """Add a policy's trainer."""
+        self._watched.append(_Watched(policy, child, lambda address: self._ask_trainer(policy, address)))
+        self._trainers[policy] = child
+
+    def watch_node(self, name: str, child: Child) -> None:
+        """Add a node."""
+        self._watched.append(_Watched(name, child, lambda address: self._ask_node(name, address)))
+
+    def watch_restarts(self, child: Child) -> None:
+        """Count a child's restarts."""
+        self._children.append(child)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the launcher started."""
+        return time.monotonic() - self._started
+
+    async def run(self) -> None:
+        """Ask and follow until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for policy, child in self._trainers.items():
+                group.create_task(self._follow_steps(policy, child), name=f"steps-{policy}")
+            while True:
+                await self.round()
+                await asyncio.sleep(self._period_s)
+
+    async def round(self) -> None:
+        """Ask everyone once, all at the same time."""
+        questions = [self._guarded("dataflow", self._ask_server)]
+        for watched in self._watched:
+            addresses = watched.child.addresses
+            if watched.child.finished.is_set():  # nobody expects an answer any more
+                self.observation.unreachable.pop(watched.name, None)
+            elif addresses is not None and watched.child.running:
+                questions.append(self._guarded(watched.name, partial(watched.ask, addresses.grpc)))
+        await asyncio.gather(*questions)
+        self.observation.seconds = self.elapsed_s
+        self.observation.restarts = {child.spec.name: child.restarts for child in self._children}
+        self.updated.set()
+
+    async def _guarded(self, name: str, ask: Callable[[], Awaitable[None]]) -> None:
+        # A function, not a coroutine: a round that is cancelled before it began would leave that one never awaited.
+        try:
+            await ask()
+            self.observation.unreachable.pop(name, None)
+        except AstraflowError as error:
+            self.observation.unreachable[name] = error.message
+        except grpc.aio.AioRpcError as error:
+            self.observation.unreachable[name] = from_rpc_error(error).message
+
+    async def _ask_server(self) -> None:
+        self.observation.status = await self._client.call(
+            self._client.admin.Status,
+            admin_service_pb2.StatusRequest(run_id=self._run_id),
+            timeout_s=_TIMEOUT_S,
+            retry=_ONCE,
+        )
+        for policy in self.observation.status.policies:
+            if policy.HasField("version"):
+                await self._collect_versions(policy.policy_id, newest=policy.version.version)
+
+    async def _collect_versions(self, policy: str, *, newest: int) -> None:
+        known = self.observation.versions.setdefault(policy, [])
+        last = known[-1].version if known else -1
+        if newest <= last:
+            return
+        request = version_service_pb2.ListVersionsRequest(
+            run_id=self._run_id, policy_id=policy, page_size=min(newest - last, _MAX_PAGE)
+        )
+        found: list[version_pb2.Version] = []
+        # Newest first, and more may be announced while we ask: page on down to the first one missing.
+        while True:
+            response = await self._client.call(
+                self._client.versions.ListVersions, request, timeout_s=_TIMEOUT_S, retry=_ONCE
+            )
+            found.extend(response.versions)
+            request.page_token = response.next_page_token
+            if not request.page_token or found[-1].version <= last + 1:
+                break
+        # Another round may have taken them in meanwhile.
+        last = known[-1].version if known else -1
+        known.extend(version for version in reversed(found) if version.version > last)
+
+    async def _ask_trainer(self, policy: str, address: str) -> None:
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            stub = trainer_service_pb2_grpc.TrainerServiceStub(channel)
+            self.observation.trainers[policy] = await stub.Status(
+                trainer_service_pb2.StatusRequest(), timeout=_TIMEOUT_S
+            )
+
+    async def _follow_steps(self, policy: str, child: Child) -> None:
+        """Take in every finished step. A stream, not a question: the last steps come just before the trainer
+        ends.
+        """
+        while not child.finished.is_set():
+            addresses = child.addresses
+            if addresses is not None:
+                try:
+                    await self._read_steps(policy, addresses.grpc)
+                except grpc.aio.AioRpcError as error:
+                    self.observation.unreachable[policy] = from_rpc_error(error).message
+            await asyncio.sleep(self._period_s)
+
+    async def _read_steps(self, policy: str, address: str) -> None:
+        seen = self.observation.last_step(policy)
+        request = trainer_service_pb2.WatchMetricsRequest(after_step=seen.step if seen else 0)
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            async for item in trainer_service_pb2_grpc.TrainerServiceStub(channel).WatchMetrics(request):
+                self._add_step(policy, item)
+
+    def _add_step(self, policy: str, item: trainer_service_pb2.WatchMetricsResponse) -> None:
+        metrics = {
+            **item.metrics,
+            "wait_s": item.wait_duration.ToNanoseconds() / 1e9,
+            "train_s": item.train_duration.ToNanoseconds() / 1e9,
+        }
+        self.observation.steps.append(StepPoint(policy, item.step, self.elapsed_s, metrics))
+        if self.observation.first_reward_s is None:
+            self.observation.first_reward_s = self.elapsed_s
+
+    async def _ask_node(self, name: str, address: str) -> None:
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            stub = node_service_pb2_grpc.NodeServiceStub(channel)
+            self.observation.nodes[name] = await stub.Status(
+                node_service_pb2.StatusRequest(), timeout=_TIMEOUT_S
+            )

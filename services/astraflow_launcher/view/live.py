@@ -1,0 +1,264 @@
+"""The one live view of a run, and the plain lines that replace it where there is no terminal.
+
+Both only render an `Observation`. On a terminal `LiveView` redraws in place; elsewhere `LineView` writes one
+line per step and evaluation to stderr, so that logs of a CI run read well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from astraflow.dataflow.v1 import admin_service_pb2
+from astraflow.trainer.v1 import trainer_service_pb2
+from astraflow_launcher.view.observation import Observation, StepPoint
+
+__all__ = ["LineView", "LiveView", "QuietView", "View", "sparkline"]
+
+_LONG_WAIT_S = 5
+_BARS = "▁▂▃▄▅▆▇█"
+_PHASES = {
+    trainer_service_pb2.PHASE_STARTING: "starting",
+    trainer_service_pb2.PHASE_WAITING: "waiting",
+    trainer_service_pb2.PHASE_TRAINING: "training",
+    trainer_service_pb2.PHASE_STOPPING: "stopping",
+    trainer_service_pb2.PHASE_FINISHED: "finished",
+}
+
+
+class View(Protocol):
+    """Shows a run while it goes on."""
+
+    def show(self, observation: Observation, *, doing: str) -> None:
+        """Render the newest observation; `doing` is what the launcher itself does."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class QuietView:
+    """Shows nothing."""
+
+    def show(self, observation: Observation, *, doing: str) -> None:
+        """Ignore the observation."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class LineView(QuietView):
+    """One line per step, evaluation, long wait and change of what the launcher does."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._doing = ""
+        self._server_shown = False
+        self._steps = 0
+        self._evaluations: set[tuple[str, int, bool]] = set()
+        self._waits: set[tuple[str, str, str]] = set()
+
+    def show(self, observation: Observation, *, doing: str) -> None:
+        """Write what is new since the last call."""
+        if observation.server and not self._server_shown:
+            self._server_shown = True
+            self._write(observation, observation.server)
+        if doing != self._doing:
+            self._doing = doing
+            self._write(observation, doing)
+        for point in observation.steps[max(self._steps, observation.num_earlier_steps) :]:
+            self._write(observation, _step_line(point))
+        self._steps = len(observation.steps)
+        for item in _evaluations(observation):
+            key = (item.policy_id, item.version, item.final)
+            if item.complete and key not in self._evaluations:
+                self._evaluations.add(key)
+                self._write(observation, _evaluation_line(item))
+        self._show_waits(observation)
+
+    def _show_waits(self, observation: Observation) -> None:
+        """Say once what has been waited for longer than a moment; again when it comes back."""
+        waits = observation.status.waits if observation.status else ()
+        long = {_wait_key(wait): wait for wait in waits if wait.waited_duration.seconds >= _LONG_WAIT_S}
+        for key, wait in long.items():
+            if key not in self._waits:
+                self._write(observation, f"{wait.stage} waits: {wait.reason} — {wait.detail}")
+        self._waits = set(long)
+
+    def _write(self, observation: Observation, text: str) -> None:
+        self._console.print(
+            f"{observation.seconds:7.1f}s  {text}", highlight=False, markup=False, soft_wrap=True
+        )
+
+
+class LiveView:
+    """Redraws panels in place on a terminal."""
+
+    def __init__(self, console: Console, *, title: str) -> None:
+        self._title = title
+        self._live = Live(console=console, refresh_per_second=4, transient=False)
+
+    def show(self, observation: Observation, *, doing: str) -> None:
+        """Redraw."""
+        self._live.update(render(observation, title=self._title, doing=doing))
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+
+def render(observation: Observation, *, title: str, doing: str) -> RenderableType:
+    """Return the whole view as something rich can print."""
+    parts: list[RenderableType] = [Text(f"{doing}  ·  {observation.seconds:.0f} s", style="bold")]
+    parts += [_policy_panel(observation, policy) for policy in _policy_ids(observation)]
+    parts += [_flow_line(observation), _node_table(observation), _wait_lines(observation)]
+    parts.append(Text(observation.server, style="dim"))
+    return Panel(Group(*parts), title=f"astraflow · {title}", title_align="left", border_style="cyan")
+
+
+def sparkline(values: Iterable[float], *, width: int = 40, low: float = 0.0, high: float = 1.0) -> str:
+    """Return the last `width` values as block characters between `low` and `high`; NaN is a blank."""
+    span = (high - low) or 1.0
+    cells = []
+    for value in list(values)[-width:]:
+        if math.isnan(value):
+            cells.append(" ")
+            continue
+        level = min(1.0, max(0.0, (value - low) / span))
+        cells.append(_BARS[round(level * (len(_BARS) - 1))])
+    return "".join(cells)
+
+
+def _policy_ids(observation: Observation) -> list[str]:
+    return observation.policies() or sorted(observation.trainers)
+
+
+def _policy_panel(observation: Observation, policy: str) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(*_trainer_cells(observation, policy))
+    rewards = [
+        point.metrics.get("reward_mean", math.nan) for point in observation.steps if point.policy == policy
+    ]
+    heldout = [item.mean_reward for item in observation.evaluations(policy)]
+    grid.add_row(
+        "train reward", _number(rewards[-1] if rewards else math.nan), Text(sparkline(rewards), style="green")
+    )
+    grid.add_row(
+        "held-out", _number(heldout[-1] if heldout else math.nan), Text(sparkline(heldout), style="yellow")
+    )
+    grid.add_row("weights", *_weight_cells(observation, policy))
+    return Panel(grid, title=f"policy {policy}", title_align="left", border_style="dim")
+
+
+def _trainer_cells(observation: Observation, policy: str) -> tuple[str, str, str]:
+    trainer = observation.trainers.get(policy)
+    if trainer is None:
+        return ("trainer", "–", observation.unreachable.get(policy, "starting"))
+    phase = _PHASES.get(trainer.phase, "?")
+    progress = f" {trainer.progress:.0%}" if trainer.phase == trainer_service_pb2.PHASE_STARTING else ""
+    waits = f"waits for {trainer.waiting_for}" if trainer.waiting_for else ""
+    return (
+        "trainer",
+        f"step {trainer.step}",
+        f"{phase}{progress} {waits} · waited {trainer.wait_fraction:.0%}",
+    )
+
+
+def _weight_cells(observation: Observation, policy: str) -> tuple[str, str]:
+    versions = observation.versions.get(policy, [])
+    if not versions:
+        return ("–", "no version yet")
+    last = versions[-1]
+    size = (
+        f"delta {last.delta_bytes / 1e3:.0f} kB, density {last.density:.1%}"
+        if last.delta_bytes
+        else "snapshot"
+    )
+    point = observation.last_step(policy)
+    stale = point.metrics.get("staleness_mean", 0.0) if point else 0.0
+    return (f"version {last.version}", f"{size} · staleness {stale:.1f}")
+
+
+def _flow_line(observation: Observation) -> Text:
+    if observation.status is None:
+        return Text("dataflow: starting", style="dim")
+    account = observation.status.trajectories
+    rate = account.ingested / observation.seconds if observation.seconds else 0.0
+    text = (
+        f"trajectories: {account.ingested} in ({rate:.0f}/s), "
+        f"{account.assembling} assembling, "
+        f"{account.ready} ready, {account.in_batch} in batch, "
+        f"{account.trained} trained, {sum(account.dropped.values())} dropped"
+    )
+    return Text(text, style="red" if account.conservation_error else "")
+
+
+def _node_table(observation: Observation) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in ("node", "version", "leases", "episodes", "tokens", "restarts", ""):
+        table.add_column(column)
+    for node in observation.status.nodes if observation.status else ():
+        versions = ", ".join(str(version) for _, version in sorted(node.serving_versions.items())) or "–"
+        state = node.waiting_for and f"waits for {node.waiting_for}"
+        table.add_row(
+            node.node_id,
+            versions,
+            str(node.leases),
+            str(node.episodes),
+            str(node.tokens),
+            str(node.restarts),
+            state or ("" if node.connected else "not connected"),
+        )
+    return table
+
+
+def _wait_lines(observation: Observation) -> Text:
+    waits = list(observation.status.waits) if observation.status else []
+    lines = [f"{wait.stage} waits: {wait.reason} — {wait.detail}" for wait in waits]
+    lines += [f"{name} does not answer: {why}" for name, why in sorted(observation.unreachable.items())]
+    return Text("\n".join(lines) or "nothing waits", style="dim")
+
+
+def _wait_key(wait: admin_service_pb2.Wait) -> tuple[str, str, str]:
+    return wait.stage, wait.policy_id, wait.reason
+
+
+def _evaluations(observation: Observation) -> list[admin_service_pb2.Evaluation]:
+    return list(observation.status.evaluations) if observation.status else []
+
+
+def _step_line(point: StepPoint) -> str:
+    metrics = point.metrics
+    return (
+        f"{point.policy} step {point.step:4d}  reward {metrics.get('reward_mean', math.nan):.3f}  "
+        f"staleness {metrics.get('staleness_mean', 0.0):.1f}  waited {metrics.get('wait_s', 0.0):.2f} s  "
+        f"trained {metrics.get('train_s', 0.0):.2f} s"
+    )
+
+
+def _evaluation_line(item: admin_service_pb2.Evaluation) -> str:
+    kind = "final evaluation" if item.final else "evaluation"
+    result = f"held-out {item.mean_reward:.3f} ({item.num_samples} samples)"
+    return f"{item.policy_id} {kind} of version {item.version}: {result}"
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.3f}"

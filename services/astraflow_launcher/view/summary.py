@@ -1,0 +1,199 @@
+"""The end of a development run as numbers: the one JSON object of `--json`, and the table for people.
+
+Every figure is computed here from an `Observation`, so the live view, the file and the terminal cannot
+disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from statistics import fmean
+
+from rich.table import Table
+
+from astraflow.dataflow.v1 import account_pb2, admin_service_pb2
+from astraflow_launcher.view.observation import Observation
+
+__all__ = ["NodeSummary", "Staleness", "Summary", "Trajectories", "as_json", "as_table", "summarize"]
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """Where every ingested trajectory ended; the conservation law's terms."""
+
+    ingested: int
+    trained: int
+    in_batch: int
+    ready: int
+    assembling: int
+    dropped: dict[str, int]
+    evaluated: int
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Versions between sampling and training."""
+
+    p50: float
+    p99: float
+    max: int
+
+
+@dataclass(frozen=True)
+class NodeSummary:
+    """One node's share."""
+
+    id: str
+    tokens: int
+    trajectories: int
+    restarts: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The final object of `astraflow dev --json`. Rewards are means over policies; null where there was no
+    point.
+    """
+
+    steps: int
+    reward_first: float | None
+    reward_last: float | None
+    heldout_first: float | None
+    heldout_last: float | None
+    heldout_n: int
+    wall_s: float
+    first_reward_s: float | None
+    trajectories: Trajectories
+    conservation_error: int
+    staleness: Staleness
+    trainer_wait_fraction: float
+    versions: int
+    snapshot_bytes: int
+    delta_bytes_mean: float
+    density_mean: float
+    snapshots_fetched: int
+    nodes: tuple[NodeSummary, ...]
+    restarts: dict[str, int]
+    peak_pss_bytes: int
+    goal_met: bool | None
+    data_dir: str
+
+
+def summarize(
+    observation: Observation, *, wall_s: float, peak_pss_bytes: int, goal_met: bool | None, data_dir: str
+) -> Summary:
+    """Compute the summary from what was observed."""
+    status = observation.status or admin_service_pb2.StatusResponse()
+    policies = observation.policies()
+    evaluations = [observation.evaluations(policy) for policy in policies]
+    deltas = observation.deltas()
+    return Summary(
+        steps=min((item.last_finished_step for item in status.policies), default=0),
+        reward_first=_mean(_step_reward(observation, policy, first=True) for policy in policies),
+        reward_last=_mean(_step_reward(observation, policy, first=False) for policy in policies),
+        heldout_first=_mean(items[0].mean_reward if items else None for items in evaluations),
+        heldout_last=_mean(items[-1].mean_reward if items else None for items in evaluations),
+        heldout_n=min((items[-1].num_samples for items in evaluations if items), default=0),
+        wall_s=round(wall_s, 2),
+        first_reward_s=observation.first_reward_s and round(observation.first_reward_s, 2),
+        trajectories=_trajectories(status.trajectories),
+        conservation_error=status.trajectories.conservation_error,
+        staleness=_staleness(status),
+        trainer_wait_fraction=_mean(item.wait_fraction for item in observation.trainers.values()) or 0.0,
+        versions=sum(len(versions) for versions in observation.versions.values()),
+        snapshot_bytes=sum(
+            versions[0].snapshot_bytes for versions in observation.versions.values() if versions
+        ),
+        delta_bytes_mean=_mean(version.delta_bytes for version in deltas) or 0.0,
+        density_mean=_mean(version.density for version in deltas) or 0.0,
+        snapshots_fetched=sum(
+            policy.snapshots_fetched for node in observation.nodes.values() for policy in node.policies
+        ),
+        nodes=tuple(_node(observation, node) for node in status.nodes),
+        restarts=dict(observation.restarts),
+        peak_pss_bytes=peak_pss_bytes,
+        goal_met=goal_met,
+        data_dir=data_dir,
+    )
+
+
+def as_json(summary: Summary) -> dict[str, object]:
+    """Return the summary as JSON-ready values."""
+    return asdict(summary)
+
+
+def as_table(summary: Summary) -> Table:
+    """Return the summary as a table for people."""
+    table = Table(title="summary", show_header=False, title_style="bold", title_justify="left")
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    return table
+
+
+def _rows(summary: Summary) -> list[tuple[str, str]]:
+    account, staleness = summary.trajectories, summary.staleness
+    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(account.dropped.items())) or "none"
+    share = summary.delta_bytes_mean / summary.snapshot_bytes if summary.snapshot_bytes else 0.0
+    heldout = f"{_text(summary.heldout_first)} → {_text(summary.heldout_last)} ({summary.heldout_n} samples)"
+    delta_kb, density = summary.delta_bytes_mean / 1e3, summary.density_mean
+    nodes = [f"{node.id}: {node.tokens} tokens, {node.trajectories} trajectories" for node in summary.nodes]
+    counts = f"{account.ingested} ingested, {account.trained} trained, {account.evaluated} evaluated"
+    return [
+        ("steps", f"{summary.steps} in {summary.wall_s:.0f} s"),
+        ("first reward", f"after {_text(summary.first_reward_s)} s"),
+        ("held-out reward", heldout),
+        ("training reward", f"{_text(summary.reward_first)} → {_text(summary.reward_last)}"),
+        ("trajectories", counts),
+        ("dropped", dropped),
+        ("conservation error", str(summary.conservation_error)),
+        ("staleness", f"p50 {staleness.p50:.0f}, p99 {staleness.p99:.0f}, max {staleness.max} versions"),
+        ("trainer waited", f"{summary.trainer_wait_fraction:.0%} of the time"),
+        ("weight versions", f"{summary.versions}; {summary.snapshots_fetched} snapshots fetched"),
+        ("delta", f"{delta_kb:.0f} kB on average, {share:.0%} of a snapshot, density {density:.1%}"),
+        ("nodes", "; ".join(nodes)),
+        ("memory", f"{summary.peak_pss_bytes / 2**30:.2f} GiB at the peak, all processes"),
+        ("folder", summary.data_dir),
+    ]
+
+
+def _step_reward(observation: Observation, policy: str, *, first: bool) -> float | None:
+    points = [point for point in observation.steps if point.policy == policy]
+    return points[0 if first else -1].metrics.get("reward_mean") if points else None
+
+
+def _trajectories(account: account_pb2.TrajectoryAccount) -> Trajectories:
+    return Trajectories(
+        ingested=account.ingested,
+        trained=account.trained,
+        in_batch=account.in_batch,
+        ready=account.ready,
+        assembling=account.assembling,
+        dropped=dict(account.dropped),
+        evaluated=account.evaluated,
+    )
+
+
+def _staleness(status: admin_service_pb2.StatusResponse) -> Staleness:
+    worst = [policy.staleness for policy in status.policies]
+    return Staleness(
+        p50=max((item.p50 for item in worst), default=0.0),
+        p99=max((item.p99 for item in worst), default=0.0),
+        max=max((item.max for item in worst), default=0),
+    )
+
+
+def _node(observation: Observation, node: admin_service_pb2.NodeStatus) -> NodeSummary:
+    restarts = max(node.restarts, observation.restarts.get(node.node_id, 0))
+    return NodeSummary(node.node_id, node.tokens, node.trajectories, restarts)
+
+
+def _mean(values: object) -> float | None:
+    known = [float(value) for value in values if value is not None and not math.isnan(value)]  # type: ignore[attr-defined]
+    return fmean(known) if known else None
+
+
+def _text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"

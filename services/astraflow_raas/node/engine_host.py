@@ -1,0 +1,200 @@
+"""Keeps one engine up for one policy: brings it up with the current weights, watches it, brings up the next
+one.
+
+Invariant: calls flow only while an engine is healthy and serves a known version; a dead or stuck engine is
+replaced with backoff and comes back with the weights that were served, while the policy's calls wait.
+`ChildHost` owns a child process, `RemoteHost` an engine that somebody else runs. Run by the lifecycle.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from astraflow.client import RetryPolicy
+from astraflow.errors import AstraflowError
+from astraflow_kit.log import correlated, get_logger
+from astraflow_kit.metrics import Metrics
+from astraflow_raas.engine.base import Engine, EngineFaulty, EngineUnavailable
+from astraflow_raas.engine.process import EngineProcess
+from astraflow_raas.loops import LoopService
+from astraflow_raas.policies.served_policy import ServedPolicy
+from astraflow_raas.policies.weight_sync import FetchedVersion, WeightSync
+from astraflow_raas.timeline import Stage
+
+log = get_logger(__name__)
+
+_MAX_BACKOFF_S = 30.0
+_STABLE_S = 60.0
+"""An engine that lived this long starts the backoff over."""
+_MAX_FAILED_STARTS = 4
+"""An engine that never became ready in so many further starts ends the node: people must look at its log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSettings:
+    """Bounds of bringing an engine up and of trusting it."""
+
+    start_timeout_s: float
+    stall_s: float
+    first_backoff_s: float
+    watch_s: float = 1.0
+    """How often the engine is looked at."""
+
+
+Launch = Callable[[FetchedVersion], Awaitable[EngineProcess]]
+
+
+class _Host(LoopService):
+    """What both hosts share: the loop around one engine after the other."""
+
+    def __init__(
+        self, policy: ServedPolicy, weights: WeightSync, *, settings: HostSettings, metrics: Metrics
+    ) -> None:
+        super().__init__()
+        self._policy = policy
+        self._weights = weights
+        self._settings = settings
+        self._metrics = metrics
+        self._was_ready = False
+        self.num_restarts = 0
+        """Engines that were lost since the node started."""
+
+    @property
+    def waiting_for(self) -> str:
+        """`engine_start` while there is no engine, else empty."""
+        return "" if self._policy.engine is not None else "engine_start"
+
+    async def _loop(self) -> None:
+        loop, failures = asyncio.get_running_loop(), 0
+        with correlated(policy_id=self._policy.policy_id):
+            await self._weights.wait_for_weights()
+            while True:
+                started_s = loop.time()
+                try:
+                    await self._one_engine()
+                except (EngineUnavailable, EngineFaulty) as error:
+                    self._lost(error)
+                    if not self._was_ready and failures >= _MAX_FAILED_STARTS:
+                        raise
+                failures = 1 if loop.time() - started_s > _STABLE_S else failures + 1
+                await asyncio.sleep(self._backoff_s(failures))
+
+    async def _one_engine(self) -> None:
+        """Bring one engine up and watch it. Raises EngineUnavailable or EngineFaulty when it is lost."""
+        raise NotImplementedError
+
+    def _ready(self, engine: Engine, *, version: int) -> None:
+        self._was_ready = True
+        self._policy.engine_ready(engine, version=version)
+        log.info("engine.ready", version=version)
+
+    def _lost(self, error: AstraflowError) -> None:
+        self.num_restarts += 1
+        self._metrics.increment("astraflow_raas_engine_losses_total", policy=self._policy.policy_id)
+        log.error("engine.lost", reason=error.reason, message=error.message, calls=self._policy.num_calls)
+
+    def _backoff_s(self, failures: int) -> float:
+        backoff = RetryPolicy(first_wait_s=self._settings.first_backoff_s, max_wait_s=_MAX_BACKOFF_S)
+        return backoff.wait_s(failures)
+
+    async def _prove_progress(self, engine: Engine) -> None:
+        """Raises EngineUnavailable when calls run, none was answered for long, and the engine cannot
+        sample."""
+        silent_s = asyncio.get_running_loop().time() - self._policy.last_answer_s
+        if (
+            self._policy.num_calls
+            and silent_s > self._settings.stall_s
+            and not self._policy.changing.locked()
+        ):
+            # Long answers are no fault: the engine only has to show that it still makes tokens.
+            await engine.check_health()
+
+
+class ChildHost(_Host):
+    """Runs the engine as a child process. `launch` starts one for a version."""
+
+    def __init__(
+        self,
+        policy: ServedPolicy,
+        weights: WeightSync,
+        *,
+        launch: Launch,
+        settings: HostSettings,
+        metrics: Metrics,
+    ) -> None:
+        super().__init__(policy, weights, settings=settings, metrics=metrics)
+        self._launch = launch
+
+    async def _one_engine(self) -> None:
+        process: EngineProcess | None = None
+        try:
+            async with self._weights.loading() as fetched:
+                self._policy.timeline.mark(Stage.ENGINE_LAUNCHED)
+                process = await self._launch(fetched)
+                await process.wait_healthy(timeout_s=self._settings.start_timeout_s)
+                await _require_version(process.engine, fetched.version)
+                self._ready(process.engine, version=fetched.version)
+            await self._until_lost(process)
+        finally:
+            self._policy.engine_lost()
+            if process is not None:
+                await asyncio.shield(process.end())
+
+    async def _until_lost(self, process: EngineProcess) -> None:
+        """Raises EngineUnavailable once the process ended or stopped making tokens."""
+        ended = asyncio.ensure_future(process.ended())
+        try:
+            while not (await asyncio.wait((ended,), timeout=self._settings.watch_s))[0]:
+                await self._prove_progress(process.engine)
+        finally:
+            ended.cancel()
+        raise EngineUnavailable(f"the engine ended with code {ended.result()}:\n{process.last_words()}")
+
+
+class RemoteHost(_Host):
+    """Uses an engine that somebody else runs at an address; it must see the node's mirror under the same
+    path."""
+
+    def __init__(
+        self,
+        policy: ServedPolicy,
+        weights: WeightSync,
+        *,
+        connect: Callable[[], Engine],
+        settings: HostSettings,
+        metrics: Metrics,
+    ) -> None:
+        super().__init__(policy, weights, settings=settings, metrics=metrics)
+        self._connect = connect
+
+    async def _one_engine(self) -> None:
+        engine = self._connect()
+        try:
+            async with self._weights.loading() as fetched:
+                # A node that was killed in the middle of a swap leaves its engine paused.
+                await engine.resume()
+                await engine.check_health()
+                if await engine.served_version() != fetched.version:
+                    await engine.swap(model_dir=fetched.model_dir, version=fetched.version)
+                self._ready(engine, version=fetched.version)
+            while True:
+                await asyncio.sleep(self._settings.watch_s)
+                await self._still_ours(engine)
+        finally:
+            self._policy.engine_lost()
+            await engine.close()
+
+    async def _still_ours(self, engine: Engine) -> None:
+        """Its owner may have restarted it: then it serves other weights than we say. Raises EngineFaulty."""
+        await self._prove_progress(engine)
+        before = self._policy.version
+        served = await engine.served_version()
+        changed_meanwhile = self._policy.changing.locked() or self._policy.version != before
+        if served != before and not changed_meanwhile:
+            raise EngineFaulty(f"the engine serves version {served} now, this node gave it version {before}")
+
+
+async def _require_version(engine: Engine, version: int | None) -> None:
+    served = await engine.served_version()
+    if served != version:
+        raise EngineFaulty(f"the engine serves version {served}, this node gave it version {version}")

@@ -1,0 +1,167 @@
+"""The parts of one node put together: policies with their engines and weights, session, pusher, worker.
+
+Invariant: parts know nothing of each other but what is passed here; the order of `services` is the order of
+start, and its reverse the order of the end: no new work first, then the last pushes, then the engines. Built
+by `server` once the node has joined; the status pages read it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from astraflow.dataflow.v1 import version_pb2
+from astraflow_kit.lifecycle import Service
+from astraflow_kit.metrics import Metrics
+from astraflow_raas.node.engine_host import ChildHost, RemoteHost
+from astraflow_raas.policies.served_policy import ServedPolicy
+from astraflow_raas.policies.weight_sync import AnnouncedVersion, WeightSync
+from astraflow_raas.push.pushing import Pusher
+from astraflow_raas.work.session import Session
+from astraflow_raas.work.worker import Worker
+
+_MAX_WEIGHT_FAULTS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyParts:
+    """What serves one policy on this node."""
+
+    policy: ServedPolicy
+    weights: WeightSync
+    host: ChildHost | RemoteHost
+
+    @property
+    def waiting_for(self) -> str:
+        """What the policy lacks, as a slug; empty when it is served."""
+        return self.weights.waiting_for or self.host.waiting_for
+
+
+class PolicyTable:
+    """All policies of the run on this node; what the worker tells the server about them."""
+
+    def __init__(self, parts: Mapping[str, PolicyParts]) -> None:
+        self.parts = parts
+
+    @property
+    def serving_versions(self) -> Mapping[str, int]:
+        """Version each ready policy serves."""
+        return {
+            name: part.policy.version
+            for name, part in self.parts.items()
+            if part.policy.engine is not None and part.policy.version is not None
+        }
+
+    @property
+    def tokens_sampled(self) -> int:
+        """Tokens since the process started."""
+        return sum(part.policy.num_tokens for part in self.parts.values())
+
+    @property
+    def engine_restarts(self) -> int:
+        """Engines lost since the process started."""
+        return sum(part.host.num_restarts for part in self.parts.values())
+
+    @property
+    def weight_faults(self) -> Sequence[version_pb2.WeightFault]:
+        """Versions that cannot be activated because their bytes are wrong."""
+        faults = (part.weights.fault for part in self.parts.values())
+        return [fault for fault in faults if fault is not None][:_MAX_WEIGHT_FAULTS]
+
+    @property
+    def waiting_for(self) -> str:
+        """What keeps the node from working, of the first policy that lacks something."""
+        return next((part.waiting_for for part in self.parts.values() if part.waiting_for), "")
+
+    def tell_changes_to(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called whenever a policy is served, lost, or served at another version."""
+        for part in self.parts.values():
+            part.policy.on_change = listener
+
+    def announce(self, version: version_pb2.Version) -> None:
+        """Hand an announced version to its policy; versions of policies that this node does not serve are
+        ignored."""
+        part = self.parts.get(version.policy_id)
+        if part is not None:
+            part.weights.announce(
+                AnnouncedVersion(
+                    policy_id=version.policy_id,
+                    version=version.version,
+                    sequence=version.sequence,
+                    manifest_sha256=version.manifest_sha256,
+                )
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeState:
+    """What the worker tells the server: what is served, and what keeps the node from new work."""
+
+    policies: PolicyTable
+    pusher: Pusher
+
+    @property
+    def serving_versions(self) -> Mapping[str, int]:
+        """Version each ready policy serves."""
+        return self.policies.serving_versions
+
+    @property
+    def tokens_sampled(self) -> int:
+        """Tokens since the process started."""
+        return self.policies.tokens_sampled
+
+    @property
+    def engine_restarts(self) -> int:
+        """Engines lost since the process started."""
+        return self.policies.engine_restarts
+
+    @property
+    def weight_faults(self) -> Sequence[version_pb2.WeightFault]:
+        """Versions that cannot be activated because their bytes are wrong."""
+        return self.policies.weight_faults
+
+    @property
+    def waiting_for(self) -> str:
+        """What keeps the node from new work, a slug; empty when nothing does."""
+        return self.policies.waiting_for or self.pusher.waiting_for
+
+    def tell_changes_to(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called whenever one of these changes, but for the counts."""
+        self.policies.tell_changes_to(listener)
+        self.pusher.on_change = listener
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A joined node."""
+
+    run_id: str
+    node_id: str
+    policies: PolicyTable
+    session: Session
+    pusher: Pusher
+    worker: Worker
+
+    @property
+    def services(self) -> Sequence[Service]:
+        """Everything with a life of its own, in the order of start."""
+        engines: list[Service] = []
+        for part in self.policies.parts.values():
+            engines += [part.host, part.weights]
+        return [*engines, self.pusher, self.worker]
+
+    @property
+    def waiting_for(self) -> str:
+        """What the node waits for, as a slug; empty when it works."""
+        if self.worker.draining:
+            return "drain"
+        if self.worker.without_server:
+            return "server"
+        return self.policies.waiting_for or self.pusher.waiting_for
+
+    def publish_gauges(self, metrics: Metrics) -> None:
+        """Bring the gauges of the metrics page up to date."""
+        metrics.set("astraflow_raas_unacked_episodes", self.pusher.num_unacked)
+        metrics.set("astraflow_raas_spool_episodes", self.pusher.num_kept)
+        for name, part in self.policies.parts.items():
+            metrics.set("astraflow_raas_tokens", part.policy.num_tokens, policy=name)
+            if part.policy.version is not None:
+                metrics.set("astraflow_raas_serving_version", part.policy.version, policy=name)

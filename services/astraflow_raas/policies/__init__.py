@@ -1,0 +1,1 @@
+"""The policies a node serves: their engine, tokenizer and weight versions."""

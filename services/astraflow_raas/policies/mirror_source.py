@@ -1,0 +1,107 @@
+"""The weight source of a running node: the run's store and this node's mirror of one policy.
+
+Invariant: only the entry that the server announced is activated: its sha256 in the log must be the announced
+one, so neither a stale listing nor a tampered store can slip in another version. Blocking; `weight_sync`
+calls it in a thread, one call at a time.
+"""
+
+from collections.abc import Callable
+
+from astraflow_kit.log import get_logger
+from astraflow_raas.policies.weight_sync import AnnouncedVersion, FetchedVersion
+from astraflow_weights.errors import CorruptManifest, VerificationFailed
+from astraflow_weights.mirror.lock import Hold
+from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
+from astraflow_weights.store import ObjectStore
+from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.pull import PullCounts
+
+log = get_logger(__name__)
+
+
+class MirrorSource:
+    """A `WeightSource` over a `Mirror`. Not thread-safe: one owner, one call at a time.
+
+    Without a `mirror` of an earlier life, `open_mirror` makes one when the size of the model is known.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        log_reader: VersionLog,
+        mirror: Mirror | None,
+        open_mirror: Callable[[int], Mirror],
+    ) -> None:
+        self._store = store
+        self._log = log_reader
+        self._mirror = mirror
+        self._open_mirror = open_mirror
+
+    @property
+    def version(self) -> int | None:
+        """Version the mirror holds; it may be one of an earlier life of this node."""
+        return self._mirror.version if self._mirror else None
+
+    @property
+    def counts(self) -> PullCounts:
+        """What was fetched since the process started."""
+        return self._mirror.counts if self._mirror else PullCounts()
+
+    @property
+    def damage(self) -> VerificationFailed | None:
+        """What is known to be wrong with the mirror and could not be repaired yet."""
+        return self._mirror.damage if self._mirror else None
+
+    def versions(self) -> list[int]:
+        """The version that lies in the mirror whole, if any."""
+        return self._mirror.versions() if self._mirror else []
+
+    def try_hold(self) -> Hold | None:
+        """Keep the version as it is while an engine loads. Any thread."""
+        return self._mirror.try_hold() if self._mirror else None
+
+    def prefetch(self, announced: AnnouncedVersion) -> None:
+        """Bring what the announced version is made of to this machine, and leave the mirror as it is.
+
+        Raises as `fetch` does.
+        """
+        self._find(announced).prefetch(self._store, self._log, target=announced.version)
+
+    def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
+        """Bring the mirror to the announced version, verified tensor by tensor.
+
+        Raises UnknownVersionError (retry) when the log does not list it yet, CorruptManifest when its entry
+        is not the announced one, and what `Mirror.advance` raises.
+        """
+        result = self._find(announced).advance(self._store, self._log, target=announced.version)
+        _report(result)
+        return FetchedVersion(version=result.version, model_dir=result.directory)
+
+    def _find(self, announced: AnnouncedVersion) -> Mirror:
+        """Read the log and compare its entry with the announced one; returns the mirror that is to hold it."""
+        self._log.refresh()
+        record = self._log.record(announced.version)
+        if announced.manifest_sha256 and record.manifest_sha256 != announced.manifest_sha256:
+            raise CorruptManifest(
+                f"version {announced.version} of policy {announced.policy_id!r}: entry {record.sequence} in "
+                f"the store has sha256 {record.manifest_sha256.hex()[:16]}…, the server announced "
+                f"{announced.manifest_sha256.hex()[:16]}…; store and server belong to different histories"
+            )
+        if self._mirror is None:
+            self._mirror = self._open_mirror(self._log.manifest(announced.version).size_bytes)
+        return self._mirror
+
+
+def _report(result: AdvanceResult) -> None:
+    for edge in result.rejected:
+        log.error("weights.path_rejected", version=edge.version, base_version=edge.base_version)
+    counts = result.counts
+    log.info(
+        "weights.mirrored",
+        base_version=result.base_version,
+        snapshot_bytes=counts.snapshot_bytes,
+        delta_bytes=counts.delta_bytes,
+        repaired_tiles=counts.repaired_tiles,
+        repair_bytes=counts.repair_bytes,
+    )

@@ -1,0 +1,323 @@
+"""Following the announced versions of one policy: fetch while the engine serves, verify, then swap.
+
+Invariant: the engine serves the last version that was fetched and verified whole; only announced versions are
+activated, numbers never go back, and whatever fails (store, digest, engine) leaves the old version serving
+and is reported; only a node that serves nothing yet ends when its weights can never be read. Engines load what the
+mirror holds, and it does not change while they do; an evaluation that needs the served version holds the next one
+back, in the mirror too, up to a deadline. The worker calls `announce`; the lifecycle runs the loop.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from astraflow.client import RetryPolicy
+from astraflow.dataflow.v1 import version_pb2
+from astraflow.errors import AstraflowError, IncompatibleError, RetryableError
+from astraflow_kit import failpoints
+from astraflow_kit.log import correlated, get_logger
+from astraflow_kit.metrics import Metrics
+from astraflow_raas.engine.base import Engine, EngineUnavailable
+from astraflow_raas.loops import LoopService
+from astraflow_raas.policies.served_policy import ServedPolicy
+from astraflow_raas.timeline import Stage
+from astraflow_weights.errors import (
+    CorruptManifest,
+    CorruptPart,
+    MirrorMismatch,
+    StoreRefused,
+    VerificationFailed,
+)
+from astraflow_weights.mirror.lock import Hold
+from astraflow_weights.versions.pull import PullCounts
+
+log = get_logger(__name__)
+
+# With nothing to serve meanwhile, waiting would hide these from whoever started the node.
+_HOPELESS = (IncompatibleError, MirrorMismatch, StoreRefused)
+_RETRY = RetryPolicy(first_wait_s=0.2, max_wait_s=10.0)
+_HOLD_POLL_S = 0.02
+_MAX_PROBLEM_CHARS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnouncedVersion:
+    """A version as the server announced it: its number, its entry in the log, the sha256 of that entry."""
+
+    policy_id: str
+    version: int
+    sequence: int
+    manifest_sha256: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedVersion:
+    """A verified version in the mirror: a folder that an engine can load."""
+
+    version: int
+    model_dir: Path
+
+
+class WeightSource(Protocol):
+    """Where verified versions come from; the mirror behind it is this node's host copy."""
+
+    @property
+    def counts(self) -> PullCounts:
+        """Running totals."""
+
+    @property
+    def version(self) -> int | None:
+        """Version the mirror holds."""
+
+    @property
+    def damage(self) -> VerificationFailed | None:
+        """What is known to be wrong with the mirror and could not be repaired yet."""
+
+    def versions(self) -> list[int]:
+        """Versions that lie on this machine whole. Reads the disk; may be called from any thread."""
+
+    def prefetch(self, announced: AnnouncedVersion) -> None:
+        """Bring what the version is made of to this machine. Blocks; runs in a thread. The mirror does not change.
+
+        Raises as `fetch` does.
+        """
+
+    def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
+        """Bring the mirror to the version, verified. Blocks; runs in a thread.
+
+        Raises RetryableError when the store does not answer, VerificationFailed and its kin for bad bytes.
+        """
+
+    def try_hold(self) -> Hold | None:
+        """Keep the mirror's version as it is while an engine loads; None while there is no whole one."""
+
+
+class _DiskFault(RetryableError):
+    """This machine's disk is in the way."""
+
+    reason, code = "DISK_FAULT", "RESOURCE_EXHAUSTED"
+
+
+class WeightSync(LoopService):
+    """Keeps one policy at its newest announced version. A lifecycle `Service`."""
+
+    def __init__(
+        self, policy: ServedPolicy, *, source: WeightSource, metrics: Metrics, evaluation_hold_s: float
+    ) -> None:
+        super().__init__()
+        self._policy = policy
+        self._source = source
+        self._metrics = metrics
+        self._evaluation_hold_s = evaluation_hold_s
+        self._announced: AnnouncedVersion | None = None
+        self._current: FetchedVersion | None = None
+        self._news = asyncio.Event()
+        self._has_weights = asyncio.Event()
+        self.num_verification_failures = 0
+        """Versions refused because their bytes did not verify."""
+        self.fault: version_pb2.WeightFault | None = None
+        """What is wrong with the bytes of the version to be activated; None when nothing is known to be."""
+        self.holding = False
+        """True while a newer version waits for evaluations of the served one."""
+
+    @property
+    def counts(self) -> PullCounts:
+        """What was fetched since the process started."""
+        return self._source.counts
+
+    @property
+    def mirror_version(self) -> int | None:
+        """Version the mirror holds; None before the first fetch."""
+        return self._source.version
+
+    @property
+    def announced_version(self) -> int | None:
+        """Newest version this node was told of."""
+        return self._announced.version if self._announced is not None else None
+
+    def mirrored_versions(self) -> list[int]:
+        """Versions that lie in the mirror whole, ascending. Blocks."""
+        return self._source.versions()
+
+    @property
+    def waiting_for(self) -> str:
+        """What the policy lacks before its first token: `version`, `weights`, or nothing."""
+        if self._current is not None:
+            return ""
+        return "version" if self._announced is None else "weights"
+
+    def announce(self, announced: AnnouncedVersion) -> None:
+        """The server announced a version; one that is not newer than those known changes nothing."""
+        if self._announced is None or announced.version > self._announced.version:
+            if self._announced is None:
+                self._policy.timeline.mark(Stage.VERSION)
+            self._announced = announced
+            self._news.set()
+
+    async def wait_for_weights(self) -> None:
+        """Wait until there was a version that an engine could be started with."""
+        await self._has_weights.wait()
+
+    @asynccontextmanager
+    async def loading(self) -> AsyncIterator[FetchedVersion]:
+        """The version to start an engine with: the mirror's. Waits for a whole one, which stays as it is, and nobody
+        else changes engines, until the block ends.
+        """
+        while True:
+            await self._has_weights.wait()
+            async with self._policy.changing:
+                held = self._source.try_hold()
+                if held is not None:
+                    try:
+                        yield FetchedVersion(version=held.version, model_dir=held.directory)
+                    finally:
+                        held.release()
+                    return
+            # It is being repaired.
+            await asyncio.sleep(_HOLD_POLL_S)
+
+    async def _loop(self) -> None:
+        """Fetch and activate the newest announced version, again and again."""
+        failures = 0
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if await self._follow(self._announced):
+                failures = 0
+                self._mended()
+                continue
+            failures += 1
+            await asyncio.sleep(_RETRY.wait_s(failures))
+            self._news.set()
+
+    async def _follow(self, announced: AnnouncedVersion | None) -> bool:
+        """One version, from the store into the engine; False when it should be tried again."""
+        assert announced is not None, "woken without an announcement"
+        with correlated(policy_id=announced.policy_id, version=announced.version):
+            try:
+                await self._prefetch(announced)
+                if self._policy.engine is not None or self._policy.num_pins:
+                    await self._wait_for_evaluations()
+                async with self._policy.changing:
+                    await self._activate(await self._fetch(announced))
+            except AstraflowError as error:
+                if self._current is None and isinstance(error, _HOPELESS):
+                    raise
+                self._failed(announced, error)
+                return False
+            except OSError as error:
+                self._failed(
+                    announced,
+                    _DiskFault(f"the mirror cannot be written: {error}; free space or fix its mode"),
+                )
+                return False
+        return True
+
+    async def _prefetch(self, announced: AnnouncedVersion) -> None:
+        started_s = time.monotonic()
+        try:
+            await asyncio.to_thread(self._source.prefetch, announced)
+        except VerificationFailed as failure:
+            # Fetching for good goes around it, or says so.
+            log.warning("weights.prefetch_failed", message=failure.message)
+        took_s = time.monotonic() - started_s
+        self._metrics.observe("astraflow_raas_fetch_seconds", took_s, policy=announced.policy_id)
+
+    async def _fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
+        started_s = time.monotonic()
+        fetched = await asyncio.to_thread(self._source.fetch, announced)
+        took_s = time.monotonic() - started_s
+        self._metrics.observe("astraflow_raas_apply_seconds", took_s, policy=announced.policy_id)
+        log.info("weights.fetched", seconds=round(took_s, 4), model_dir=str(fetched.model_dir))
+        return fetched
+
+    async def _activate(self, fetched: FetchedVersion) -> None:
+        if self._current is None:
+            await self._policy.read_tokenizer(fetched.model_dir)
+        engine = self._policy.engine
+        if engine is not None and self._policy.version != fetched.version:
+            await self._swap(engine)
+        # Without an engine there is nothing to swap: the next one is started with what the mirror holds.
+        self._current = fetched
+        if not self._has_weights.is_set():
+            self._policy.timeline.mark(Stage.WEIGHTS)
+            self._has_weights.set()
+
+    async def _wait_for_evaluations(self) -> None:
+        self.holding = True
+        try:
+            released = await self._policy.wait_unpinned(deadline_s=self._evaluation_hold_s)
+        finally:
+            self.holding = False
+        if not released:
+            log.warning(
+                "weights.evaluation_overrun", pins=self._policy.num_pins, waited_s=self._evaluation_hold_s
+            )
+
+    async def _swap(self, engine: Engine) -> None:
+        failpoints.hit("raas.activate")
+        started_s = time.monotonic()
+        held = await self._hold()
+        try:
+            await engine.swap(model_dir=held.directory, version=held.version)
+        except AstraflowError:
+            if await self._served(engine) != held.version:
+                raise
+            # The answer was lost, the swap was not.
+        finally:
+            held.release()
+        took_s = time.monotonic() - started_s
+        self._policy.serves(held.version)
+        self._metrics.observe("astraflow_raas_swap_seconds", took_s, policy=self._policy.policy_id)
+        log.info("weights.activated", seconds=round(took_s, 4))
+        failpoints.hit("raas.activated")
+
+    async def _hold(self) -> Hold:
+        held = self._source.try_hold()
+        while held is None:
+            await asyncio.sleep(_HOLD_POLL_S)
+            held = self._source.try_hold()
+        return held
+
+    async def _served(self, engine: Engine) -> int | None:
+        try:
+            return await engine.served_version()
+        except EngineUnavailable:
+            return None
+
+    def _mended(self) -> None:
+        if self.fault is not None:
+            self.fault = None
+            self._policy.on_change()
+
+    def _failed(self, announced: AnnouncedVersion, error: AstraflowError) -> None:
+        """The old version keeps serving. Bad bytes are counted apart: they are somebody's fault to find."""
+        damaged = isinstance(error, VerificationFailed | CorruptPart | CorruptManifest)
+        if damaged:
+            self.num_verification_failures += 1
+        if damaged or self._source.damage is not None:
+            self.fault = _fault(announced, error if damaged else self._source.damage or error)
+            self._policy.on_change()
+        self._metrics.increment(
+            "astraflow_raas_version_failures_total", policy=announced.policy_id, reason=error.reason
+        )
+        report = log.error if damaged else log.warning
+        report(
+            "weights.refused", reason=error.reason, message=error.message, still_serving=self._policy.version
+        )
+
+
+def _fault(announced: AnnouncedVersion, error: AstraflowError) -> version_pb2.WeightFault:
+    """What the server is told."""
+    fault = version_pb2.WeightFault(
+        policy_id=announced.policy_id, version=announced.version, problem=error.message[:_MAX_PROBLEM_CHARS]
+    )
+    if isinstance(error, VerificationFailed):
+        fault.version, fault.tensor = error.version, error.tensor
+        if error.tile is not None:
+            fault.tile = error.tile
+    return fault

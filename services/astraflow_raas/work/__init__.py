@@ -1,0 +1,1 @@
+"""Leased work: leases, the episodes they become, and the session that runs them."""

@@ -1,0 +1,124 @@
+"""The `Policy` that a workflow holds: one policy of the run, bound to one episode.
+
+Invariant: every call of an episode has its own seed, derived from the lease, so an episode repeats on another
+node as far as its engine is deterministic; a call that the engine lost is made again under the same seed,
+because nothing of it was used. Made by `session` for each episode; called by workflow plug-ins.
+"""
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from astraflow.errors import InvalidArgumentError
+from astraflow.plugins import GenerateResult, Message
+from astraflow_kit import failpoints
+from astraflow_kit.log import get_logger
+from astraflow_raas.engine.base import EngineUnavailable, GenerateCall, Generation
+from astraflow_raas.policies.tokenizer import Tokenizer
+from astraflow_raas.work.lease import LeasedTask
+
+log = get_logger(__name__)
+
+ABORTED = "abort"
+"""Finish reason of a call that the engine gave up; its tokens are cut short by chance and never trained
+on."""
+_FIRST_RETRY_S = 0.1
+_MAX_RETRY_S = 2.0
+
+
+class Sampler(Protocol):
+    """The part of a served policy that an episode needs."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The policy's tokenizer."""
+
+    async def generate(self, call: GenerateCall, *, key: Hashable) -> Generation:
+        """Sample one call; waits for an engine. Raises the errors of `engine.base`."""
+
+
+class PolicyHandle:
+    """A policy bound to one member of a lease. Used by one workflow run; not shared."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        sampler: Sampler,
+        lease: LeasedTask,
+        member: int,
+        episode_id: str,
+        batch_key: Callable[[int], Hashable],
+    ) -> None:
+        self.name = name
+        self._sampler = sampler
+        self._lease = lease
+        self._sampling = lease.sampling[name]
+        self._member = member
+        self._episode_id = episode_id
+        self._batch_key = batch_key
+        self._num_calls = 0
+        self.waiting_for_engine = False
+        """True while a call waits for an engine that is down: then a timeout is the engine's fault."""
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        return list(self._sampler.tokenizer.encode(messages))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._sampler.tokenizer.decode(token_ids)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None
+    ) -> GenerateResult:
+        call = self._next_call(prompt_ids, max_new_tokens=max_new_tokens)
+        failpoints.hit("raas.generating")
+        generation = await self._sample(call)
+        return GenerateResult(
+            token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            version_spans=generation.spans,
+            text=self.decode(generation.token_ids),
+            finish_reason=generation.finish_reason,
+        )
+
+    def _next_call(self, prompt_ids: Sequence[int], *, max_new_tokens: int | None) -> GenerateCall:
+        limit = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if not prompt_ids or not 1 <= limit <= self._sampling.max_new_tokens:
+            raise InvalidArgumentError(
+                f"policy {self.name!r}: a call needs a prompt (got {len(prompt_ids)} tokens) and "
+                f"max_new_tokens in [1, {self._sampling.max_new_tokens}] (got {limit}); raise "
+                f"policies.{self.name}.sampling.max_new_tokens"
+            )
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        return GenerateCall(
+            # Ends in a sign of its own: SGLang aborts by prefix, and call 1 must not take call 10 along.
+            rid=f"{self._episode_id}-{self.name}-{number};",
+            prompt_ids=tuple(prompt_ids),
+            max_new_tokens=limit,
+            temperature=self._sampling.temperature,
+            top_p=self._sampling.top_p,
+            top_k=self._sampling.top_k,
+            seed=self._lease.call_seed(self._member, self.name, number),
+            stop_token_ids=self._sampler.tokenizer.stop_token_ids,
+        )
+
+    async def _sample(self, call: GenerateCall) -> Generation:
+        """Call until an engine answers in full; the episode's deadline, which cancels this task, is the
+        bound."""
+        wait_s, repeats = _FIRST_RETRY_S, 0
+        while True:
+            try:
+                generation = await self._sampler.generate(call, key=self._batch_key(call.max_new_tokens))
+                if generation.finish_reason != ABORTED:
+                    self.waiting_for_engine = False
+                    return generation
+                message = f"it aborted the call after {len(generation.token_ids)} tokens"
+            except EngineUnavailable as error:
+                message = error.message
+            self.waiting_for_engine, repeats = True, repeats + 1
+            log.info("call.repeated", rid=call.rid, wait_s=wait_s, why=message)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MAX_RETRY_S)
+            # The engine may still run the lost call: its id must not be used twice.
+            call = replace(call, rid=f"{call.rid.partition(';')[0]};{repeats};")

@@ -1,0 +1,233 @@
+"""Running one lease: its missing episodes side by side, each isolated, each pushed as soon as it is finished.
+
+Invariant: whatever a plug-in does (raise, hang, return nonsense) ends as a named failure of its own episode
+and of nothing else; a lease ends in exactly one of: every member answered by the server, or one failure that
+says why not. Called by `worker`, which reports the failure and renews the lease meanwhile.
+"""
+
+import asyncio
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from astraflow import plugins
+from astraflow.dataflow.v1 import trajectory_service_pb2
+from astraflow.errors import AstraflowError
+from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_kit.clock import Clock, SystemClock
+from astraflow_kit.ids import IdSource
+from astraflow_kit.log import correlated, get_logger
+from astraflow_kit.metrics import Metrics
+from astraflow_raas.engine.base import EngineFaulty, EngineRefused
+from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
+from astraflow_raas.push.pushing import Pusher
+from astraflow_raas.work.episode import EpisodeIds, EpisodeRefused, VersionMoved, build_episode
+from astraflow_raas.work.lease import LeasedTask
+from astraflow_raas.work.policy_handle import PolicyHandle
+
+log = get_logger(__name__)
+
+MISSING_CAPABILITY = "missing_capability"
+_MAX_DETAIL_BYTES = 2048
+_MAX_TEXT_CHARS = 500
+_SHOW_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a lease, or one member of it, yielded nothing. `reason` is a slug of the contract's
+    LeaseFailure."""
+
+    reason: str
+    detail: str
+    retryable: bool
+
+    @property
+    def clipped_detail(self) -> str:
+        """`detail` within the contract's 2 KiB."""
+        return self.detail.encode()[:_MAX_DETAIL_BYTES].decode(errors="ignore")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """What a session needs to know of the recipe and the node."""
+
+    node_id: str
+    episode_timeout_s: float
+    coalesce_max_new_tokens: int
+
+
+class Session:
+    """Runs leases against the node's policies. Stateless between leases; shared by all of them."""
+
+    def __init__(
+        self,
+        workflow: plugins.Workflow,
+        *,
+        policies: Mapping[str, ServedPolicy],
+        pusher: Pusher,
+        settings: SessionSettings,
+        metrics: Metrics,
+        ids: IdSource | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._workflow = workflow
+        self._policies = policies
+        self._pusher = pusher
+        self._settings = settings
+        self._metrics = metrics
+        self._ids = ids or IdSource()
+        self._clock = clock or SystemClock()
+        self._show_next_s = 0.0
+        self.num_running = 0
+        """Episodes running now."""
+
+    async def run(self, lease: LeasedTask) -> Failure | None:
+        """Run the lease's members; None when the server answered for each. Never raises but for
+        cancellation."""
+        try:
+            with ExitStack() as pins:
+                for policy_id, version in lease.required_versions.items():
+                    pins.enter_context(self._policy(policy_id).pinned(version))
+                stem = self._ids.new()
+                outcomes = await asyncio.gather(
+                    *(self._member(lease, member, f"{stem}.{member}") for member in lease.members)
+                )
+        except VersionUnavailable as error:
+            return Failure(reason="version_unavailable", detail=error.message, retryable=True)
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        return _worst(failures) if failures else None
+
+    def _policy(self, policy_id: str) -> ServedPolicy:
+        if policy_id not in self._policies:
+            raise VersionUnavailable(
+                f"this node serves no policy {policy_id!r}; it serves {', '.join(self._policies)}"
+            )
+        return self._policies[policy_id]
+
+    async def _member(self, lease: LeasedTask, member: int, episode_id: str) -> Failure | None:
+        self.num_running += 1
+        started_s = self._clock.monotonic_s()
+        try:
+            with correlated(episode_id=episode_id):
+                message, failure = await self._episode(lease, member=member, episode_id=episode_id)
+        finally:
+            self.num_running -= 1
+            self._metrics.observe("astraflow_raas_episode_seconds", self._clock.monotonic_s() - started_s)
+        self._metrics.increment(
+            "astraflow_raas_episodes_total", outcome=failure.reason if failure else "finished"
+        )
+        if failure is not None:
+            log.warning(
+                "episode.failed",
+                episode_id=episode_id,
+                member=member,
+                reason=failure.reason,
+                detail=failure.detail,
+            )
+        if message is None:
+            return failure
+        return _of_result(await self._pusher.push(message), member=member)
+
+    async def _episode(
+        self, lease: LeasedTask, *, member: int, episode_id: str
+    ) -> tuple[trajectory_pb2.Episode | None, Failure | None]:
+        handles = self._handles(lease, member=member, episode_id=episode_id)
+        try:
+            async with asyncio.timeout(self._settings.episode_timeout_s):
+                episode = await self._workflow.run(lease.task, handles)
+            ids = EpisodeIds(episode_id=episode_id, node_id=self._settings.node_id, member=member)
+            message = build_episode(episode, lease=lease, ids=ids)
+            self._show(episode, handles=handles, member=member)
+            return message, None
+        except TimeoutError as error:
+            return None, self._timed_out(error, handles=handles, member=member)
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; it must not reach its neighbours
+            return None, _of_error(error, member=member)
+
+    def _handles(self, lease: LeasedTask, *, member: int, episode_id: str) -> dict[str, PolicyHandle]:
+        return {
+            name: PolicyHandle(
+                name,
+                sampler=policy,
+                lease=lease,
+                member=member,
+                episode_id=episode_id,
+                batch_key=self._batch_key(lease, member),
+            )
+            for name, policy in self._policies.items()
+        }
+
+    def _show(self, episode: plugins.Episode, *, handles: Mapping[str, PolicyHandle], member: int) -> None:
+        """Log what a policy said, a few times a second at most: people look at samples."""
+        now_s = self._clock.monotonic_s()
+        if now_s < self._show_next_s:
+            return
+        self._show_next_s = now_s + _SHOW_EVERY_S
+        for trajectory in episode.trajectories:
+            trained = [
+                token
+                for token, chosen in zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+                if chosen
+            ]
+            log.info(
+                "episode.sample",
+                policy_id=trajectory.policy,
+                member=member,
+                reward=trajectory.reward,
+                finish_reason=trajectory.finish_reason,
+                tokens=len(trained),
+                text=handles[trajectory.policy].decode(trained)[:_MAX_TEXT_CHARS],
+            )
+
+    def _batch_key(self, lease: LeasedTask, member: int) -> Callable[[int], Hashable]:
+        """Which calls share an engine request: the short ones of all training tasks, or of all evaluations.
+
+        A shared request is answered when its longest call is. While calls are short that costs less than a
+        request of their own would; long calls go alone, else one would delay its neighbours' next turn.
+        """
+        shared: Hashable = "evaluation" if lease.evaluation else "training"
+        limit = self._settings.coalesce_max_new_tokens
+        return lambda max_new_tokens: shared if max_new_tokens <= limit else (lease.lease_id, member)
+
+    def _timed_out(self, error: TimeoutError, *, handles: Mapping[str, PolicyHandle], member: int) -> Failure:
+        limit = f"episode_timeout_s {self._settings.episode_timeout_s}"
+        if any(handle.waiting_for_engine for handle in handles.values()):
+            detail = f"member {member}: no engine answered within {limit}"
+            return Failure(reason="engine_error", detail=detail, retryable=True)
+        detail = f"member {member}: the workflow did not return within {limit}; shorten it ({error})"
+        return Failure(reason="timeout", detail=detail, retryable=True)
+
+
+def _of_error(error: Exception, *, member: int) -> Failure:
+    """The failure that stands for an exception of a workflow or of what it returned."""
+    detail = f"member {member}: {type(error).__name__}: {error}"
+    if isinstance(error, plugins.MissingCapability):
+        return Failure(reason=MISSING_CAPABILITY, detail=f"member {member}: {error}", retryable=True)
+    if isinstance(error, VersionMoved):
+        return Failure(reason="version_unavailable", detail=detail, retryable=True)
+    if isinstance(error, EngineFaulty):
+        return Failure(reason="engine_error", detail=detail, retryable=True)
+    if isinstance(error, EngineRefused):
+        return Failure(reason="workflow_error", detail=detail, retryable=False)
+    if not isinstance(error, AstraflowError):
+        # Only the log shows where the plug-in failed; the server and people elsewhere see the message.
+        log.error("workflow.raised", member=member, exc_info=error)
+    return Failure(reason="workflow_error", detail=detail, retryable=not isinstance(error, EpisodeRefused))
+
+
+def _of_result(result: trajectory_service_pb2.PushResult, *, member: int) -> Failure | None:
+    """POISON leaves the member open, so the lease must be given back; every other outcome closes it."""
+    if result.outcome != trajectory_service_pb2.OUTCOME_POISON:
+        return None
+    log.error("episode.poison", member=member, reason=result.reason, detail=result.detail)
+    detail = f"member {member}: the server refused the episode: {result.reason}: {result.detail}"
+    return Failure(reason="workflow_error", detail=detail, retryable=True)
+
+
+def _worst(failures: Sequence[Failure]) -> Failure:
+    """The failure reported for the lease: one that no retry mends wins, then one that only another node mends,
+    then the first."""
+    chosen = min(failures, key=lambda failure: (failure.retryable, failure.reason != MISSING_CAPABILITY))
+    more = f" (and {len(failures) - 1} more members)" if len(failures) > 1 else ""
+    return replace(chosen, detail=f"{chosen.detail}{more}")

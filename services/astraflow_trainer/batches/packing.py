@@ -1,0 +1,172 @@
+"""Sequence packing: rows become micro-batches of lanes under a token budget.
+
+A lane holds one or more whole rows end to end; attention never crosses from one row to another, and positions
+restart at 0 with each row. Invariant: what is computed for a row does not depend on its neighbours, and the
+same rows always pack the same way. Called by the training step once per batch.
+
+Shape legend: B lanes, L tokens of a lane (padding included), N trained tokens of the micro-batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from astraflow_trainer.batches.rows import TrainingRow
+
+_PADDING = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """What one forward pass reads. Trained tokens are flat columns: nothing downstream knows lanes."""
+
+    token_ids_BL: torch.Tensor
+    """int64; 0 in padding."""
+    position_ids_BL: torch.Tensor
+    """int64; restarts at 0 with each row."""
+    document_ids_BL: torch.Tensor
+    """int64; the row's place in its lane, -1 in padding."""
+    source_N: torch.Tensor
+    """int64 index into the flattened lanes: the position whose output predicts the trained token."""
+    target_N: torch.Tensor
+    """int64 token ids."""
+    row_N: torch.Tensor
+    """int64 index of the trained token's row in the step."""
+    behavior_logprob_N: torch.Tensor
+    """float32."""
+    temperature_N: torch.Tensor
+    """float32."""
+    num_row_tokens: int
+    """Tokens of the rows, padding excluded."""
+
+    @property
+    def one_row_per_lane(self) -> bool:
+        """Whether plain causal attention already keeps rows apart (padding comes last in a lane)."""
+        return int(self.document_ids_BL.max()) <= 0
+
+    def attention_mask(self) -> torch.Tensor | None:
+        """bool[B, 1, L, L], True where query may read key; None where plain causal attention is the same."""
+        if self.one_row_per_lane:
+            return None
+        documents = self.document_ids_BL
+        same_row = documents[:, :, None] == documents[:, None, :]
+        return (same_row & causal_mask(documents.shape[1])).unsqueeze(1)
+
+
+def causal_mask(length: int) -> torch.Tensor:
+    """bool[length, length], True on and below the diagonal."""
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def pack(
+    rows: Sequence[TrainingRow], *, token_budget: int, lane_tokens: int | None = None
+) -> list[MicroBatch]:
+    """Micro-batches that together hold every row once, each of at most `token_budget` positions.
+
+    `lane_tokens` is the capacity of a lane and defaults to the longest row, which keeps attention (quadratic
+    in the lane) cheap. Raises ValueError when a row exceeds a bound. An empty list gives an empty list.
+    """
+    if not rows:
+        return []
+    longest = max(row.num_tokens for row in rows)
+    capacity = longest if lane_tokens is None else lane_tokens
+    if longest > capacity or capacity > token_budget:
+        raise ValueError(
+            f"the longest of {len(rows)} rows has {longest} tokens, a lane holds {capacity}, a micro-batch "
+            f"{token_budget}; raise tokens_per_microbatch to at least {max(longest, capacity)}"
+        )
+    lanes = fill_lanes([row.num_tokens for row in rows], capacity=capacity)
+    return [
+        _micro_batch(rows, lanes=chunk) for chunk in _even_chunks(lanes, at_most=token_budget // capacity)
+    ]
+
+
+def fill_lanes(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
+    """First-fit decreasing: indices of `lengths` per lane. Deterministic; ties keep their order."""
+    lanes: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        length = lengths[index]
+        lane = next((lane for lane, room in enumerate(free) if room >= length), len(lanes))
+        if lane == len(lanes):
+            lanes.append([])
+            free.append(capacity)
+        lanes[lane].append(index)
+        free[lane] -= length
+    return lanes
+
+
+def filler() -> MicroBatch:
+    """A micro-batch that trains nothing, for ranks with fewer than others: collectives need partners."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    single = torch.zeros(1, 1, dtype=torch.int64)
+    return MicroBatch(
+        token_ids_BL=single, position_ids_BL=single, document_ids_BL=single,
+        source_N=nothing, target_N=nothing, row_N=nothing,
+        behavior_logprob_N=torch.zeros(0), temperature_N=torch.ones(0), num_row_tokens=0,
+    )  # fmt: skip
+
+
+def _even_chunks(lanes: list[list[int]], *, at_most: int) -> list[list[list[int]]]:
+    """Contiguous chunks of nearly equal size; lanes are ordered by length, so each needs little padding."""
+    num_chunks = -(-len(lanes) // at_most)
+    borders = [len(lanes) * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    return [lanes[start:end] for start, end in pairwise(borders)]
+
+
+def _micro_batch(rows: Sequence[TrainingRow], *, lanes: list[list[int]]) -> MicroBatch:
+    width = max(sum(rows[index].num_tokens for index in lane) for lane in lanes)
+    shape = (len(lanes), width)
+    token_ids = np.zeros(shape, dtype=np.int64)
+    positions = np.broadcast_to(np.arange(width), shape).copy()
+    documents = np.full(shape, _PADDING, dtype=np.int64)
+    columns: list[_TrainedColumns] = []
+    for lane_number, lane in enumerate(lanes):
+        start = 0
+        for document, index in enumerate(lane):
+            row = rows[index]
+            place = (lane_number, slice(start, start + row.num_tokens))
+            token_ids[place] = row.token_ids
+            positions[place] -= start
+            documents[place] = document
+            columns.append(_trained_columns(row, index=index, offset=lane_number * width + start))
+            start += row.num_tokens
+    return MicroBatch(
+        token_ids_BL=torch.from_numpy(token_ids),
+        position_ids_BL=torch.from_numpy(positions),
+        document_ids_BL=torch.from_numpy(documents),
+        source_N=_joined([column.source for column in columns]),
+        target_N=_joined([column.target for column in columns]),
+        row_N=_joined([column.row for column in columns]),
+        behavior_logprob_N=_joined([column.behavior_logprob for column in columns]),
+        temperature_N=_joined([column.temperature for column in columns]),
+        num_row_tokens=sum(rows[index].num_tokens for lane in lanes for index in lane),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _TrainedColumns:
+    source: np.ndarray
+    target: np.ndarray
+    row: np.ndarray
+    behavior_logprob: np.ndarray
+    temperature: np.ndarray
+
+
+def _trained_columns(row: TrainingRow, *, index: int, offset: int) -> _TrainedColumns:
+    trained = np.flatnonzero(row.loss_mask)
+    return _TrainedColumns(
+        # The output at position t − 1 predicts token t; a row's first token is never trained.
+        source=trained + (offset - 1),
+        target=row.token_ids[trained].astype(np.int64),
+        row=np.full(len(trained), index, dtype=np.int64),
+        behavior_logprob=row.behavior_logprobs[trained].astype(np.float32),
+        temperature=np.full(len(trained), row.temperature, dtype=np.float32),
+    )
+
+
+def _joined(columns: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(columns))

@@ -1,0 +1,170 @@
+"""One batch for several ranks: the first rank decides what happens next, the others follow it.
+
+Invariant: only the first rank speaks to the server about a step (acquire, intent, ack, durable) and hears
+operators; what it decides reaches every rank as one small message per step, and each rank fetches only its
+own share of the payloads. While the first rank waits it says so every few seconds, so a follower never waits
+in silence. The training loop runs the same way on every rank, over a `RankBatches`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+
+from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
+from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.batches.shares import balanced_shares
+from astraflow_trainer.batches.source import BatchSource, StepBatch, message_of, step_batch
+from astraflow_trainer.controls import Controls, Orders
+from astraflow_trainer.ranks.reductions import Ranks
+
+__all__ = ["RankBatches"]
+
+
+class _Kind(StrEnum):
+    """What the first rank tells the others."""
+
+    WAIT = "wait"
+    STEP = "step"
+    ORDERS = "orders"
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The message of one decision: what to do, why, and the orders or the batch when there are some."""
+
+    kind: _Kind
+    reason: str = ""
+    orders: Orders = field(default_factory=Orders)
+    batch: bytes = b""
+
+    def encode(self) -> bytes:
+        head = {"kind": self.kind, "reason": self.reason, "orders": asdict(self.orders)}
+        return json.dumps(head).encode() + b"\n" + self.batch
+
+    @classmethod
+    def decode(cls, message: bytes) -> _Turn:
+        head, _, batch = message.partition(b"\n")
+        fields = json.loads(head)
+        return cls(_Kind(fields["kind"]), fields["reason"], Orders(**fields["orders"]), batch)
+
+
+@dataclass(frozen=True)
+class _Received:
+    """What one rank took of a batch."""
+
+    num_bytes: int
+    num_trajectories: int
+    num_tokens: int
+    num_spans_max: int
+
+
+class RankBatches:
+    """Batches of one policy as one rank sees them. Blocking; owned by the training thread."""
+
+    def __init__(self, source: BatchSource, ranks: Ranks) -> None:
+        """`source` speaks for this rank; its epoch is the one that the first rank claimed."""
+        self._source = source
+        self._ranks = ranks
+        self._leads = ranks.index == 0
+        self._received: list[_Received] = []
+
+    def unit_of_work(self, step: int) -> AbstractContextManager[None]:
+        """Log and call under the step's correlation id inside the block."""
+        return self._source.unit_of_work(step)
+
+    def acquire(
+        self, step: int, *, base_version: int, waiting: Callable[[str], None], controls: Controls
+    ) -> StepBatch | Orders:
+        """Return the batch of `step`, or what to do before it; a collective. Only the first rank's `controls`
+        count.
+
+        `waiting` is told why there is none yet, after each empty poll of the first rank.
+        """
+        if not self._leads:
+            return self._follow(waiting=waiting)
+
+        def tell_waiting(reason: str) -> None:
+            self._tell(_Turn(_Kind.WAIT, reason))
+            waiting(reason)
+
+        while True:
+            orders = controls.take(waiting=tell_waiting)
+            if orders is not None:
+                self._tell(_Turn(_Kind.ORDERS, orders=orders))
+                return orders
+            batch = self._source.acquire(
+                step, base_version=base_version, waiting=tell_waiting, stopped=controls.interrupts
+            )
+            if batch is not None and controls.begin(step):
+                self._tell(_Turn(_Kind.STEP, batch=message_of(batch).SerializeToString(deterministic=True)))
+                return batch
+
+    def record_intent(self, batch: StepBatch) -> None:
+        """The first rank records the intent; no rank trains before, because training is a collective."""
+        if self._leads:
+            self._source.record_intent(batch)
+
+    def fetch(self, batch: StepBatch) -> list[TrainingRow]:
+        """Return this rank's rows; a collective."""
+        rows = self._source.fetch(batch, items=self._share(batch))
+        mine = _Received(
+            num_bytes=self._source.fetched_bytes,
+            num_trajectories=len(rows),
+            num_tokens=sum(row.num_tokens for row in rows),
+            num_spans_max=max((len(row.version_spans) for row in rows), default=0),
+        )
+        everybody = self._ranks.share(json.dumps(asdict(mine)).encode())
+        self._received = [_Received(**json.loads(message)) for message in everybody]
+        return rows
+
+    def measured(self) -> dict[str, float]:
+        """Return what the ranks received of the latest batch, as named numbers."""
+        total = sum(rank.num_bytes for rank in self._received)
+        named = {
+            "fetched_bytes": float(total),
+            "num_version_spans_max": float(max((rank.num_spans_max for rank in self._received), default=0)),
+        }
+        if len(self._received) > 1:
+            for index, rank in enumerate(self._received):
+                named[f"fetched_bytes_rank_{index}"] = float(rank.num_bytes)
+                named[f"num_trajectories_rank_{index}"] = float(rank.num_trajectories)
+            named["fetched_share_max"] = max(rank.num_bytes for rank in self._received) / max(1, total)
+        return named
+
+    def finish(self, batch: StepBatch, *, skipped: bool) -> bool:
+        """The first rank writes the ledger and acks; returns whether the step counts as skipped."""
+        if self._leads:
+            return self._source.finish(batch, skipped=skipped)
+        return batch.skipped_before if batch.finished_before else skipped
+
+    def mark_durable(self, step: int) -> None:
+        """The first rank tells the server."""
+        if self._leads:
+            self._source.mark_durable(step)
+
+    def kept_alive(self, batch: StepBatch, *, lease_s: float) -> AbstractContextManager[None]:
+        """The first rank renews the batch's lease while the block runs."""
+        return self._source.kept_alive(batch, lease_s=lease_s) if self._leads else nullcontext()
+
+    def _share(self, batch: StepBatch) -> Sequence[batch_pb2.BatchItem] | None:
+        if self._ranks.size == 1:
+            return None
+        tokens = [item.num_tokens for item in batch.items]
+        mine = balanced_shares(tokens, num_ranks=self._ranks.size)[self._ranks.index]
+        return [batch.items[position] for position in mine]
+
+    def _tell(self, turn: _Turn) -> None:
+        self._ranks.tell(turn.encode())
+
+    def _follow(self, *, waiting: Callable[[str], None]) -> StepBatch | Orders:
+        while True:
+            turn = _Turn.decode(self._ranks.tell(b""))
+            if turn.kind is _Kind.STEP:
+                return step_batch(batch_service_pb2.AcquireBatchResponse.FromString(turn.batch))
+            if turn.kind is _Kind.ORDERS:
+                return turn.orders
+            waiting(turn.reason)

@@ -1,0 +1,383 @@
+"""Where a trainer's batches come from: BatchService, with the lease kept alive while a batch is in hand.
+
+Invariant: a batch is used only under the epoch that claimed the policy, its intent is recorded before
+training, and its ledger line is written before the ack, so that nothing acked is missing from the ledger; a
+FENCED answer ends the trainer. Called by the training loop, from its thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import stamina
+from google.protobuf.duration_pb2 import Duration
+
+from astraflow.client import Client, RetryPolicy
+from astraflow.columns import decode_columns
+from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
+from astraflow.errors import AstraflowError, InternalError, NotFoundError, RetryableError
+from astraflow.plugins import VersionSpan
+from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_kit import failpoints
+from astraflow_kit.log import get_logger
+from astraflow_kit.unit_of_work import step_correlation, unit_of_work
+from astraflow_trainer.batches.rows import TrainingRow
+
+log = get_logger(__name__)
+
+__all__ = ["BatchSource", "Claim", "Ledger", "StepBatch", "message_of", "step_batch"]
+
+_LONG_POLL_S = 5.0
+_FETCH_TIMEOUT_S = 120.0
+_CLAIM_RETRY_S = 600.0
+# Signs of life come again, and the end of a trainer waits for nobody.
+_SIGN_TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What claiming the policy told us."""
+
+    epoch: int
+    last_finished_step: int
+    last_durable_step: int
+    version: int | None
+    """Newest announced version; None before the first."""
+    batch_lease_s: float
+    data_incarnation: str
+    """Another one means that Redis was restarted since, and may have lost its last second."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A batch bound to a step. `items` and `rows` are in the batch's own order."""
+
+    step: int
+    batch_id: str
+    digest: bytes
+    base_version: int
+    items: Sequence[batch_pb2.BatchItem]
+    finished_before: bool
+    """True when the step was acked before and is replayed now."""
+    skipped_before: bool = False
+    """True when it was acked as skipped."""
+
+    def staleness(self) -> list[int]:
+        """Versions between the step's base version and each trajectory's oldest token."""
+        return [self.base_version - item.min_version for item in self.items]
+
+
+class Ledger:
+    """The trainer's own record of what it trained on: one JSON line per step, flushed to disk before going
+    on. A line that a crash cut short is removed: its step was not acked.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        if path.exists():
+            _drop_cut_line(path)
+
+    def append(self, batch: StepBatch, *, epoch: int, stage: str) -> None:
+        """Record that `batch` reached `stage`."""
+        line = {
+            "step": batch.step,
+            "epoch": epoch,
+            "batch_id": batch.batch_id,
+            "digest": batch.digest.hex(),
+            "stage": stage,
+            "trajectory_ids": [item.trajectory_id for item in batch.items],
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class BatchSource:
+    """Batches of one policy under one claimed epoch. Blocking; owned by the training thread."""
+
+    def __init__(
+        self, client: Client, *, run_id: str, policy_id: str, trainer_id: str, ledger: Ledger
+    ) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._policy_id = policy_id
+        self._trainer_id = trainer_id
+        self._ledger = ledger
+        self.epoch = 0
+        self.fetched_bytes = 0
+        """Payload bytes that the latest `fetch` received."""
+
+    def claim(self, *, known_epoch: int = 0, held_epoch: int = 0) -> Claim:
+        """Start a new epoch above `known_epoch`, fencing every older trainer of the policy.
+
+        With `held_epoch` (after Redis lost data) raises FencedError when another trainer has a newer one. Waits
+        for a server that is away: a claim whose answer was lost costs a number and nothing else.
+        """
+        request = batch_service_pb2.ClaimPolicyRequest(
+            run_id=self._run_id,
+            policy_id=self._policy_id,
+            trainer_id=self._trainer_id,
+            known_epoch=known_epoch,
+            held_epoch=held_epoch,
+        )
+        for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_CLAIM_RETRY_S):
+            with attempt:
+                response = self._client.call(self._client.batches.ClaimPolicy, request)
+        self.epoch = response.trainer_epoch
+        return Claim(
+            epoch=response.trainer_epoch,
+            last_finished_step=response.last_finished_step,
+            last_durable_step=response.last_durable_step,
+            version=response.version if response.HasField("version") else None,
+            batch_lease_s=response.batch_lease_duration.ToNanoseconds() / 1e9,
+            data_incarnation=response.data_incarnation,
+        )
+
+    def require_epoch(self, step: int) -> None:
+        """Ask the server about this epoch. Raises FencedError, naming the trainer that has a newer one."""
+        request = batch_service_pb2.RenewBatchRequest(
+            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=step
+        )
+        # Nothing is bound to that step any more, perhaps: the answer about the epoch is what counts.
+        with contextlib.suppress(NotFoundError):
+            self._client.call(self._client.batches.RenewBatch, request)
+
+    def unit_of_work(self, step: int) -> AbstractContextManager[None]:
+        """Log and call under the step's correlation id inside the block."""
+        return unit_of_work(step_correlation(self._policy_id, step), step=step)
+
+    def acquire(
+        self, step: int, *, base_version: int, waiting: Callable[[str], None], stopped: Callable[[], bool]
+    ) -> StepBatch | None:
+        """Return the batch of `step`, waiting until there is one; None when `stopped` says so first.
+
+        `waiting` is told the server's reason after each empty poll. Raises FencedError when a newer epoch
+        exists.
+        """
+        request = batch_service_pb2.AcquireBatchRequest(
+            run_id=self._run_id,
+            policy_id=self._policy_id,
+            trainer_epoch=self.epoch,
+            step=step,
+            base_version=base_version,
+            wait_duration=Duration(seconds=int(_LONG_POLL_S)),
+        )
+        while not stopped():
+            response = self._client.call(
+                self._client.batches.AcquireBatch, request, timeout_s=_LONG_POLL_S + 10.0
+            )
+            if response.HasField("batch"):
+                return step_batch(response)
+            waiting(response.waiting_for or "ready_groups")
+        return None
+
+    def record_intent(self, batch: StepBatch) -> None:
+        """Tell the server, before training, what the step will train on. Harmless for a replayed step."""
+        if not batch.finished_before:
+            self._ack(batch, batch_service_pb2.BATCH_STAGE_INTENT)
+        failpoints.hit("trainer.intent_recorded")
+
+    def fetch(
+        self, batch: StepBatch, *, items: Sequence[batch_pb2.BatchItem] | None = None
+    ) -> list[TrainingRow]:
+        """Return the rows of `items`, some of the batch's, in their order; None means all of them."""
+        wanted = batch.items if items is None else items
+        self.fetched_bytes = 0
+        by_id = dict(self._payloads(batch, wanted)) if wanted else {}
+        missing = [item.trajectory_id for item in wanted if item.trajectory_id not in by_id]
+        if missing:
+            raise InternalError(
+                f"batch {batch.batch_id} of step {batch.step}: {len(missing)} of {len(wanted)} payloads "
+                f"did not arrive, the first is {missing[0]}; the server's log says why"
+            )
+        return [_row(item, by_id[item.trajectory_id]) for item in wanted]
+
+    def finish(self, batch: StepBatch, *, skipped: bool) -> bool:
+        """Record, in the ledger and at the server, that the optimizer step was taken or skipped.
+
+        Returns whether it counts as skipped: for a replayed step that is what was recorded the first time.
+        """
+        failpoints.hit("trainer.step_taken")
+        if batch.finished_before and skipped is not batch.skipped_before:
+            log.warning("step.replayed_otherwise", skipped=skipped, skipped_before=batch.skipped_before)
+            skipped = batch.skipped_before
+        self._ledger.append(batch, epoch=self.epoch, stage="SKIPPED" if skipped else "TRAINED")
+        if not batch.finished_before:
+            self._ack(batch, SKIPPED if skipped else TRAINED)
+        failpoints.hit("trainer.step_acked")
+        return skipped
+
+    def mark_durable(self, step: int) -> None:
+        """A checkpoint covers every step up to `step`: the server may release their payloads."""
+        request = batch_service_pb2.MarkDurableRequest(
+            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=step
+        )
+        with self.unit_of_work(step):
+            self._client.call(self._client.batches.MarkDurable, request)
+
+    @contextmanager
+    def held(self, *, lease_s: float) -> Iterator[None]:
+        """Say in the background that this trainer lives while the block runs, and at its end that it ends."""
+        try:
+            with _in_background(self._hold, period_s=max(0.2, lease_s / 3), name="policy-hold"):
+                yield
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        request = batch_service_pb2.ReleasePolicyRequest(
+            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch
+        )
+        try:
+            self._client.call(
+                self._client.batches.ReleasePolicy, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE
+            )
+        except AstraflowError as error:
+            # Fenced, or the server has ended, too: who asks later waits for a lease time at most.
+            log.info("policy.not_released", reason=error.reason, message=error.message)
+
+    @contextmanager
+    def kept_alive(self, batch: StepBatch, *, lease_s: float) -> Iterator[None]:
+        """Renew the batch's lease in the background while the block runs."""
+        renew = partial(self._renew, batch.step)
+        with _in_background(renew, period_s=max(0.2, lease_s / 3), name="batch-lease"):
+            yield
+
+    def _hold(self) -> bool:
+        request = batch_service_pb2.HoldPolicyRequest(
+            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch
+        )
+        try:
+            self._client.call(
+                self._client.batches.HoldPolicy, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE
+            )
+        except AstraflowError as error:
+            # Nothing depends on it but the answer to a rollback; and the epoch changes after Redis lost data.
+            log.warning("policy.hold_failed", reason=error.reason, message=error.message)
+        return True
+
+    def _renew(self, step: int) -> bool:
+        request = batch_service_pb2.RenewBatchRequest(
+            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=step
+        )
+        try:
+            with self.unit_of_work(step):
+                self._client.call(self._client.batches.RenewBatch, request)
+        except RetryableError as error:
+            # Expiry only raises an alarm at the server; the next renewal, or the ack, will tell.
+            log.warning("batch.renewal_failed", step=step, reason=error.reason)
+        except AstraflowError as error:
+            # Fenced, most likely: the training thread hears the same from its next call, and raises it.
+            log.warning("batch.renewal_refused", step=step, reason=error.reason, message=error.message)
+            return False
+        return True
+
+    def _ack(self, batch: StepBatch, stage: batch_service_pb2.BatchStage.ValueType) -> None:
+        self._client.call(
+            self._client.batches.AckBatch,
+            batch_service_pb2.AckBatchRequest(
+                run_id=self._run_id,
+                policy_id=self._policy_id,
+                trainer_epoch=self.epoch,
+                step=batch.step,
+                batch_id=batch.batch_id,
+                digest=batch.digest,
+                stage=stage,
+            ),
+        )
+
+    def _payloads(
+        self, batch: StepBatch, items: Sequence[batch_pb2.BatchItem]
+    ) -> Iterator[tuple[str, trajectory_pb2.Trajectory]]:
+        request = batch_service_pb2.FetchBatchRequest(
+            run_id=self._run_id,
+            policy_id=self._policy_id,
+            trainer_epoch=self.epoch,
+            step=batch.step,
+            trajectory_ids=[item.trajectory_id for item in items],
+        )
+        for item in self._client.stream(self._client.batches.FetchBatch, request, timeout_s=_FETCH_TIMEOUT_S):
+            self.fetched_bytes += len(item.body)
+            yield item.trajectory_id, trajectory_pb2.Trajectory.FromString(item.body)
+
+
+@contextmanager
+def _in_background(call: Callable[[], bool], *, period_s: float, name: str) -> Iterator[None]:
+    """Call again and again in a thread while the block runs, until `call` says that it is of no use."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(period_s) and call():
+            pass
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def message_of(batch: StepBatch) -> batch_service_pb2.AcquireBatchResponse:
+    """Return a batch as a message for another rank; `step_batch` reads it."""
+    bound = batch_pb2.Batch(
+        batch_id=batch.batch_id,
+        step=batch.step,
+        base_version=batch.base_version,
+        items=batch.items,
+        digest=batch.digest,
+    )
+    stage = batch_service_pb2.BATCH_STAGE_UNSPECIFIED
+    if batch.finished_before:
+        stage = SKIPPED if batch.skipped_before else TRAINED
+    return batch_service_pb2.AcquireBatchResponse(batch=bound, stage=stage)
+
+
+def step_batch(response: batch_service_pb2.AcquireBatchResponse) -> StepBatch:
+    """Return the batch of an answer that has one."""
+    batch = response.batch
+    return StepBatch(
+        step=batch.step,
+        batch_id=batch.batch_id,
+        digest=batch.digest,
+        base_version=batch.base_version,
+        items=batch.items,
+        finished_before=response.stage in (TRAINED, SKIPPED),
+        skipped_before=response.stage == SKIPPED,
+    )
+
+
+def _drop_cut_line(path: Path) -> None:
+    with path.open("r+b") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            log.warning("ledger.cut_line_dropped", path=str(path), num_bytes=len(content) - whole)
+            file.truncate(whole)
+
+
+def _row(item: batch_pb2.BatchItem, trajectory: trajectory_pb2.Trajectory) -> TrainingRow:
+    columns = decode_columns(trajectory)
+    return TrainingRow(
+        trajectory_id=item.trajectory_id,
+        group_id=item.group_id,
+        token_ids=columns.token_ids,
+        loss_mask=columns.loss_mask,
+        behavior_logprobs=columns.logprobs,
+        version_spans=tuple(VersionSpan(*span) for span in columns.version_spans),
+        reward=item.reward,
+        temperature=trajectory.sampling.temperature,
+    )

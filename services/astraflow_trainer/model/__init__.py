@@ -1,0 +1,1 @@
+"""The model and all state that a checkpoint holds: weights, optimizer, layout, tokenizer."""

@@ -1,0 +1,280 @@
+"""Checkpoints of the trainer: masters, moments, schedule position and random state, in DCP format.
+
+Saving has two halves: `stage` copies memory on the training thread, `write` makes the copy durable from any
+thread. Invariant: a directory named `step-…` is complete (everything in it was synced before the rename that
+named it) and restoring it continues bit for bit; anything else is a leftover and is ignored. Called by the
+loop.
+"""
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from astraflow_kit import failpoints
+from astraflow_trainer.model.optimizer import MasterOptimizer
+from astraflow_trainer.ranks.reductions import OneRank, Ranks
+
+SCHEMA_VERSION = 2
+_PREFIX = "step-"
+_PARTIAL = ".partial-"
+_DOOMED = ".doomed-"
+_POSITION_FILE = "position.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint does not fit this trainer; the message names the difference and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a run stands when its checkpoint is taken."""
+
+    step: int
+    """Last finished step (committed or skipped)."""
+    version: int
+    """Version that the weights are (to be) published as."""
+    optimizer_steps: int
+    """Committed steps: the position in the learning-rate schedule."""
+    learning_rate: float | None = None
+    """Peak that an operator set; None while the recipe's is in force."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StagedCheckpoint:
+    """A copy in memory, independent of the training that goes on."""
+
+    position: Position
+    tensors: dict[str, torch.Tensor]
+
+
+class CheckpointStore:
+    """Checkpoints of one policy in one directory, which all ranks share.
+
+    `group` and `ranks` must not be used by anything else while `write` may run in another thread.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        ranks: Ranks | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep {keep} must be at least 1, or nothing could be resumed")
+        self._directory = directory
+        self._keep = keep
+        self._ranks = ranks or OneRank()
+        self._group = group
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, ascending."""
+        names = (path.name for path in self._directory.glob(f"{_PREFIX}*"))
+        return sorted(int(name.removeprefix(_PREFIX)) for name in names)
+
+    def positions(self) -> list[Position]:
+        """Where the complete checkpoints stand, ascending by step. Raises CheckpointError."""
+        return [_read_position(self._path(step) / _POSITION_FILE) for step in self.steps()]
+
+    def forget_after(self, step: int) -> None:
+        """Drop checkpoints of later steps; a collective."""
+        self._as_first(lambda: self._drop([later for later in self.steps() if later > step]))
+
+    def stage(self, optimizer: MasterOptimizer, *, step: int, version: int) -> StagedCheckpoint:
+        """Copy what a resume needs; costs one memory copy of masters and moments."""
+        tensors = {name: tensor.detach().clone() for name, tensor in optimizer.state().items()}
+        tensors[self._random_state_name()] = torch.get_rng_state()
+        position = Position(
+            step=step,
+            version=version,
+            optimizer_steps=optimizer.num_steps,
+            learning_rate=optimizer.changed_learning_rate,
+        )
+        return StagedCheckpoint(position=position, tensors=tensors)
+
+    def write(self, staged: StagedCheckpoint) -> Path:
+        """Make `staged` durable and drop checkpoints beyond the newest `keep`. Blocking; a collective.
+
+        Writing a step that exists already replaces no tensor: only a learning rate set since then is added. One
+        of other weights, which were given up for an older version's, is replaced.
+        """
+        final = self._path(staged.position.step)
+        leads = self._ranks.index == 0
+        if self._agree(leads and self._holds(final, version=staged.position.version)):
+            self._as_first(lambda: _update_learning_rate(final, staged.position.learning_rate))
+            return final
+        partial = self._directory / f"{_PARTIAL}{final.name}"
+        self._as_first(lambda: shutil.rmtree(partial, ignore_errors=True))
+        _save(staged.tensors, partial, group=self._group)
+        failpoints.hit("trainer.checkpoint_half_written")
+        self._as_first(lambda: self._commit(staged.position, partial=partial, final=final))
+        self._as_first(lambda: self._drop(self.steps()[: -self._keep]))
+        return final
+
+    def restore(
+        self, optimizer: MasterOptimizer, *, at_most: int | None = None, step: int | None = None
+    ) -> Position | None:
+        """Load the newest complete checkpoint, or that of `step`, into `optimizer` and its model; None when there
+        is none.
+
+        A collective. It may have been written by another number of ranks: masters and moments are spread anew,
+        bit for bit. A rank takes up its own random state, or keeps the one it has where none was saved.
+        Checkpoints after step `at_most` are dropped: the server forgot those steps, and they will be other ones.
+        Raises CheckpointError when its schema, names or shapes differ from this trainer's.
+        """
+        if at_most is not None:
+            self.forget_after(at_most)
+        wanted = max(self.steps(), default=-1) if step is None else step
+        wanted = int(self._ranks.tell(str(wanted).encode()))
+        if wanted < 0:
+            return None
+        path = self._path(wanted)
+        position = _read_position(path / _POSITION_FILE)
+        tensors = optimizer.state()
+        random_state = torch.get_rng_state()
+        _check_layout(tensors, path)
+        if self._random_state_name() in _layout(path):
+            tensors = {**tensors, self._random_state_name(): random_state}
+        _load(tensors, path, group=self._group)
+        optimizer.restored(num_steps=position.optimizer_steps, learning_rate=position.learning_rate)
+        torch.set_rng_state(random_state)
+        return position
+
+    def _path(self, step: int) -> Path:
+        return self._directory / f"{_PREFIX}{step:012d}"
+
+    def _holds(self, path: Path, *, version: int) -> bool:
+        return path.exists() and _read_position(path / _POSITION_FILE).version == version
+
+    def _random_state_name(self) -> str:
+        return f"random_state.{self._ranks.index}"
+
+    def _agree(self, flag: bool) -> bool:  # noqa: FBT001 - the flag is the whole message
+        """What the first rank says: a shared file system may show a rename to others late."""
+        mine = int(flag) if self._ranks.index == 0 else 0
+        return bool(self._ranks.sum(torch.tensor(mine)))
+
+    def _as_first(self, action: Callable[[], None]) -> None:
+        """Run `action` on the first rank while the others wait for it."""
+        if self._ranks.index == 0:
+            action()
+        self._ranks.sum(torch.tensor(0))
+
+    def _commit(self, position: Position, *, partial: Path, final: Path) -> None:
+        (partial / _POSITION_FILE).write_text(_position_text(position))
+        for path in partial.iterdir():
+            _sync(path)
+        _sync(partial)
+        if final.exists():
+            self._give_up(position.step)
+        partial.rename(final)
+        _sync(self._directory)
+
+    def _drop(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            self._give_up(step)
+        for leftover in [*self._directory.glob(f"{_DOOMED}*"), *self._directory.glob(f"{_PARTIAL}*")]:
+            shutil.rmtree(leftover)
+
+    def _give_up(self, step: int) -> None:
+        """Renamed first: a crash in the middle of a removal must not leave a step that looks complete."""
+        doomed = self._directory / f"{_DOOMED}{step}"
+        shutil.rmtree(doomed, ignore_errors=True)
+        self._path(step).rename(doomed)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path, *, group: dist.ProcessGroup | None) -> None:
+    with _quiet():
+        save_tensors(
+            tensors,
+            storage_writer=FileSystemWriter(path, sync_files=True),
+            process_group=group,
+            no_dist=group is None,
+        )
+
+
+def _load(tensors: dict[str, torch.Tensor], path: Path, *, group: dist.ProcessGroup | None) -> None:
+    with _quiet():
+        load_tensors(
+            tensors,
+            storage_reader=FileSystemReader(path),
+            process_group=group,
+            no_dist=group is None,
+        )
+
+
+def _layout(path: Path) -> dict[str, tuple[int, ...]]:
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name: tuple(entry.size)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _check_layout(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    saved = {name: shape for name, shape in _layout(path).items() if not name.startswith("random_state.")}
+    mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if saved != mine:
+        name = min(name for name in saved.keys() | mine.keys() if saved.get(name) != mine.get(name))
+        raise CheckpointError(
+            f"{path} holds {name} as {saved.get(name)}, this model needs {mine.get(name)}; "
+            f"resume with the model that wrote it, or start in another data directory"
+        )
+
+
+def _read_position(path: Path) -> Position:
+    content = json.loads(path.read_text())
+    found = content.pop("schema_version", None)
+    if found != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{path} has schema version {found}, this trainer reads {SCHEMA_VERSION}; "
+            f"resume with the release that wrote it, or start in another data directory"
+        )
+    return Position(**content)
+
+
+def _position_text(position: Position) -> str:
+    return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(position)})
+
+
+def _update_learning_rate(path: Path, learning_rate: float | None) -> None:
+    """Replace the position file by one with another learning rate; whole at every moment."""
+    position = _read_position(path / _POSITION_FILE)
+    if position.learning_rate == learning_rate:
+        return
+    fresh = path / f"{_POSITION_FILE}.new"
+    fresh.write_text(_position_text(replace(position, learning_rate=learning_rate)))
+    _sync(fresh)
+    fresh.rename(path / _POSITION_FILE)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns about its own use of deprecated storage types, which a user can do nothing about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.distributed")
+        yield

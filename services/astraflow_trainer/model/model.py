@@ -1,0 +1,172 @@
+"""The policy model: a Hugging Face causal language model, scored on packed micro-batches and sharded with
+FSDP2.
+
+Owns building, loading, sharding and the forward pass. Invariant: the parameters hold exactly what is
+published, bf16 values, stored and computed in fp32; the fp32 masters live with the optimizer
+(`optimizer.py`), which writes rounded copies back after each step. That is why trainer and sampler agree to
+about 1e-5 in log-prob. Called by the training step, the warm start and the publisher.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from astraflow_trainer.batches.packing import MicroBatch
+from astraflow_trainer.model.logprobs import token_scores
+
+_PREFIX = "causal_lm."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Shape:
+    """A Qwen3 model built from numbers. Field names and meaning are those of its config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int = 512
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenScores:
+    """Of the N trained tokens of one micro-batch."""
+
+    logprob_N: torch.Tensor
+    """float32, natural log, at the row's temperature; differentiable."""
+    entropy_N: torch.Tensor
+    """float32, nats; not differentiable."""
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that answers one question: how likely are the trained tokens of a micro-batch.
+
+    Only these tokens reach the output head, in chunks, so logits are never held whole. With several rows in a
+    lane attention gets a block-diagonal causal mask, else none.
+    """
+
+    def __init__(self, causal_lm: transformers.PreTrainedModel) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(
+        self,
+        token_ids_BL: torch.Tensor,
+        *,
+        position_ids_BL: torch.Tensor | None,
+        attention_mask_B1LL: torch.Tensor | None,
+        source_N: torch.Tensor,
+        target_N: torch.Tensor,
+        temperature_N: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies, float32[N] each. Arguments are the fields of `MicroBatch`; see `score`."""
+        output = self.causal_lm.get_decoder()(
+            input_ids=token_ids_BL,
+            position_ids=position_ids_BL,
+            attention_mask=attention_mask_B1LL,
+            use_cache=False,
+        )
+        hidden_ND = output.last_hidden_state.flatten(0, 1)[source_N]
+        head_VD = self.causal_lm.get_output_embeddings().weight
+        return token_scores(hidden_ND, head_VD=head_VD, target_N=target_N, temperature_N=temperature_N)
+
+    def score(self, batch: MicroBatch) -> TokenScores:
+        """Score a micro-batch; a collective when the model is sharded over several ranks."""
+        # Without a mask the model derives positions itself; restarting ones would make it look for packed
+        # rows.
+        mask = batch.attention_mask()
+        logprob_N, entropy_N = self(
+            batch.token_ids_BL,
+            position_ids_BL=None if mask is None else batch.position_ids_BL,
+            attention_mask_B1LL=mask,
+            source_N=batch.source_N,
+            target_N=batch.target_N,
+            temperature_N=batch.temperature_N,
+        )
+        return TokenScores(logprob_N=logprob_N, entropy_N=entropy_N)
+
+    def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the names of a Hugging Face checkpoint; tied ones once, under the embedding's
+        name.
+        """
+        for name, parameter in self.named_parameters():
+            yield name.removeprefix(_PREFIX), parameter
+
+
+def build_causal_lm(shape: Qwen3Shape, *, seed: int) -> transformers.PreTrainedModel:
+    """A Qwen3 model with random fp32 weights that depend on `shape` and `seed` only."""
+    fields = asdict(shape)
+    rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
+    config = transformers.Qwen3Config(**fields, rope_parameters=rope, bos_token_id=None)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+
+        model = transformers.Qwen3ForCausalLM(config).float()
+    return cast("transformers.PreTrainedModel", model)
+
+
+def load_causal_lm(directory: Path | str) -> transformers.PreTrainedModel:
+    """A model from a Hugging Face directory (or hub name), with fp32 weights."""
+    with _without_progress_bars():
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return cast("transformers.PreTrainedModel", model)
+
+
+def save_causal_lm(causal_lm: transformers.PreTrainedModel, directory: Path) -> None:
+    """Write config and bf16 weights: what every process that loads them then agrees on to the bit."""
+    weights = {
+        name: parameter.detach().to(torch.bfloat16).contiguous()
+        for name, parameter in causal_lm.named_parameters()
+    }
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(causal_lm.config)
+    config.dtype = torch.bfloat16
+    config.architectures = [type(causal_lm).__name__]
+    config.save_pretrained(directory)
+    if causal_lm.generation_config is not None:
+        causal_lm.generation_config.save_pretrained(directory)
+
+
+def shard(policy: PolicyModel, *, mesh: DeviceMesh) -> None:
+    """Apply FSDP2 in place: one group per decoder layer, one for the rest. With one rank the layout is the
+    same.
+    """
+    for layer in policy.causal_lm.get_decoder().layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, sharing its memory; the tensor itself when it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Nothing but events goes to a daemon's output."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()

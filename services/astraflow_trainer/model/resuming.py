@@ -1,0 +1,124 @@
+"""Where a trainer goes on: at its newest checkpoint, or from the weights that an operator went back to.
+
+Invariant: weights that a rollback gave up are never trained on or published again. The steps that were taken stay
+taken: the trainer goes on with the step after the last finished one, from the newest published weights, with the
+optimizer of a checkpoint of these very weights if there is one. Every rank calls it, the first one decides; the
+session carries on from what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from astraflow_kit.log import get_logger
+from astraflow_trainer.model.checkpoint import Position
+from astraflow_weights.codec.peers import Peers
+from astraflow_weights.codec.shards import ShardedModel
+from astraflow_weights.publish.agreement import led
+from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.version_writer import CommittedVersion
+
+__all__ = ["Resumable", "Start", "take_up", "way_back"]
+
+log = get_logger(__name__)
+
+
+class Resumable(Protocol):
+    """The learner, as far as taking up goes."""
+
+    def positions(self) -> list[Position]:
+        """Where the checkpoints stand, ascending by step."""
+
+    def restore(self, *, at_most: int | None = None) -> Position | None:
+        """Load the newest checkpoint, at step `at_most` or before; None when there is none."""
+
+    def go_back(
+        self, weights: ShardedModel, *, step: int, checkpoint: int | None, learning_rate: float | None
+    ) -> None:
+        """Take up published weights, with the optimizer of a checkpoint or a fresh one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Last finished step, and the version of the weights to go on from."""
+
+    step: int
+    version: int
+    went_back: bool = False
+    """These are not the weights after `step`: make a checkpoint before anything else, nothing is replayed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WayBack:
+    """A rollback that no checkpoint knows of."""
+
+    version: int
+    """Newest version, whose weights to take up."""
+    rollback_of: int
+    checkpoint: int | None
+    """Step of the checkpoint that holds exactly these weights."""
+    learning_rate: float | None
+    """Peak that an operator had set."""
+
+
+def take_up(
+    learner: Resumable, publisher: ShardPublisher, *, peers: Peers, finished_step: int, durable_step: int
+) -> Start:
+    """Load what to go on from; a collective. `finished_step` and `durable_step` are the server's."""
+
+    def decide() -> WayBack | None:
+        positions = [position for position in learner.positions() if position.step <= finished_step]
+        return way_back(publisher.committed_since(None), positions, durable_step=durable_step)
+
+    back = led(
+        peers,
+        decide,
+        encode=lambda found: None if found is None else asdict(found),
+        decode=lambda content: None if content is None else WayBack(**content),
+    )
+    if back is None:
+        position = learner.restore(at_most=finished_step)
+        return Start(step=position.step, version=position.version) if position else Start(step=0, version=0)
+    assert publisher.kept.newest is not None
+    learner.go_back(
+        publisher.kept.newest.shards,
+        step=finished_step,
+        checkpoint=back.checkpoint,
+        learning_rate=back.learning_rate,
+    )
+    log.warning(
+        "policy.went_back",
+        version=back.version,
+        rollback_of=back.rollback_of,
+        step=finished_step,
+        optimizer="fresh" if back.checkpoint is None else f"of the checkpoint of step {back.checkpoint}",
+    )
+    return Start(step=finished_step, version=back.version, went_back=True)
+
+
+def way_back(
+    versions: Sequence[CommittedVersion], positions: Sequence[Position], *, durable_step: int
+) -> WayBack | None:
+    """The newest rollback when it came after the newest checkpoint; None: go on from that. Pure.
+
+    Where versions were trained from the rollback since, their checkpoint is missing: that is for the caller to
+    complain of, unless the server still has every batch since the checkpoint that is there.
+    """
+    rollbacks = [version for version in versions if version.rollback_of is not None]
+    step, version = (positions[-1].step, positions[-1].version) if positions else (0, -1)
+    if not rollbacks or version >= rollbacks[-1].version:
+        return None
+    newest, back = versions[-1], rollbacks[-1]
+    if newest is not back and step < durable_step:
+        return None
+    roots = {item.version: item.model_root for item in versions}
+    same = [at.step for at in positions if roots.get(at.version) == newest.model_root]
+    assert back.rollback_of is not None
+    return WayBack(
+        version=newest.version,
+        rollback_of=back.rollback_of,
+        checkpoint=same[-1] if same else None,
+        learning_rate=positions[-1].learning_rate if positions else None,
+    )

@@ -1,0 +1,1 @@
+"""The processes of one trainer: how they start, watch each other and reduce."""

@@ -1,0 +1,33 @@
+"""Aggregation as weights: every way of averaging token losses is a sum of weight times loss.
+
+Invariant: weights depend on global counts (all micro-batches, all ranks) and on the token's own row only, so
+the sum over any split of the tokens is the loss of the step. Called by the training step once per batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from astraflow_trainer.step.losses.settings import Aggregation, LossSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts:
+    """What the denominators count, over all ranks."""
+
+    num_tokens: int
+    num_rows: int
+
+
+def token_weights(row_lengths_R: torch.Tensor, *, counts: StepCounts, settings: LossSettings) -> torch.Tensor:
+    """float64[R]: the weight of each trained token of a row, given its trained-token count (int64[R])."""
+    lengths = row_lengths_R.double()
+    match settings.aggregation:
+        case Aggregation.TOKEN_MEAN:
+            return torch.full_like(lengths, 1.0 / counts.num_tokens)
+        case Aggregation.SEQ_MEAN_TOKEN_MEAN:
+            return 1.0 / (lengths * counts.num_rows)
+        case Aggregation.SEQ_MEAN_TOKEN_SUM:
+            return torch.full_like(lengths, 1.0 / counts.num_rows)
+        case Aggregation.CONSTANT:
+            return torch.full_like(lengths, 1.0 / (counts.num_rows * settings.constant_length))

@@ -1,0 +1,114 @@
+"""Statistics of a policy loss, added up over micro-batches and ranks.
+
+Invariant: what is kept are sums and maxima, so adding statistics of any split of the tokens gives those of
+the whole. Filled by the loss kernel, reduced and read by the training step.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from astraflow_trainer.ranks.reductions import Ranks
+
+_SUMS = (
+    "num_tokens", "loss", "ratio", "squared_ratio", "squared_log_ratio", "k3", "entropy", "kl",
+    "clipped_up", "clipped_down", "masked", "num_away", "squared_log_ratio_away",
+)  # fmt: skip
+_MAXIMA = ("ratio", "negative_ratio", "abs_log_ratio")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossMetrics:
+    """What one step's loss looked like, over all trained tokens of all ranks. Means are per token unless
+    said.
+    """
+
+    loss: float
+    """The aggregated loss, KL term included."""
+    num_tokens: int
+    ratio_min: float
+    ratio_mean: float
+    ratio_max: float
+    """The ratio to the anchor; the sequence ratio for GSPO."""
+    clip_fraction_up: float
+    """Share of tokens whose ratio is cut from above."""
+    clip_fraction_down: float
+    """Share of tokens whose ratio is cut from below."""
+    masked_fraction: float
+    """Share of tokens left out by m2po_mask."""
+    effective_sample_size: float
+    """(Σr)² / (n·Σr²), within 0 and 1."""
+    k3: float
+    """Mean estimate of KL(behaviour ‖ policy): r − 1 − log r, r to the behaviour log-probs."""
+    entropy: float
+    """Mean entropy of the next-token distribution, nats, at the row's temperature."""
+    max_abs_log_ratio: float
+    """Largest |l − l_mu|."""
+    second_moment: float
+    """Mean of (l − l_a)² over all tokens."""
+    second_moment_away: float
+    """The same over the tokens that moved away from the anchor (A > 0, r > 1 or A < 0, r < 1)."""
+    kl: float
+    """Mean KL estimate of the loss's own KL term; 0 without one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossStatistics:
+    """float64 sums and maxima over tokens."""
+
+    sums: torch.Tensor
+    maxima: torch.Tensor
+
+    @classmethod
+    def empty(cls) -> Self:
+        """Statistics of no token."""
+        return cls(
+            torch.zeros(len(_SUMS), dtype=torch.float64),
+            torch.full((len(_MAXIMA),), -math.inf, dtype=torch.float64),
+        )
+
+    @classmethod
+    def of(cls, *, sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor]) -> Self:
+        """Statistics of some tokens; `sums` and `maxima` name every entry."""
+        return cls(
+            torch.stack([sums[name].double() for name in _SUMS]),
+            torch.stack([maxima[name].double() for name in _MAXIMA]),
+        )
+
+    def __add__(self, other: "LossStatistics") -> "LossStatistics":
+        return LossStatistics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+
+    def over_ranks(self, ranks: Ranks) -> "LossStatistics":
+        """Statistics of the tokens of all ranks. A collective: every rank calls it."""
+        return LossStatistics(ranks.sum(self.sums), ranks.max(self.maxima))
+
+    def metrics(self) -> LossMetrics:
+        """Means, extremes and shares. Raises ValueError when there was no token."""
+        sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
+        num_tokens = sums["num_tokens"]
+        if num_tokens == 0:
+            raise ValueError("no token was trained, so there is nothing to average; skip the step")
+        return LossMetrics(
+            loss=sums["loss"],
+            num_tokens=int(num_tokens),
+            ratio_min=-maxima["negative_ratio"],
+            ratio_mean=sums["ratio"] / num_tokens,
+            ratio_max=maxima["ratio"],
+            clip_fraction_up=sums["clipped_up"] / num_tokens,
+            clip_fraction_down=sums["clipped_down"] / num_tokens,
+            masked_fraction=sums["masked"] / num_tokens,
+            effective_sample_size=_ratio(sums["ratio"] ** 2, num_tokens * sums["squared_ratio"]),
+            k3=sums["k3"] / num_tokens,
+            entropy=sums["entropy"] / num_tokens,
+            max_abs_log_ratio=maxima["abs_log_ratio"],
+            second_moment=sums["squared_log_ratio"] / num_tokens,
+            second_moment_away=_ratio(sums["squared_log_ratio_away"], sums["num_away"]),
+            kl=sums["kl"] / num_tokens,
+        )
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0

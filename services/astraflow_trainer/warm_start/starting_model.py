@@ -1,0 +1,121 @@
+"""The weights a policy starts from: a model to load, or one built and warm-started from the recipe.
+
+Translates the recipe's `model` section to the compute core; the result is always a Hugging Face directory,
+whose files besides the weights become the assets of every version. Called once, when a trainer starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+from huggingface_hub import snapshot_download
+
+from astraflow.errors import RecipeError
+from astraflow.plugins import Demonstration, Demonstrations, Message
+from astraflow.recipe import ArchitectureSettings, ModelSettings, WarmStartSettings
+from astraflow_kit import plugins
+from astraflow_kit.recipe_code import require_installed
+from astraflow_trainer.joined_run import JoinedRun
+from astraflow_trainer.model.model import Qwen3Shape
+from astraflow_trainer.model.tokenizer import TokenizerSettings, render_chat
+from astraflow_trainer.warm_start.cache import InitialModel, prepare_initial_model
+from astraflow_trainer.warm_start.training import Example
+from astraflow_trainer.warm_start.training import WarmStartSettings as SupervisedSettings
+
+__all__ = ["asset_files", "starting_model"]
+
+# Everything a node needs beside the weights: configuration, tokenizer, chat template.
+_ASSET_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
+_NOT_ASSETS = frozenset({"model.safetensors.index.json", "warm_start.json"})
+
+
+def starting_model(
+    joined: JoinedRun, *, cache: Path, threads: int, progress: Callable[[float], None]
+) -> Path:
+    """Return the directory of the initial model, making it when the cache does not hold it.
+
+    `progress` is told the finished share of a warm start. Raises PluginError and RecipeError for what the
+    recipe says, OSError when a model cannot be loaded.
+    """
+    settings = joined.policy.model
+    if settings.path is not None:
+        local = Path(settings.path).expanduser()
+        return local if local.is_dir() else Path(snapshot_download(settings.path))
+    return _warm_started(joined, settings, cache=cache, threads=threads, progress=progress)
+
+
+def asset_files(directory: Path) -> list[Path]:
+    """Return the files of a model directory that travel with every version, sorted by name."""
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.is_file() and path.suffix in _ASSET_SUFFIXES and path.name not in _NOT_ASSETS
+    )
+
+
+def _warm_started(
+    joined: JoinedRun,
+    settings: ModelSettings,
+    *,
+    cache: Path,
+    threads: int,
+    progress: Callable[[float], None],
+) -> Path:
+    architecture, tokenizer, warm_start = settings.architecture, settings.tokenizer, settings.warm_start
+    # The recipe's own validation allows no `architecture` without the other two.
+    assert architecture is not None
+    assert tokenizer is not None
+    assert warm_start is not None
+    demonstrations = _load_demonstrations(warm_start, joined)
+    seed = joined.recipe.run.seed
+    initial = InitialModel(
+        shape=_shape(architecture),
+        tokenizer=TokenizerSettings(vocab_size=tokenizer.vocab_size),
+        num_tokenizer_texts=tokenizer.num_texts,
+        warm_start=SupervisedSettings(
+            steps=warm_start.steps,
+            batch_size=warm_start.batch_size,
+            learning_rate=warm_start.learning_rate,
+        ),
+        seed=seed,
+        demonstrations_digest=f"{joined.code_sha256}/{warm_start.demonstrations}/{seed}",
+    )
+    needed = max(initial.warm_start.num_examples, tokenizer.num_texts)
+    return prepare_initial_model(
+        cache,
+        initial=initial,
+        examples=lambda: _examples(demonstrations(seed), needed=needed, plugin=warm_start.demonstrations),
+        num_threads=threads,
+        progress=lambda step, loss: progress(step / warm_start.steps),
+    )
+
+
+def _load_demonstrations(warm_start: WarmStartSettings, joined: JoinedRun) -> Demonstrations:
+    require_installed(warm_start.demonstrations, folder=joined.recipe_dir)
+    found = plugins.load(warm_start.demonstrations, protocol=Demonstrations, recipe_dir=joined.recipe_dir)
+    return cast("Demonstrations", found() if isinstance(found, type) else found)
+
+
+def _examples(stream: Iterator[Demonstration], *, needed: int, plugin: str) -> Iterator[Example]:
+    count = 0
+    for demonstration in islice(stream, needed):
+        count += 1
+        yield Example(prompt=_prompt(demonstration.messages), completion=demonstration.completion)
+    if count < needed:
+        raise RecipeError(
+            f"{plugin} ended after {count} demonstrations, the warm start needs {needed}; "
+            "make the stream endless, or lower warm_start.steps or tokenizer.num_texts"
+        )
+
+
+def _prompt(messages: tuple[Message, ...]) -> str:
+    return render_chat([{"role": message.role, "content": message.content} for message in messages])
+
+
+def _shape(architecture: ArchitectureSettings) -> Qwen3Shape:
+    fields = architecture.model_dump(exclude={"model_type"})
+    # The tokenizer decides the vocabulary; InitialModel replaces this.
+    return Qwen3Shape(vocab_size=1, **fields)

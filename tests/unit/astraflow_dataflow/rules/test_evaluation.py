@@ -1,0 +1,95 @@
+"""Which versions are evaluated, and when one is given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from astraflow.recipe import EvaluationSettings
+from astraflow.rollout.v1 import task_pb2
+from astraflow_dataflow.records import StoredEvaluation
+from astraflow_dataflow.rules import evaluation
+from astraflow_dataflow.rules.tasks import task_problem
+
+SETTINGS = EvaluationSettings(every_versions=10, num_samples=256, final_samples=1024)
+
+
+@pytest.mark.parametrize(
+    ("version", "samples"), [(0, 1024), (1, None), (9, None), (10, 256), (20, 256), (21, None)]
+)
+def test_version_zero_and_every_nth_are_evaluated(version: int, samples: int | None) -> None:
+    plan = evaluation.plan_version("p", version, settings=SETTINGS)
+    assert (None if plan is None else plan.planned) == samples
+
+
+def test_zero_means_the_first_and_the_final_version_only() -> None:
+    settings = EvaluationSettings(every_versions=0)
+    assert [v for v in range(30) if evaluation.plan_version("p", v, settings=settings)] == [0]
+    assert evaluation.plan_final("p", 29, settings=settings).final
+
+
+def test_a_final_evaluation_of_a_version_already_evaluated_is_another_one() -> None:
+    periodic, final = (
+        evaluation.plan_version("p", 10, settings=SETTINGS),
+        evaluation.plan_final("p", 10, settings=SETTINGS),
+    )
+    assert periodic is not None
+    assert periodic.evaluation_id != final.evaluation_id
+
+
+def test_a_task_id_says_what_it_demands() -> None:
+    plan = evaluation.plan_final("my-policy_2", 123, settings=SETTINGS)
+    task_id = evaluation.task_id(plan.evaluation_id, 7)
+    assert evaluation.demand_of(task_id) == evaluation.Demand(policy_id="my-policy_2", version=123)
+    assert task_problem(task_pb2.Task(task_id=task_id), allow_evaluation=True) is None
+
+
+@pytest.mark.parametrize("task_id", ["train-1", "eval:", "eval:p:x:final:0", "eval:p:1:final", ""])
+def test_other_ids_demand_nothing(task_id: str) -> None:
+    assert evaluation.demand_of(task_id) is None
+
+
+def stored(
+    *, version: int = 10, final: bool = False, state: str = "open", policy: str = "p"
+) -> StoredEvaluation:
+    """A stored evaluation."""
+    return StoredEvaluation(
+        evaluation_id="e",
+        policy_id=policy,
+        version=version,
+        planned=4,
+        final=final,
+        state=state,
+        fed=4,
+        done=0,
+        failed=0,
+        samples=0,
+        reward_sum=0.0,
+        create_ms=0,
+        complete_ms=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("item", "newest", "idle_s", "expected"),
+    [
+        (stored(), 10, 1e9, False),
+        (stored(), 11, 5.0, False),
+        (stored(), 11, 10.0, True),
+        (stored(state="complete"), 11, 1e9, False),
+        (stored(final=True), 10, 1e9, False),
+        (stored(final=True), 11, 0.0, True),
+        (stored(), None, 1e9, False),
+    ],
+)
+def test_only_superseded_evaluations_are_given_up(
+    item: StoredEvaluation, newest: int | None, idle_s: float, expected: bool
+) -> None:
+    assert evaluation.must_give_up(item, newest_version=newest, idle_s=idle_s, patience_s=10.0) is expected
+
+
+def test_a_run_ends_when_each_newest_version_has_its_final_evaluation() -> None:
+    done = [stored(final=True, state="complete"), stored(final=True, state="complete", policy="q", version=3)]
+    assert evaluation.finals_complete(done, newest={"p": 10, "q": 3})
+    assert not evaluation.finals_complete(done, newest={"p": 11, "q": 3})
+    assert not evaluation.finals_complete([stored(state="complete")], newest={"p": 10})
+    assert evaluation.finals_complete([], newest={})

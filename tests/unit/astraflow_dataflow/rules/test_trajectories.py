@@ -1,0 +1,405 @@
+"""The wall in front of training: every class of poison, by name, and nothing good refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from astraflow.blobs import blob_prefix, blob_ref
+from astraflow.columns import Columns, encode_columns
+from astraflow.rollout.v1 import blob_pb2, trajectory_pb2
+from astraflow_dataflow.rules.evaluation import Demand
+from astraflow_dataflow.rules.trajectories import Expectation, check_episode, unknown_version
+from support.dataflow_world import make_episode, make_trajectory
+
+PREFIX = blob_prefix("s3://bucket", "run")
+KNOWN = Expectation(newest_versions={"solver": 3}, blob_prefix=PREFIX)
+Spoil = Callable[[trajectory_pb2.Episode, trajectory_pb2.TrajectoryHeader, trajectory_pb2.Trajectory], None]
+
+
+def good() -> trajectory_pb2.Episode:
+    """An episode of one trajectory of 13 tokens, the last 5 of them trainable."""
+    episode = make_episode(run_id="run", task_id="t", member=0)
+    episode.trajectories[0].CopyFrom(make_trajectory("x", num_prompt=8, num_response=5, version=2))
+    return episode
+
+
+def spoiled(spoil: Spoil) -> trajectory_pb2.Episode:
+    """The good episode with one thing wrong."""
+    episode = good()
+    body = trajectory_pb2.Trajectory.FromString(episode.trajectories[0].body)
+    spoil(episode, episode.trajectories[0].header, body)
+    if episode.trajectories and episode.trajectories[0].body:
+        episode.trajectories[0].body = body.SerializeToString()
+    return episode
+
+
+def logprob(position: int, value: float) -> Spoil:
+    """Overwrite one log-prob."""
+
+    def spoil(_: object, __: object, body: trajectory_pb2.Trajectory) -> None:
+        column = np.frombuffer(body.logprobs, "<f4").copy()
+        column[position] = value
+        body.logprobs = column.tobytes()
+
+    return spoil
+
+
+def header(**values: object) -> Spoil:
+    """Overwrite header fields."""
+
+    def spoil(_: object, head: trajectory_pb2.TrajectoryHeader, __: object) -> None:
+        head.MergeFrom(trajectory_pb2.TrajectoryHeader(**values))  # type: ignore[arg-type]
+
+    return spoil
+
+
+def body(name: str, change: Callable[[bytes], bytes]) -> Spoil:
+    """Change one bytes column."""
+
+    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+        setattr(message, name, change(getattr(message, name)))
+
+    return spoil
+
+
+def spans(*given: tuple[int, int, int]) -> Spoil:
+    """Replace the version spans."""
+
+    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+        del message.version_spans[:]
+        for start, end, version in given:
+            message.version_spans.add(start=start, end=end, version=version)
+
+    return spoil
+
+
+def turns(*given: tuple[int, int]) -> Spoil:
+    """Replace the turn spans."""
+
+    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+        for start, end in given:
+            message.turn_spans.add(start=start, end=end, role="user")
+
+    return spoil
+
+
+def a_blob(prefix: str = PREFIX, **values: object) -> blob_pb2.BlobRef:
+    """A good reference under `prefix`, with some fields overwritten."""
+    ref = blob_ref(b"bytes", name="image-1", prefix=prefix, media_type="image/png")
+    for name, value in values.items():
+        setattr(ref, name, value)
+    return ref
+
+
+def media(*given: tuple[int, int], ref: blob_pb2.BlobRef | None = None, times: int = 1) -> Spoil:
+    """Add media spans."""
+
+    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+        for start, end in given * times:
+            message.media.add(start=start, end=end, blob=ref or a_blob())
+
+    return spoil
+
+
+def routing(ref: blob_pb2.BlobRef) -> Spoil:
+    """Add expert routing."""
+
+    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+        message.expert_routing.CopyFrom(ref)
+
+    return spoil
+
+
+def episode(**values: object) -> Spoil:
+    """Overwrite episode fields."""
+
+    def spoil(whole: trajectory_pb2.Episode, _: object, __: object) -> None:
+        for name, value in values.items():
+            setattr(whole, name, value)
+
+    return spoil
+
+
+def token(value: int) -> Spoil:
+    """Overwrite the first token id."""
+    return body("token_ids", lambda raw: np.int32(value).tobytes() + raw[4:])
+
+
+def empty(
+    whole: trajectory_pb2.Episode, head: trajectory_pb2.TrajectoryHeader, message: trajectory_pb2.Trajectory
+) -> None:
+    for name in ("token_ids", "logprobs", "loss_mask"):
+        message.ClearField(name)  # type: ignore[arg-type]
+    head.num_tokens = 0
+
+
+def too_long(
+    whole: trajectory_pb2.Episode, head: trajectory_pb2.TrajectoryHeader, message: trajectory_pb2.Trajectory
+) -> None:
+    message.token_ids = b"\0" * 4 * (1_048_576 + 1)
+    head.num_tokens = 1_048_577
+
+
+def too_large(whole: trajectory_pb2.Episode, head: object, message: trajectory_pb2.Trajectory) -> None:
+    message.token_ids = b"\0" * (32 * 2**20 + 1)
+
+
+def nothing_trainable(
+    whole: object, head: trajectory_pb2.TrajectoryHeader, message: trajectory_pb2.Trajectory
+) -> None:
+    message.loss_mask = b"\0\0"
+    message.logprobs = b"\0" * 52
+    head.num_trainable_tokens = 0
+
+
+def not_a_message(whole: trajectory_pb2.Episode, head: object, message: trajectory_pb2.Trajectory) -> None:
+    message.Clear()
+    message.MergeFromString(b"")
+    whole.trajectories[0].body = b""
+
+
+def twice(whole: trajectory_pb2.Episode, head: object, message: object) -> None:
+    whole.trajectories.add().CopyFrom(whole.trajectories[0])
+
+
+def too_many(whole: trajectory_pb2.Episode, head: object, message: object) -> None:
+    for number in range(64):
+        whole.trajectories.add().CopyFrom(make_trajectory(f"more-{number}"))
+
+
+def many_metrics(whole: trajectory_pb2.Episode, head: object, message: object) -> None:
+    for number in range(65):
+        whole.metrics[f"m{number}"] = 1.0
+
+
+def infinite_metric(whole: trajectory_pb2.Episode, head: object, message: object) -> None:
+    whole.metrics["m"] = float("inf")
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def temperature(value: float) -> Spoil:
+    """Overwrite the temperature."""
+
+    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+        message.sampling.temperature = value
+
+    return spoil
+
+
+def first_token_trained(
+    _: object, head: trajectory_pb2.TrajectoryHeader, message: trajectory_pb2.Trajectory
+) -> None:
+    mask = bytearray(message.loss_mask)
+    mask[0] |= 1
+    message.loss_mask = bytes(mask)
+    message.version_spans.insert(0, trajectory_pb2.VersionSpan(start=0, end=1, version=2))
+    head.num_trainable_tokens += 1
+
+
+POISON: list[tuple[str, Spoil, str]] = [
+    ("nan in a trainable log-prob", logprob(9, NAN), "nan_logprob"),
+    ("nan in a prompt log-prob", logprob(0, NAN), "nan_logprob"),
+    ("minus infinity", logprob(9, -INF), "inf_logprob"),
+    ("plus infinity", logprob(9, INF), "inf_logprob"),
+    ("a positive log-prob", logprob(9, 0.25), "positive_logprob"),
+    ("the smallest positive log-prob", logprob(9, 1e-45), "positive_logprob"),
+    ("a log-prob outside the mask", logprob(0, -0.5), "logprob_outside_mask"),
+    ("greedy samples", temperature(0.0), "bad_temperature"),
+    ("a negative temperature", temperature(-1.0), "bad_temperature"),
+    ("nan temperature", temperature(NAN), "bad_temperature"),
+    ("an infinite temperature", temperature(INF), "bad_temperature"),
+    ("a first token that is trained", first_token_trained, "first_token_trained"),
+    ("nan reward", header(reward=NAN), "nan_reward"),
+    ("infinite reward", header(reward=-INF), "nan_reward"),
+    ("header counts more tokens", header(num_tokens=14), "length_mismatch"),
+    ("header counts more trainable tokens", header(num_trainable_tokens=6), "mask_mismatch"),
+    ("header claims a newer version", header(max_version=3), "version_mismatch"),
+    ("header claims an older version", header(min_version=1), "version_mismatch"),
+    ("a version that cannot exist", header(max_version=400), "future_version"),
+    ("a policy the run has not", header(policy_id="stranger"), "unknown_policy"),
+    ("another id in the body", header(trajectory_id="y"), "id_mismatch"),
+    ("an id with a line break", header(trajectory_id="x\ny"), "bad_id"),
+    ("an id too long", header(trajectory_id="x" * 129), "bad_id"),
+    ("a role with a space", header(role="a b"), "bad_role"),
+    ("torn token ids", body("token_ids", lambda raw: raw[:-1]), "length_mismatch"),
+    ("one token less", body("token_ids", lambda raw: raw[:-4]), "length_mismatch"),
+    ("one log-prob less", body("logprobs", lambda raw: raw[:-4]), "length_mismatch"),
+    ("no log-probs", body("logprobs", lambda raw: b""), "length_mismatch"),
+    ("a short mask", body("loss_mask", lambda raw: raw[:-1]), "length_mismatch"),
+    ("a long mask", body("loss_mask", lambda raw: raw + b"\0"), "length_mismatch"),
+    ("padding bits set", body("loss_mask", lambda raw: raw[:-1] + bytes([raw[-1] | 0x80])), "mask_padding"),
+    ("a mask bit less", body("loss_mask", lambda raw: raw[:-1] + bytes([raw[-1] & ~1])), "mask_mismatch"),
+    ("nothing trainable", nothing_trainable, "no_trainable_tokens"),
+    ("a negative token id", token(-1), "token_out_of_range"),
+    ("no tokens", empty, "empty"),
+    ("too many tokens", too_long, "too_long"),
+    ("a body too large", too_large, "too_large"),
+    ("no version spans", spans(), "spans_not_covering"),
+    ("spans that end early", spans((8, 12, 2)), "spans_not_covering"),
+    ("spans that begin late", spans((9, 13, 2)), "spans_not_covering"),
+    ("overlapping spans", spans((8, 12, 2), (11, 13, 2)), "bad_spans"),
+    ("spans in the wrong order", spans((10, 13, 2), (8, 10, 2)), "bad_spans"),
+    ("an empty span", spans((8, 8, 2), (8, 13, 2)), "bad_spans"),
+    ("a span beyond the end", spans((8, 14, 2)), "bad_spans"),
+    ("a span of another version", spans((8, 10, 1), (10, 13, 2)), "version_mismatch"),
+    ("turns that overlap", turns((0, 5), (4, 8)), "bad_spans"),
+    ("a turn beyond the end", turns((0, 14)), "bad_spans"),
+    ("media that overlap", media((0, 5), (4, 8)), "bad_spans"),
+    ("media beyond the end", media((0, 14)), "bad_spans"),
+    ("too many media", media((0, 5), times=257), "too_many_media"),
+    ("an image of another run", media((0, 5), ref=a_blob(blob_prefix("s3://bucket", "other"))), "bad_blob"),
+    ("an image without a digest", media((0, 5), ref=a_blob(sha256=b"")), "bad_blob"),
+    ("routing of another store", routing(a_blob(blob_prefix("s3://else", "run"))), "bad_blob"),
+    ("an episode without an id", episode(episode_id=""), "bad_id"),
+    ("an episode that never ended", episode(status=0), "bad_status"),
+    ("an unknown status", episode(status=9), "bad_status"),
+    ("a failed episode with trajectories", episode(status=2), "failed_with_trajectories"),
+    ("one trajectory twice", twice, "duplicate_id"),
+    ("too many trajectories", too_many, "too_many_trajectories"),
+    ("too many metrics", many_metrics, "bad_metrics"),
+    ("a metric that is infinite", infinite_metric, "bad_metrics"),
+]
+
+
+def test_a_good_episode_passes() -> None:
+    assert check_episode(good(), KNOWN) is None
+
+
+def test_an_episode_may_refer_to_blobs_of_its_run() -> None:
+    with_media = spoiled(media((0, 5), (5, 8)))
+    assert check_episode(with_media, KNOWN) is None
+    assert check_episode(spoiled(routing(a_blob())), KNOWN) is None
+    assert trajectory_pb2.Trajectory.FromString(with_media.trajectories[0].body).media[1].blob.num_bytes == 5
+
+
+@pytest.mark.parametrize(("spoil", "reason"), [row[1:] for row in POISON], ids=[row[0] for row in POISON])
+def test_each_kind_of_poison_is_named(spoil: Spoil, reason: str) -> None:
+    problem = check_episode(spoiled(spoil), KNOWN)
+    assert problem is not None
+    assert problem.reason == reason, problem.detail
+
+
+def test_a_body_that_is_no_message_is_named() -> None:
+    episode = good()
+    episode.trajectories[0].body = b"\xff\xff\xff"
+    problem = check_episode(episode, KNOWN)
+    assert problem is not None
+    assert problem.reason == "bad_body"
+
+
+def test_a_span_over_prompt_tokens_may_hold_any_version() -> None:
+    assert check_episode(spoiled(spans((0, 8, 1), (8, 13, 2))), KNOWN) is None
+
+
+def test_two_versions_in_one_trajectory_are_fine_when_the_header_says_so() -> None:
+    def spoil(
+        whole: object, head: trajectory_pb2.TrajectoryHeader, message: trajectory_pb2.Trajectory
+    ) -> None:
+        spans((8, 10, 1), (10, 13, 2))(whole, head, message)  # type: ignore[arg-type]
+        head.min_version = 1
+
+    assert check_episode(spoiled(spoil), KNOWN) is None
+
+
+def test_log_probs_of_exactly_zero_are_certain_tokens_not_poison() -> None:
+    assert check_episode(spoiled(logprob(9, 0.0)), KNOWN) is None
+    assert check_episode(spoiled(logprob(9, -0.0)), KNOWN) is None
+
+
+def test_bfloat16_log_probs_are_read_and_checked() -> None:
+    def halved(value: int) -> Spoil:
+        def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+            column = np.zeros(13, "<u2")
+            column[8:] = value
+            message.logprobs, message.logprob_dtype = column.tobytes(), trajectory_pb2.LOGPROB_DTYPE_BF16
+
+        return spoil
+
+    assert check_episode(spoiled(halved(0xBF00)), KNOWN) is None  # −0.5
+    problem = check_episode(spoiled(halved(0x3F00)), KNOWN)
+    assert problem is not None
+    assert problem.reason == "positive_logprob"
+
+
+def test_an_evaluation_may_be_greedy() -> None:
+    demand = Expectation(newest_versions={"solver": 3}, demand=Demand(policy_id="solver", version=2))
+    assert check_episode(spoiled(temperature(0.0)), demand) is None
+
+
+def test_an_evaluation_demands_its_version_of_its_policy_only() -> None:
+    expectation = Expectation(
+        newest_versions={"solver": 3, "verifier": 9}, demand=Demand(policy_id="solver", version=2)
+    )
+    assert check_episode(good(), expectation) is None
+    other = Expectation(
+        newest_versions=expectation.newest_versions, demand=Demand(policy_id="solver", version=3)
+    )
+    problem = check_episode(good(), other)
+    assert problem is not None
+    assert problem.reason == "wrong_version"
+    elsewhere = Expectation(
+        newest_versions=expectation.newest_versions, demand=Demand(policy_id="verifier", version=9)
+    )
+    assert check_episode(good(), elsewhere) is None
+
+
+@pytest.mark.parametrize(("newest", "may_come"), [(3, False), (2, False), (1, True), (-1, True)])
+def test_a_version_that_may_be_announced_any_moment_is_not_poison(newest: int, may_come: bool) -> None:
+    assert (unknown_version(good(), newest_versions={"solver": newest}) is not None) is may_come
+
+
+@given(st.binary(max_size=400))
+def test_no_body_makes_the_wall_crash(raw: bytes) -> None:
+    episode = good()
+    episode.trajectories[0].body = raw
+    problem = check_episode(episode, KNOWN)
+    assert problem is not None
+    assert problem.reason
+
+
+@given(st.integers(0, 10_000), st.data())
+def test_a_flipped_bit_in_the_body_never_crashes_and_never_changes_what_is_accounted(
+    where: int, data: st.DataObject
+) -> None:
+    episode = good()
+    raw = bytearray(episode.trajectories[0].body)
+    raw[where % len(raw)] ^= 1 << data.draw(st.integers(0, 7))
+    episode.trajectories[0].body = bytes(raw)
+    if check_episode(episode, KNOWN) is None:
+        head, body = episode.trajectories[0].header, trajectory_pb2.Trajectory.FromString(bytes(raw))
+        assert len(body.token_ids) == 4 * head.num_tokens
+        assert sum(bit.bit_count() for bit in body.loss_mask) == head.num_trainable_tokens
+
+
+@given(st.integers(2, 300), st.data())
+def test_every_well_formed_trajectory_passes(num_tokens: int, data: st.DataObject) -> None:
+    mask = np.array(data.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)))
+    mask[0] = False
+    mask[data.draw(st.integers(1, num_tokens - 1))] = True
+    cut = data.draw(st.integers(0, num_tokens))
+    given_spans = [
+        (start, end, version) for start, end, version in ((0, cut, 1), (cut, num_tokens, 2)) if end > start
+    ]
+    columns = Columns(
+        token_ids=np.full(num_tokens, 2**31 - 1, np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -1.5, 0).astype(np.float32),
+        version_spans=tuple(given_spans),
+    )
+    used = [version for start, end, version in given_spans if mask[start:end].any()]
+    episode = make_episode(run_id="run", task_id="t", member=0)
+    item = episode.trajectories[0]
+    name = item.header.trajectory_id
+    message = encode_columns(columns, trajectory_id=name)
+    message.sampling.temperature = 0.5
+    item.body = message.SerializeToString()
+    item.header.num_tokens, item.header.num_trainable_tokens = num_tokens, int(mask.sum())
+    item.header.min_version, item.header.max_version = min(used), max(used)
+    assert check_episode(episode, KNOWN) is None

@@ -1,0 +1,131 @@
+"""What stages wait for, and since when."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from astraflow_dataflow.records import Audit, Life, Refused, StoredEvaluation, StoredNode, WeightFault
+from astraflow_dataflow.rules.waits import Plugged, Wait, WaitBook, current_waits
+from support.dataflow_snapshots import AUDIT, EVALUATION, NODE, POLICY
+
+
+def reasons(
+    audit: Audit, *nodes: StoredNode, evaluations: tuple[StoredEvaluation, ...] = (), complaint: str = ""
+) -> list[tuple[str, str]]:
+    """(stage, reason) of what waits."""
+    waits = current_waits(audit, nodes, evaluations, dataset_complaint=complaint)
+    return [(wait.stage, wait.reason) for wait in waits]
+
+
+def with_policy(**changes: object) -> Audit:
+    """The audit with a changed policy."""
+    return dataclasses.replace(AUDIT, policies=(dataclasses.replace(POLICY, **changes),))  # type: ignore[arg-type]
+
+
+def test_nothing_waits_when_all_flows() -> None:
+    assert reasons(AUDIT, NODE) == []
+
+
+def test_each_reason_has_its_name() -> None:
+    gone = dataclasses.replace(NODE, connected_until_ms=999)
+    empty = dataclasses.replace(AUDIT, queued_tasks=0)
+    assert reasons(AUDIT, gone) == [("lease", "no_node")]
+    assert reasons(with_policy(version=None), NODE) == [("lease", "no_version")]
+    assert reasons(with_policy(credit=0), NODE) == [("lease", "staleness_window")]
+    assert reasons(dataclasses.replace(empty, exhausted=True), NODE) == [("lease", "dataset_exhausted")]
+    assert reasons(empty, NODE, complaint="it broke") == [("lease", "dataset_failed")]
+    assert reasons(with_policy(epoch=0), NODE) == [("batch", "no_trainer")]
+    assert reasons(with_policy(wait="ready_groups", wait_until_ms=1000), NODE) == [("batch", "ready_groups")]
+    assert reasons(with_policy(wait="ready_groups", wait_until_ms=999), NODE) == []
+    assert reasons(with_policy(wait="publish", wait_until_ms=1000), NODE) == [("publish", "publish")]
+    assert reasons(with_policy(finished_step=2, unpublished_steps=(2, 3)), NODE) == [
+        ("publish", "unpublished")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "release"),
+    [
+        ({"outstanding": 4}, "nodes finish the outstanding groups"),
+        ({"outstanding": 3, "ready": 1}, "nodes finish the outstanding groups"),
+        ({"ready": 2}, "the trainer takes a batch"),
+        ({"unpublished": 2, "unpublished_steps": (1,)}, "the trainer finishes step 1"),
+        (
+            {"ready": 2, "unpublished_steps": (1, 2), "finished_step": 1},
+            "the trainer announces the version of step 1",
+        ),
+    ],
+)
+def test_a_full_window_names_the_next_thing_that_leads_to_room(changes: dict[str, Any], release: str) -> None:
+    waits = current_waits(with_policy(credit=0, **changes), [NODE], [])
+    (full,) = [wait for wait in waits if wait.reason == "staleness_window"]
+    assert full.released_by.startswith(release)
+
+
+def test_an_evaluation_waits_while_no_connected_node_serves_its_version() -> None:
+    elsewhere = dataclasses.replace(NODE, serving={"p": 1})
+    assert reasons(AUDIT, NODE, evaluations=(EVALUATION,)) == []
+    assert reasons(AUDIT, elsewhere, evaluations=(EVALUATION,)) == [("evaluate", "no_node_at_version")]
+
+
+def test_one_policy_with_credit_keeps_leasing_going() -> None:
+    full = dataclasses.replace(POLICY, policy_id="q", credit=0)
+    assert reasons(dataclasses.replace(AUDIT, policies=(POLICY, full)), NODE) == []
+
+
+def test_a_finished_run_waits_for_nothing() -> None:
+    assert reasons(dataclasses.replace(AUDIT, life=Life.FINISHED)) == []
+
+
+def test_a_wait_is_timed_from_its_first_sight_and_forgotten_when_it_ends() -> None:
+    book, wait = WaitBook(), Wait(stage="lease", reason="no_node", detail="", released_by="")
+    assert book.waited_ms([wait], now_ms=1000) == [(wait, 0)]
+    assert book.waited_ms([wait], now_ms=4000) == [(wait, 3000)]
+    assert book.waited_ms([], now_ms=5000) == []
+    assert book.waited_ms([wait], now_ms=6000) == [(wait, 0)]
+
+
+def test_a_wait_that_redis_timed_keeps_that_time() -> None:
+    wait = Wait(stage="batch", reason="ready_groups", detail="", released_by="", since_ms=500)
+    assert WaitBook().waited_ms([wait], now_ms=1000) == [(wait, 500)]
+
+
+def test_a_complaint_is_new_once() -> None:
+    plugged = Plugged()
+    assert [plugged.note("a"), plugged.note("a"), plugged.note("b")] == [True, False, True]
+    plugged.clear()
+    assert plugged.note("b")
+
+
+def test_tasks_that_every_connected_node_refused_wait_for_a_capable_one() -> None:
+    refused = Refused(count=3, example="t7", since_ms=400)
+    (wait,) = [
+        wait for wait in current_waits(AUDIT, [NODE], [], refused=refused) if wait.reason == "no_capable_node"
+    ]
+    assert (wait.stage, wait.since_ms, "t7" in wait.detail) == ("lease", 400, True)
+    assert not [
+        wait for wait in current_waits(AUDIT, [NODE], [], refused=Refused()) if "capable" in wait.reason
+    ]
+
+
+def test_a_policy_whose_bytes_a_node_cannot_verify_waits_to_be_activated() -> None:
+    fault = WeightFault(policy_id="solver", version=5, tensor="w", tile=3, problem="its parts are damaged")
+    faulty = [dataclasses.replace(NODE, node_id=name, weight_faults=(fault,)) for name in ("n1", "n2")]
+    (wait,) = [wait for wait in current_waits(AUDIT, [*faulty, NODE], []) if wait.stage == "activate"]
+    assert (wait.reason, wait.policy_id) == ("weight_fault", "solver")
+    assert wait.detail == (
+        "n1 serves an older version: version 5, tensor 'w', tile 3: its parts are damaged (and 1 more)"
+    )
+    assert wait.released_by == "sound bytes in the store; look with `astraflow weights verify 5`"
+
+
+def test_every_wait_says_what_would_release_it() -> None:
+    waits = [
+        *current_waits(AUDIT, [], []),
+        *current_waits(AUDIT, [NODE], [EVALUATION], refused=Refused(count=1, example="t")),
+    ]
+    assert waits
+    assert all(wait.released_by for wait in waits)

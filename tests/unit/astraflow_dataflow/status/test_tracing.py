@@ -1,0 +1,104 @@
+"""A task's life is told from its entries alone."""
+
+from __future__ import annotations
+
+from astraflow.dataflow.v1 import trace_pb2
+from astraflow_dataflow.records import StoredTrace
+from astraflow_dataflow.status.tracing import MAX_ENTRIES, note_published, task_trace, trained_steps
+
+PLACE = trace_pb2.TrajectoryPlace
+
+
+def stored(*entries: str, state: str = "done", deadline_ms: int = 0, lane: str = "") -> StoredTrace:
+    """What Redis kept."""
+    return StoredTrace(
+        task_id="t1",
+        known=True,
+        state=state,
+        attempt=1,
+        group_size=2,
+        missing=0,
+        lane=lane,
+        why="",
+        refused_by=("n9",),
+        deadline_ms=deadline_ms,
+        entries=entries,
+    )
+
+
+def episode(name: str, *, outcome: str = "ACCEPTED", reason: str = "", policies: str = "p") -> str:
+    """A pushed episode with a trajectory per policy."""
+    items = [f"\n{name}.{policy}\t{policy}\t\t3\t4\t0.5" for policy in policies.split()]
+    return f"E\t2000\t0\t1\tn1\t{name}\t{outcome}\t0\t{reason}" + "".join(items)
+
+
+def places(trace: trace_pb2.TaskTrace) -> list[tuple[str, str]]:
+    """(place, drop reason) of each trajectory."""
+    return [(PLACE.Name(item.place)[17:], item.drop_reason) for item in trace.trajectories]
+
+
+def test_a_running_lease_has_a_deadline_and_one_that_ended_an_outcome() -> None:
+    entries = ["Q\t1000\ttrain", "L\t1500\t1\tn1"]
+    live = task_trace(stored(*entries, state="leased", deadline_ms=9000, lane="train")).leases[0]
+    assert (live.lease_id, live.deadline_time.ToMilliseconds(), live.outcome) == ("t1#1", 9000, "")
+    ended = task_trace(stored(*entries, "l\t1700\t1\tlease_expired")).leases[0]
+    assert (ended.end_time.ToMilliseconds(), ended.outcome) == (1700, "lease_expired")
+    assert not ended.HasField("deadline_time")
+
+
+def test_the_groups_of_two_policies_go_their_own_ways() -> None:
+    entries = ["Q\t1\ttrain", episode("e", policies="p q"), "G\t3\tt1/p\tready", "G\t3\tt1/q\tno_credit"]
+    assert places(task_trace(stored(*entries))) == [("READY", ""), ("DROPPED", "no_credit")]
+    entries += ["B\t4\tt1/p\tp-7-1\t7", "A\t5\tt1/p\ttrained"]
+    trace = task_trace(stored(*entries))
+    assert places(trace)[0] == ("TRAINED", "")
+    assert trained_steps(trace) == {"p": [7]}
+    note_published(trace, "p", {7: 6})
+    first, second = trace.trajectories
+    assert (first.batch_id, first.step, first.published_version) == ("p-7-1", 7, 6)
+    assert (first.place_time.ToMilliseconds(), second.HasField("published_version")) == (5, False)
+
+
+def test_a_batch_given_back_makes_ready_and_a_skipped_step_drops() -> None:
+    entries = ["Q\t1\ttrain", episode("e"), "G\t3\tt1/p\tready", "B\t4\tt1/p\tb1\t1", "R\t5\tt1/p\tnacked"]
+    trace = task_trace(stored(*entries))
+    assert (places(trace), trace.trajectories[0].batch_id) == ([("READY", "")], "")
+    entries += ["B\t6\tt1/p\tb2\t1", "A\t7\tt1/p\tskipped"]
+    assert places(task_trace(stored(*entries))) == [("DROPPED", "skipped")]
+    voided = [*entries[:4], "D\t8\tt1/p\tvoided"]
+    assert places(task_trace(stored(*voided))) == [("DROPPED", "voided")]
+
+
+def test_a_refused_episode_drops_its_own_trajectories_only() -> None:
+    entries = ["Q\t1\ttrain", episode("a"), episode("b", outcome="SUPERSEDED", reason="superseded")]
+    assert places(task_trace(stored(*entries, state="leased"))) == [
+        ("ASSEMBLING", ""),
+        ("DROPPED", "superseded"),
+    ]
+
+
+def test_what_came_before_a_requeue_keeps_its_end() -> None:
+    entries = [
+        "Q\t1\ttrain",
+        episode("a"),
+        "G\t3\tt1/p\tincomplete",
+        "X\t4",
+        episode("b"),
+        "G\t6\tt1/p\tready",
+    ]
+    assert places(task_trace(stored(*entries))) == [("DROPPED", "incomplete"), ("READY", "")]
+
+
+def test_an_evaluations_trajectories_are_evaluated() -> None:
+    trace = task_trace(stored("Q\t1\tp:0:final", episode("a")))
+    assert (trace.lane, places(trace)) == ("p:0:final", [("EVALUATED", "")])
+
+
+def test_a_history_that_is_not_whole_says_so() -> None:
+    assert task_trace(stored()).truncated
+    assert not task_trace(stored(state="queued")).truncated
+    assert task_trace(stored(*["C\t1\texpired"] * MAX_ENTRIES)).truncated
+
+
+def test_a_forgotten_task_is_only_an_id() -> None:
+    assert task_trace(stored(state="")).state == trace_pb2.TASK_STATE_FORGOTTEN

@@ -1,0 +1,39 @@
+"""The function library and the key names it shares with Python."""
+
+from __future__ import annotations
+
+import re
+
+from astraflow_dataflow.store import function_library as library
+from astraflow_dataflow.store.keys import SCHEMA_VERSION, Keys, lua_table
+
+
+def test_every_key_of_a_run_hashes_to_one_slot() -> None:
+    assert Keys("r").of("task", "t1") == "af:{r}:task:t1"
+    assert Keys("r").of("payload", "e", "t") == "af:{r}:payload:e:t"
+
+
+def test_lua_knows_the_same_names() -> None:
+    assert "function K.task(P, a0) return P .. 'task:' .. a0 end" in lua_table()
+    assert "function K.payload(P, a0, a1) return P .. 'payload:' .. a0 .. ':' .. a1 end" in lua_table()
+    assert "function K.run(P) return P .. 'run' end" in lua_table()
+
+
+def test_the_library_carries_its_schema_version_in_every_name() -> None:
+    names = re.findall(r"function_name='([^']+)'", library.source())
+    assert names
+    assert all(name.startswith(f"astraflow_{SCHEMA_VERSION}_") for name in names)
+    assert len(names) == len(set(names))
+
+
+def test_every_function_that_the_stores_call_is_registered() -> None:
+    registered = {
+        name.removeprefix(f"{library.LIBRARY}_")
+        for name in re.findall(r"function_name='([^']+)'", library.source())
+    }
+    assert {"lease", "commit", "settle", "acquire", "ack", "publish", "audit"} <= registered
+
+
+def test_only_keys_and_the_library_name_redis_keys() -> None:
+    known = "local RUNS, DELETING = 'af:runs', 'af:deleting'"
+    assert "'af:" not in library.source().replace(known, "")

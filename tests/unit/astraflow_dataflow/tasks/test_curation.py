@@ -1,0 +1,86 @@
+"""Drawing tasks from a data set."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from astraflow.errors import PluginError
+from astraflow.plugins import Message, TaskSpec
+from astraflow.rollout.v1 import task_pb2
+from astraflow_dataflow.records import Supply
+from astraflow_dataflow.tasks.curation import draw, missing_tasks, new_task
+
+
+def source(length: int) -> object:
+    """A data set of that many tasks."""
+    return lambda index: TaskSpec(task_id=f"t{index}", messages=()) if index < length else None
+
+
+@given(st.integers(0, 50), st.integers(0, 60), st.integers(1, 20))
+def test_drawing_stops_at_the_end_and_skips_nothing(length: int, start: int, count: int) -> None:
+    specs, ended = draw(source(length), start=start, count=count)  # type: ignore[arg-type]
+    assert [spec.task_id for spec in specs] == [
+        f"t{index}" for index in range(start, min(length, start + count))
+    ]
+    assert ended is (start + count > length)
+
+
+def test_a_data_set_that_raises_is_named_with_its_index() -> None:
+    def broken(index: int) -> TaskSpec | None:
+        raise KeyError(index)
+
+    with pytest.raises(PluginError, match="index 7: KeyError"):
+        draw(broken, start=7, count=1)
+
+
+def test_tasks_before_the_fault_are_good_work_and_the_next_draw_meets_it() -> None:
+    def broken(index: int) -> TaskSpec | None:
+        if index >= 2:
+            raise KeyError(index)
+        return TaskSpec(task_id=f"t{index}", messages=())
+
+    specs, ended = draw(broken, start=0, count=8)
+    assert ([spec.task_id for spec in specs], ended) == (["t0", "t1"], False)
+    with pytest.raises(PluginError, match=r"broken raised at index 2: KeyError.*mend it"):
+        draw(broken, start=2, count=6)
+
+
+@pytest.mark.parametrize(
+    ("supply", "expected"),
+    [
+        (Supply(cursor=0, exhausted=False, active=True, queued=0, credit=5), 5),
+        (Supply(cursor=0, exhausted=False, active=True, queued=3, credit=5), 2),
+        (Supply(cursor=0, exhausted=False, active=True, queued=9, credit=5), 0),
+        (Supply(cursor=0, exhausted=True, active=True, queued=0, credit=5), 0),
+        (Supply(cursor=0, exhausted=False, active=False, queued=0, credit=5), 0),
+    ],
+)
+def test_only_missing_tasks_are_drawn(supply: Supply, expected: int) -> None:
+    assert missing_tasks(supply) == expected
+
+
+def test_a_task_keeps_its_messages_data_and_group_size() -> None:
+    spec = TaskSpec(task_id="t", messages=(Message(role="user", content="hi"),), data={"gold": [1, 2]})
+    stored = new_task(spec, purpose=task_pb2.PURPOSE_TRAINING, group_size=8)
+    task = task_pb2.Task.FromString(stored.spec)
+    assert (task.task_id, task.messages[0].content, task.data_json, task.group_size) == (
+        "t",
+        "hi",
+        b'{"gold":[1,2]}',
+        8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        (TaskSpec(task_id="t", messages=(), data={"a": object()}), "not JSON"),
+        (TaskSpec(task_id="a b", messages=()), "cannot be used"),
+        (TaskSpec(task_id="eval:x", messages=()), "cannot be used"),
+    ],
+)
+def test_a_task_that_breaks_the_contract_is_the_data_sets_fault(spec: TaskSpec, word: str) -> None:
+    with pytest.raises(PluginError, match=word):
+        new_task(spec, purpose=task_pb2.PURPOSE_TRAINING, group_size=8)

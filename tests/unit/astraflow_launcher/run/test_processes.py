@@ -1,0 +1,167 @@
+"""Children are restarted, refused, stopped, and never outlive the launcher."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from astraflow.errors import InternalError, InvalidArgumentError, UnavailableError
+from astraflow_kit.lifecycle import ExitCode
+from astraflow_launcher.run.processes import ChildSpec, Supervisor
+
+pytestmark = pytest.mark.slow
+
+SLEEPS = "import time; time.sleep(60)"
+
+
+def _spec(folder: Path, code: str, *, name: str = "child", **fields: object) -> ChildSpec:
+    argv = (sys.executable, "-c", code)
+    return ChildSpec(name=name, argv=argv, log_path=folder / f"{name}.log", **fields)  # type: ignore[arg-type]
+
+
+async def test_a_child_that_ends_with_status_0_is_finished_and_not_restarted(tmp_path: Path) -> None:
+    async with Supervisor() as supervisor:
+        child = await supervisor.start(_spec(tmp_path, "pass"))
+        await asyncio.wait_for(child.finished.wait(), 10)
+        assert (child.exit_code, child.restarts) == (0, 0)
+
+
+async def test_a_child_that_dies_is_started_again(tmp_path: Path) -> None:
+    marker = tmp_path / "second-life"
+    first_life = f"import pathlib, sys; p = pathlib.Path({str(marker)!r}); seen = p.exists(); p.touch()"
+    code = f"{first_life}; sys.exit(0 if seen else 1)"
+    async with Supervisor() as supervisor:
+        child = await supervisor.start(_spec(tmp_path, code))
+        await asyncio.wait_for(child.finished.wait(), 20)
+        assert (child.exit_code, child.restarts) == (0, 1)
+
+
+async def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
+    async with Supervisor(stop_grace_s=1) as supervisor:
+        child = await supervisor.start(_spec(tmp_path, SLEEPS))
+        await _until(lambda: child.running)
+        assert child.process is not None
+        first = child.process.pid
+        os.kill(first, signal.SIGKILL)
+        await _until(lambda: child.running and child.process is not None and child.process.pid != first)
+        assert child.restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(ExitCode.USAGE, InvalidArgumentError), (ExitCode.SUPERSEDED, InternalError)]
+)
+async def test_wrong_settings_and_superseded_children_are_fatal_and_show_the_log(
+    tmp_path: Path, code: ExitCode, kind: type[Exception]
+) -> None:
+    text = f"import sys; print('port 7 is taken', file=sys.stderr); sys.exit({int(code)})"
+    async with Supervisor() as supervisor:
+        child = await supervisor.start(_spec(tmp_path, text))
+        await asyncio.wait_for(child.finished.wait(), 10)
+        await asyncio.sleep(0)
+        with pytest.raises(kind, match="port 7 is taken"):
+            supervisor.raise_failures()
+        assert child.restarts == 0
+
+
+async def test_a_child_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
+    async with Supervisor() as supervisor:
+        child = await supervisor.start(_spec(tmp_path, "raise SystemExit(1)", max_restarts=1))
+        await asyncio.wait_for(child.finished.wait(), 20)
+        await asyncio.sleep(0)
+        with pytest.raises(InternalError, match="ended with status 1"):
+            supervisor.raise_failures()
+        assert child.restarts == 1
+
+
+async def test_a_child_that_never_becomes_ready_is_reported_with_its_log(tmp_path: Path) -> None:
+    spec = _spec(
+        tmp_path, f"print('still thinking', flush=True); {SLEEPS}", address_file=tmp_path / "address.json"
+    )
+    async with Supervisor(stop_grace_s=1) as supervisor:
+        child = await supervisor.start(spec)
+        with pytest.raises(UnavailableError, match="did not become ready"):
+            await supervisor.wait_ready(child, timeout_s=0.3)
+
+
+async def test_stopping_ends_a_child_that_ignores_the_signal_and_its_grandchildren(tmp_path: Path) -> None:
+    code = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"print(subprocess.Popen([sys.executable, '-c', {SLEEPS!r}]).pid, flush=True); time.sleep(60)"
+    )
+    async with Supervisor(stop_grace_s=0.5) as supervisor:
+        child = await supervisor.start(_spec(tmp_path, code))
+        log = tmp_path / "child.log"
+        await _until(lambda: log.exists() and bool(log.read_text().strip()))
+        grandchild = int(log.read_text())
+        await supervisor.stop("child")
+        assert not child.running
+    assert _gone(grandchild)
+
+
+def test_children_die_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, pathlib
+from astraflow_launcher.run.processes import ChildSpec, Supervisor
+async def main():
+    async with Supervisor() as supervisor:
+        folder = pathlib.Path({str(tmp_path)!r})
+        argv = ({sys.executable!r}, "-c", {SLEEPS!r})
+        spec = ChildSpec(name="c", argv=argv, log_path=folder / "c.log")
+        child = await supervisor.start(spec)
+        while not child.running:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(1.0)
+        (folder / "pid").write_text(str(child.process.pid))
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    note = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as launcher:
+        while not (note.exists() and note.read_text()):
+            time.sleep(0.02)
+        child = int(note.read_text())
+        assert psutil.pid_exists(child)
+        launcher.kill()
+    assert _gone(child)
+
+
+async def _until(satisfied: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if satisfied():
+            return
+        await asyncio.sleep(0.01)  # the operating system tells nobody: looking is all one can do
+    raise AssertionError("it did not happen within 10 s")
+
+
+def _gone(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+async def test_children_of_a_group_end_and_start_again_together(tmp_path: Path) -> None:
+    """One of them ignores that the other died: it is ended too."""
+    async with Supervisor(stop_grace_s=1) as supervisor:
+        first = await supervisor.start(
+            _spec(tmp_path, SLEEPS, name="first", group="trainer", group_grace_s=0.2)
+        )
+        second = await supervisor.start(_spec(tmp_path, SLEEPS, name="second", group="trainer"))
+        alone = await supervisor.start(_spec(tmp_path, SLEEPS, name="alone"))
+        await _until(lambda: first.running and second.running and alone.running)
+        before = [child.process.pid for child in (first, second, alone) if child.process is not None]
+        os.kill(before[0], signal.SIGKILL)
+        await _until(lambda: (first.restarts, second.restarts) == (1, 1) and first.running and second.running)
+        after = [child.process.pid for child in (first, second, alone) if child.process is not None]
+        assert (after[0] == before[0], after[1] == before[1], after[2] == before[2]) == (False, False, True)

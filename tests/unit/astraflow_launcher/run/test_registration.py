@@ -1,0 +1,75 @@
+"""A run is created once, continued when more steps are wanted than it has, and left alone otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from astraflow.client import AsyncClient
+from astraflow.dataflow.v1 import run_pb2
+from astraflow.recipe_file import LoadedRecipe, parse_recipe
+from astraflow_launcher.run.folder import open_run_folder
+from astraflow_launcher.run.registration import register_run
+from support.scripted_daemons import ScriptedServer, serving
+
+ACTIVE, FINISHING, FINISHED = (
+    run_pb2.RUN_STATE_ACTIVE,
+    run_pb2.RUN_STATE_FINISHING,
+    run_pb2.RUN_STATE_FINISHED,
+)
+RECIPE = """
+run: {name: tiny, dataset: "recipe:Data", steps: 4}
+policies: {solver: {model: {path: some/model}}}
+raas: {reward: "recipe:Reward"}
+"""
+
+
+def _loaded(*overrides: str) -> LoadedRecipe:
+    return parse_recipe(RECIPE, overrides=overrides)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[tuple[ScriptedServer, AsyncClient]]:
+    script = ScriptedServer()
+    async with serving(script) as address, AsyncClient(address) as client:
+        yield script, client
+
+
+async def _register(client: AsyncClient, folder: Path, *overrides: str) -> None:
+    loaded = _loaded(*overrides)
+    await register_run(client, folder=open_run_folder(loaded, data_dir=folder), loaded=loaded, store_uri=None)
+
+
+async def test_a_new_run_is_created_with_its_store_and_left_active(
+    server: tuple[ScriptedServer, AsyncClient], tmp_path: Path
+) -> None:
+    script, client = server
+    script.status.state = ACTIVE
+    await _register(client, tmp_path)
+    [run] = script.created
+    assert (run.run_id, run.store_uri) == ("tiny", (tmp_path / "store").as_uri())
+    assert script.updates == []
+
+
+@pytest.mark.parametrize("state", [FINISHING, FINISHED])
+async def test_a_run_that_ended_before_the_wanted_steps_is_continued_under_its_own_recipe(
+    server: tuple[ScriptedServer, AsyncClient], tmp_path: Path, state: run_pb2.RunState.ValueType
+) -> None:
+    script, client = server
+    script.status.state = ACTIVE
+    await _register(client, tmp_path)
+    script.status.state, script.finished_step = state, 4
+    await _register(client, tmp_path, "run.steps=9")
+    assert script.updates == [ACTIVE]
+    assert {run.recipe_yaml for run in script.created} == {_loaded().yaml_text}
+
+
+async def test_a_run_that_has_all_wanted_steps_stays_finished(
+    server: tuple[ScriptedServer, AsyncClient], tmp_path: Path
+) -> None:
+    script, client = server
+    script.status.state, script.finished_step = FINISHED, 4
+    await _register(client, tmp_path)
+    assert script.updates == []

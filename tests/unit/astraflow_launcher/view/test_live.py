@@ -1,0 +1,116 @@
+"""What a person sees: on a terminal, and as lines."""
+
+from __future__ import annotations
+
+import io
+import math
+
+from rich.console import Console
+
+from astraflow.dataflow.v1 import account_pb2, version_pb2
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.trainer.v1 import trainer_service_pb2
+from astraflow_launcher.view.live import LineView, render, sparkline
+from astraflow_launcher.view.observation import Observation, StepPoint
+
+
+def _observation() -> Observation:
+    wait = admin.Wait(stage="batch", reason="ready_groups", detail="12 of 16 groups are ready")
+    return Observation(
+        seconds=10.0,
+        status=admin.StatusResponse(
+            policies=[admin.PolicyStatus(policy_id="solver")],
+            nodes=[admin.NodeStatus(node_id="node-1", tokens=77, connected=True, waiting_for="weights")],
+            trajectories=account_pb2.TrajectoryAccount(ingested=50, trained=40),
+            waits=[wait],
+        ),
+        trainers={
+            "solver": trainer_service_pb2.StatusResponse(
+                phase=trainer_service_pb2.PHASE_STARTING, progress=0.4
+            )
+        },
+        versions={"solver": [version_pb2.Version(version=3, delta_bytes=64_000, density=0.05)]},
+        steps=[StepPoint("solver", 1, 9.0, {"reward_mean": 0.5})],
+    )
+
+
+def _text(observation: Observation) -> str:
+    console = Console(width=140, file=io.StringIO(), record=True)
+    console.print(render(observation, title="run", doing="running"))
+    return console.export_text()
+
+
+def test_the_view_names_what_the_run_waits_for() -> None:
+    text = _text(_observation())
+    for expected in (
+        "12 of 16 groups are ready",
+        "waits for weights",
+        "starting 40%",
+        "version 3",
+        "64 kB",
+        "50 in",
+    ):
+        assert expected in text
+
+
+def test_the_view_says_where_the_server_is() -> None:
+    observation = _observation()
+    observation.server = "dataflow server: --join 127.0.0.1:7070, http://127.0.0.1:7071/status"
+    assert "--join 127.0.0.1:7070" in _text(observation)
+    output = io.StringIO()
+    view = LineView(Console(file=output, width=200))
+    for _ in range(2):
+        view.show(observation, doing="running")
+    assert output.getvalue().count("--join 127.0.0.1:7070") == 1
+
+
+def test_the_view_of_nothing_says_that_it_starts() -> None:
+    assert "dataflow: starting" in _text(Observation())
+
+
+def test_a_daemon_that_does_not_answer_is_shown() -> None:
+    observation = _observation()
+    observation.unreachable["node-1"] = "connection refused"
+    assert "node-1 does not answer: connection refused" in _text(observation)
+
+
+def test_lines_tell_each_step_and_evaluation_once() -> None:
+    output = io.StringIO()
+    view, observation = LineView(Console(file=output, width=200)), _observation()
+    assert observation.status is not None
+    observation.status.evaluations.append(
+        admin.Evaluation(policy_id="solver", version=0, mean_reward=0.25, num_samples=8, complete=True)
+    )
+    for _ in range(2):
+        view.show(observation, doing="running")
+    lines = output.getvalue().splitlines()
+    assert [line.split("s  ", 1)[1][:12] for line in lines] == ["running", "solver step ", "solver evalu"]
+
+
+def test_lines_leave_out_steps_of_before_a_resume() -> None:
+    output = io.StringIO()
+    view, observation = LineView(Console(file=output, width=200)), _observation()
+    observation.num_earlier_steps = len(observation.steps)
+    view.show(observation, doing="running")
+    observation.steps.append(StepPoint("solver", 7, 9.0, {"reward_mean": 0.5}))
+    view.show(observation, doing="running")
+    lines = [line for line in output.getvalue().splitlines() if "solver step" in line]
+    assert len(lines) == 1
+    assert "step    7" in lines[0]
+
+
+def test_lines_tell_a_long_wait_once_and_again_when_it_comes_back() -> None:
+    output = io.StringIO()
+    view, observation = LineView(Console(file=output, width=200)), _observation()
+    observation.steps.clear()
+    assert observation.status is not None
+    observation.status.waits[0].waited_duration.seconds = 6
+    for waited_s in (6, 7, 0, 8):
+        observation.status.waits[0].waited_duration.seconds = waited_s
+        view.show(observation, doing="running")
+    assert output.getvalue().count("batch waits: ready_groups — 12 of 16 groups are ready") == 2
+
+
+def test_a_sparkline_spans_its_range_and_leaves_gaps() -> None:
+    assert sparkline([0.0, 0.5, 1.0, math.nan, 2.0]) == "▁▅█ █"
+    assert sparkline([1.0] * 100, width=3) == "███"

@@ -1,0 +1,185 @@
+"""`metrics.jsonl` holds every step, version and complete evaluation once, with what joins it to the logs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.dataflow.v1 import version_pb2
+from astraflow_launcher.view.metrics_file import MetricsFile, to_json
+from astraflow_launcher.view.observation import Observation, StepPoint
+
+
+def _evaluation(
+    version: int, reward: float, *, complete: bool = True, final: bool = False
+) -> admin.Evaluation:
+    return admin.Evaluation(
+        policy_id="solver",
+        version=version,
+        mean_reward=reward,
+        num_samples=8,
+        complete=complete,
+        final=final,
+    )
+
+
+def _observation(*evaluations: admin.Evaluation) -> Observation:
+    status = admin.StatusResponse(policies=[admin.PolicyStatus(policy_id="solver")], evaluations=evaluations)
+    return Observation(seconds=7.5, status=status)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_step_is_a_line_with_its_metrics(tmp_path: Path) -> None:
+    observation = _observation()
+    observation.steps.append(StepPoint("solver", 1, 2.5, {"reward_mean": 0.5, "loss": -0.25}))
+    with MetricsFile(tmp_path / "metrics.jsonl", run_id="run-1") as metrics:
+        metrics.write(observation)
+    assert _lines(tmp_path / "metrics.jsonl") == [
+        {
+            "kind": "step",
+            "run_id": "run-1",
+            "policy": "solver",
+            "step": 1,
+            "seconds": 2.5,
+            "reward_mean": 0.5,
+            "loss": -0.25,
+        }
+    ]
+
+
+def test_a_version_is_a_line_with_its_bytes_and_step(tmp_path: Path) -> None:
+    observation = _observation()
+    version = version_pb2.Version(version=4, step=3, delta_bytes=64, snapshot_bytes=0, density=0.125)
+    observation.versions["solver"] = [version]
+    with MetricsFile(tmp_path / "metrics.jsonl", run_id="run-1") as metrics:
+        metrics.write(observation)
+    assert _lines(tmp_path / "metrics.jsonl") == [
+        {
+            "kind": "version",
+            "run_id": "run-1",
+            "policy": "solver",
+            "version": 4,
+            "step": 3,
+            "delta_bytes": 64,
+            "snapshot_bytes": 0,
+            "density": 0.125,
+        }
+    ]
+
+
+def test_an_evaluation_is_a_line_once_it_is_complete(tmp_path: Path) -> None:
+    observation = _observation(_evaluation(0, 0.25, complete=False))
+    with MetricsFile(tmp_path / "metrics.jsonl", run_id="run-1") as metrics:
+        metrics.write(observation)
+        assert _lines(tmp_path / "metrics.jsonl") == []
+        observation.status = _observation(_evaluation(0, 0.5)).status
+        metrics.write(observation)
+    assert _lines(tmp_path / "metrics.jsonl") == [
+        {
+            "kind": "evaluation",
+            "run_id": "run-1",
+            "policy": "solver",
+            "version": 0,
+            "seconds": 7.5,
+            "heldout_reward": 0.5,
+            "num_samples": 8,
+            "final": False,
+        }
+    ]
+
+
+def test_only_what_is_new_is_appended(tmp_path: Path) -> None:
+    observation = _observation(_evaluation(0, 0.25))
+    observation.versions["solver"] = [version_pb2.Version(version=0)]
+    with MetricsFile(tmp_path / "metrics.jsonl", run_id="run-1") as metrics:
+        for step in (1, 2):
+            observation.steps.append(StepPoint("solver", step, float(step), {}))
+            observation.versions["solver"].append(version_pb2.Version(version=step))
+            metrics.write(observation)
+            metrics.write(observation)
+    written = [
+        (line["kind"], line.get("step"), line.get("version")) for line in _lines(tmp_path / "metrics.jsonl")
+    ]
+    assert written == [
+        ("step", 1, None),
+        ("version", 0, 0),
+        ("version", 0, 1),
+        ("evaluation", None, 0),
+        ("step", 2, None),
+        ("version", 0, 2),
+    ]
+
+
+def test_the_final_evaluation_of_a_version_is_a_line_of_its_own(tmp_path: Path) -> None:
+    observation = _observation(_evaluation(3, 0.5), _evaluation(3, 0.75, final=True))
+    with MetricsFile(tmp_path / "metrics.jsonl", run_id="run-1") as metrics:
+        metrics.write(observation)
+    written = [(line["heldout_reward"], line["final"]) for line in _lines(tmp_path / "metrics.jsonl")]
+    assert written == [(0.5, False), (0.75, True)]
+
+
+def test_a_line_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    observation = _observation()
+    with MetricsFile(tmp_path / "metrics.jsonl", run_id="run-1") as metrics:
+        observation.steps.append(StepPoint("solver", 1, 2.5, {}))
+        metrics.write(observation)
+        assert [line["step"] for line in _lines(tmp_path / "metrics.jsonl")] == [1]
+
+
+def _written(path: Path, observation: Observation) -> list[StepPoint]:
+    """Write with a launcher of its own; returns the steps it found."""
+    with MetricsFile(path, run_id="run-1") as metrics:
+        metrics.write(observation)
+        return metrics.earlier_steps
+
+
+def _resumable() -> Observation:
+    observation = _observation(_evaluation(0, 0.5), _evaluation(0, 0.5, final=True))
+    observation.steps.append(StepPoint("solver", 1, 2.5, {"reward_mean": 0.5}))
+    observation.versions["solver"] = [version_pb2.Version(version=0), version_pb2.Version(version=1, step=1)]
+    return observation
+
+
+def test_a_resumed_run_writes_nothing_twice(tmp_path: Path) -> None:
+    path, observation = tmp_path / "metrics.jsonl", _resumable()
+    assert _written(path, observation) == []
+    before = path.read_text()
+    assert _written(path, observation) == observation.steps
+    assert path.read_text() == before
+    observation.steps.append(StepPoint("solver", 2, 9.0, {"reward_mean": 0.75}))
+    _written(path, observation)
+    assert [line["step"] for line in _lines(path) if line["kind"] == "step"] == [1, 2]
+
+
+def test_a_line_that_a_kill_cut_short_is_written_again(tmp_path: Path) -> None:
+    path, observation = tmp_path / "metrics.jsonl", _observation()
+    observation.steps.append(StepPoint("solver", 1, 2.5, {"reward_mean": 0.5}))
+    _written(path, observation)
+    whole = path.read_text()
+    path.write_text(whole + whole.replace('"step": 1', '"step": 2')[:-9])
+    observation.steps.append(StepPoint("solver", 2, 3.5, {"reward_mean": 0.5}))
+    assert [point.step for point in _written(path, observation)] == [1]
+    assert [line["step"] for line in _lines(path)] == [1, 2]
+
+
+def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    observation = _observation(_evaluation(0, math.nan))
+    observation.steps.append(StepPoint("solver", 1, 2.5, {"loss": math.nan, "ratio_max": math.inf}))
+    _written(path, observation)
+    step, evaluation = _lines(path)
+    assert (step["loss"], step["ratio_max"], evaluation["heldout_reward"]) == (None, None, None)
+    [found] = _written(path, observation)
+    assert math.isnan(found.metrics["loss"])
+
+
+def test_values_of_any_depth_become_json_that_every_reader_takes() -> None:
+    assert to_json({"a": [1.5, math.nan], "b": {"c": -math.inf}, "d": "nan"}) == (
+        '{"a": [1.5, null], "b": {"c": null}, "d": "nan"}'
+    )

@@ -1,0 +1,69 @@
+"""Conditions that end a run, and what an observation derives."""
+
+from __future__ import annotations
+
+import pytest
+
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.errors import InvalidArgumentError
+from astraflow_launcher.view.observation import Observation, StepPoint, parse_goal
+
+
+def _observed(*rewards: float, policies: tuple[str, ...] = ("solver",)) -> Observation:
+    evaluations = [
+        admin.Evaluation(policy_id=policy, version=index, mean_reward=reward, complete=True)
+        for policy in policies
+        for index, reward in enumerate(rewards)
+    ]
+    statuses = [admin.PolicyStatus(policy_id=policy) for policy in policies]
+    return Observation(status=admin.StatusResponse(policies=statuses, evaluations=evaluations))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "met"),
+    [
+        ((), False),
+        ((0.9,), False),
+        ((0.9, 0.6), False),
+        ((0.6, 0.9), False),
+        ((0.7, 0.7), True),
+        ((0.1, 0.8, 0.9), True),
+    ],
+)
+def test_a_goal_needs_two_evaluations_in_a_row(rewards: tuple[float, ...], met: bool) -> None:
+    assert parse_goal("heldout>=0.7").met(_observed(*rewards)) is met
+
+
+def test_a_goal_must_be_met_by_every_policy() -> None:
+    observed = _observed(0.9, 0.9, policies=("solver", "verifier"))
+    assert observed.status is not None
+    observed.status.evaluations[-1].mean_reward = 0.1
+    assert not parse_goal("heldout>=0.7").met(observed)
+
+
+def test_incomplete_evaluations_do_not_count() -> None:
+    observed = _observed(0.9, 0.9)
+    assert observed.status is not None
+    observed.status.evaluations[0].complete = False
+    assert not parse_goal("0.7").met(observed)
+
+
+def test_a_training_reward_goal_looks_at_steps() -> None:
+    observed = _observed()
+    observed.steps += [StepPoint("solver", step, 1.0, {"reward_mean": 0.95}) for step in (1, 2)]
+    assert parse_goal("reward >= 0.9").met(observed)
+    assert not parse_goal("reward <= 0.9").met(observed)
+
+
+@pytest.mark.parametrize("text", ["", "heldout", "loss>=1", "heldout>0.7", "heldout>=high"])
+def test_a_condition_that_is_none_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"heldout>=0\.7"):
+        parse_goal(text)
+
+
+def test_last_step_is_per_policy() -> None:
+    observed = Observation(
+        steps=[StepPoint("a", 1, 0, {}), StepPoint("b", 7, 0, {}), StepPoint("a", 2, 0, {})]
+    )
+    found = observed.last_step("a"), observed.last_step("b"), observed.last_step("c")
+    assert [point and point.step for point in found] == [2, 7, None]

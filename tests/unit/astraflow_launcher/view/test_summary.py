@@ -1,0 +1,90 @@
+"""The final numbers of a run, from an observation made by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from rich.console import Console
+
+from astraflow.dataflow.v1 import account_pb2, version_pb2
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.raas.v1 import node_service_pb2
+from astraflow.trainer.v1 import trainer_service_pb2
+from astraflow_launcher.view.observation import Observation, StepPoint
+from astraflow_launcher.view.summary import Summary, as_json, as_table, summarize
+
+FIELDS = (
+    *("steps", "reward_first", "reward_last", "heldout_first", "heldout_last", "heldout_n", "wall_s"),
+    *("trajectories", "conservation_error", "staleness", "trainer_wait_fraction", "versions"),
+    *("snapshot_bytes", "delta_bytes_mean", "density_mean", "snapshots_fetched", "nodes", "peak_pss_bytes"),
+)
+
+
+def _observation() -> Observation:
+    account = account_pb2.TrajectoryAccount(
+        ingested=10, trained=6, ready=2, dropped={"stale": 1}, evaluated=1
+    )
+    policy = admin.PolicyStatus(
+        policy_id="solver", last_finished_step=2, staleness=admin.StalenessSummary(p50=1, p99=2, max=2)
+    )
+    evaluations = [
+        admin.Evaluation(
+            policy_id="solver", version=version, mean_reward=reward, num_samples=num, complete=True
+        )
+        for version, reward, num in [(0, 0.25, 1024), (2, 0.75, 1024)]
+    ]
+    node = admin.NodeStatus(node_id="node-1", tokens=99, trajectories=9, restarts=0)
+    versions = [
+        version_pb2.Version(version=0, snapshot_bytes=1000),
+        version_pb2.Version(version=1, delta_bytes=100, density=0.1),
+        version_pb2.Version(version=2, delta_bytes=300, density=0.3),
+    ]
+    served = node_service_pb2.ServedPolicy(policy_id="solver", snapshots_fetched=1)
+    return Observation(
+        status=admin.StatusResponse(
+            trajectories=account, policies=[policy], evaluations=evaluations, nodes=[node]
+        ),
+        trainers={"solver": trainer_service_pb2.StatusResponse(wait_fraction=0.25)},
+        nodes={"node-1": node_service_pb2.StatusResponse(policies=[served])},
+        versions={"solver": versions},
+        steps=[
+            StepPoint("solver", step, 1.0, {"reward_mean": reward}) for step, reward in [(1, 0.3), (2, 0.6)]
+        ],
+        restarts={"node-1": 2},
+        first_reward_s=4.321,
+    )
+
+
+def _summary(observation: Observation) -> Summary:
+    return summarize(observation, wall_s=12.0, peak_pss_bytes=2**30, goal_met=None, data_dir="/data")
+
+
+def test_every_documented_field_is_there_and_json_ready() -> None:
+    value = json.loads(json.dumps(as_json(_summary(_observation()))))
+    assert [name for name in FIELDS if name not in value] == []
+
+
+def test_the_figures_come_from_what_was_observed() -> None:
+    summary = _summary(_observation())
+    assert (summary.steps, summary.reward_first, summary.reward_last) == (2, 0.3, 0.6)
+    assert (summary.heldout_first, summary.heldout_last, summary.heldout_n) == (0.25, 0.75, 1024)
+    assert (summary.versions, summary.snapshot_bytes) == (3, 1000)
+    assert (summary.delta_bytes_mean, summary.density_mean) == (200.0, 0.2)
+    assert (summary.snapshots_fetched, summary.trainer_wait_fraction) == (1, 0.25)
+    assert (summary.nodes[0].tokens, summary.nodes[0].restarts) == (99, 2)
+    assert summary.trajectories.dropped == {"stale": 1}
+    assert summary.first_reward_s == 4.32
+
+
+def test_a_run_that_saw_nothing_has_a_summary_too() -> None:
+    summary = _summary(Observation())
+    assert (summary.steps, summary.heldout_last, summary.delta_bytes_mean) == (0, None, 0.0)
+
+
+def test_the_table_names_the_folder_and_both_held_out_rewards() -> None:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(as_table(_summary(_observation())))
+    text = console.export_text()
+    assert "0.25 → 0.75 (1024 samples)" in text
+    assert "/data" in text

@@ -1,0 +1,197 @@
+"""One engine after the other: brought up with the right weights, watched, replaced, ended with the node."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from astraflow_kit.metrics import Metrics
+from astraflow_raas.engine.base import EngineUnavailable, GenerateCall
+from astraflow_raas.engine.fake import FakeEngine
+from astraflow_raas.node.engine_host import ChildHost, HostSettings, RemoteHost
+from astraflow_raas.policies.served_policy import ServedPolicy
+from astraflow_raas.policies.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
+from support.raas_node import BytelessWeights
+from support.raas_parts import write_tokenizer
+from support.scripted_dataflow import eventually
+
+FAST = HostSettings(start_timeout_s=5.0, stall_s=0.1, first_backoff_s=0.01, watch_s=0.02)
+CALL = GenerateCall(rid="r", prompt_ids=(1,), max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=0, seed=1)
+
+
+@dataclass
+class FakeProcess:
+    """Stands where a child process is."""
+
+    engine: FakeEngine
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
+    healthy: bool = True
+    has_ended: bool = False
+
+    async def wait_healthy(self, *, timeout_s: float) -> None:
+        if not self.healthy:
+            raise EngineUnavailable("it never became healthy")
+
+    async def ended(self) -> int:
+        await self.exited.wait()
+        return -9
+
+    async def end(self) -> None:
+        self.has_ended = True
+
+    def last_words(self) -> str:
+        return "out of memory"
+
+
+@dataclass
+class Setup:
+    policy: ServedPolicy
+    sync: WeightSync
+    host: ChildHost
+    started: list[tuple[int, FakeProcess]]
+    next_is_sick: list[bool]
+
+    async def engines(self, number: int) -> FakeProcess:
+        await eventually(
+            lambda: len(self.started) >= number and self.policy.engine, what=f"engine {number} is up"
+        )
+        return self.started[number - 1][1]
+
+
+def announced(version: int) -> AnnouncedVersion:
+    return AnnouncedVersion(policy_id="solver", version=version, sequence=version, manifest_sha256=b"")
+
+
+@pytest.fixture
+async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
+    policy = ServedPolicy("solver")
+    sync = WeightSync(
+        policy, source=BytelessWeights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
+    )
+    started: list[tuple[int, FakeProcess]] = []
+    sick: list[bool] = []
+
+    async def launch(version: FetchedVersion) -> FakeProcess:
+        process = FakeProcess(FakeEngine(version=version.version), healthy=not (sick and sick.pop(0)))
+        started.append((version.version, process))
+        return process
+
+    host = ChildHost(policy, sync, launch=launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
+    tasks = [asyncio.create_task(service.run()) for service in (host, sync)]
+    yield Setup(policy, sync, host, started, sick)
+    for service in (sync, host):
+        await service.stop(deadline_s=2.0)
+    await asyncio.gather(*tasks)
+    await policy.close()
+
+
+async def test_no_engine_is_started_before_there_are_weights(setup: Setup) -> None:
+    await asyncio.sleep(0.05)
+    assert setup.started == []
+    assert setup.host.waiting_for == "engine_start"
+    setup.sync.announce(announced(3))
+    await setup.engines(1)
+    assert setup.policy.version == 3
+    assert setup.host.waiting_for == ""
+
+
+async def test_a_dead_engine_is_replaced_with_the_weights_that_were_served(setup: Setup) -> None:
+    setup.sync.announce(announced(0))
+    first = await setup.engines(1)
+    setup.sync.announce(announced(1))
+    await eventually(lambda: setup.policy.version == 1, what="version 1 serves")
+    first.exited.set()
+    await eventually(lambda: len(setup.started) == 2, what="a second engine")
+    await setup.engines(2)
+    assert [version for version, _ in setup.started] == [0, 1]
+    assert first.has_ended
+    assert setup.host.num_restarts == 1
+
+
+async def test_calls_wait_for_the_next_engine(setup: Setup) -> None:
+    setup.sync.announce(announced(0))
+    first = await setup.engines(1)
+    setup.next_is_sick.append(True)
+    first.exited.set()
+    await eventually(lambda: setup.policy.engine is None, what="the engine is lost")
+    generation = await setup.policy.generate(CALL, key="task")
+    assert generation.token_ids
+    # The second one never became healthy; the third answered.
+    assert len(setup.started) == 3
+    assert setup.host.num_restarts == 2
+
+
+async def test_an_engine_that_never_comes_up_ends_the_node_with_the_engines_last_words(
+    tmp_path: Path,
+) -> None:
+    policy = ServedPolicy("solver")
+    sync = WeightSync(
+        policy, source=BytelessWeights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
+    )
+
+    async def launch(version: FetchedVersion) -> FakeProcess:
+        return FakeProcess(FakeEngine(version=version.version), healthy=False)
+
+    host = ChildHost(policy, sync, launch=launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
+    following = asyncio.create_task(sync.run())
+    sync.announce(announced(0))
+    with pytest.raises(EngineUnavailable, match="never became healthy"):
+        await asyncio.wait_for(host.run(), 10.0)
+    assert host.num_restarts == 5
+    await sync.stop(deadline_s=2.0)
+    await following
+
+
+async def test_an_engine_that_is_silent_and_cannot_prove_health_is_replaced(setup: Setup) -> None:
+    setup.sync.announce(announced(0))
+    first = await setup.engines(1)
+    first.engine.hold = asyncio.Event()
+    waiting = asyncio.create_task(setup.policy.generate(CALL, key="task"))
+    await asyncio.sleep(0.3)
+    # Silent, but able to sample: long answers are no fault.
+    assert len(setup.started) == 1
+    first.engine.up = False
+    await eventually(lambda: len(setup.started) == 2, what="the stuck engine is replaced")
+    assert first.has_ended
+    first.engine.hold.set()
+    with pytest.raises(EngineUnavailable):
+        await waiting
+
+
+async def test_an_idle_engine_is_left_alone(setup: Setup) -> None:
+    setup.sync.announce(announced(0))
+    first = await setup.engines(1)
+    first.engine.up = False
+    await asyncio.sleep(0.3)
+    assert len(setup.started) == 1
+
+
+async def test_stopping_ends_the_engine(setup: Setup) -> None:
+    setup.sync.announce(announced(0))
+    first = await setup.engines(1)
+    await setup.host.stop(deadline_s=2.0)
+    assert first.has_ended
+    assert setup.policy.engine is None
+
+
+async def test_a_remote_engine_is_given_the_nodes_version_and_checked(tmp_path: Path) -> None:
+    policy, engine = ServedPolicy("solver"), FakeEngine(version=None)
+    sync = WeightSync(
+        policy, source=BytelessWeights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
+    )
+    host = RemoteHost(policy, sync, connect=lambda: engine, settings=FAST, metrics=Metrics())
+    tasks = [asyncio.create_task(service.run()) for service in (host, sync)]
+    sync.announce(announced(6))
+    await eventually(lambda: policy.engine is not None, what="the engine is ready")
+    assert engine.swaps == [(tmp_path, 6)]
+    assert engine.num_resumed == 1, "whoever had it before may have left it paused"
+    # Its owner restarts it with other weights: the node notices and gives it the right ones again.
+    engine.version = None
+    await eventually(lambda: len(engine.swaps) == 2 and policy.engine, what="the engine is corrected")
+    assert policy.version == 6
+    for service in (sync, host):
+        await service.stop(deadline_s=2.0)
+    await asyncio.gather(*tasks)
+    assert engine.closed

@@ -1,0 +1,49 @@
+"""A node's folder has one owner at a time, and every life of the node a higher incarnation."""
+
+from pathlib import Path
+
+import pytest
+
+from astraflow.errors import ConflictError
+from astraflow_raas.node.folder import claim_folder
+
+
+def test_each_life_has_a_higher_incarnation(tmp_path: Path) -> None:
+    first = claim_folder(tmp_path, node_id="node-1")
+    first.release()
+    second = claim_folder(tmp_path, node_id="node-1")
+    second.release()
+    assert second.incarnation > first.incarnation
+
+
+def test_a_clock_that_went_back_does_not_lower_the_incarnation(tmp_path: Path) -> None:
+    claimed = claim_folder(tmp_path, node_id="node-1")
+    claimed.release()
+    (tmp_path / "node-1" / "incarnation").write_text("99999999999999\n")
+    again = claim_folder(tmp_path, node_id="node-1")
+    again.release()
+    assert again.incarnation == 100_000_000_000_000
+
+
+def test_a_name_in_use_is_refused(tmp_path: Path) -> None:
+    first = claim_folder(tmp_path, node_id="node-1")
+    with pytest.raises(ConflictError, match="already runs"):
+        claim_folder(tmp_path, node_id="node-1")
+    first.release()
+
+
+def test_unnamed_nodes_of_one_host_get_different_names(tmp_path: Path) -> None:
+    first, second = claim_folder(tmp_path, node_id=""), claim_folder(tmp_path, node_id="")
+    assert first.node_id.endswith("-1")
+    assert second.node_id.endswith("-2")
+    first.release()
+    assert claim_folder(tmp_path, node_id="").node_id == first.node_id
+    second.release()
+
+
+def test_mirrors_of_two_runs_never_share_a_folder(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path, node_id="node-1")
+    places = {folder.mirror(run, policy, root=None) for run in ("r1", "r2") for policy in ("a", "b")}
+    assert len(places) == 4
+    assert folder.mirror("r1", "a", root=Path("/dev/shm")) == Path("/dev/shm/node-1/r1/a")
+    folder.release()

@@ -1,0 +1,225 @@
+"""Every finished episode reaches the server, and once acknowledged never again, whatever streams do."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from astraflow.client import AsyncClient
+from astraflow.dataflow.v1 import trajectory_service_pb2
+from astraflow.errors import PermissionError_
+from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_kit.clock import ManualClock
+from astraflow_kit.metrics import Metrics
+from astraflow_raas.push.pushing import Pusher
+from astraflow_raas.push.spool import SpoolLimits
+from astraflow_raas.push.spool_files import SpoolFiles
+from support.scripted_dataflow import RunningServer, ScriptedDataflow, eventually, result, running
+
+LIMITS = SpoolLimits(window_episodes=4)
+
+
+def episode(name: str) -> trajectory_pb2.Episode:
+    return trajectory_pb2.Episode(run_id="run-1", task_id="task-1", episode_id=name)
+
+
+def on_disk(folder: Path) -> list[str]:
+    return [found.episode_id for _, found in SpoolFiles(folder).recover()]
+
+
+@asynccontextmanager
+async def pushing(
+    server: RunningServer,
+    *,
+    limits: SpoolLimits = LIMITS,
+    clock: ManualClock | None = None,
+    folder: Path | None = None,
+) -> AsyncIterator[Pusher]:
+    async with AsyncClient(server.address) as client:
+        files = SpoolFiles(folder) if folder is not None else None
+        pusher = Pusher(client, metrics=Metrics(), limits=limits, clock=clock, files=files)
+        running_pusher = asyncio.create_task(pusher.run())
+        try:
+            yield pusher
+        finally:
+            await pusher.stop(deadline_s=1.0)
+            await running_pusher
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RunningServer]:
+    async with running(ScriptedDataflow()) as running_server:
+        yield running_server
+
+
+async def test_each_push_gets_its_own_answer(server: RunningServer) -> None:
+    outcomes = trajectory_service_pb2
+    server.script.judge = lambda pushed: result(
+        outcomes.OUTCOME_POISON if pushed.episode_id == "bad" else outcomes.OUTCOME_ACCEPTED,
+        reason="nan_logprob",
+    )
+    async with pushing(server) as pusher:
+        good, bad = await asyncio.gather(pusher.push(episode("good")), pusher.push(episode("bad")))
+    assert good.outcome == outcomes.OUTCOME_ACCEPTED
+    assert (bad.outcome, bad.reason) == (outcomes.OUTCOME_POISON, "nan_logprob")
+
+
+async def test_the_window_is_never_exceeded_and_all_get_through(server: RunningServer) -> None:
+    server.script.ack = asyncio.Event()
+    async with pushing(server) as pusher:
+        waiting = [asyncio.create_task(pusher.push(episode(f"e{n}"))) for n in range(20)]
+        await eventually(lambda: len(server.script.pushes) == 4, what="a full window arrives")
+        await asyncio.sleep(0.05)
+        assert len(server.script.pushes) == 4
+        server.script.ack.set()
+        await asyncio.gather(*waiting)
+    assert [pushed.episode_id for pushed in server.script.pushes] == [f"e{n}" for n in range(20)]
+    assert server.script.max_unacked <= 4
+
+
+async def test_unacknowledged_episodes_are_pushed_again_on_a_new_stream(server: RunningServer) -> None:
+    server.script.ack = asyncio.Event()
+    async with pushing(server) as pusher:
+        waiting = [asyncio.create_task(pusher.push(episode(f"e{n}"))) for n in range(3)]
+        await eventually(lambda: len(server.script.pushes) == 3, what="the episodes arrive")
+        server.script.break_streams()
+        await eventually(lambda: server.script.push_streams == 2, what="a new stream is opened")
+        server.script.ack.set()
+        await asyncio.gather(*waiting)
+    assert [pushed.episode_id for pushed in server.script.pushes] == ["e0", "e1", "e2"] * 2
+
+
+async def test_a_server_restart_loses_nothing(server: RunningServer) -> None:
+    async with pushing(server) as pusher:
+        await pusher.push(episode("before"))
+        await server.stop()
+        waiting = [asyncio.create_task(pusher.push(episode(f"e{n}"))) for n in range(6)]
+        await asyncio.sleep(0.1)
+        await server.restart()
+        await asyncio.gather(*waiting)
+    assert [pushed.episode_id for pushed in server.script.pushes] == ["before", *(f"e{n}" for n in range(6))]
+
+
+async def test_a_caller_that_leaves_does_not_take_its_episode_along(server: RunningServer) -> None:
+    server.script.ack = asyncio.Event()
+    async with pushing(server) as pusher:
+        leaving = asyncio.create_task(pusher.push(episode("finished")))
+        await eventually(lambda: server.script.pushes, what="the episode arrives")
+        leaving.cancel()
+        await asyncio.sleep(0)
+        assert pusher.num_unacked == 1
+        server.script.ack.set()
+        assert await pusher.flush(deadline_s=5.0)
+
+
+async def test_after_the_servers_data_was_replaced_recent_episodes_are_pushed_again(
+    server: RunningServer,
+) -> None:
+    async with pushing(server) as pusher:
+        await pusher.push(episode("recent"))
+        pusher.push_recent_again()
+        await eventually(lambda: len(server.script.pushes) == 2, what="the episode is pushed again")
+        assert await pusher.flush(deadline_s=5.0)
+    assert [pushed.episode_id for pushed in server.script.pushes] == ["recent", "recent"]
+
+
+async def test_a_full_spool_makes_callers_wait_instead_of_growing(server: RunningServer) -> None:
+    server.script.ack = asyncio.Event()
+    limits = SpoolLimits(max_episodes=2, window_episodes=1, retain_acked_s=0.0)
+    async with pushing(server, limits=limits) as pusher:
+        changes: list[str] = []
+        pusher.on_change = lambda: changes.append(pusher.waiting_for)
+        waiting = [asyncio.create_task(pusher.push(episode(f"e{n}"))) for n in range(5)]
+        await eventually(lambda: pusher.num_unacked == 2, what="the spool is full")
+        await asyncio.sleep(0.02)
+        assert pusher.num_unacked == 2
+        assert changes == ["spool_full"]
+        server.script.ack.set()
+        await asyncio.gather(*waiting)
+        assert (changes[-1], pusher.waiting_for) == ("", "")
+    assert len(server.script.pushes) == 5
+
+
+async def test_what_is_acknowledged_and_not_yet_safe_counts_against_the_bound(server: RunningServer) -> None:
+    clock = ManualClock()
+    limits = SpoolLimits(max_episodes=2, retain_acked_s=3.0)
+    async with pushing(server, limits=limits, clock=clock) as pusher:
+        await asyncio.gather(pusher.push(episode("e0")), pusher.push(episode("e1")))
+        waiting = asyncio.create_task(pusher.push(episode("e2")))
+        await eventually(lambda: pusher.waiting_for == "spool_full", what="the spool is full")
+        assert pusher.num_unacked == 0
+        assert len(server.script.pushes) == 2
+        clock.now_s += 3.5
+        await waiting
+        assert pusher.num_kept == 1
+
+
+async def test_the_next_process_pushes_what_the_last_one_left_before_it_takes_work(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    server.script.ack = asyncio.Event()
+    async with pushing(server, folder=tmp_path) as pusher:
+        waiting = [asyncio.create_task(pusher.push(episode(f"e{n}"))) for n in range(3)]
+        await eventually(lambda: len(server.script.pushes) == 3, what="the episodes arrive")
+        for task in waiting:
+            task.cancel()
+    async with pushing(server, folder=tmp_path) as pusher:
+        assert (pusher.num_unacked, pusher.waiting_for) == (3, "spool_recovery")
+        await eventually(lambda: len(server.script.pushes) == 6, what="they arrive again")
+        server.script.ack.set()
+        await eventually(lambda: pusher.waiting_for == "", what="all are answered")
+    assert [pushed.episode_id for pushed in server.script.pushes] == ["e0", "e1", "e2"] * 2
+
+
+async def test_the_files_go_when_the_server_has_the_episodes_safely(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    clock = ManualClock()
+    async with pushing(server, folder=tmp_path, clock=clock) as pusher:
+        await pusher.push(episode("e0"))
+        assert on_disk(tmp_path) == ["e0"]
+        clock.now_s += 3.5
+        await pusher.push(episode("e1"))
+        assert pusher.num_kept == 1
+    assert on_disk(tmp_path) == ["e1"]
+
+
+async def test_a_disk_in_the_way_costs_no_episode(server: RunningServer, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file where the folder should be")
+    async with pushing(server, folder=tmp_path / "taken" / "spool") as pusher:
+        answer = await pusher.push(episode("e0"))
+    assert answer.outcome == trajectory_service_pb2.OUTCOME_ACCEPTED
+
+
+async def test_flushing_gives_up_at_its_deadline(server: RunningServer) -> None:
+    server.script.ack = asyncio.Event()
+    async with pushing(server) as pusher:
+        waiting = asyncio.create_task(pusher.push(episode("stuck")))
+        await eventually(lambda: server.script.pushes, what="the episode arrives")
+        assert not await pusher.flush(deadline_s=0.05)
+        waiting.cancel()
+
+
+@pytest.mark.parametrize(
+    "fault", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.ABORTED]
+)
+async def test_a_server_in_trouble_is_tried_again(server: RunningServer, fault: grpc.StatusCode) -> None:
+    server.script.push_fault = fault
+    async with pushing(server) as pusher:
+        waiting = asyncio.create_task(pusher.push(episode("e0")))
+        await eventually(lambda: server.script.push_streams >= 2, what="the stream is opened again")
+        server.script.push_fault = None
+        assert (await waiting).outcome == trajectory_service_pb2.OUTCOME_ACCEPTED
+
+
+async def test_a_server_that_refuses_the_node_ends_the_service(server: RunningServer) -> None:
+    server.script.push_fault = grpc.StatusCode.PERMISSION_DENIED
+    async with AsyncClient(server.address) as client:
+        pusher = Pusher(client, metrics=Metrics(), limits=LIMITS)
+        waiting = asyncio.create_task(pusher.push(episode("e0")))
+        with pytest.raises(PermissionError_, match="as the test asked"):
+            await asyncio.wait_for(pusher.run(), 10.0)
+        waiting.cancel()

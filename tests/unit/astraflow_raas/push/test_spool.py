@@ -1,0 +1,207 @@
+"""The spool keeps unacknowledged episodes, in order, within the window; acknowledged ones a little longer."""
+
+import asyncio
+from collections import deque
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.strategies import integers
+
+from astraflow.dataflow.v1 import durability_pb2, trajectory_service_pb2
+from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_kit.clock import ManualClock
+from astraflow_raas.push.spool import Spool, Spooled, SpoolLimits
+
+MEMORY = trajectory_service_pb2.PushResult(durability=durability_pb2.DURABILITY_MEMORY)
+FSYNCED = trajectory_service_pb2.PushResult(durability=durability_pb2.DURABILITY_FSYNCED)
+LIMITS = SpoolLimits(max_episodes=6, max_bytes=1000, window_episodes=3, window_bytes=300, retain_acked_s=3.0)
+
+
+def spooled(name: str, *, size_bytes: int = 10, loop: asyncio.AbstractEventLoop) -> Spooled:
+    return Spooled(
+        episode=trajectory_pb2.Episode(episode_id=name), size_bytes=size_bytes, outcome=loop.create_future()
+    )
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def spool(clock: ManualClock) -> Spool:
+    return Spool(limits=LIMITS, clock=clock)
+
+
+async def test_the_window_bounds_what_is_in_flight(spool: Spool) -> None:
+    loop = asyncio.get_running_loop()
+    for name in "abcde":
+        spool.add(spooled(name, loop=loop))
+    sent = [item.episode.episode_id for item in iter(spool.next_to_send, None)]
+    assert sent == ["a", "b", "c"]
+    acked = spool.acknowledge(MEMORY)
+    assert acked is not None
+    assert acked.outcome.result() == MEMORY
+    following = spool.next_to_send()
+    assert following is not None
+    assert following.episode.episode_id == "d"
+
+
+async def test_an_episode_larger_than_the_window_still_goes_alone(spool: Spool) -> None:
+    loop = asyncio.get_running_loop()
+    spool.add(spooled("huge", size_bytes=900, loop=loop))
+    spool.add(spooled("small", loop=loop))
+    assert spool.next_to_send() is not None
+    assert spool.next_to_send() is None
+
+
+async def test_a_broken_stream_sends_the_unacknowledged_again_in_order(spool: Spool) -> None:
+    loop = asyncio.get_running_loop()
+    for name in "abcd":
+        spool.add(spooled(name, loop=loop))
+    while spool.next_to_send():
+        pass
+    spool.acknowledge(MEMORY)
+    spool.stream_broke()
+    assert [item.episode.episode_id for item in iter(spool.next_to_send, None)] == ["b", "c", "d"]
+
+
+async def test_what_is_acknowledged_in_memory_only_is_pushed_again_after_the_data_was_lost(
+    spool: Spool, clock: ManualClock
+) -> None:
+    loop = asyncio.get_running_loop()
+    for name, durable in (("old", MEMORY), ("safe", FSYNCED), ("fresh", MEMORY)):
+        if name == "fresh":
+            clock.now_s += 3.5
+        spool.add(spooled(name, loop=loop))
+        spool.next_to_send()
+        spool.acknowledge(durable)
+    assert spool.data_was_lost() == spool.num_repeated == 1
+    again = spool.next_to_send()
+    assert again is not None
+    assert again.episode.episode_id == "fresh"
+    # Its waiter was answered long ago: a second answer must not disturb it.
+    assert spool.acknowledge(MEMORY) is not None
+    assert spool.num_repeated == 0
+
+
+async def test_room_is_bounded_by_episodes_and_bytes(spool: Spool) -> None:
+    loop = asyncio.get_running_loop()
+    assert spool.has_room(10**9)
+    spool.add(spooled("a", size_bytes=995, loop=loop))
+    assert not spool.has_room(10)
+    spool.next_to_send()
+    spool.acknowledge(FSYNCED)
+    for name in "bcdefg":
+        assert spool.has_room(10)
+        spool.add(spooled(name, loop=loop))
+    assert not spool.has_room(10)
+
+
+async def test_what_is_not_safe_yet_takes_room_and_is_released_once(
+    clock: ManualClock,
+) -> None:
+    released: list[str] = []
+    spool = Spool(limits=LIMITS, clock=clock, released=lambda item: released.append(item.episode.episode_id))
+    loop = asyncio.get_running_loop()
+    for name in "abcdef":
+        spool.add(spooled(name, loop=loop))
+        spool.next_to_send()
+        spool.acknowledge(FSYNCED if name == "b" else MEMORY)
+    assert released == ["b"]
+    assert (spool.num_kept, spool.num_waiting, spool.num_bytes) == (5, 0, 50)
+    assert spool.has_room(10)
+    spool.add(spooled("g", loop=loop))
+    assert not spool.has_room(10)
+    clock.now_s += 3.5
+    assert spool.has_room(10)
+    assert released == ["b", "a", "c", "d", "e", "f"]
+    assert (spool.num_kept, spool.num_bytes) == (1, 10)
+
+
+def committed_at(position: int) -> trajectory_service_pb2.PushResult:
+    return trajectory_service_pb2.PushResult(durability=durability_pb2.DURABILITY_MEMORY, position=position)
+
+
+async def test_once_the_server_tells_what_is_durable_time_alone_releases_nothing(
+    spool: Spool, clock: ManualClock
+) -> None:
+    loop = asyncio.get_running_loop()
+    for position, name in enumerate("abc", start=5):
+        spool.add(spooled(name, loop=loop))
+        spool.next_to_send()
+        spool.acknowledge(committed_at(position))
+    spool.durable(5)
+    assert spool.num_kept == 2
+    clock.now_s += 1000
+    spool.forget_safe()
+    assert spool.num_kept == 2
+    spool.durable(6)
+    assert spool.data_was_lost() == 1
+    again = spool.next_to_send()
+    assert again is not None
+    assert again.episode.episode_id == "c"
+
+
+async def test_a_watermark_of_lost_data_says_nothing_about_new_commits(spool: Spool) -> None:
+    loop = asyncio.get_running_loop()
+    spool.durable(100)
+    spool.data_was_lost()
+    spool.add(spooled("a", loop=loop))
+    spool.next_to_send()
+    spool.acknowledge(committed_at(7))
+    assert spool.num_kept == 1
+    spool.durable(7)
+    assert spool.num_kept == 0
+
+
+class SpoolMachine(RuleBasedStateMachine):
+    """Any interleaving: nothing is lost, nothing is acknowledged twice to its waiter, order is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.spool = Spool(limits=LIMITS, clock=ManualClock())
+        self.waiting: deque[str] = deque()
+        self.in_flight: deque[str] = deque()
+        self.count = 0
+
+    def teardown(self) -> None:
+        self.loop.close()
+
+    @rule(size_bytes=integers(1, 200))
+    def add(self, size_bytes: int) -> None:
+        if self.spool.has_room(size_bytes):
+            self.count += 1
+            self.spool.add(spooled(str(self.count), size_bytes=size_bytes, loop=self.loop))
+            self.waiting.append(str(self.count))
+
+    @rule()
+    def send(self) -> None:
+        item = self.spool.next_to_send()
+        if item is not None:
+            assert item.episode.episode_id == self.waiting[len(self.in_flight)]
+            self.in_flight.append(item.episode.episode_id)
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def acknowledge(self) -> None:
+        item = self.spool.acknowledge(FSYNCED)
+        assert item is not None
+        assert item.episode.episode_id == self.in_flight.popleft() == self.waiting.popleft()
+
+    @rule()
+    def lose_stream(self) -> None:
+        self.spool.stream_broke()
+        self.in_flight.clear()
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert self.spool.num_waiting == len(self.waiting)
+        assert len(self.in_flight) <= LIMITS.window_episodes
+        assert self.spool.num_waiting or not self.spool.num_bytes
+
+
+TestSpoolMachine = SpoolMachine.TestCase
+TestSpoolMachine.settings = settings(stateful_step_count=40)

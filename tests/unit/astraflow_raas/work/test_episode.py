@@ -1,0 +1,138 @@
+"""What leaves the node as an episode passes the server's validators; what would not is refused by name."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from astraflow import plugins
+from astraflow.columns import decode_columns
+from astraflow.plugins import VersionSpan
+from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_raas.work.episode import EpisodeIds, EpisodeRefused, VersionMoved, build_episode
+from support.raas_parts import leased
+
+IDS = EpisodeIds(episode_id="episode-1", node_id="node-1", member=3)
+GOOD = plugins.Trajectory(
+    policy="solver",
+    token_ids=(5, 6, 7, 8),
+    loss_mask=(False, False, True, True),
+    logprobs=(0.0, 0.0, -0.5, -1.25),
+    version_spans=(VersionSpan(2, 4, 9),),
+    reward=1.0,
+    finish_reason="stop",
+    metrics={"length": 2.0},
+)
+
+
+def build(*trajectories: plugins.Trajectory, **lease: object) -> trajectory_pb2.Episode:
+    return build_episode(
+        plugins.Episode(trajectories, {"turns": 1.0}),
+        lease=leased(**lease),  # type: ignore[arg-type]
+        ids=IDS,
+    )
+
+
+def test_a_finished_episode_carries_its_ids_header_and_exact_columns() -> None:
+    message = build(GOOD, attempt=2)
+    assert (message.run_id, message.task_id, message.member, message.attempt) == ("run-1", "task-1", 3, 2)
+    assert message.status == trajectory_pb2.EPISODE_STATUS_FINISHED
+    (item,) = message.trajectories
+    assert item.header.trajectory_id == "episode-1-0"
+    assert (item.header.num_tokens, item.header.num_trainable_tokens) == (4, 2)
+    assert (item.header.min_version, item.header.max_version) == (9, 9)
+    columns = decode_columns(trajectory_pb2.Trajectory.FromString(item.body))
+    assert columns.token_ids.tolist() == [5, 6, 7, 8]
+    assert columns.loss_mask.tolist() == [False, False, True, True]
+    assert columns.logprobs.tolist() == [0.0, 0.0, -0.5, -1.25]
+    assert columns.version_spans == ((2, 4, 9),)
+
+
+def test_the_body_says_which_sampling_its_logprobs_refer_to() -> None:
+    body = trajectory_pb2.Trajectory.FromString(build(GOOD).trajectories[0].body)
+    assert (body.sampling.temperature, body.sampling.top_p, body.sampling.max_new_tokens) == (1.0, 1.0, 8)
+
+
+def test_versions_in_the_header_come_from_spans_that_hold_a_trainable_token() -> None:
+    spans = (VersionSpan(0, 2, 1), VersionSpan(2, 3, 4), VersionSpan(3, 4, 5))
+    header = build(replace(GOOD, version_spans=spans)).trajectories[0].header
+    assert (header.min_version, header.max_version) == (4, 5)
+
+
+def test_metrics_of_a_trajectory_are_named_after_its_policy_and_unusable_ones_are_left_out() -> None:
+    broken = replace(GOOD, metrics={"length": 2.0, "speed": math.nan})
+    assert dict(build(broken).metrics) == {"turns": 1.0, "solver.length": 2.0}
+
+
+def test_an_episode_without_trajectories_is_an_episode() -> None:
+    assert len(build().trajectories) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "slug"),
+    [
+        ({"reward": math.nan}, "reward_not_finite"),
+        ({"reward": -math.inf}, "reward_not_finite"),
+        ({"policy": "critic"}, "unknown_policy"),
+        ({"logprobs": (0.0, 0.0, -0.5)}, "length_mismatch"),
+        ({"token_ids": (), "loss_mask": (), "logprobs": ()}, "length_mismatch"),
+        ({"loss_mask": (False,) * 4, "logprobs": (0.0,) * 4}, "no_trainable_token"),
+        ({"token_ids": (5, 6, -1, 8)}, "token_out_of_range"),
+        ({"token_ids": (5, 6, 2**31, 8)}, "token_out_of_range"),
+        ({"logprobs": (0.0, 0.0, math.nan, -1.0)}, "bad_logprob"),
+        ({"logprobs": (0.0, 0.0, 0.5, -1.0)}, "bad_logprob"),
+        ({"logprobs": (-0.1, 0.0, -0.5, -1.0)}, "logprob_outside_mask"),
+        ({"version_spans": ()}, "bad_spans"),
+        ({"version_spans": (VersionSpan(2, 3, 9),)}, "bad_spans"),
+        ({"version_spans": (VersionSpan(2, 5, 9),)}, "bad_spans"),
+        ({"version_spans": (VersionSpan(3, 4, 9), VersionSpan(2, 3, 9))}, "bad_spans"),
+        ({"version_spans": (VersionSpan(2, 4, -1),)}, "bad_spans"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_by_rule(change: dict[str, object], slug: str) -> None:
+    with pytest.raises(EpisodeRefused) as refused:
+        build(replace(GOOD, **change))  # type: ignore[arg-type]
+    assert refused.value.slug == slug
+
+
+def test_more_than_64_trajectories_are_refused() -> None:
+    with pytest.raises(EpisodeRefused, match="65 trajectories"):
+        build(*[GOOD] * 65)
+
+
+def test_an_episode_larger_than_a_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = build(GOOD, GOOD).ByteSize()
+    monkeypatch.setattr("astraflow_raas.work.episode.MAX_EPISODE_BYTES", size)
+    assert build(GOOD, GOOD).trajectories
+    with pytest.raises(EpisodeRefused, match=rf"too_large: \d+ bytes, the limit is {size} per episode"):
+        build(GOOD, GOOD, GOOD)
+
+
+def test_an_evaluation_must_hold_exactly_the_required_version() -> None:
+    assert build(GOOD, required_versions={"solver": 9}).trajectories
+    with pytest.raises(VersionMoved, match="required 8"):
+        build(GOOD, required_versions={"solver": 8})
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans(), st.floats(-50, 0)), min_size=1, max_size=200)
+)
+def test_any_well_formed_trajectory_survives_the_wire(rows: list[tuple[int, bool, float]]) -> None:
+    rows[0] = (rows[0][0], True, rows[0][2])
+    trajectory = plugins.Trajectory(
+        policy="solver",
+        token_ids=[token for token, _, _ in rows],
+        loss_mask=[chosen for _, chosen, _ in rows],
+        logprobs=[logprob if chosen else 0.0 for _, chosen, logprob in rows],
+        version_spans=[VersionSpan(0, len(rows), 3)],
+        reward=0.25,
+    )
+    item = build(trajectory).trajectories[0]
+    columns = decode_columns(trajectory_pb2.Trajectory.FromString(item.body))
+    assert columns.token_ids.tolist() == list(trajectory.token_ids)
+    assert columns.loss_mask.tolist() == list(trajectory.loss_mask)
+    assert np.array_equal(columns.logprobs, np.asarray(trajectory.logprobs, dtype=np.float32))
+    assert item.header.num_trainable_tokens == sum(trajectory.loss_mask)

@@ -1,0 +1,256 @@
+"""A lease is run member by member, each isolated, and ends answered or with one failure that says why."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from astraflow import plugins
+from astraflow.columns import decode_columns
+from astraflow.dataflow.v1 import trajectory_service_pb2
+from astraflow.plugins import MissingCapability, TaskSpec
+from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_kit.metrics import Metrics
+from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable
+from astraflow_raas.engine.fake import FakeEngine
+from astraflow_raas.policies.served_policy import ServedPolicy
+from astraflow_raas.work.lease import LeasedTask
+from astraflow_raas.work.session import Failure, Session, SessionSettings
+from astraflow_raas.workflows.single_turn import SingleTurn
+from support.raas_parts import SAMPLING, ScriptedWorkflow, leased, served_policy
+from support.scripted_dataflow import accepted, eventually, result
+
+
+@dataclass
+class Pushed:
+    """Stands where the pusher is: keeps episodes and answers as told."""
+
+    episodes: list[trajectory_pb2.Episode] = field(default_factory=list)
+    answer: trajectory_service_pb2.PushResult = field(
+        default_factory=lambda: accepted(trajectory_pb2.Episode())
+    )
+
+    async def push(self, episode: trajectory_pb2.Episode) -> trajectory_service_pb2.PushResult:
+        self.episodes.append(episode)
+        return self.answer
+
+
+@dataclass
+class Setup:
+    engine: FakeEngine
+    policy: ServedPolicy
+    workflow: ScriptedWorkflow
+    pushed: Pushed
+
+    async def run(self, lease: LeasedTask, *, timeout_s: float = 20.0, coalesce: int = 128) -> Failure | None:
+        settings = SessionSettings(
+            node_id="node-1", episode_timeout_s=timeout_s, coalesce_max_new_tokens=coalesce
+        )
+        session = Session(
+            self.workflow,
+            policies={"solver": self.policy},
+            pusher=self.pushed,  # type: ignore[arg-type]
+            settings=settings,
+            metrics=Metrics(),
+        )
+        failure = await session.run(lease)
+        assert session.num_running == 0
+        return failure
+
+    @property
+    def members(self) -> list[int]:
+        return sorted(episode.member for episode in self.pushed.episodes)
+
+
+def length_of(_task: TaskSpec, completion: str) -> float:
+    return float(len(completion))
+
+
+@pytest.fixture
+async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
+    engine = FakeEngine()
+    policy = await served_policy(tmp_path, engine, version=7)
+    yield Setup(engine, policy, ScriptedWorkflow(SingleTurn(reward=length_of)), Pushed())
+    await policy.close()
+
+
+async def test_every_member_is_pushed_with_prompt_and_completion_as_sampled(setup: Setup) -> None:
+    assert await setup.run(leased(members=(0, 2, 5))) is None
+    assert setup.members == [0, 2, 5]
+    prompt = setup.policy.tokenizer.encode(leased().task.messages)
+    for episode in setup.pushed.episodes:
+        columns = decode_columns(trajectory_pb2.Trajectory.FromString(episode.trajectories[0].body))
+        assert tuple(columns.token_ids[: len(prompt)]) == prompt
+        assert columns.loss_mask.tolist() == [False] * len(prompt) + [True] * 5
+        assert columns.version_spans == ((len(prompt), len(prompt) + 5, 7),)
+    assert len({episode.episode_id for episode in setup.pushed.episodes}) == 3
+    assert setup.policy.num_tokens == 15
+
+
+async def test_episodes_of_a_task_share_one_engine_request_and_differ_by_seed(setup: Setup) -> None:
+    await setup.run(leased(members=(0, 1, 2, 3)))
+    (request,) = setup.engine.requests
+    assert len({call.seed for call in request}) == 4
+    assert len({call.prompt_ids for call in request}) == 1
+
+
+async def test_calls_longer_than_the_bound_go_alone(setup: Setup) -> None:
+    await setup.run(leased(members=(0, 1, 2)), coalesce=SAMPLING.max_new_tokens - 1)
+    assert [len(request) for request in setup.engine.requests] == [1, 1, 1]
+
+
+async def test_a_second_attempt_samples_the_same_tokens(setup: Setup) -> None:
+    await setup.run(leased(members=(1,), attempt=1))
+    await setup.run(leased(members=(1,), attempt=2))
+    first, second = (episode.trajectories[0].body for episode in setup.pushed.episodes)
+    decode = trajectory_pb2.Trajectory.FromString
+    assert decode(first).token_ids == decode(second).token_ids
+
+
+async def test_a_plug_in_that_raises_fails_its_own_member_and_no_other(setup: Setup) -> None:
+    setup.workflow.script[1] = ValueError("no such gold answer")
+    failure = await setup.run(leased(members=(0, 1, 2)))
+    assert setup.members == [0, 2]
+    assert failure is not None
+    assert (failure.reason, failure.retryable) == ("workflow_error", True)
+    assert "member 1: ValueError: no such gold answer" in failure.detail
+
+
+async def test_a_task_that_this_machine_cannot_run_is_for_another_node(setup: Setup) -> None:
+    setup.workflow.script[0] = RuntimeError("also in trouble")
+    setup.workflow.script[1] = MissingCapability("no sandbox: install bubblewrap")
+    failure = await setup.run(leased(members=(0, 1, 2)))
+    assert setup.members == [2]
+    assert failure is not None
+    assert (failure.reason, failure.retryable) == ("missing_capability", True)
+    assert "member 1: no sandbox: install bubblewrap" in failure.detail
+
+
+async def test_a_workflow_that_hangs_times_out_alone(setup: Setup) -> None:
+    setup.workflow.script[0] = "hang"
+    failure = await setup.run(leased(members=(0, 1)), timeout_s=0.2)
+    assert setup.members == [1]
+    assert failure is not None
+    assert failure.reason == "timeout"
+
+
+async def test_an_engine_that_never_comes_back_is_an_engine_error_not_the_workflows_fault(
+    setup: Setup,
+) -> None:
+    setup.engine.up = False
+    failure = await setup.run(leased(), timeout_s=0.3)
+    assert failure is not None
+    assert failure.reason == "engine_error"
+    assert failure.retryable
+
+
+async def test_a_call_lost_with_its_engine_is_made_again_under_the_same_seed(setup: Setup) -> None:
+    setup.engine.faults.append(EngineUnavailable("connection reset"))
+    assert await setup.run(leased(members=(0,))) is None
+    lost, repeated = (request[0] for request in setup.engine.requests)
+    assert lost.seed == repeated.seed
+    assert lost.rid != repeated.rid
+    assert setup.members == [0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "retryable"),
+    [
+        (EngineFaulty("log-probs are missing"), "engine_error", True),
+        (EngineRefused("prompt too long"), "workflow_error", False),
+    ],
+)
+async def test_faults_of_the_engine_keep_their_meaning(
+    setup: Setup, fault: Exception, reason: str, retryable: bool
+) -> None:
+    setup.engine.faults.append(fault)
+    failure = await setup.run(leased(members=(0,)))
+    assert failure is not None
+    assert (failure.reason, failure.retryable) == (reason, retryable)
+
+
+async def test_a_reward_that_is_not_a_number_is_final(setup: Setup) -> None:
+    setup.workflow.inner = SingleTurn(reward=lambda _task, _completion: math.nan)
+    failure = await setup.run(leased(members=(0, 1)))
+    assert setup.pushed.episodes == []
+    assert failure is not None
+    assert not failure.retryable
+    assert "reward_not_finite" in failure.detail
+    assert "1 more" in failure.detail
+
+
+async def test_nonsense_from_a_workflow_is_its_error(setup: Setup) -> None:
+    setup.workflow.script[0] = plugins.Episode((None,))  # type: ignore[arg-type]
+    failure = await setup.run(leased(members=(0, 1)))
+    assert failure is not None
+    assert failure.reason == "workflow_error"
+    assert setup.members == [1]
+
+
+async def test_a_quarantined_push_gives_the_lease_back(setup: Setup) -> None:
+    setup.pushed.answer = result(trajectory_service_pb2.OUTCOME_POISON, reason="nan_logprob")
+    failure = await setup.run(leased(members=(0,)))
+    assert failure is not None
+    assert "nan_logprob" in failure.detail
+    assert failure.retryable
+
+
+@pytest.mark.parametrize("name", ["ACCEPTED_LATE", "DUPLICATE", "SUPERSEDED", "FENCED", "LATE_CLOSED"])
+async def test_every_other_outcome_ends_the_member(setup: Setup, name: str) -> None:
+    setup.pushed.answer = result(trajectory_service_pb2.Outcome.Value(f"OUTCOME_{name}"))
+    assert await setup.run(leased()) is None
+
+
+async def test_an_evaluation_of_another_version_is_refused_before_any_token(setup: Setup) -> None:
+    failure = await setup.run(leased(required_versions={"solver": 6}))
+    assert failure is not None
+    assert failure.reason == "version_unavailable"
+    assert "serves version 7" in failure.detail
+    assert setup.engine.requests == []
+
+
+async def test_an_evaluation_pins_its_version_until_its_episodes_are_done(setup: Setup) -> None:
+    setup.engine.hold = asyncio.Event()
+    running = asyncio.create_task(setup.run(leased(required_versions={"solver": 7})))
+    await eventually(lambda: setup.engine.requests, what="the episodes call the engine")
+    assert not await setup.policy.wait_unpinned(deadline_s=0.05)
+    setup.engine.hold.set()
+    assert await running is None
+    assert await setup.policy.wait_unpinned(deadline_s=5.0)
+
+
+async def test_an_evaluation_whose_version_moved_under_it_is_not_pushed(setup: Setup) -> None:
+    setup.engine.hold = asyncio.Event()
+    running = asyncio.create_task(setup.run(leased(members=(0,), required_versions={"solver": 7})))
+    await eventually(lambda: setup.engine.requests, what="the episode calls the engine")
+    await setup.engine.swap(model_dir=Path("v8"), version=8)
+    setup.engine.hold.set()
+    failure = await running
+    assert failure is not None
+    assert failure.reason == "version_unavailable"
+    assert setup.pushed.episodes == []
+
+
+async def test_a_training_episode_that_met_a_swap_carries_both_versions(setup: Setup) -> None:
+    setup.engine.hold = asyncio.Event()
+    running = asyncio.create_task(setup.run(leased(members=(0,))))
+    await eventually(lambda: setup.engine.requests, what="the episode calls the engine")
+    await setup.engine.swap(model_dir=Path("v8"), version=8)
+    setup.engine.hold.set()
+    assert await running is None
+    header = setup.pushed.episodes[0].trajectories[0].header
+    assert (header.min_version, header.max_version) == (7, 8)
+
+
+async def test_a_cancelled_lease_stops_its_calls_in_the_engine(setup: Setup) -> None:
+    setup.engine.hold = asyncio.Event()
+    running = asyncio.create_task(setup.run(leased(members=(0, 1))))
+    await eventually(lambda: setup.engine.requests, what="the episodes call the engine")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await eventually(lambda: len(setup.engine.aborted) == 2, what="both calls are aborted")
+    assert setup.pushed.episodes == []

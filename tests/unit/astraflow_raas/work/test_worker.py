@@ -1,0 +1,340 @@
+"""The working session against a real server: credits, leases, renewals, cancels, lost streams, drains."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+
+from astraflow.client import AsyncClient, RetryPolicy
+from astraflow.dataflow.v1 import durability_pb2, task_service_pb2, version_pb2
+from astraflow.errors import AstraflowError
+from astraflow_kit.metrics import Metrics
+from astraflow_raas.work.lease import LeasedTask
+from astraflow_raas.work.session import Failure
+from astraflow_raas.work.worker import Membership, Worker, WorkerHooks, join_request
+from support.raas_parts import SAMPLING
+from support.scripted_dataflow import RunningServer, ScriptedDataflow, eventually, lease, running
+
+MEMBERSHIP = Membership(
+    run_id="run-1",
+    node_id="node-1",
+    incarnation=5,
+    region="",
+    pool="",
+    engines=("astraflow_engine",),
+    max_concurrent_tasks=3,
+    group_size=4,
+)
+
+
+@dataclass
+class ScriptedRunner:
+    """Runs a lease until the test lets it end, with the outcome the test chose."""
+
+    running: dict[str, asyncio.Event] = field(default_factory=dict)
+    outcomes: dict[str, Failure | Exception] = field(default_factory=dict)
+    started: list[LeasedTask] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+
+    async def run(self, leased: LeasedTask) -> Failure | None:
+        self.started.append(leased)
+        release = self.running.setdefault(leased.lease_id, asyncio.Event())
+        try:
+            await release.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(leased.lease_id)
+            raise
+        outcome = self.outcomes.get(leased.lease_id)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def finish(self, lease_id: str) -> None:
+        self.running.setdefault(lease_id, asyncio.Event()).set()
+
+
+@dataclass
+class State:
+    serving_versions: Mapping[str, int] = field(default_factory=lambda: {"solver": 0})
+    tokens_sampled: int = 0
+    engine_restarts: int = 0
+    weight_faults: Sequence[version_pb2.WeightFault] = ()
+    waiting_for: str = ""
+
+
+@dataclass
+class Heard:
+    versions: list[version_pb2.Version] = field(default_factory=list)
+    data_lost: int = 0
+    durable: list[int] = field(default_factory=list)
+    drains: list[str] = field(default_factory=list)
+
+    def lose(self) -> None:
+        self.data_lost += 1
+
+
+@dataclass
+class Setup:
+    server: RunningServer
+    script: ScriptedDataflow
+    runner: ScriptedRunner
+    state: State
+    heard: Heard
+    worker: Worker
+    task: "asyncio.Task[None]"
+
+    @property
+    def last_credits(self) -> task_service_pb2.Credits:
+        return self.script.credits[-1]
+
+    async def lease(self, *names: str) -> None:
+        for name in names:
+            self.script.send(lease=lease(name))
+        wanted = {f"{name}#1" for name in names}
+        await eventually(
+            lambda: wanted <= {leased.lease_id for leased in self.runner.started}, what=f"{names} are run"
+        )
+
+
+@asynccontextmanager
+async def working(script: ScriptedDataflow) -> AsyncIterator[Setup]:
+    runner, state, heard = ScriptedRunner(), State(), Heard()
+    async with (
+        running(script) as server,
+        AsyncClient(server.address, retry=RetryPolicy(total_s=5.0)) as client,
+    ):
+        joined = await client.call(client.runs.JoinRun, join_request(MEMBERSHIP))
+        worker = Worker(
+            client,
+            MEMBERSHIP,
+            joined=joined,
+            runner=runner,
+            state=state,
+            hooks=WorkerHooks(
+                announce=heard.versions.append,
+                data_lost=heard.lose,
+                durable=heard.durable.append,
+                drained_by_server=heard.drains.append,
+            ),
+            default_sampling={"solver": SAMPLING},
+            metrics=Metrics(),
+        )
+        task = asyncio.create_task(worker.run())
+        await eventually(lambda: script.credits, what="the first credits")
+        try:
+            yield Setup(server, script, runner, state, heard, worker, task)
+        finally:
+            for event in runner.running.values():
+                event.set()
+            await worker.stop(deadline_s=2.0)
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+async def setup() -> AsyncIterator[Setup]:
+    async with working(ScriptedDataflow()) as ready:
+        yield ready
+
+
+async def test_a_session_opens_with_hello_and_credits_for_all_free_places(setup: Setup) -> None:
+    assert (setup.script.hellos[0].node_id, setup.script.hellos[0].incarnation) == ("node-1", 5)
+    assert setup.last_credits.tasks == 3
+    assert dict(setup.last_credits.serving_versions) == {"solver": 0}
+    # Places count episodes: a node of 3 tasks of 4 can hold 12 tasks of one.
+    assert setup.script.joins[0].max_concurrent_tasks == 12
+
+
+async def test_credits_follow_what_is_held(setup: Setup) -> None:
+    await setup.lease("a", "b")
+    setup.worker.state_changed()
+    await eventually(lambda: setup.last_credits.tasks == 1, what="one place is left")
+    assert setup.last_credits.leases_received == 2
+    setup.runner.finish("a#1")
+    await eventually(lambda: setup.last_credits.tasks == 2, what="the finished task's place is offered")
+    assert setup.last_credits.leases_received == 2
+    setup.script.break_streams()
+    await eventually(
+        lambda: len(setup.script.hellos) == 2 and not setup.last_credits.leases_received,
+        what="a new stream counts from its beginning",
+    )
+    assert setup.script.failures == []
+
+
+async def test_leases_are_confirmed_and_told_again_by_the_next_session(setup: Setup) -> None:
+    await setup.lease("a", "b")
+    await eventually(lambda: setup.script.receipts == ["a#1", "b#1"], what="both are confirmed")
+    assert not setup.script.hellos[0].held.lease_ids
+    assert setup.script.hellos[0].HasField("held")
+    setup.runner.finish("a#1")
+    await eventually(lambda: setup.worker.num_held == 1, what="one is finished")
+    setup.script.break_streams()
+    await eventually(lambda: len(setup.script.hellos) == 2, what="a new session")
+    assert list(setup.script.hellos[1].held.lease_ids) == ["b#1"]
+
+
+def watermark(position: int, incarnation: str) -> durability_pb2.Watermark:
+    return durability_pb2.Watermark(durable_position=position, data_incarnation=incarnation)
+
+
+async def test_what_is_durable_is_handed_on(setup: Setup) -> None:
+    setup.script.send(watermark=watermark(17, "data-1"))
+    await eventually(lambda: setup.heard.durable == [17], what="the watermark")
+    assert setup.heard.data_lost == 0
+
+
+async def test_a_watermark_of_another_data_set_tells_that_data_was_lost(setup: Setup) -> None:
+    setup.script.data_incarnation = "data-2"
+    setup.script.send(watermark=watermark(3, "data-2"))
+    setup.script.send(watermark=watermark(4, "data-2"))
+    await eventually(lambda: setup.heard.durable == [3, 4], what="the watermarks")
+    assert setup.heard.data_lost == 1
+
+
+async def test_evaluation_tasks_take_the_room_of_one_episode(setup: Setup) -> None:
+    for index in range(4):
+        setup.script.send(lease=lease(f"eval-{index}", members=(0,), required_versions={"solver": 0}))
+    await eventually(lambda: setup.worker.num_held == 4, what="four evaluations are held")
+    setup.worker.state_changed()
+    await eventually(lambda: setup.last_credits.tasks == 2, what="four episodes cost one training task")
+
+
+async def test_a_node_that_waits_offers_nothing_and_says_why(setup: Setup) -> None:
+    setup.state.waiting_for = "engine_start"
+    setup.worker.state_changed()
+    await eventually(lambda: setup.last_credits.waiting_for == "engine_start", what="the reason is reported")
+    assert setup.last_credits.tasks == 0
+
+
+async def test_a_new_version_is_reported_at_once(setup: Setup) -> None:
+    setup.state.serving_versions = {"solver": 4}
+    setup.worker.state_changed()
+    await eventually(lambda: dict(setup.last_credits.serving_versions) == {"solver": 4}, what="version 4")
+
+
+async def test_announced_versions_are_handed_on(setup: Setup) -> None:
+    setup.script.send(version=version_pb2.Version(policy_id="solver", version=3))
+    await eventually(lambda: setup.heard.versions, what="the announcement")
+    assert setup.heard.versions[0].version == 3
+
+
+async def test_a_failure_is_reported_once_with_its_reason(setup: Setup) -> None:
+    setup.runner.outcomes["a#1"] = Failure(reason="workflow_error", detail="x" * 5000, retryable=False)
+    await setup.lease("a")
+    setup.runner.finish("a#1")
+    await eventually(lambda: setup.script.failures, what="the report")
+    (failure,) = setup.script.failures
+    assert (failure.lease_id, failure.reason, failure.retryable) == ("a#1", "workflow_error", False)
+    assert len(failure.detail.encode()) <= 2048
+
+
+async def test_a_defect_while_running_gives_the_lease_back(setup: Setup) -> None:
+    setup.runner.outcomes["a#1"] = RuntimeError("a bug")
+    await setup.lease("a")
+    setup.runner.finish("a#1")
+    await eventually(lambda: setup.script.failures, what="the report")
+    assert setup.script.failures[0].retryable
+    assert "RuntimeError: a bug" in setup.script.failures[0].detail
+
+
+async def test_a_lease_that_cannot_be_read_is_given_back(setup: Setup) -> None:
+    setup.script.send(lease=lease("broken", data_json=b"["))
+    await eventually(lambda: setup.script.failures, what="the report")
+    assert setup.script.failures[0].reason == "workflow_error"
+    assert setup.runner.started == []
+
+
+async def test_a_cancelled_lease_is_stopped_and_not_reported(setup: Setup) -> None:
+    await setup.lease("a", "b")
+    setup.script.send(cancel=task_service_pb2.Cancel(lease_id="a#1", reason="lease_lost"))
+    await eventually(lambda: setup.worker.num_held == 1, what="the lease is dropped")
+    assert setup.runner.cancelled == ["a#1"]
+    assert setup.script.failures == []
+
+
+async def test_held_leases_are_renewed_within_a_third_of_their_life() -> None:
+    async with working(ScriptedDataflow(lease_ttl_s=0.3)) as setup:
+        await setup.lease("a")
+        await eventually(lambda: len(setup.script.renewals) >= 2, what="two renewals")
+        assert setup.script.renewals[-1] == ["a#1"]
+
+
+async def test_a_lost_stream_kills_nothing_and_the_new_one_renews_what_is_held(setup: Setup) -> None:
+    await setup.lease("a", "b")
+    renewals = len(setup.script.renewals)
+    setup.script.break_streams()
+    await eventually(lambda: len(setup.script.hellos) == 2, what="a new session")
+    await eventually(lambda: len(setup.script.renewals) > renewals, what="a renewal")
+    assert sorted(setup.script.renewals[-1]) == ["a#1", "b#1"]
+    assert setup.script.hellos[1].incarnation == setup.script.hellos[0].incarnation
+    assert setup.runner.cancelled == []
+    # The server decides what is still ours.
+    setup.script.send(cancel=task_service_pb2.Cancel(lease_id="b#1", reason="lease_lost"))
+    await eventually(lambda: setup.runner.cancelled == ["b#1"], what="the lost lease is dropped")
+
+
+async def test_a_server_restart_is_survived(setup: Setup) -> None:
+    await setup.lease("a")
+    await setup.server.stop()
+    await asyncio.sleep(0.2)
+    await setup.server.restart()
+    await eventually(lambda: len(setup.script.hellos) == 2, what="a new session")
+    assert setup.runner.cancelled == []
+    await setup.lease("b")
+
+
+async def test_a_new_data_set_on_the_server_is_noticed_when_joining_again(setup: Setup) -> None:
+    setup.script.break_streams()
+    await eventually(lambda: len(setup.script.hellos) == 2, what="a new session")
+    assert setup.heard.data_lost == 0
+    setup.script.data_incarnation = "data-2"
+    setup.script.versions = [version_pb2.Version(policy_id="solver", version=9)]
+    setup.script.break_streams()
+    await eventually(lambda: setup.heard.data_lost == 1, what="the loss is noticed")
+    assert setup.heard.versions[-1].version == 9
+
+
+async def test_a_node_whose_name_was_taken_over_stops(setup: Setup) -> None:
+    setup.script.join_fault = grpc.StatusCode.PERMISSION_DENIED
+    setup.script.break_streams()
+    with pytest.raises(AstraflowError, match="PERMISSION_DENIED"):
+        await asyncio.wait_for(asyncio.shield(setup.task), 10.0)
+
+
+async def test_the_same_lease_is_never_run_twice_at_a_time(setup: Setup) -> None:
+    await setup.lease("a")
+    setup.script.send(lease=lease("a"))
+    await setup.lease("b")
+    assert [started.lease_id for started in setup.runner.started] == ["a#1", "b#1"]
+
+
+async def test_a_drain_finishes_what_is_held_and_takes_nothing_new(setup: Setup) -> None:
+    await setup.lease("a")
+    draining = asyncio.create_task(setup.worker.drain(deadline_s=10.0))
+    await eventually(lambda: setup.last_credits.waiting_for == "drain", what="the drain is announced")
+    assert setup.last_credits.tasks == 0
+    assert not setup.last_credits.serving_versions
+    setup.script.send(lease=lease("late"))
+    await eventually(lambda: setup.script.failure_of("late#1"), what="the late lease is given back")
+    setup.runner.finish("a#1")
+    await draining
+    assert setup.worker.num_held == 0
+    assert [failure.lease_id for failure in setup.script.failures] == ["late#1"]
+
+
+async def test_what_a_drain_cannot_finish_is_given_back_at_no_cost(setup: Setup) -> None:
+    await setup.lease("a", "b")
+    setup.runner.finish("a#1")
+    await setup.worker.drain(deadline_s=0.2)
+    failure = setup.script.failure_of("b#1")
+    assert failure is not None
+    assert (failure.reason, failure.retryable) == ("drain", True)
+    assert setup.runner.cancelled == ["b#1"]
+    assert setup.script.failure_of("a#1") is None
+
+
+async def test_an_order_to_drain_is_handed_on(setup: Setup) -> None:
+    setup.script.send(drain=task_service_pb2.Drain(reason="run_finished"))
+    await eventually(lambda: setup.heard.drains == ["run_finished"], what="the order")

@@ -1,0 +1,176 @@
+"""One batch for two ranks: who speaks to the server, who fetches what, and how the end of training travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from astraflow.errors import FencedError
+from astraflow_trainer.batches.rank_batches import RankBatches
+from astraflow_trainer.batches.source import BatchSource, Ledger, StepBatch
+from astraflow_trainer.controls import PAUSED, Controls, Orders
+from support.rank_threads import ThreadRanks, run_ranks
+from support.scripted_batches import ScriptedBatches, serving
+from support.scripted_dataflow import POLICY, RUN_ID
+
+T = TypeVar("T")
+
+
+def _on_ranks(
+    script: ScriptedBatches, folder: Path, work: Callable[[RankBatches, int], T], *, size: int = 2
+) -> list[T]:
+    """Claim once, then call `work(batches, rank)` on every rank."""
+    with serving(script) as client:
+
+        def one(ranks: ThreadRanks) -> T:
+            source = BatchSource(
+                client,
+                run_id=RUN_ID,
+                policy_id=POLICY,
+                trainer_id="t",
+                ledger=Ledger(folder / f"{ranks.index}"),
+            )
+            source.epoch = int(ranks.tell(str(source.claim().epoch if ranks.index == 0 else 0).encode()))
+            return work(RankBatches(source, ranks), ranks.index)
+
+        return run_ranks(size, one)
+
+
+def _next(
+    batches: RankBatches, controls: Controls | None = None, *, waits: list[str] | None = None
+) -> StepBatch | Orders:
+    waited = [] if waits is None else waits
+    return batches.acquire(1, base_version=4, waiting=waited.append, controls=controls or Controls())
+
+
+def _acquire(batches: RankBatches) -> StepBatch:
+    batch = _next(batches)
+    assert isinstance(batch, StepBatch)
+    return batch
+
+
+def test_every_rank_gets_the_batch_that_the_first_one_acquired(tmp_path: Path) -> None:
+    script = ScriptedBatches()
+    first, second = _on_ranks(script, tmp_path, lambda batches, _: _acquire(batches))
+    assert (second.step, second.batch_id, second.digest, second.base_version) == (1, "b1", b"\1" * 32, 4)
+    assert list(second.items) == list(first.items)
+    assert second.staleness() == first.staleness()
+    assert script.events.count("acquire 1") == 1
+
+
+@pytest.mark.parametrize("last_finished_step", [0, 1])
+def test_every_rank_knows_whether_a_step_is_replayed(tmp_path: Path, last_finished_step: int) -> None:
+    script = ScriptedBatches(last_finished_step=last_finished_step)
+    found = _on_ranks(script, tmp_path, lambda batches, _: _acquire(batches))
+    assert [batch.finished_before for batch in found] == [last_finished_step == 1] * 2
+
+
+def test_each_rank_fetches_only_its_share(tmp_path: Path) -> None:
+    script = ScriptedBatches()
+
+    def fetch(batches: RankBatches, _: int) -> tuple[list[str], dict[str, float]]:
+        batch = _acquire(batches)
+        return [row.trajectory_id for row in batches.fetch(batch)], batches.measured()
+
+    (first, measured), (second, _) = _on_ranks(script, tmp_path, fetch)
+    assert (first, second) == (["t1-0"], ["t1-1"])
+    assert sorted(map(tuple, script.fetched)) == [("t1-0",), ("t1-1",)]
+    assert measured["fetched_bytes"] == 2 * measured["fetched_bytes_rank_0"] > 0
+    assert measured["fetched_share_max"] == 0.5
+
+
+def test_a_rank_without_a_share_fetches_nothing(tmp_path: Path) -> None:
+    """Naming no trajectory would mean all of them."""
+    script = ScriptedBatches()
+
+    def fetch(batches: RankBatches, _: int) -> int:
+        batch = _acquire(batches)
+        return len(batches.fetch(batch))
+
+    assert _on_ranks(script, tmp_path, fetch, size=3) == [1, 1, 0]
+    assert len(script.fetched) == 2
+
+
+def test_only_the_first_rank_tells_the_server_how_far_a_step_is(tmp_path: Path) -> None:
+    script = ScriptedBatches()
+
+    def step(batches: RankBatches, _: int) -> None:
+        batch = _acquire(batches)
+        batches.record_intent(batch)
+        with batches.kept_alive(batch, lease_s=60.0):
+            batches.finish(batch, skipped=False)
+        batches.mark_durable(1)
+
+    _on_ranks(script, tmp_path, step)
+    assert [event for event in script.events if event.split()[0] in ("intent", "trained", "durable")] == [
+        "intent 1",
+        "trained 1",
+        "durable 1",
+    ]
+    assert (tmp_path / "0").exists()
+    assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("ask", "orders"),
+    [
+        (Controls.stop_after_step, Orders(stop=True)),
+        (lambda controls: controls.checkpoint(), Orders(checkpoint=True)),
+        (lambda controls: controls.set_learning_rate(0.125), Orders(learning_rate=0.125)),
+    ],
+    ids=["stop", "checkpoint", "learning rate"],
+)
+def test_what_is_asked_of_the_first_rank_is_everybodys(
+    tmp_path: Path, ask: Callable[[Controls], object], orders: Orders
+) -> None:
+    """A follower that is asked keeps it to itself: only the first rank decides."""
+    asked = Controls()
+    asked.at(0)
+    ask(asked)
+
+    def obey(asked_rank: int) -> list[StepBatch | Orders]:
+        return _on_ranks(
+            ScriptedBatches(),
+            tmp_path,
+            lambda batches, rank: _next(batches, asked if rank == asked_rank else None),
+        )
+
+    assert obey(0) == [orders, orders]
+    assert all(isinstance(batch, StepBatch) for batch in obey(1))
+
+
+def test_a_pause_of_the_first_rank_keeps_the_others_informed(tmp_path: Path) -> None:
+    controls, waits = Controls(), {0: [""], 1: [""]}
+    controls.pause("maintenance")
+
+    def resumed_after_a_word(batches: RankBatches, rank: int) -> StepBatch | Orders:
+        if rank == 1:
+            return _next(batches, waits=waits[1])
+
+        def heard(reason: str) -> None:
+            waits[0].append(reason)
+            controls.resume()
+
+        return batches.acquire(1, base_version=4, waiting=heard, controls=controls)
+
+    found = _on_ranks(ScriptedBatches(), tmp_path, resumed_after_a_word)
+    assert all(isinstance(batch, StepBatch) for batch in found)
+    assert waits == {0: ["", PAUSED], 1: ["", PAUSED]}
+
+
+def test_followers_are_told_what_the_first_rank_waits_for(tmp_path: Path) -> None:
+    script = ScriptedBatches()
+    script.empty_polls.extend(["ready_groups", "publish"])
+    waits: dict[int, list[str]] = {0: [], 1: []}
+    _on_ranks(script, tmp_path, lambda batches, rank: _next(batches, waits=waits[rank]))
+    assert waits == {0: ["ready_groups", "publish"], 1: ["ready_groups", "publish"]}
+
+
+def test_a_first_rank_that_is_fenced_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    script = ScriptedBatches()
+    script.fail("AcquireBatch", FencedError("epoch 4 holds the policy"))
+    with pytest.raises(FencedError, match="epoch 4"):
+        _on_ranks(script, tmp_path, lambda batches, _: _acquire(batches))

@@ -1,0 +1,72 @@
+"""Chunked log-probs equal the plain formula in value and gradient, whatever the chunk."""
+
+import pytest
+import torch
+
+from astraflow_trainer.model.logprobs import token_scores
+
+
+def _inputs(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, 6, generator=generator, requires_grad=True)
+    head = torch.randn(11, 6, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 11, (num_tokens,), generator=generator)
+    temperatures = torch.rand(num_tokens, generator=generator) + 0.5
+    return hidden, head, targets, temperatures
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
+def test_value_and_gradient_equal_log_softmax(chunk_tokens: int) -> None:
+    hidden, head, targets, temperatures = _inputs(7)
+    weights = torch.linspace(-1, 1, 7)
+    logprobs, entropies = token_scores(
+        hidden, head_VD=head, target_N=targets, temperature_N=temperatures, chunk_tokens=chunk_tokens
+    )
+    plain = torch.log_softmax(hidden @ head.T / temperatures[:, None], dim=-1)
+    expected = plain.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropies, -(plain.exp() * plain).sum(-1).detach())
+    mine = torch.autograd.grad((weights * logprobs).sum(), [hidden, head])
+    theirs = torch.autograd.grad((weights * expected).sum(), [hidden, head])
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_gradient_passes_a_numerical_check() -> None:
+    hidden, head, targets, temperatures = _inputs(5)
+    eps = 1e-3
+
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        scores, _ = token_scores(
+            values, head_VD=head, target_N=targets, temperature_N=temperatures, chunk_tokens=2
+        )
+        return scores.sum()
+
+    (gradient,) = torch.autograd.grad(loss(hidden), [hidden])
+    step = torch.zeros_like(hidden)
+    step[2, 3] = eps
+    with torch.no_grad():
+        numerical = (loss(hidden + step) - loss(hidden - step)) / (2 * eps)
+    assert float(gradient[2, 3]) == pytest.approx(float(numerical), rel=2e-3)
+
+
+def test_entropy_has_no_gradient_and_no_token_gives_zero_gradient() -> None:
+    hidden, head, targets, temperatures = _inputs(0)
+    logprobs, entropies = token_scores(hidden, head_VD=head, target_N=targets, temperature_N=temperatures)
+    assert not entropies.requires_grad
+    (gradient,) = torch.autograd.grad(logprobs.sum(), [head])
+    assert not gradient.any()
+
+
+def test_full_logits_are_never_held() -> None:
+    """The largest tensor that the forward pass saves is a hidden state, not a row of logits per token."""
+    hidden, head, targets, temperatures = _inputs(50)
+    saved: list[int] = []
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        token_scores(hidden, head_VD=head, target_N=targets, temperature_N=temperatures, chunk_tokens=5)
+    assert max(saved) == hidden.numel()
+    assert 50 * 11 not in saved

@@ -1,0 +1,102 @@
+"""The policy model scores like the plain Hugging Face model, packed or not, sharded or not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from astraflow_trainer.batches.packing import pack
+from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.model.model import PolicyModel, load_causal_lm, save_causal_lm
+
+MakePolicy = Callable[..., PolicyModel]
+MakeRows = Callable[..., list[TrainingRow]]
+
+
+def _plain_logprobs(policy: PolicyModel, row: TrainingRow) -> torch.Tensor:
+    """What the library's own forward pass says about one row alone."""
+    ids = torch.from_numpy(row.token_ids.astype("int64"))[None]
+    logits = policy.causal_lm(input_ids=ids, use_cache=False).logits[0, :-1] / row.temperature
+    chosen = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
+    return chosen[torch.from_numpy(row.loss_mask[1:])]
+
+
+def _scores_by_row(policy: PolicyModel, rows: list[TrainingRow], **packing: int) -> list[torch.Tensor]:
+    batches = pack(rows, **packing)
+    scored = [(batch.row_N, policy.score(batch).logprob_N) for batch in batches]
+    return [torch.cat([scores[index == row] for index, scores in scored]) for row in range(len(rows))]
+
+
+@pytest.mark.parametrize("packing", [{"token_budget": 500}, {"token_budget": 80, "lane_tokens": 40}])
+def test_scores_equal_the_plain_model_row_by_row(
+    make_policy: MakePolicy, make_rows: MakeRows, packing: dict[str, int]
+) -> None:
+    policy, rows = make_policy(sharded=False), make_rows()
+    with torch.no_grad():
+        for row, scores in zip(rows, _scores_by_row(policy, rows, **packing), strict=True):
+            torch.testing.assert_close(scores, _plain_logprobs(policy, row), atol=5e-6, rtol=0)
+
+
+def test_packed_rows_never_see_each_other(
+    make_policy: MakePolicy, make_row: Callable[..., TrainingRow]
+) -> None:
+    policy = make_policy(sharded=False)
+    kept = make_row([3, 4], [5, 6])
+    with torch.no_grad():
+        before, _ = _scores_by_row(policy, [kept, make_row([7], [8])], token_budget=12, lane_tokens=6)
+        after, _ = _scores_by_row(policy, [kept, make_row([9], [1])], token_budget=12, lane_tokens=6)
+    assert torch.equal(before, after)
+
+
+def test_sharding_changes_nothing(make_policy: MakePolicy, make_rows: MakeRows) -> None:
+    rows = make_rows()
+    results = []
+    for sharded in (False, True):
+        policy = make_policy(sharded=sharded)
+        scores = torch.cat(_scores_by_row(policy, rows, token_budget=60))
+        scores.sum().backward()
+        gradients = [parameter.grad for _, parameter in policy.hf_parameters()]
+        results.append(
+            [scores.detach(), *[getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in gradients]]
+        )
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_entropy_is_that_of_the_row_at_its_temperature(
+    make_policy: MakePolicy, make_row: Callable[..., TrainingRow]
+) -> None:
+    policy = make_policy(sharded=False)
+    row = make_row([3], [5], temperature=0.5)
+    (batch,) = pack([row], token_budget=4)
+    with torch.no_grad():
+        logits = policy.causal_lm(input_ids=torch.tensor([[3]])).logits[0, 0] / 0.5
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        torch.testing.assert_close(policy.score(batch).entropy_N[0], entropy, atol=1e-5, rtol=0)
+
+
+def test_names_are_those_of_a_checkpoint_and_tied_weights_come_once(make_policy: MakePolicy) -> None:
+    names = [name for name, _ in make_policy().hf_parameters()]
+    assert names[0] == "model.embed_tokens.weight"
+    assert "model.layers.1.self_attn.q_norm.weight" in names
+    assert "lm_head.weight" not in names
+    assert len(names) == len(set(names))
+
+
+def test_equal_seeds_build_equal_models_without_touching_the_global_stream(make_policy: MakePolicy) -> None:
+    state = torch.get_rng_state()
+    first, second, other = (make_policy(seed=seed, sharded=False).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_saved_model_loads_as_its_bf16_rounding(make_policy: MakePolicy, tmp_path: Path) -> None:
+    policy = make_policy(sharded=False)
+    save_causal_lm(policy.causal_lm, tmp_path)
+    loaded = load_causal_lm(tmp_path)
+    assert loaded.config.architectures == ["Qwen3ForCausalLM"]
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == torch.float32
+        original = policy.causal_lm.get_parameter(name)
+        assert torch.equal(parameter, original.to(torch.bfloat16).float()), name

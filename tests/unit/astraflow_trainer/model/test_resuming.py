@@ -1,0 +1,97 @@
+"""Where a trainer goes on: rollbacks that no checkpoint knows of, and those that are behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from astraflow_trainer.model.checkpoint import Position
+from astraflow_trainer.model.resuming import WayBack, way_back
+from astraflow_weights.publish.version_writer import CommittedVersion
+
+
+def log(*rollback_of: int | None) -> list[CommittedVersion]:
+    """Versions 0, 1, 2 …, each with weights of its own, or those of the version it goes back to."""
+    roots: list[bytes] = []
+    for number, old in enumerate(rollback_of):
+        roots.append(bytes([number]) if old is None else roots[old])
+    return [
+        CommittedVersion(
+            version=number,
+            sequence=number,
+            manifest_sha256=b"",
+            model_root=roots[number],
+            writer_epoch=1,
+            step=number,
+            snapshot_bytes=0,
+            delta_bytes=0,
+            num_changed=0,
+            num_elements=0,
+            rollback_of=old,
+            existed=True,
+        )
+        for number, old in enumerate(rollback_of)
+    ]
+
+
+def at(*versions: int, learning_rate: float | None = None) -> list[Position]:
+    """Checkpoints of these versions, taken at steps of the same numbers."""
+    return [
+        Position(step=version, version=version, optimizer_steps=version, learning_rate=learning_rate)
+        for version in versions
+    ]
+
+
+PLAIN = log(None, None, None, None)
+BACK = log(None, None, None, None, 1)
+TWICE = log(None, None, None, None, 1, None, 2)
+SINCE = log(None, None, None, None, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("versions", "positions"),
+    [([], []), (PLAIN, []), (PLAIN, at(2)), (BACK, at(1, 4)), (SINCE, at(4)), (SINCE, at(5)), (TWICE, at(6))],
+)
+def test_a_checkpoint_of_the_newest_rollback_or_later_is_where_to_go_on(
+    versions: Sequence[CommittedVersion], positions: Sequence[Position]
+) -> None:
+    assert way_back(versions, positions, durable_step=0) is None
+
+
+@pytest.mark.parametrize(
+    ("versions", "positions", "checkpoint"),
+    [
+        (BACK, at(3), None),
+        (BACK, at(1, 3), 1),
+        (BACK, [], None),
+        (TWICE, at(4), None),
+        (TWICE, at(1, 2, 5), 2),
+        (log(None, None, None, 1, 2, 3), at(1, 2), 1),
+    ],
+)
+def test_otherwise_the_newest_weights_with_the_optimizer_of_a_checkpoint_of_the_same(
+    versions: Sequence[CommittedVersion], positions: Sequence[Position], checkpoint: int | None
+) -> None:
+    found = way_back(versions, positions, durable_step=3)
+    assert found is not None
+    assert (found.version, found.rollback_of) == (len(versions) - 1, versions[-1].rollback_of)
+    assert found.checkpoint == checkpoint
+
+
+def test_the_peak_that_an_operator_set_stays_in_force() -> None:
+    found = way_back(BACK, at(1, 3, learning_rate=0.5), durable_step=0)
+    assert found == WayBack(version=4, rollback_of=1, checkpoint=1, learning_rate=0.5)
+
+
+def test_where_training_went_on_since_a_missing_checkpoint_is_complained_of() -> None:
+    """The caller sees a checkpoint before the durable step and names the folder that it needs."""
+    assert way_back(SINCE, at(3), durable_step=4) is None
+    assert way_back(SINCE, [], durable_step=4) is None
+
+
+def test_weights_that_were_given_up_never_come_back_where_the_server_kept_the_batches() -> None:
+    """A replay from the old checkpoint would publish them again: the newest weights are taken up instead."""
+    found = way_back(SINCE, at(3), durable_step=3)
+    assert found is not None
+    assert (found.version, found.checkpoint) == (5, None)

@@ -1,0 +1,46 @@
+"""What a recipe says of publishing reaches the versions in the store."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from astraflow.recipe_file import parse_recipe
+from astraflow_trainer.joined_run import JoinedRun
+from astraflow_trainer.model.model import PolicyModel
+from astraflow_trainer.publish.open_publisher import open_publisher
+from astraflow_trainer.publish.published import HeldPart
+from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec.shards import whole
+from astraflow_weights.codec.tiles.grid import TileCodec
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.log import VersionLog
+from support.scripted_dataflow import RECIPE
+from support.weight_models import adamw_like, codecs_of
+
+
+@pytest.mark.parametrize(
+    ("overrides", "codec"),
+    [([], TileCodec.RICE), (["trainer.publish.codec=rice_ctx"], TileCodec.RICE_CTX)],
+    ids=["default", "rice_ctx"],
+)
+def test_deltas_are_coded_as_the_recipe_says(
+    tmp_path: Path, make_policy: Callable[..., PolicyModel], overrides: list[str], codec: TileCodec
+) -> None:
+    store, (before, after) = FileStore(tmp_path / "store"), adamw_like(2)
+    recipe = parse_recipe(RECIPE, overrides=overrides).recipe
+    publisher = open_publisher(
+        store,
+        joined=JoinedRun("run-1", recipe, "solver", store.uri, recipe_dir=None, code_sha256=""),
+        epoch=1,
+        peers=OnePeer(),
+        held=HeldPart(make_policy()),
+        mirror_dir=tmp_path / "mirror",
+        assets=(),
+        log=VersionLog(store, run_id="run-1", policy_id="solver"),
+    )
+    for step, model in enumerate((before, after)):
+        publisher.publish(whole(model), step=step)
+    log = VersionLog(store, run_id="run-1", policy_id="solver")
+    log.refresh()
+    assert codecs_of(store, log.record(1).deltas[0].parts) == {codec}

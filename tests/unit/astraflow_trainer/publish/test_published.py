@@ -1,0 +1,133 @@
+"""Published bytes are the model's weights, bit for bit, and stay as they were taken."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from astraflow_trainer.model.model import PolicyModel, local_part
+from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings
+from astraflow_trainer.publish.published import HeldPart, WeightCopies, same_shards
+from astraflow_weights.codec.shards import ShardedModel
+
+
+def _taken(policy: PolicyModel) -> ShardedModel:
+    return WeightCopies(policy).take().open()
+
+
+def test_bits_are_the_bf16_patterns_of_the_masters(make_policy: Callable[..., PolicyModel]) -> None:
+    policy = make_policy()
+    optimizer = MasterOptimizer(policy, settings=OptimizerSettings())
+    taken = _taken(policy)
+    assert [spec.name for spec in taken.specs] == sorted(name for name, _ in policy.hf_parameters())
+    for spec, shard in taken.held():
+        assert shard.elements.dtype == np.uint16
+        widened = (shard.elements.astype(np.uint32) << 16).view(np.float32)
+        master = local_part(optimizer.masters[spec.name]).detach()
+        assert np.array_equal(widened, master.to(torch.bfloat16).float().numpy().reshape(-1)), spec.name
+
+
+def test_later_steps_do_not_change_what_was_taken(make_policy: Callable[..., PolicyModel]) -> None:
+    policy = make_policy()
+    taken = _taken(policy)
+    copies = {name: shard.elements.copy() for name, shard in taken.shards.items()}
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            local_part(parameter).add_(1.0)
+    assert all(np.array_equal(taken.shards[name].elements, copies[name]) for name in copies)
+    later = _taken(policy).shards["model.norm.weight"].elements
+    assert not np.array_equal(later, copies["model.norm.weight"])
+
+
+def test_with_one_rank_the_shards_are_the_whole_tensors(make_policy: Callable[..., PolicyModel]) -> None:
+    policy = make_policy()
+    for spec, shard in _taken(policy).held():
+        assert (shard.start, shard.stop) == (0, spec.num_elements)
+        assert spec.shape == tuple(dict(policy.hf_parameters())[spec.name].shape)
+
+
+def test_a_ranks_part_of_a_whole_model_is_what_it_holds_of_its_own(
+    make_policy: Callable[..., PolicyModel],
+) -> None:
+    policy = make_policy()
+    taken = _taken(policy)
+    other = {
+        spec.name: (np.arange(spec.num_elements) % 7).astype(np.uint16).reshape(spec.shape)
+        for spec in taken.specs
+    }
+    part = same_shards(other, like=HeldPart(policy))
+    assert part.specs == taken.specs
+    for spec, shard in part.held():
+        assert np.array_equal(shard.elements, other[spec.name].reshape(-1)[shard.start : shard.stop])
+        assert not np.shares_memory(shard.elements, other[spec.name])
+
+
+def test_a_released_copy_is_the_memory_of_the_next_one(make_policy: Callable[..., PolicyModel]) -> None:
+    """Copies that are still being published are left alone; none is made anew when one is free."""
+    policy = make_policy()
+    copies = WeightCopies(policy)
+    first, second = copies.take(), copies.take()
+    addresses = {_address(first.open()), _address(second.open())}
+    assert len(addresses) == 2
+    kept = second.open().shards["model.norm.weight"].elements.copy()
+    for _ in range(3):
+        with torch.no_grad():
+            local_part(dict(policy.hf_parameters())["model.norm.weight"]).add_(1.0)
+        first.published(b"")
+        first = copies.take()
+        assert _address(first.open()) in addresses
+    assert np.array_equal(second.open().shards["model.norm.weight"].elements, kept)
+    assert not np.array_equal(first.open().shards["model.norm.weight"].elements, kept)
+
+
+def test_stacked_experts_are_published_as_the_tensors_of_their_checkpoint(tmp_path: Path) -> None:
+    policy = PolicyModel(_mixture("qwen3_moe"))
+    saved = tmp_path / "model"
+    policy.causal_lm.bfloat16().save_pretrained(saved)
+    taken = _taken(policy)
+    published = {spec.name: shard.elements.reshape(spec.shape) for spec, shard in taken.held()}
+    expected = load_file(saved / "model.safetensors")
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in expected
+    assert published.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert np.array_equal(published[name], tensor.view(torch.uint16).numpy()), name
+
+
+def test_stacked_experts_without_a_map_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"mlp.experts.gate_up_proj' stacks experts, and it is not known"):
+        WeightCopies(PolicyModel(_mixture("mixtral")))
+
+
+def _mixture(kind: str) -> transformers.PreTrainedModel:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts_per_tok": 2}
+    experts = (
+        {"moe_intermediate_size": 8, "num_experts": 4} if kind == "qwen3_moe" else {"num_local_experts": 4}
+    )
+    config = transformers.AutoConfig.for_model(kind, **sizes, **heads, **experts)
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _address(model: ShardedModel) -> int:
+    return int(model.shards["model.embed_tokens.weight"].elements.__array_interface__["data"][0])
+
+
+def test_published_shards_go_back_to_the_parameters_that_they_came_from(
+    make_policy: Callable[..., PolicyModel],
+) -> None:
+    held = HeldPart(make_policy())
+    flat = torch.arange(held.num_elements, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    weights = held.by_parameter(held.shards(flat))
+    again = torch.empty_like(flat)
+    with torch.no_grad():
+        for name, parameter in held.parameters.items():
+            local_part(parameter).view(-1).copy_(weights[name].float())
+    held.copy_to(again)
+    finite = ~flat.float().isnan()
+    assert int(finite.sum()) > held.num_elements / 2
+    assert torch.equal(again.view(torch.int16)[finite], flat.view(torch.int16)[finite])

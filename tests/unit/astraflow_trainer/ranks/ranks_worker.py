@@ -1,0 +1,193 @@
+"""The ranks of `test_ranks.py`: a run of one and a run of two take the same steps on the same rows.
+
+Each rank is a process that meets the others as a trainer's ranks do, trains on its share of the rows,
+publishes its shards into a store, saves a checkpoint, and takes up the other run's. What every rank has in
+the end is left in files. One process imports torch and forks all ranks: importing costs most of the test.
+"""
+
+import json
+import multiprocessing
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from astraflow.plugins import VersionSpan
+from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.batches.shares import balanced_shares
+from astraflow_trainer.model.checkpoint import CheckpointStore
+from astraflow_trainer.model.model import PolicyModel, load_causal_lm, local_part, shard
+from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings
+from astraflow_trainer.publish.change_detection import DetectedChanges
+from astraflow_trainer.publish.published import WeightCopies
+from astraflow_trainer.ranks.group import RankGroup, join_rank_group
+from astraflow_trainer.settings import RankSettings
+from astraflow_trainer.step.losses import LossSettings, M2po
+from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
+from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.uploads import Uploads
+from astraflow_weights.publish.version_writer import VersionWriter
+from astraflow_weights.store.file import FileStore
+from astraflow_weights.store.layout import PolicyKeys
+from support.tiny_qwen import TinyShape, save_tiny_qwen
+
+VOCAB_SIZE = 33  # odd, so that two ranks hold different numbers of rows
+NUM_STEPS = 4
+SIZES = (1, 2)
+
+
+def make_rows(seed: int) -> list[TrainingRow]:
+    """Thirteen rows in three groups, which are spread over both ranks."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for index in range(13):
+        num_tokens = int(generator.integers(3, 10))
+        mask = np.arange(num_tokens) >= 2
+        logprobs = np.where(mask, -3.5 + 0.5 * generator.standard_normal(num_tokens), 0.0)
+        rows.append(
+            TrainingRow(
+                trajectory_id=f"t{index}",
+                group_id=f"g{index % 3}",
+                token_ids=generator.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
+                loss_mask=mask,
+                behavior_logprobs=logprobs.astype(np.float32),
+                version_spans=(VersionSpan(0, num_tokens, 0),),
+                reward=float(generator.integers(0, 3)),
+                temperature=1.0,
+            )
+        )
+    return rows
+
+
+class Rank:
+    """One rank of a run."""
+
+    def __init__(self, group: RankGroup, model: Path) -> None:
+        self.group = group
+        self.policy = PolicyModel(load_causal_lm(model))
+        shard(self.policy, mesh=init_device_mesh("cpu", (group.size,)))
+        # A learning rate that moves every weight by many ulps, and an eps that keeps steps proportional to
+        # gradients: Adam would turn a last bit of a tiny gradient into a whole step.
+        self.optimizer = MasterOptimizer(
+            self.policy, settings=OptimizerSettings(learning_rate=1e-2, eps=1e-3)
+        )
+
+    def step(self, seed: int) -> StepMetrics:
+        """Train on this rank's share of the batch."""
+        rows = make_rows(seed)
+        share = balanced_shares([row.num_tokens for row in rows], num_ranks=self.group.size)
+        settings = StepSettings(
+            loss=LossSettings(trust_region=M2po(budget=0.02, floor_low=0.0, floor_high=0.0)),
+            tokens_per_microbatch=20,
+        )
+        return train_step(
+            self.policy,
+            optimizer=self.optimizer,
+            rows=[rows[position] for position in share[self.group.index]],
+            settings=settings,
+            ranks=self.group.training,
+        )
+
+    def checkpoints(self, folder: Path) -> CheckpointStore:
+        """Checkpoints that all ranks share."""
+        return CheckpointStore(folder, keep=9, ranks=self.group.saving, group=self.group.saving_group)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """This rank's part of masters and moments."""
+        return {
+            name: local_part(tensor).detach().numpy().copy()
+            for name, tensor in self.optimizer.state().items()
+        }
+
+
+def publisher(group: RankGroup, folder: Path) -> ShardPublisher:
+    """This rank's publisher into the run's own store."""
+    store = FileStore(folder / f"store-{group.size}")
+    writer = VersionWriter.open(store, run_id="run", policy_id="p", epoch=1) if group.index == 0 else None
+    uploads = writer.uploads if writer else Uploads(store, keys=PolicyKeys("run", "p"), threads=1)
+    return ShardPublisher(writer, uploads=uploads, peers=group.publishing, base=None)
+
+
+def train(settings: RankSettings, folder: Path) -> None:
+    """Take the steps, publish each, and save a checkpoint."""
+    torch.set_num_threads(1)
+    group = join_rank_group(settings, timeout_s=60.0)
+    rank, versions = Rank(group, folder / "model"), publisher(group, folder)
+    copies = DetectedChanges(rank.policy) if group.size == 2 else WeightCopies(rank.policy)
+    taken = copies.take()
+    root = versions.publish(taken.open(), step=0).model_root
+    lines = []
+    for step in range(1, NUM_STEPS + 1):
+        metrics = rank.step(step)
+        assert metrics.loss is not None
+        lines.append([metrics.loss.loss, metrics.gradient_norm, metrics.clip_low, metrics.loss.num_tokens])
+        taken.published(root)
+        taken = copies.take()
+        shards = taken.open()
+        root = versions.publish(shards, step=step).model_root
+    torch.manual_seed(100 + group.index)
+    checkpoints = rank.checkpoints(folder / f"checkpoints-{group.size}")
+    checkpoints.write(checkpoints.stage(rank.optimizer, step=NUM_STEPS, version=NUM_STEPS))
+    held = {"shards": shards.num_bytes, "whole": sum(spec.size_bytes for spec in shards.specs)}
+    (folder / f"held-{group.size}-{group.index}.json").write_text(json.dumps(held))
+    np.save(folder / f"metrics-{group.size}-{group.index}.npy", np.asarray(lines))
+    np.savez(folder / f"state-{group.size}-{group.index}.npz", **rank.state())
+    group.farewell(None)
+    dist.destroy_process_group()
+
+
+def resume(settings: RankSettings, folder: Path) -> None:
+    """Take up the checkpoint of the run with the other number of ranks, and go on for a step."""
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    group = join_rank_group(settings, timeout_s=60.0)
+    rank = Rank(group, folder / "model")
+    other = SIZES[1 - SIZES.index(group.size)]
+    position = rank.checkpoints(folder / f"checkpoints-{other}").restore(rank.optimizer)
+    assert position is not None
+    assert (position.step, position.optimizer_steps) == (NUM_STEPS, NUM_STEPS)
+    np.savez(folder / f"resumed-{group.size}-{group.index}.npz", **rank.state())
+    np.save(folder / f"random-{group.size}-{group.index}.npy", torch.rand(4).numpy())
+    metrics = rank.step(NUM_STEPS + 1)
+    assert metrics.loss is not None
+    np.save(
+        folder / f"next-{group.size}-{group.index}.npy",
+        np.asarray([metrics.loss.loss, metrics.gradient_norm]),
+    )
+    group.farewell(None)
+    dist.destroy_process_group()
+
+
+def in_ranks(size: int, work: object, folder: Path) -> bool:
+    """Fork `size` ranks; whether all ended well."""
+    context = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    places = [
+        RankSettings(rank=rank, world_size=size, master_addr="127.0.0.1", master_port=port)
+        for rank in range(size)
+    ]
+    ranks = [
+        context.Process(target=work, args=(place, folder), daemon=True)  # type: ignore[arg-type]
+        for place in places
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=100)
+    return all(process.exitcode == 0 for process in ranks)
+
+
+def main(folder: Path) -> int:
+    """Run everything."""
+    save_tiny_qwen(folder / "model", shape=TinyShape(vocab_size=VOCAB_SIZE))
+    runs = [(size, work) for work in (train, resume) for size in SIZES]
+    return 0 if all(in_ranks(size, work, folder) for size, work in runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,56 @@
+"""Ranks that cannot meet say so, in bounded time; a group of one needs nobody."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from astraflow.errors import FencedError, UnavailableError
+from astraflow_trainer.ranks.group import join_rank_group
+from astraflow_trainer.settings import RankSettings
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_one_rank_is_a_group_that_nobody_else_can_end() -> None:
+    group = join_rank_group(RankSettings(), timeout_s=1.0)
+    assert (group.index, group.size, group.watch) == (0, 1, None)
+    error = FencedError("epoch 4 holds the policy")
+    assert group.explain(error) is error
+    group.farewell(error)
+
+
+def test_a_rank_that_finds_no_first_one_says_where_it_looked() -> None:
+    port = _free_port()
+    settings = RankSettings(rank=1, world_size=2, master_addr="127.0.0.1", master_port=port)
+    with pytest.raises(UnavailableError, match=f"rank 1 of 2 did not meet the others at 127.0.0.1:{port}"):
+        join_rank_group(settings, timeout_s=1.0)
+
+
+def test_a_first_rank_whose_others_do_not_come_gives_up() -> None:
+    settings = RankSettings(rank=0, world_size=2, master_addr="127.0.0.1", master_port=_free_port())
+    with pytest.raises(UnavailableError, match="rank 0 of 2 did not meet the others"):
+        join_rank_group(settings, timeout_s=1.0)
+
+
+def test_a_rank_does_not_join_the_ranks_of_an_earlier_start() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    PrefixStore("start-0", store).set("place/1", "the process before")
+    settings = RankSettings(rank=1, world_size=2, master_addr="127.0.0.1", master_port=store.port)
+    with pytest.raises(UnavailableError, match="is taken: ranks of an earlier start are still ending"):
+        join_rank_group(settings, timeout_s=5.0)

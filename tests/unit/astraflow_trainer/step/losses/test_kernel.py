@@ -1,0 +1,260 @@
+"""Golden values and gradients of every trust region and anchor, by hand from ratios and advantages."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from astraflow_trainer.ranks.reductions import OneRank
+from astraflow_trainer.step.losses import (
+    BehaviorAnchor,
+    Cispo,
+    DualClip,
+    Gspo,
+    KlEstimator,
+    KlReference,
+    KlSettings,
+    LossInputs,
+    LossSettings,
+    LossStatistics,
+    M2po,
+    M2poClip,
+    M2poMask,
+    NoTrustRegion,
+    PpoClip,
+    ProximalAnchor,
+    StepRegion,
+    policy_loss,
+    resolve_region,
+)
+from astraflow_trainer.step.losses.second_moment import MaskAbove
+
+RATIOS = [1.5, 0.5, 1.0, 1.1, 0.7]
+ADVANTAGES = [1.0, -1.0, 2.0, -1.0, 1.0]
+BEHAVIOR = [-2.0, -1.0, -0.5, -3.0, -1.5]
+
+
+def _loss(
+    region: StepRegion,
+    *,
+    ratios: list[float] = RATIOS,
+    advantages: list[float] = ADVANTAGES,
+    behavior: list[float] = BEHAVIOR,
+    settings: LossSettings | None = None,
+    weights: list[float] | None = None,
+    rows: list[int] | None = None,
+    proximal: list[float] | None = None,
+    reference: list[float] | None = None,
+) -> tuple[float, list[float], LossStatistics]:
+    """Value, gradient in the log-probs, and statistics; each token weighs 1 unless told."""
+    logprobs = torch.tensor(behavior) + torch.tensor(ratios).log()
+    logprobs.requires_grad_()
+    inputs = LossInputs(
+        row_N=torch.tensor(rows or [0] * len(ratios)),
+        num_rows=max(rows or [0]) + 1,
+        advantage_N=torch.tensor(advantages),
+        weight_N=torch.tensor(weights or [1.0] * len(ratios)),
+        behavior_N=torch.tensor(behavior),
+        proximal_N=None if proximal is None else torch.tensor(proximal),
+        reference_N=None if reference is None else torch.tensor(reference),
+    )
+    settings = settings or LossSettings(trust_region=NoTrustRegion())
+    loss, statistics = policy_loss(logprobs, inputs=inputs, region=region, settings=settings)
+    loss.backward()
+    assert logprobs.grad is not None
+    return float(loss.detach()), logprobs.grad.tolist(), statistics
+
+
+def test_without_a_trust_region_the_loss_is_minus_ratio_times_advantage() -> None:
+    value, gradient, _ = _loss(NoTrustRegion())
+    assert value == pytest.approx(-1.5 + 0.5 - 2.0 + 1.1 - 0.7)
+    assert gradient == pytest.approx([-1.5, 0.5, -2.0, 1.1, -0.7])
+
+
+def test_ppo_clip_cuts_only_the_side_that_moves_away() -> None:
+    value, gradient, statistics = _loss(PpoClip(low=0.2, high=0.28))
+    # 1.5 with A > 0 counts as 1.28; 0.5 with A < 0 as 0.8; 0.7 with A > 0 is not cut.
+    assert value == pytest.approx(-1.28 + 0.8 - 2.0 + 1.1 - 0.7)
+    assert gradient == pytest.approx([0.0, 0.0, -2.0, 1.1, -0.7])
+    metrics = statistics.metrics()
+    assert (metrics.clip_fraction_up, metrics.clip_fraction_down) == pytest.approx((0.2, 0.2))
+
+
+def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
+    value, gradient, statistics = _loss(
+        DualClip(low=0.2, high=0.28, cap=3.0),
+        ratios=[4.0, 2.0],
+        advantages=[-1.0, -1.0],
+        behavior=[-4.0, -4.0],
+    )
+    assert value == pytest.approx(3.0 + 2.0)
+    assert gradient == pytest.approx([0.0, 2.0])
+    assert statistics.metrics().clip_fraction_up == pytest.approx(0.5)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    value, gradient, _ = _loss(
+        Cispo(min_ratio=0.0, max_ratio=5.0), ratios=[8.0, 0.5], advantages=[1.0, -1.0], behavior=[-4.0, -1.0]
+    )
+    first, second = -4.0 + math.log(8.0), -1.0 + math.log(0.5)
+    assert value == pytest.approx(-5.0 * first + 0.5 * second)
+    assert gradient == pytest.approx([-5.0, 0.5])
+
+
+def test_gspo_clips_the_geometric_mean_of_the_row() -> None:
+    # Row 0: mean log-ratio (0.002 + 0.001) / 2 = 0.0015, above log(1.0004): cut. Row 1: 0.0002, inside.
+    ratios = [math.exp(0.002), math.exp(0.001), math.exp(0.0003), math.exp(0.0001)]
+    value, gradient, statistics = _loss(
+        Gspo(low=3e-4, high=4e-4),
+        ratios=ratios,
+        advantages=[1.0, 1.0, 2.0, 2.0],
+        behavior=[-1.0] * 4,
+        rows=[0, 0, 1, 1],
+    )
+    inside = math.exp(0.0002)
+    assert value == pytest.approx(-2 * 1.0004 - 4 * inside, abs=1e-6)
+    assert gradient == pytest.approx([0.0, 0.0, -2 * inside, -2 * inside], abs=1e-6)
+    assert statistics.metrics().ratio_max == pytest.approx(math.exp(0.0015), abs=1e-6)
+
+
+def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
+    """With seq_mean_token_mean weights, GSPO-token has the gradient of −s·A with s the sequence ratio."""
+    behavior = torch.tensor([-1.0, -2.0, -1.5])
+    logprobs = (behavior + torch.tensor([1e-4, -2e-4, 2e-4])).requires_grad_()
+    sequence = (logprobs - behavior).mean().exp() * -1.7
+    (expected,) = torch.autograd.grad(sequence, [logprobs])
+    inputs = LossInputs(
+        row_N=torch.zeros(3, dtype=torch.int64),
+        num_rows=1,
+        advantage_N=torch.full((3,), 1.7),
+        weight_N=torch.full((3,), 1 / 3),
+        behavior_N=behavior,
+    )
+    loss, _ = policy_loss(logprobs, inputs=inputs, region=Gspo(), settings=LossSettings(trust_region=Gspo()))
+    (gradient,) = torch.autograd.grad(loss, [logprobs])
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_mask_drops_large_squares_on_both_sides() -> None:
+    threshold = math.log(0.7) ** 2
+    value, gradient, statistics = _loss(MaskAbove(threshold=threshold + 1e-9))
+    # |log 1.5| = 0.405 and |log 0.5| = 0.693 are above |log 0.7| = 0.357.
+    assert value == pytest.approx(-2.0 + 1.1 - 0.7)
+    assert gradient == pytest.approx([0.0, 0.0, -2.0, 1.1, -0.7])
+    assert statistics.metrics().masked_fraction == pytest.approx(0.4)
+
+
+def test_proximal_anchor_weighs_by_the_bounded_mismatch() -> None:
+    proximal = [-2.0 + math.log(4.0), -1.0]
+    value, gradient, _ = _loss(
+        PpoClip(low=0.2, high=0.2),
+        ratios=[4.0 * 1.1, 0.9],
+        advantages=[1.0, 1.0],
+        behavior=[-2.0, -1.0],
+        proximal=proximal,
+        settings=LossSettings(anchor=ProximalAnchor(weight_cap=2.0), trust_region=PpoClip(low=0.2, high=0.2)),
+    )
+    # Token 0: ratio 1.1 to the anchor, weight min(4, 2); token 1: ratio 0.9, weight 1.
+    assert value == pytest.approx(-2.0 * 1.1 - 0.9)
+    assert gradient == pytest.approx([-2.2, -0.9])
+
+
+def test_proximal_anchor_without_its_log_probs_is_refused() -> None:
+    settings = LossSettings(anchor=ProximalAnchor(), trust_region=NoTrustRegion())
+    with pytest.raises(ValueError, match="pass proximal_N"):
+        _loss(NoTrustRegion(), settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "estimate", "slope"),
+    [
+        (KlEstimator.K1, -0.5, 1.0),
+        (KlEstimator.K2, 0.125, -0.5),
+        (KlEstimator.K3, math.exp(0.5) - 1.5, 1 - math.exp(0.5)),
+    ],
+)
+def test_kl_term_is_added_with_its_coefficient(estimator: KlEstimator, estimate: float, slope: float) -> None:
+    kl = KlSettings(coefficient=0.1, estimator=estimator, reference=KlReference.MODEL)
+    value, gradient, statistics = _loss(
+        NoTrustRegion(),
+        ratios=[1.0],
+        advantages=[1.0],
+        behavior=[-2.0],
+        reference=[-1.5],
+        settings=LossSettings(trust_region=NoTrustRegion(), kl=kl),
+    )
+    assert value == pytest.approx(-1.0 + 0.1 * estimate)
+    assert gradient == pytest.approx([-1.0 + 0.1 * slope])
+    assert statistics.metrics().kl == pytest.approx(estimate)
+
+
+def test_weights_scale_each_token() -> None:
+    value, gradient, _ = _loss(NoTrustRegion(), weights=[0.5, 0.0, 0.25, 0.0, 0.0])
+    assert value == pytest.approx(-0.75 - 0.5)
+    assert gradient == pytest.approx([-0.75, 0.0, -0.5, 0.0, 0.0])
+
+
+def test_log_ratios_are_clamped_before_the_exponential() -> None:
+    value, gradient, _ = _loss(NoTrustRegion(), ratios=[math.exp(25)], advantages=[1.0], behavior=[-30.0])
+    assert value == pytest.approx(-math.exp(20), rel=1e-5)
+    assert gradient == [0.0]
+
+
+def test_statistics_match_hand_computed_numbers() -> None:
+    _, _, statistics = _loss(NoTrustRegion())
+    metrics = statistics.metrics()
+    logs = [math.log(ratio) for ratio in RATIOS]
+    assert metrics.num_tokens == 5
+    assert (metrics.ratio_min, metrics.ratio_mean, metrics.ratio_max) == pytest.approx((0.5, 4.8 / 5, 1.5))
+    squares = 2.25 + 0.25 + 1 + 1.21 + 0.49
+    assert metrics.effective_sample_size == pytest.approx(4.8**2 / (5 * squares), rel=1e-5)
+    k3 = sum(ratio - 1 - log for ratio, log in zip(RATIOS, logs, strict=True)) / 5
+    assert metrics.k3 == pytest.approx(k3, rel=1e-5)
+    assert metrics.max_abs_log_ratio == pytest.approx(math.log(2), rel=1e-6)
+    assert metrics.second_moment == pytest.approx(sum(log**2 for log in logs) / 5, rel=1e-5)
+    # Only 1.5 with A > 0 and 0.5 with A < 0 moved away.
+    away = (math.log(1.5) ** 2 + math.log(2) ** 2) / 2
+    assert metrics.second_moment_away == pytest.approx(away, rel=1e-5)
+
+
+@pytest.mark.parametrize("region", [M2po(budget=0.1), M2poClip(budget=0.1), M2poMask(budget=0.1)])
+def test_step_wide_bounds_do_not_depend_on_token_order(region: M2po | M2poClip | M2poMask) -> None:
+    generator = torch.Generator().manual_seed(1)
+    behavior = -torch.rand(200, generator=generator)
+    logprobs = behavior + torch.randn(200, generator=generator)
+    advantages = torch.randn(200, generator=generator)
+    order = torch.randperm(200, generator=generator)
+    settings = LossSettings(trust_region=region)
+    first, second = (
+        resolve_region(
+            logprobs[chosen],
+            behavior_N=behavior[chosen],
+            advantage_N=advantages[chosen],
+            settings=settings,
+            ranks=OneRank(),
+        )
+        for chosen in (torch.arange(200), order)
+    )
+    assert first == second
+    assert first != region
+
+
+def test_m2po_takes_bounds_over_tokens_that_moved_away_only() -> None:
+    """A restoring token, however far, neither counts nor is cut."""
+    settings = LossSettings(trust_region=M2po(budget=0.04))
+    logprobs, behavior = torch.tensor([-1.0, -3.0]), torch.tensor([-1.1, -1.0])
+    region = resolve_region(
+        logprobs,
+        behavior_N=behavior,
+        advantage_N=torch.tensor([1.0, 1.0]),
+        settings=settings,
+        ranks=OneRank(),
+    )
+    assert region == PpoClip(low=1.0, high=1e5)
+
+
+def test_second_moment_forms_refuse_a_proximal_anchor() -> None:
+    with pytest.raises(ValueError, match="Use the behaviour anchor"):
+        LossSettings(anchor=ProximalAnchor(), trust_region=M2po())
+    assert replace(LossSettings(), anchor=BehaviorAnchor()).needs_step_bounds

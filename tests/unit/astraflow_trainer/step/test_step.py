@@ -1,0 +1,222 @@
+"""A step: invariance to packing, guards, and that it learns (and does not at learning rate 0)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from astraflow_trainer.batches.packing import pack
+from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.model.model import PolicyModel, local_part
+from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings, ScheduleSettings
+from astraflow_trainer.step.losses import (
+    Aggregation,
+    Cispo,
+    Gspo,
+    KlReference,
+    KlSettings,
+    LossSettings,
+    M2po,
+    M2poClip,
+    M2poMask,
+    NoTrustRegion,
+    PpoClip,
+    ProximalAnchor,
+)
+from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics, StepSettings, train_step
+
+pytestmark = pytest.mark.slow
+
+MakePolicy = Callable[..., PolicyModel]
+MakeRows = Callable[..., list[TrainingRow]]
+
+LOSSES = {
+    "none": LossSettings(trust_region=NoTrustRegion(), aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM),
+    "ppo": LossSettings(trust_region=PpoClip(), aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN),
+    "m2po": LossSettings(trust_region=M2po(budget=0.1)),
+    "m2po_clip": LossSettings(trust_region=M2poClip(budget=0.1)),
+    "m2po_mask": LossSettings(trust_region=M2poMask(budget=0.1)),
+    "gspo": LossSettings(trust_region=Gspo(low=0.1, high=0.1), aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN),
+    "cispo": LossSettings(trust_region=Cispo(), aggregation=Aggregation.CONSTANT, constant_length=9),
+    "proximal_kl": LossSettings(
+        anchor=ProximalAnchor(), trust_region=PpoClip(), kl=KlSettings(coefficient=0.1)
+    ),
+}
+
+
+def _run(
+    policy: PolicyModel, rows: list[TrainingRow], settings: StepSettings, **options: object
+) -> tuple[StepMetrics, dict[str, torch.Tensor]]:
+    """Metrics, and ten times the first moment after one step, which is the gradient."""
+    reference = options.pop("reference", None)
+    assert reference is None or isinstance(reference, PolicyModel)
+    optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1e-3, grad_clip=1e9))
+    metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=settings, reference=reference)
+    state = optimizer.state()
+    return metrics, {
+        name: 10 * local_part(value).detach() for name, value in state.items() if name.startswith("exp_avg.")
+    }
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradient_do_not_depend_on_packing_or_micro_batching(
+    name: str, make_policy: MakePolicy, make_rows: MakeRows
+) -> None:
+    rows = make_rows(num_rows=16)
+    whole = StepSettings(loss=LOSSES[name], tokens_per_microbatch=1000)
+    metrics, gradient = _run(make_policy(), rows, whole)
+    assert metrics.num_micro_batches == 1
+    assert metrics.loss is not None
+    scale = max(float(value.abs().max()) for value in gradient.values())
+    for budget, lane in ((60, None), (14, None), (120, 40), (1000, 100)):
+        settings = replace(whole, tokens_per_microbatch=budget, lane_tokens=lane)
+        other_metrics, other = _run(make_policy(), rows, settings)
+        assert other_metrics.loss is not None
+        assert other_metrics.loss.loss == pytest.approx(metrics.loss.loss, abs=1e-6)
+        assert other_metrics.clip_low == pytest.approx(metrics.clip_low, abs=1e-5)
+        for key, value in gradient.items():
+            torch.testing.assert_close(other[key], value, atol=1e-6 * max(1.0, scale), rtol=1e-5)
+
+
+def test_the_order_of_rows_changes_nothing(make_policy: MakePolicy, make_rows: MakeRows) -> None:
+    rows = make_rows(num_rows=16)
+    shuffled = [rows[index] for index in np.random.default_rng(1).permutation(16)]
+    settings = StepSettings(tokens_per_microbatch=50)
+    first, gradient = _run(make_policy(), rows, settings)
+    second, other = _run(make_policy(), shuffled, settings)
+    assert first.loss is not None
+    assert second.loss is not None
+    assert first.loss.loss == pytest.approx(second.loss.loss, abs=1e-6)
+    for key, value in gradient.items():
+        torch.testing.assert_close(other[key], value, atol=1e-6, rtol=1e-5)
+
+
+def test_m2po_bounds_are_those_of_the_whole_step(make_policy: MakePolicy, make_rows: MakeRows) -> None:
+    """Each micro-batch alone would get other bounds; the step has one pair, reported in its metrics."""
+    loss = LossSettings(trust_region=M2po(budget=0.02, floor_low=0.0, floor_high=0.0))
+    rows = make_rows(num_rows=16)
+    whole, _ = _run(make_policy(), rows, StepSettings(loss=loss))
+    split, _ = _run(make_policy(), rows, StepSettings(loss=loss, tokens_per_microbatch=40))
+    alone, _ = _run(make_policy(), rows[:4], StepSettings(loss=loss))
+    assert split.num_micro_batches > 2
+    assert (split.clip_low, split.clip_high) == pytest.approx((whole.clip_low, whole.clip_high), rel=1e-4)
+    assert alone.clip_low != pytest.approx(whole.clip_low, rel=1e-2)
+    assert 0 < whole.clip_low < 1
+
+
+def test_rows_with_zero_advantage_are_left_out_of_denominators_unless_told(
+    make_policy: MakePolicy, make_rows: MakeRows, make_row: Callable[..., TrainingRow]
+) -> None:
+    rows = make_rows(num_rows=8)
+    flat = [make_row([1, 2], [3, 4], reward=1.0, group="flat", name=f"f{index}") for index in range(4)]
+    loss = LossSettings(trust_region=NoTrustRegion())
+    metrics, gradient = _run(make_policy(), rows + flat, StepSettings(loss=loss))
+    same, expected = _run(make_policy(), rows, StepSettings(loss=loss))
+    assert (metrics.num_rows, metrics.num_trained_rows, metrics.num_zero_variance_groups) == (12, 8, 1)
+    for key, value in expected.items():
+        torch.testing.assert_close(gradient[key], value)
+    kept, diluted = _run(make_policy(), rows + flat, StepSettings(loss=loss, drop_zero_advantage=False))
+    assert kept.loss is not None
+    assert same.loss is not None
+    share = same.loss.num_tokens / kept.loss.num_tokens
+    for key, value in expected.items():
+        torch.testing.assert_close(diluted[key], value * share, atol=1e-6, rtol=1e-4)
+
+
+def test_a_batch_without_signal_is_skipped(
+    make_policy: MakePolicy, make_row: Callable[..., TrainingRow]
+) -> None:
+    policy = make_policy()
+    optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1.0))
+    before = {name: local_part(value).detach().clone() for name, value in optimizer.state().items()}
+    rows = [make_row([1], [2], reward=1.0), make_row([1], [3], reward=1.0)]
+    metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=StepSettings())
+    assert (metrics.outcome, metrics.skip_reason) == (Outcome.SKIPPED, SkipReason.NO_SIGNAL)
+    assert metrics.loss is None
+    assert all(torch.equal(local_part(value), before[name]) for name, value in optimizer.state().items())
+    empty = train_step(policy, optimizer=optimizer, rows=[], settings=StepSettings())
+    assert empty.skip_reason is SkipReason.NO_SIGNAL
+
+
+@pytest.mark.parametrize("broken", ["weights", "gradient"])
+def test_a_non_finite_step_is_skipped_and_leaves_no_trace(
+    broken: str, make_policy: MakePolicy, make_rows: MakeRows
+) -> None:
+    policy = make_policy()
+    optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1.0))
+    train_step(policy, optimizer=optimizer, rows=make_rows(), settings=StepSettings())
+    before = {name: local_part(value).detach().clone() for name, value in optimizer.state().items()}
+    norm = policy.causal_lm.get_decoder().norm
+    handle = norm.register_forward_hook(
+        lambda _module, _inputs, output: output * float("nan") if broken == "weights" else _poison(output)
+    )
+    metrics = train_step(policy, optimizer=optimizer, rows=make_rows(seed=1), settings=StepSettings())
+    handle.remove()
+    expected = SkipReason.NON_FINITE_LOSS if broken == "weights" else SkipReason.NON_FINITE_GRADIENT
+    assert (metrics.outcome, metrics.skip_reason) == (Outcome.SKIPPED, expected)
+    assert optimizer.num_steps == 1
+    assert all(torch.equal(local_part(value), before[name]) for name, value in optimizer.state().items())
+    healthy = train_step(policy, optimizer=optimizer, rows=make_rows(seed=1), settings=StepSettings())
+    assert healthy.outcome is Outcome.COMMITTED
+
+
+def _poison(output: torch.Tensor) -> torch.Tensor:
+    """Finite forward, infinite backward."""
+    copy = output.clone()
+    copy.register_hook(lambda gradient: gradient * float("inf"))
+    return copy
+
+
+def test_kl_to_a_reference_model_needs_it_and_pulls_towards_it(
+    make_policy: MakePolicy, make_rows: MakeRows
+) -> None:
+    kl = KlSettings(coefficient=1.0, reference=KlReference.MODEL)
+    settings = StepSettings(loss=LossSettings(trust_region=NoTrustRegion(), kl=kl))
+    with pytest.raises(ValueError, match="pass it, or use"):
+        _run(make_policy(), make_rows(), settings)
+    same, _ = _run(make_policy(), make_rows(), settings, reference=_rounded(make_policy(sharded=False)))
+    other, _ = _run(make_policy(), make_rows(), settings, reference=make_policy(seed=5, sharded=False))
+    assert same.loss is not None
+    assert other.loss is not None
+    assert same.loss.kl == pytest.approx(0.0, abs=1e-6)
+    assert other.loss.kl > 0.1
+
+
+def _rounded(policy: PolicyModel) -> PolicyModel:
+    MasterOptimizer(policy, settings=OptimizerSettings())
+    return policy
+
+
+@pytest.mark.parametrize(("learning_rate", "learns"), [(2e-2, True), (0.0, False)])
+def test_a_bandit_learns_the_rewarded_token_and_not_at_learning_rate_zero(
+    learning_rate: float, learns: bool, make_policy: MakePolicy, make_row: Callable[..., TrainingRow]
+) -> None:
+    policy = make_policy()
+    schedule = ScheduleSettings(warmup_steps=0)
+    settings = OptimizerSettings(learning_rate=learning_rate, schedule=schedule)
+    optimizer = MasterOptimizer(policy, settings=settings)
+    generator = torch.Generator().manual_seed(0)
+    start = _distribution(policy, make_row)[7].item()
+    for _ in range(8):
+        probabilities = _distribution(policy, make_row)
+        actions = torch.multinomial(probabilities, 32, replacement=True, generator=generator).tolist()
+        rows = [
+            make_row([5], [action], logprobs=[probabilities[action].log().item()], reward=float(action == 7))
+            for action in [*actions, 7]
+        ]
+        metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=StepSettings())
+        assert metrics.loss is not None
+        # What was sampled from is what is trained: every ratio of an on-policy step is 1.
+        assert metrics.loss.max_abs_log_ratio < 1e-5
+    end = _distribution(policy, make_row)[7].item()
+    assert (end > max(0.5, 3 * start)) if learns else (end == start)
+
+
+@torch.no_grad()
+def _distribution(policy: PolicyModel, make_row: Callable[..., TrainingRow]) -> torch.Tensor:
+    """Probabilities of all next tokens after the prompt [5]."""
+    rows = [make_row([5], [token]) for token in range(32)]
+    (batch,) = pack(rows, token_budget=64)
+    return policy.score(batch).logprob_N.exp()

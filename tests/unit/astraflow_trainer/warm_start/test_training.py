@@ -1,0 +1,113 @@
+"""The warm start learns, covers completions only, and gives the same bits on any number of threads."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from astraflow_trainer.model.model import PolicyModel
+from astraflow_trainer.model.tokenizer import TokenizerSettings, train_tokenizer
+from astraflow_trainer.warm_start.training import (
+    EncodedExamples,
+    Example,
+    WarmStartSettings,
+    encode_examples,
+    warm_start,
+)
+
+MakePolicy = Callable[..., PolicyModel]
+
+
+def _examples(count: int, *, seed: int = 0) -> EncodedExamples:
+    """Prompts of random ids whose completion repeats their first id; id 31 ends the text."""
+    generator = np.random.default_rng(seed)
+    prompts = [generator.integers(0, 8, int(generator.integers(1, 7))).tolist() for _ in range(count)]
+    pieces = [[*prompt, prompt[0], 31] for prompt in prompts]
+    return EncodedExamples(
+        token_ids=np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces]),
+        starts=np.cumsum([0, *map(len, pieces)], dtype=np.int64),
+        prompt_lengths=np.asarray([len(prompt) for prompt in prompts], dtype=np.int64),
+    )
+
+
+def _train(policy: PolicyModel, *, steps: int = 12, num_threads: int = 1, **changes: float) -> list[float]:
+    settings = WarmStartSettings(steps=steps, batch_size=16, **changes)  # type: ignore[arg-type]
+    examples = _examples(settings.num_examples)
+    report = warm_start(policy.causal_lm, examples=examples, settings=settings, num_threads=num_threads)
+    return list(report.losses)
+
+
+def test_the_loss_falls_well_below_its_start(make_policy: MakePolicy) -> None:
+    losses = _train(make_policy(sharded=False), steps=60, learning_rate=1e-2)
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_threads_change_no_bit(make_policy: MakePolicy) -> None:
+    one, two = make_policy(sharded=False), make_policy(sharded=False)
+    assert _train(one, num_threads=1) == _train(two, num_threads=2)
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, two.get_parameter(name)), name
+    assert torch.get_num_threads() == 1
+
+
+def test_shards_change_the_padding_not_the_loss(make_policy: MakePolicy) -> None:
+    whole = _train(make_policy(sharded=False), num_shards=1)
+    cut = _train(make_policy(sharded=False), num_shards=5)
+    assert cut == pytest.approx(whole, abs=1e-4)
+
+
+def test_the_first_loss_is_the_plain_cross_entropy_of_the_completions(make_policy: MakePolicy) -> None:
+    policy = make_policy(sharded=False)
+    examples = _examples(16)
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for start, end, prompt in zip(
+            examples.starts, examples.starts[1:], examples.prompt_lengths, strict=False
+        ):
+            ids = torch.from_numpy(examples.token_ids[start:end])
+            logits = policy.causal_lm(input_ids=ids[None]).logits[0, prompt - 1 : -1]
+            total += float(torch.nn.functional.cross_entropy(logits, ids[prompt:], reduction="sum"))
+            count += len(ids) - int(prompt)
+    assert _train(policy, steps=1)[0] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_progress_is_told_after_each_step(make_policy: MakePolicy) -> None:
+    settings = WarmStartSettings(steps=3, batch_size=4)
+    told: list[tuple[int, float]] = []
+    report = warm_start(
+        make_policy(sharded=False).causal_lm,
+        examples=_examples(12),
+        settings=settings,
+        progress=lambda step, loss: told.append((step, loss)),
+    )
+    assert told == list(enumerate(report.losses, start=1))
+    assert report.num_tokens == int(_examples(12).lengths.sum())
+
+
+def test_encoding_keeps_prompt_and_completion_apart_and_adds_the_end() -> None:
+    tokenizer = train_tokenizer(["ab ab ab"], settings=TokenizerSettings())
+    encoded = encode_examples(
+        [Example(prompt="a", completion="b"), Example(prompt="ab", completion="")], tokenizer=tokenizer
+    )
+    end = tokenizer.eos_token_id
+    (a,), (b,) = (tokenizer.encode(sign, add_special_tokens=False) for sign in "ab")
+    (joined,) = tokenizer.encode("ab", add_special_tokens=False)
+    assert encoded.token_ids.tolist() == [a, b, end, joined, end]
+    assert encoded.prompt_lengths.tolist() == [1, 1]
+    assert encoded.lengths.tolist() == [3, 2]
+
+
+def test_too_few_examples_and_a_diverging_loss_are_refused(make_policy: MakePolicy) -> None:
+    policy = make_policy(sharded=False)
+    with pytest.raises(ValueError, match="2 steps of 4 need 8 examples, got 7"):
+        warm_start(policy.causal_lm, examples=_examples(7), settings=WarmStartSettings(steps=2, batch_size=4))
+    with torch.no_grad():
+        policy.causal_lm.get_decoder().norm.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="the loss of step 1 is nan; lower learning_rate"):
+        _train(policy, steps=1)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="must each be at least 1"):
+        WarmStartSettings(steps=0)

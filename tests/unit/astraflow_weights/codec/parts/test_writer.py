@@ -1,0 +1,35 @@
+"""A salted part is the same content under another name."""
+
+import pytest
+
+from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot
+from astraflow_weights.codec.digest import sha256
+from astraflow_weights.codec.parts.reader import open_part
+from astraflow_weights.codec.parts.writer import salted
+from support.weight_models import make_model, same_model, trained
+
+BASE = make_model()
+TARGET = trained(BASE, 1)
+
+
+@pytest.mark.parametrize("salt", [1, 127, 128, 2**32 - 1])
+def test_a_salted_part_holds_the_same_and_has_another_sha256(salt: int) -> None:
+    parts = encode_delta(BASE, TARGET, context=False)
+    others = [salted(part, salt=salt) for part in parts]
+    assert {sha256(part) for part in parts}.isdisjoint(sha256(part) for part in others)
+    model = {name: array.copy() for name, array in BASE.items()}
+    apply_delta(model, others)
+    assert same_model(model, TARGET)
+
+
+def test_salted_and_plain_parts_of_one_set_belong_together() -> None:
+    first, *others = encode_snapshot(TARGET, part_bytes=2000)
+    assert others, "the set must have several parts"
+    assert same_model(decode_snapshot([salted(first, salt=1), *others]), TARGET)
+
+
+def test_salt_replaces_salt() -> None:
+    (part,) = encode_snapshot(TARGET)
+    once = salted(part, salt=1)
+    assert salted(salted(part, salt=9), salt=1) == once
+    assert open_part(once).specs == open_part(part).specs

@@ -1,0 +1,229 @@
+"""Each encoding of a delta tile is exact, chosen when it is smallest, and refuses contradictions."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from astraflow_weights.codec import kernel
+from astraflow_weights.codec.kernel import Isa
+from astraflow_weights.codec.tensors import Array, TensorSpec
+from astraflow_weights.codec.tiles.delta import decode_tile, encode_tile
+from astraflow_weights.codec.tiles.grid import EncodedTile, StoredTile, TileCodec
+from astraflow_weights.errors import CorruptPart
+from support.weight_models import gaussian_bf16
+
+DTYPES = {np.uint8: "uint8", np.uint16: "bfloat16", np.uint32: "float32"}
+
+
+@pytest.fixture(params=[None, Isa.AVX512], ids=["numpy", "kernel"], autouse=True)
+def path(request: pytest.FixtureRequest) -> Iterator[None]:
+    with kernel.using(request.param):
+        yield
+
+
+def stored(tile: EncodedTile, *, dtype: type = np.uint16) -> StoredTile:
+    return StoredTile(
+        spec=TensorSpec(name="w", dtype=DTYPES[dtype], shape=(tile.num_elements,)),
+        start=tile.start,
+        num_elements=tile.num_elements,
+        codec=tile.codec,
+        body=memoryview(tile.body),
+        num_changed=tile.num_changed,
+        params=tile.params,
+        aux=tile.aux,
+    )
+
+
+def encode(base: Array, target: Array, *, context: bool = False) -> StoredTile:
+    return stored(encode_tile(base, target, start=0, context=context), dtype=base.dtype.type)
+
+
+def sparse_pair(gaps: list[int], *, dtype: type = np.uint16, step: int = 1) -> tuple[Array, Array]:
+    positions = np.cumsum(np.array(gaps) + 1) - 1
+    base = np.random.default_rng(0).integers(0, 200, positions[-1] + 7).astype(dtype)
+    target = base.copy()
+    target[positions] += np.array(step % (1 << 8 * base.itemsize)).astype(dtype)
+    return base, target
+
+
+def moved(base: Array, seed: int, *, density: float) -> Array:
+    """The tile after a step: mostly one unit in the last place, sometimes several."""
+    draw = np.random.default_rng(seed)
+    steps = draw.choice(
+        np.array([1, 0xFFFF, 2, 0xFFFD, 300], np.uint16), base.size, p=[0.4, 0.4, 0.1, 0.08, 0.02]
+    )
+    return base + np.where(draw.random(base.size) < density, steps, np.uint16(0))
+
+
+@given(
+    dtype=st.sampled_from(list(DTYPES)),
+    size=st.integers(1, 700),
+    density=st.floats(0, 1),
+    seed=st.integers(0, 2**32),
+    context=st.booleans(),
+)
+@example(dtype=np.uint16, size=1, density=1.0, seed=0, context=True)
+@example(dtype=np.uint32, size=513, density=0.0, seed=0, context=False)
+def test_any_difference_comes_back(dtype: type, size: int, density: float, seed: int, context: bool) -> None:
+    draw = np.random.default_rng(seed)
+    base = draw.integers(0, np.iinfo(dtype).max, size, dtype=dtype, endpoint=True)
+    target = np.where(
+        draw.random(size) < density, draw.integers(0, np.iinfo(dtype).max, size, dtype=dtype), base
+    )
+    tile = encode(base, target, context=context)
+    mirror = base.copy()
+    decode_tile(tile, base=mirror).apply_to(mirror)
+    assert np.array_equal(mirror, target)
+    assert tile.num_changed == np.count_nonzero(base != target)
+
+
+@given(size=st.integers(1, 3000), density=st.floats(0, 1), seed=st.integers(0, 2**32), context=st.booleans())
+def test_steps_of_training_come_back(size: int, density: float, seed: int, context: bool) -> None:
+    base = gaussian_bf16(np.random.default_rng(seed), (size,))
+    target = moved(base, seed, density=density)
+    mirror = base.copy()
+    decode_tile(encode(base, target, context=context), base=mirror).apply_to(mirror)
+    assert np.array_equal(mirror, target)
+
+
+@pytest.mark.parametrize("context", [False, True])
+@pytest.mark.parametrize(
+    "gaps", [[0], [254], [255], [256], [509, 510], [0, 65_535], [65_536], [3] * 9 + [200_000]]
+)
+def test_gaps_of_every_width_come_back(gaps: list[int], context: bool) -> None:
+    base, target = sparse_pair(gaps * 3, step=-1)
+    mirror = base.copy()
+    decode_tile(encode(base, target, context=context), base=mirror).apply_to(mirror)
+    assert np.array_equal(mirror, target)
+
+
+@pytest.mark.parametrize("step", [1, -1, 2, 255, 0x7FFF, -0x7FFF, 0x8000])
+def test_steps_of_every_size_come_back(step: int) -> None:
+    base, target = sparse_pair([5, 0, 90], step=step)
+    mirror = base.copy()
+    decode_tile(encode(base, target), base=mirror).apply_to(mirror)
+    assert np.array_equal(mirror, target)
+
+
+def test_the_smallest_encoding_is_chosen() -> None:
+    draw = np.random.default_rng(3)
+    base = gaussian_bf16(draw, (20_000,))
+    few = moved(base, 1, density=0.02)
+    noise = draw.integers(0, 2**16, base.size).astype(np.uint16)
+    chosen = [encode(base, target).codec for target in (base, few, noise)]
+    assert chosen == [TileCodec.ZERO, TileCodec.RICE, TileCodec.RAW]
+
+
+def test_a_context_is_used_where_it_is_smaller() -> None:
+    base = gaussian_bf16(np.random.default_rng(0), (400_000,))
+    exponents = (base >> 7).astype(np.int64) & 0xFF
+    likely = np.random.default_rng(1).random(base.size) < 0.3 * 0.5 ** np.clip(
+        exponents - np.median(exponents) + 4, 0, 40
+    )
+    target = base + likely.astype(np.uint16)
+    plain, context = encode(base, target), encode(base, target, context=True)
+    assert (plain.codec, context.codec) == (TileCodec.RICE, TileCodec.RICE_CTX)
+    assert len(context.body) < 0.9 * len(plain.body)
+    assert encode(base[:300], target[:300], context=True).codec in {TileCodec.RICE, TileCodec.ZERO}
+
+
+def test_one_step_costs_what_its_entropy_is() -> None:
+    draw = np.random.default_rng(5)
+    base = draw.integers(0, 2**16, 400_000).astype(np.uint16)
+    target = base.copy()
+    changed = np.flatnonzero(draw.random(base.size) < 0.01)
+    target[changed] += draw.choice(np.array([1, 0xFFFF], dtype=np.uint16), len(changed))
+    density = len(changed) / base.size
+    mask = -(density * np.log2(density) + (1 - density) * np.log2(1 - density)) / density
+    assert 8 * len(encode(base, target).body) / len(changed) < 1.02 * (mask + 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_changed": 2},
+        {"num_changed": 0},
+        {"num_elements": 300},
+        {"params": (9, 0, 0)},
+        {"params": (0, 1, 0)},
+        {"aux": 1},
+        {"codec": TileCodec.RAW},
+        {"codec": TileCodec.ZERO},
+        {"codec": TileCodec.EXP_PLANE},
+        {"codec": TileCodec.XOR_ZSTD},
+        {"body": memoryview(b"")},
+        {"spec": TensorSpec(name="w", dtype="uint8", shape=(322,))},
+    ],
+)
+def test_a_tile_that_contradicts_itself_is_refused(change: dict[str, object]) -> None:
+    base, target = sparse_pair([4, 9, 300])
+    tile = replace(encode(base, target), **change)  # type: ignore[arg-type]
+    with pytest.raises(CorruptPart):
+        decode_tile(tile, base=base[: tile.num_elements])
+
+
+def test_a_tile_with_context_is_not_read_without_its_base() -> None:
+    base = gaussian_bf16(np.random.default_rng(0), (40_000,))
+    exponents = (base >> 7).astype(np.int64) & 0xFF
+    target = base + (exponents == np.median(exponents)).astype(np.uint16)
+    tile = encode(base, target, context=True)
+    assert tile.codec is TileCodec.RICE_CTX
+    with pytest.raises(CorruptPart, match="cannot stand"):
+        decode_tile(tile, base=None)
+
+
+def test_a_tile_with_context_is_refused_on_another_base() -> None:
+    base = gaussian_bf16(np.random.default_rng(0), (40_000,))
+    exponents = (base >> 7).astype(np.int64) & 0xFF
+    target = base + (exponents == np.median(exponents)).astype(np.uint16)
+    tile = encode(base, target, context=True)
+    assert tile.codec is TileCodec.RICE_CTX
+    with pytest.raises(CorruptPart, match="class does not have in this base"):
+        decode_tile(tile, base=np.zeros_like(base))
+
+
+@given(
+    body=st.binary(max_size=120),
+    codec=st.sampled_from(TileCodec),
+    num_changed=st.integers(0, 60),
+    first=st.integers(0, 255),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+)
+def test_random_bodies_raise_nothing_but_corrupt_part(
+    body: bytes, codec: TileCodec, num_changed: int, first: int, dtype: str
+) -> None:
+    base = np.zeros(50, np.uint16 if dtype == "bfloat16" else np.uint32)
+    tile = StoredTile(
+        spec=TensorSpec(name="w", dtype=dtype, shape=(50,)),
+        start=0,
+        num_elements=50,
+        codec=codec,
+        body=memoryview(body),
+        num_changed=num_changed,
+        params=(first if codec is TileCodec.RICE_CTX else 0, 0, 0),
+        aux=0,
+    )
+    try:
+        decode_tile(tile, base=base).apply_to(base)
+    except CorruptPart:
+        assert not base.any()
+
+
+@given(seed=st.integers(0, 2**32), context=st.booleans(), data=st.data())
+def test_damaged_bodies_raise_nothing_but_corrupt_part(seed: int, context: bool, data: st.DataObject) -> None:
+    base = gaussian_bf16(np.random.default_rng(seed), (600,))
+    tile = encode(base, moved(base, seed, density=0.1), context=context)
+    body = bytearray(tile.body)
+    for _ in range(data.draw(st.integers(1, 3)) if body else 0):
+        body[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
+    cut = data.draw(st.integers(0, 2))
+    damaged = replace(tile, body=memoryview(bytes(body[: len(body) - cut])))
+    try:
+        steps = decode_tile(damaged, base=base)
+    except CorruptPart:
+        return
+    assert steps.positions is None or (steps.positions < len(base)).all()
