@@ -17,7 +17,7 @@ from astraflow_dataflow.status.pools import pool_report
 from astraflow_dataflow.status.reporting import Reporting, timestamp
 from astraflow_dataflow.status.watching import watch
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
 from astraflow_kit.serve import Context
 from astraflow_kit.server_info import server_info
