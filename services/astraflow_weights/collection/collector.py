@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 
-from astraflow.errors import IncompatibleError
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
 from astraflow_weights.collection.retention import Retention, Roots, retained
 from astraflow_weights.collection.rounds import OpenRound, Rounds
-from astraflow_weights.errors import CorruptManifest, Edge, ObjectNotFound
+from astraflow_weights.errors import Edge
 from astraflow_weights.settings import CollectionSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
-from astraflow_weights.versions.collection_records import Sweep, decode_lease
+from astraflow_weights.versions.collection_records import Sweep, stored_leases
 from astraflow_weights.versions.intents import FoundIntents, find_intents
 from astraflow_weights.versions.log import VersionLog, VersionRecord, way_key
 from astraflow_weights.versions.manifest import PartRef
@@ -296,18 +295,9 @@ class Collector:
     def _leased(self) -> frozenset[bytes]:
         """Parts that nodes are fetching; leases that ended by themselves are removed."""
         names: set[bytes] = set()
-        for info in self._store.list(self._keys.leases):
-            try:
-                lease = decode_lease(self._keys, self._store.get(info.key))
-            except ObjectNotFound:
-                # Ended since it was listed.
-                continue
-            except (CorruptManifest, IncompatibleError) as error:
-                # It protects nobody knows what, and its puller plans around what is missing.
-                log.warning("pull_lease.unreadable", key=info.key, message=str(error))
-                continue
+        for key, lease in stored_leases(self._store, keys=self._keys):
             if self._clock.wall_time_s() - lease.expires_time_s > _LEASE_SLACK_S:
-                self._store.delete(info.key)
+                self._store.delete(key)
             else:
                 names |= lease.parts
         return frozenset(names)

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 
 import typer
 
-from astraflow.commands.server import DataDirOption, JoinOption, RunIdOption, TokenFileOption
+from astraflow.commands.options import grouped_options
 from astraflow.commands.wording import console, count_text, print_json, span_text, table
 from astraflow.errors import InvalidArgumentError
 from astraflow_weights.collection.collector import Collector, Stage, Survey
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.collection.server_roots import server_roots
 from astraflow_weights.settings import CollectionSettings
-from astraflow_weights.tools.located import JsonOption, PolicyOption, StoredPolicy, StoreOption, stored_policy
+from astraflow_weights.tools.located import PolicyOptions, StoredPolicy
 
 _POLL_S = 1.0
 _WRITERS_S = 60.0
@@ -36,10 +36,9 @@ class _Swept:
     state: str = "done"
 
 
+@grouped_options
 def gc(
-    store: StoreOption = None,
-    run_id: RunIdOption = "",
-    policy: PolicyOption = "",
+    options: PolicyOptions,
     grace: Annotated[
         float,
         typer.Option(
@@ -57,15 +56,9 @@ def gc(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what is kept and why; delete nothing.")
     ] = False,
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
 ) -> None:
     """Delete parts that no retained, pinned or served version needs. Waits for the grace; interrupting is safe."""
-    with stored_policy(
-        store=store, run_id=run_id, policy_id=policy, join=join, data_dir=data_dir, token_file=token_file
-    ) as found:
+    with options.stored() as found:
         collector = Collector(
             found.store,
             run_id=found.log.run_id,
@@ -75,10 +68,10 @@ def gc(
             log=found.log,
         )
         survey = collector.look()
-        if not json_:
+        if not options.json_:
             _print_survey(survey)
         swept = _Swept(state="dry run") if dry_run else _collect(collector, grace_s=grace)
-    if json_:
+    if options.json_:
         print_json(_told(survey, swept))
     else:
         typer.echo(_sentence(survey, swept))

@@ -14,21 +14,14 @@ from typing import Annotated, Any
 import stamina
 import typer
 
-from astraflow.commands.server import DataDirOption, JoinOption, RunIdOption, TokenFileOption
+from astraflow.commands.options import grouped_options
 from astraflow.commands.wording import count_text, print_json
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import InvalidArgumentError, PolicyHeldError, RetryableError
 from astraflow_weights.publish.announcing import Announcer
 from astraflow_weights.publish.rollback import roll_back
 from astraflow_weights.publish.version_writer import VersionWriter
-from astraflow_weights.tools.located import (
-    JsonOption,
-    PolicyOfServer,
-    PolicyOption,
-    StoredPolicy,
-    StoreOption,
-    stored_policy,
-)
+from astraflow_weights.tools.located import PolicyOfServer, PolicyOptions, StoredPolicy
 from astraflow_weights.versions.manifest import NONCE_BYTES
 
 _RETRY_S = 60.0
@@ -41,27 +34,20 @@ TakeOverOption = Annotated[
 ]
 
 
+@grouped_options
 def rollback(
     version: Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Version to go back to.")],
-    store: StoreOption = None,
-    run_id: RunIdOption = "",
-    policy: PolicyOption = "",
+    options: PolicyOptions,
     take_over: TakeOverOption = False,
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
 ) -> None:
     """Publish the weights of VERSION again, as the newest version; its trainer goes on from them.
 
     The policy's trainer must have been stopped. Doing it twice makes one version.
     """
-    with stored_policy(
-        store=store, run_id=run_id, policy_id=policy, join=join, data_dir=data_dir, token_file=token_file
-    ) as found:
+    with options.stored() as found:
         found.check_version(version)
         told = _go_back(found, version=version, take_over=take_over)
-    if json_:
+    if options.json_:
         print_json(told)
     else:
         typer.echo(_sentence(told))

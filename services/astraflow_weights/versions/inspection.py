@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from astraflow.errors import IncompatibleError
 from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tensors import Array, TensorSpec, flat_unsigned, require_same_specs
 from astraflow_weights.codec.tiles.grid import TileCodec
-from astraflow_weights.errors import CorruptManifest, NoPath, ObjectNotFound
+from astraflow_weights.errors import NoPath
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
-from astraflow_weights.versions.collection_records import decode_lease
+from astraflow_weights.versions.collection_records import stored_leases
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.log import VersionLog, VersionRecord
 from astraflow_weights.versions.manifest import Manifest, PartRef
@@ -130,12 +129,7 @@ def running_pulls(
     """Leases on parts of a version that hold now, the one that ends first first."""
     names = {part.sha256 for parts in parts_by_base(record).values() for part in parts}
     found = []
-    for info in store.list(keys.leases):
-        try:
-            lease = decode_lease(keys, store.get(info.key))
-        except (ObjectNotFound, CorruptManifest, IncompatibleError):
-            # Ended since it was listed, or unreadable: it protects nothing.
-            continue
+    for _, lease in stored_leases(store, keys=keys):
         if lease.expires_time_s > now_s and (mine := names & lease.parts):
             found.append(
                 RunningPull(

@@ -8,8 +8,9 @@ CorruptManifest. Writer, compactor and log call it; whether an entry counts is t
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from astraflow.errors import IncompatibleError
@@ -290,7 +291,7 @@ def _manifest(message: manifest_pb2.Manifest) -> Manifest:
         writer_epoch=message.writer_epoch,
         writer_nonce=sized(message.writer_nonce, NONCE_BYTES, what="writer nonce"),
         step=message.step,
-        parent_version=message.parent_version if message.HasField("parent_version") else None,
+        parent_version=optional(message, "parent_version"),
         snapshot=_refs(message.snapshot.parts) if message.HasField("snapshot") else None,
         deltas=tuple(
             DeltaRef(base_version=delta.base_version, parts=_refs(delta.parts)) for delta in message.deltas
@@ -303,9 +304,9 @@ def _manifest(message: manifest_pb2.Manifest) -> Manifest:
         ),
         num_changed=message.num_changed,
         num_elements=message.num_elements,
-        learning_rate=message.learning_rate if message.HasField("learning_rate") else None,
+        learning_rate=optional(message, "learning_rate"),
         created_time_s=message.created_time.ToMicroseconds() / 1e6,
-        rollback_of=message.rollback_of if message.HasField("rollback_of") else None,
+        rollback_of=optional(message, "rollback_of"),
     )
 
 
@@ -316,7 +317,7 @@ def _fence(message: manifest_pb2.Fence) -> Fence:
         sequence=message.sequence,
         epoch=message.epoch,
         nonce=sized(message.nonce, NONCE_BYTES, what="nonce"),
-        previous_epoch=message.previous_epoch if message.HasField("previous_epoch") else None,
+        previous_epoch=optional(message, "previous_epoch"),
         created_time_s=message.created_time.ToMicroseconds() / 1e6,
     )
 
@@ -326,7 +327,7 @@ def _way(message: manifest_pb2.AddedWay) -> AddedWay:
         run_id=check_id(message.run_id, what="run id"),
         policy_id=check_id(message.policy_id, what="policy id"),
         version=message.version,
-        base_version=message.base_version if message.HasField("base_version") else None,
+        base_version=optional(message, "base_version"),
         model_root=sized(message.model_root, SHA256_BYTES, what="model root"),
         parts=_refs(message.parts),
         created_time_s=message.created_time.ToMicroseconds() / 1e6,
@@ -353,6 +354,11 @@ def _refs(messages: Sequence[manifest_pb2.PartRef]) -> tuple[PartRef, ...]:
 def _ref(message: manifest_pb2.PartRef) -> PartRef:
     digest = sized(message.sha256, SHA256_BYTES, what="sha256")
     return PartRef(key=check_key(message.key), size_bytes=message.size_bytes, sha256=digest)
+
+
+def optional(message: Message, field: str) -> Any:  # noqa: ANN401 - the field's type
+    """A field's value; None where it is unset."""
+    return getattr(message, field) if message.HasField(field) else None
 
 
 def sized(value: bytes, size: int, *, what: str) -> bytes:
