@@ -72,7 +72,7 @@ def gc(
             _print_survey(survey)
         swept = _Swept(state="dry run") if dry_run else _collect(collector, grace_s=grace)
     if options.json_:
-        print_json(_told(survey, swept))
+        print_json(_result(survey, swept))
     else:
         typer.echo(_sentence(survey, swept))
 
@@ -117,12 +117,12 @@ def _collect(collector: Collector, *, grace_s: float) -> _Swept:
             return swept
 
 
-def _told(survey: Survey, swept: _Swept) -> dict[str, Any]:
+def _result(survey: Survey, swept: _Swept) -> dict[str, Any]:
     return {
         "state": swept.state,
         "horizon": survey.horizon,
         "kept": [
-            {"why": share.why, "ways": share.ways, "parts": share.parts, "size_bytes": share.size_bytes}
+            {"why": share.why, "ways": share.paths, "parts": share.parts, "size_bytes": share.size_bytes}
             for share in survey.kept
         ],
         "garbage_parts": len(survey.garbage),
@@ -136,13 +136,13 @@ def _told(survey: Survey, swept: _Swept) -> dict[str, Any]:
 
 
 def _print_survey(survey: Survey) -> None:
-    shown = table("what", "ways", "parts", "bytes", right=("ways", "parts", "bytes"))
+    shown = table("what", "paths", "parts", "bytes", right=("paths", "parts", "bytes"))
     for share in survey.kept:
         shown.add_row(
-            f"kept: {share.why}", str(share.ways), count_text(share.parts), count_text(share.size_bytes)
+            f"kept: {share.why}", str(share.paths), count_text(share.parts), count_text(share.size_bytes)
         )
     for what, parts in (
-        ("named by no way (uploads, leftovers)", survey.unnamed),
+        ("named by no path (uploads, leftovers)", survey.unnamed),
         ("not needed", survey.garbage),
     ):
         shown.add_row(what, "–", count_text(len(parts)), count_text(sum(parts.values())))
@@ -154,10 +154,10 @@ def _print_survey(survey: Survey) -> None:
 def _sentence(survey: Survey, swept: _Swept) -> str:
     if swept.state == "dry run":
         return f"nothing was deleted; versions from {survey.horizon} on are kept"
-    told = f"{count_text(swept.parts)} parts of {count_text(swept.size_bytes)} bytes were deleted"
+    result = f"{count_text(swept.parts)} parts of {count_text(swept.size_bytes)} bytes were deleted"
     if swept.state != "done":
-        told += (
+        result += (
             "; a writer that is at work, or died, blocks the rest: run this again when it has published, "
             "or in an hour"
         )
-    return told
+    return result

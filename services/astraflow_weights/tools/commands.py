@@ -82,7 +82,7 @@ def list_(options: PolicyOptions) -> None:
 @app.command()
 @grouped_options
 def verify(version: VersionArgument, options: PolicyOptions) -> None:
-    """Rebuild VERSION from the store by each of its ways and compare every digest. Holds it in memory.
+    """Rebuild VERSION from the store by each of its paths and compare every digest. Holds it in memory.
 
     Status 1: something is not what the manifest says.
     """
@@ -166,7 +166,7 @@ def _list_row(record: VersionRecord, pins: dict[int, str] | None) -> dict[str, A
         "num_elements": record.num_elements,
         "delta_bytes": record.delta_bytes,
         "snapshot_bytes": sum(part.size_bytes for part in record.offered_snapshot or ()),
-        "merged_from": [way.base_version for way in record.added if way.base_version is not None],
+        "merged_from": [path.base_version for path in record.added if path.base_version is not None],
         "model_root": record.model_root.hex(),
         "pinned": None if pins is None else record.version in pins,
         "pin_reason": None if pins is None else pins.get(record.version),
@@ -178,8 +178,15 @@ def _verified(verified: Verification) -> dict[str, Any]:
         dataclasses.asdict(fault) | {"part": fault.part or None, "tensor": fault.tensor or None}
         for fault in verified.faults
     ]
-    root = verified.model_root.hex()
-    return dataclasses.asdict(verified) | {"ok": not faults, "model_root": root, "faults": faults}
+    return {
+        "version": verified.version,
+        "ok": not faults,
+        "ways": verified.paths,
+        "objects": verified.objects,
+        "tensors": verified.tensors,
+        "model_root": verified.model_root.hex(),
+        "faults": faults,
+    }
 
 
 def _totals(changes: list[TensorChange]) -> dict[str, Any]:
@@ -205,9 +212,7 @@ def _changed(changes: list[TensorChange]) -> list[dict[str, Any]]:
 
 
 def _print_verified(verified: Verification) -> None:
-    read = (
-        f"{count_text(verified.objects)} objects, {verified.tensors} tensors, rebuilt by {verified.ways} ways"
-    )
+    read = f"{count_text(verified.objects)} objects, {verified.tensors} tensors, rebuilt by {verified.paths} paths"
     if not verified.faults:
         typer.echo(f"version {verified.version} is whole: {read}; root {verified.model_root.hex()}")
         return

@@ -15,7 +15,7 @@ from astraflow_kit.clock import SystemClock
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.tools.located import THREADS, PolicyOptions, StoredPolicy, VersionArgument, share_text
 from astraflow_weights.versions import inspection
-from astraflow_weights.versions.inspection import OfferedWay, Route
+from astraflow_weights.versions.inspection import OfferedPath, Route
 from astraflow_weights.versions.log import VersionRecord
 from astraflow_weights.versions.manifest import Manifest
 
@@ -32,15 +32,15 @@ def show(version: VersionArgument, options: PolicyOptions) -> None:
     with options.stored() as found:
         record = found.log.record(found.check_version(version))
         manifest = found.log.manifest(version)
-        ways = inspection.offered_ways(found.store, record, threads=THREADS)
+        paths = inspection.offered_paths(found.store, record, threads=THREADS)
         routes = inspection.routes(found.log, target=version)
         keys = PolicyKeys(found.log.run_id, found.log.policy_id)
         pulls = inspection.running_pulls(found.store, keys, record, now_s=SystemClock().wall_time_s())
         held = _held(found, version) | {"pull_leases": [dataclasses.asdict(pull) for pull in pulls]}
     if options.json_:
-        print_json(_shown(record, manifest, ways=ways, routes=routes) | held)
+        print_json(_shown(record, manifest, paths=paths, routes=routes) | held)
     else:
-        _print_shown(manifest, ways=ways, routes=routes, held=held)
+        _print_shown(manifest, paths=paths, routes=routes, held=held)
 
 
 def _held(found: StoredPolicy, version: int) -> dict[str, Any]:
@@ -68,14 +68,14 @@ def _node(node: admin_service_pb2.NodeStatus, policy_id: str) -> dict[str, Any]:
 
 
 def _shown(
-    record: VersionRecord, manifest: Manifest, *, ways: list[OfferedWay], routes: list[Route]
+    record: VersionRecord, manifest: Manifest, *, paths: list[OfferedPath], routes: list[Route]
 ) -> dict[str, Any]:
     return {
         **{name: getattr(manifest, name) for name in _MANIFEST_FIELDS},
         "manifest_sha256": record.manifest_sha256.hex(),
         "model_bytes": manifest.size_bytes,
         "model_root": manifest.model_root.hex(),
-        "ways": [_way(way) for way in ways],
+        "ways": [_path(path) for path in paths],
         "routes": [dataclasses.asdict(route) for route in routes],
         "chain_length": routes[0].steps,
         "tensors": [
@@ -98,18 +98,18 @@ def _shown(
     }
 
 
-def _way(way: OfferedWay) -> dict[str, Any]:
+def _path(path: OfferedPath) -> dict[str, Any]:
     return {
-        "base_version": way.base_version,
-        "parts": way.parts,
-        "size_bytes": way.size_bytes,
+        "base_version": path.base_version,
+        "parts": path.parts,
+        "size_bytes": path.size_bytes,
         "codecs": {
             share.codec.name.lower(): {
                 "tiles": share.tiles,
                 "body_bytes": share.body_bytes,
                 "num_changed": share.num_changed,
             }
-            for share in way.codecs
+            for share in path.codecs
         },
     }
 
@@ -117,7 +117,7 @@ def _way(way: OfferedWay) -> dict[str, Any]:
 def _print_shown(
     manifest: Manifest,
     *,
-    ways: list[OfferedWay],
+    paths: list[OfferedPath],
     routes: list[Route],
     held: dict[str, Any],
 ) -> None:
@@ -128,13 +128,13 @@ def _print_shown(
         facts.add_row(name, value)
     screen.print(facts)
     screen.print(heading("what it offers"))
-    screen.print(_ways_table(ways))
+    screen.print(_paths_table(paths))
     screen.print(heading("what it costs to get there"))
     costs = table("from", "steps", "bytes", right=("steps", "bytes"))
     for route in routes:
         start = "nothing" if route.held is None else f"version {route.held}"
         if route.steps is None or route.size_bytes is None:
-            costs.add_row(start, "no way", "–")
+            costs.add_row(start, "no path", "–")
         else:
             costs.add_row(start, str(route.steps), count_text(route.size_bytes))
     screen.print(costs)
@@ -177,18 +177,18 @@ def _facts(manifest: Manifest, held: dict[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def _ways_table(ways: list[OfferedWay]) -> Any:  # noqa: ANN401 - a rich table
+def _paths_table(paths: list[OfferedPath]) -> Any:  # noqa: ANN401 - a rich table
     shown = table(
-        *("way", "parts", "bytes", "codec", "tiles", "body bytes", "changed"),
+        *("path", "parts", "bytes", "codec", "tiles", "body bytes", "changed"),
         right=("parts", "bytes", "tiles", "body bytes", "changed"),
     )
-    for way in ways:
-        name = "snapshot" if way.base_version is None else f"delta from {way.base_version}"
-        cells = (name, str(way.parts), count_text(way.size_bytes))
-        for share in way.codecs:
+    for path in paths:
+        name = "snapshot" if path.base_version is None else f"delta from {path.base_version}"
+        cells = (name, str(path.parts), count_text(path.size_bytes))
+        for share in path.codecs:
             figures = (share.tiles, share.body_bytes, share.num_changed)
             shown.add_row(*cells, share.codec.name, *(count_text(figure) for figure in figures))
             cells = ("", "", "")
-        if not way.codecs:
+        if not path.codecs:
             shown.add_row(*cells, "–", "–", "–", "–")
     return shown

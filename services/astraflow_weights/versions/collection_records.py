@@ -61,13 +61,13 @@ class Tombstone:
 class Sweep:
     """What a round decided: its tombstone's parts are deleted, those in `kept_parts` excepted.
 
-    `ways` are those of manifests that went with them, `added_ways` the keys of deleted added ways.
+    `paths` are those of manifests that went with them, `added_paths` the keys of deleted added paths.
     """
 
     number: int
     kept_parts: frozenset[bytes]
-    ways: frozenset[Edge]
-    added_ways: tuple[str, ...]
+    paths: frozenset[Edge]
+    added_paths: tuple[str, ...]
     tombstone_sha256: bytes
     created_time_s: float
 
@@ -149,11 +149,11 @@ def encode_sweep(keys: PolicyKeys, sweep: Sweep) -> bytes:
     message = manifest_pb2.Sweep(
         round=sweep.number,
         kept_parts=sorted(sweep.kept_parts),
-        added_ways=sweep.added_ways,
+        added_ways=sweep.added_paths,
         tombstone_sha256=sweep.tombstone_sha256,
         created_time=timestamp(sweep.created_time_s),
     )
-    for edge in sorted(sweep.ways, key=lambda edge: (edge.version, edge.base_version or 0)):
+    for edge in sorted(sweep.paths, key=lambda edge: (edge.version, edge.base_version or 0)):
         message.ways.add(version=edge.version, base_version=edge.base_version)
     return _sealed(keys, manifest_pb2.Entry(sweep=message))
 
@@ -164,10 +164,11 @@ def decode_sweep(keys: PolicyKeys, data: bytes) -> Sweep:
         return Sweep(
             number=message.round,
             kept_parts=_names(message.kept_parts),
-            ways=frozenset(
-                Edge(version=way.version, base_version=optional(way, "base_version")) for way in message.ways
+            paths=frozenset(
+                Edge(version=path.version, base_version=optional(path, "base_version"))
+                for path in message.ways
             ),
-            added_ways=tuple(check_key(key) for key in message.added_ways),
+            added_paths=tuple(check_key(key) for key in message.added_ways),
             tombstone_sha256=sized(message.tombstone_sha256, SHA256_BYTES, what="sha256 of the tombstone"),
             created_time_s=message.created_time.ToMicroseconds() / 1e6,
         )

@@ -29,7 +29,7 @@ _LAGS = (1, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class CodecShare:
-    """What one codec contributes to a way; framing and tables are not counted."""
+    """What one codec contributes to a path; framing and tables are not counted."""
 
     codec: TileCodec
     tiles: int
@@ -38,7 +38,7 @@ class CodecShare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfferedWay:
+class OfferedPath:
     """A snapshot (`base_version` is None) or delta that a version offers."""
 
     base_version: int | None
@@ -85,17 +85,17 @@ class TensorChange:
 
 
 def parts_by_base(record: VersionRecord) -> dict[int | None, tuple[PartRef, ...]]:
-    """Parts of every way to a version, made with its manifest or added since, by base; None is the snapshot."""
-    ways: dict[int | None, tuple[PartRef, ...]] = {}
+    """Parts of every path to a version, made with its manifest or added since, by base; None is the snapshot."""
+    paths: dict[int | None, tuple[PartRef, ...]] = {}
     if (snapshot := record.offered_snapshot) is not None:
-        ways[None] = snapshot
-    return ways | {delta.base_version: delta.parts for delta in record.offered_deltas}
+        paths[None] = snapshot
+    return paths | {delta.base_version: delta.parts for delta in record.offered_deltas}
 
 
-def offered_ways(store: ObjectStore, record: VersionRecord, *, threads: int) -> list[OfferedWay]:
-    """The ways to a version, its own parts read and opened. Raises CorruptPart, and as the store does."""
+def offered_paths(store: ObjectStore, record: VersionRecord, *, threads: int) -> list[OfferedPath]:
+    """The paths to a version, its own parts read and opened. Raises CorruptPart, and as the store does."""
     return [
-        OfferedWay(
+        OfferedPath(
             base_version=base,
             parts=len(parts),
             size_bytes=sum(part.size_bytes for part in parts),

@@ -1,7 +1,7 @@
-"""Entries of a policy's log, and ways added beside it, as values, and their bytes in the store.
+"""Entries of a policy's log, and paths added beside it, as values, and their bytes in the store.
 
-Invariant: what `decode_entry` and `decode_way` return is sealed, complete and consistent in itself:
-a flipped bit anywhere, a table that does not match its root or a version without a way to it raise
+Invariant: what `decode_entry` and `decode_path` return is sealed, complete and consistent in itself:
+a flipped bit anywhere, a table that does not match its root or a version without a path to it raise
 CorruptManifest. Writer, compactor and log call it; whether an entry counts is the log's business.
 """
 
@@ -109,7 +109,7 @@ class Fence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AddedWay:
+class AddedPath:
     """A snapshot (`base_version` None) or a merged delta that was made after the manifest of its version."""
 
     run_id: str
@@ -142,23 +142,23 @@ def encode_entry(entry: Entry) -> bytes:
     return seal_entry(message)
 
 
-def encode_way(way: AddedWay) -> bytes:
-    """Sealed bytes of an added way. Raises ValueError for what no reader would accept."""
-    message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_way=_way_message(_checked_way(way)))
+def encode_path(path: AddedPath) -> bytes:
+    """Sealed bytes of an added path. Raises ValueError for what no reader would accept."""
+    message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_way=_path_message(_checked_path(path)))
     return seal_entry(message)
 
 
-def decode_way(data: bytes) -> AddedWay:
-    """The added way in `data`. Raises CorruptManifest for damage, IncompatibleError for another schema
+def decode_path(data: bytes) -> AddedPath:
+    """The added path in `data`. Raises CorruptManifest for damage, IncompatibleError for another schema
     version.
     """
     message = open_entry(data)
     if message.WhichOneof("entry") != "added_way":
-        raise CorruptManifest(f"an object of {len(data)} bytes is not an added way")
+        raise CorruptManifest(f"an object of {len(data)} bytes is not an added path")
     try:
-        return _checked_way(_way(message.added_way))
+        return _checked_path(_path(message.added_way))
     except ValueError as error:
-        raise CorruptManifest(f"an added way of {len(data)} bytes contradicts itself: {error}") from error
+        raise CorruptManifest(f"an added path of {len(data)} bytes contradicts itself: {error}") from error
 
 
 def decode_entry(data: bytes) -> Entry:
@@ -250,15 +250,15 @@ def _fence_message(fence: Fence) -> manifest_pb2.Fence:
     )
 
 
-def _way_message(way: AddedWay) -> manifest_pb2.AddedWay:
+def _path_message(path: AddedPath) -> manifest_pb2.AddedWay:
     return manifest_pb2.AddedWay(
-        run_id=way.run_id,
-        policy_id=way.policy_id,
-        version=way.version,
-        base_version=way.base_version,
-        model_root=way.model_root,
-        parts=_ref_messages(way.parts),
-        created_time=timestamp(way.created_time_s),
+        run_id=path.run_id,
+        policy_id=path.policy_id,
+        version=path.version,
+        base_version=path.base_version,
+        model_root=path.model_root,
+        parts=_ref_messages(path.parts),
+        created_time=timestamp(path.created_time_s),
     )
 
 
@@ -322,8 +322,8 @@ def _fence(message: manifest_pb2.Fence) -> Fence:
     )
 
 
-def _way(message: manifest_pb2.AddedWay) -> AddedWay:
-    return AddedWay(
+def _path(message: manifest_pb2.AddedWay) -> AddedPath:
+    return AddedPath(
         run_id=check_id(message.run_id, what="run id"),
         policy_id=check_id(message.policy_id, what="policy id"),
         version=message.version,
@@ -334,10 +334,10 @@ def _way(message: manifest_pb2.AddedWay) -> AddedWay:
     )
 
 
-def _checked_way(way: AddedWay) -> AddedWay:
-    if way.base_version is not None and way.base_version >= way.version:
-        raise ValueError(f"a way to version {way.version} starts from version {way.base_version}")
-    return way
+def _checked_path(path: AddedPath) -> AddedPath:
+    if path.base_version is not None and path.base_version >= path.version:
+        raise ValueError(f"a path to version {path.version} starts from version {path.base_version}")
+    return path
 
 
 def _tensor(message: manifest_pb2.Tensor) -> TensorDigest:
