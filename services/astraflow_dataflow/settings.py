@@ -37,6 +37,15 @@ class DataflowServerSettings(DaemonSettings):
     evaluation_patience_s: Annotated[float, Field(ge=0, le=86_400)] = 45.0
     """Time without progress after which an evaluation of a superseded version is given up."""
 
+    @property
+    def capabilities(self) -> list[str]:
+        """Optional features that are on, as `GetServerInfo` names them."""
+        on = {
+            "durable_acknowledgements": self.durability is not Level.MEMORY,
+            "recipe_code": self.allow_recipe_code,
+        }
+        return [name for name, is_on in on.items() if is_on]
+
     @field_validator("work_dir")
     @classmethod
     def _expand_home(cls, path: Path) -> Path:
