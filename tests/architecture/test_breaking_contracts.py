@@ -1,4 +1,4 @@
-"""Contracts that break their callers are refused unless the contract version rises, shown on copies of this repository."""
+"""Contracts that break their callers are refused unless the contract version rises."""
 
 import shutil
 import subprocess
