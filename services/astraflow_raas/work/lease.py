@@ -82,7 +82,7 @@ def read_lease(message: task_pb2.Lease, *, default_sampling: Mapping[str, Sampli
 
 def _task(message: task_pb2.Task) -> TaskSpec:
     messages = tuple(Message(item.role, item.content) for item in message.messages)
-    return TaskSpec(message.task_id, messages, _data(message))
+    return TaskSpec(message.task_id, messages, _data(message), source=message.source)
 
 
 def _data(message: task_pb2.Task) -> Mapping[str, object]:
