@@ -25,7 +25,7 @@ from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.rules.trajectories import Expectation, Problem, check_episode, unknown_version
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
@@ -182,7 +182,7 @@ class Ingest:
         try:
             await self._settling.settle(self.context, task)
         except AstraflowError as error:
-            # The task stays listed as unsettled: the conductor settles it.
+            # The task stays listed as unsettled: the run loop settles it.
             log.warning("group.settle_postponed", message=error.message)
 
     async def _quarantine(self, episode: trajectory_pb2.Episode, problem: Problem) -> PushOutcome:

@@ -18,11 +18,11 @@ from astraflow.errors import NotFoundError, PluginError, PreconditionError, Reci
 from astraflow.plugins import Dataset, Filter
 from astraflow.recipe import Recipe
 from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
-from astraflow_dataflow.records import PolicyLimits, StoredRun
+from astraflow_dataflow.records import StoredRun
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.window import Window
 from astraflow_dataflow.runs import background
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import EventReader, Wakeups
 from astraflow_kit import plugins
 from astraflow_kit.log import get_logger
@@ -61,15 +61,6 @@ class RunContext:
         """Where the run's blobs lie in its store."""
         return blob_prefix(self.store_uri, self.run_id)
 
-    def window(self) -> Window:
-        """The admission window; the same for each policy."""
-        flow = self.recipe.dataflow
-        return Window(
-            max_staleness=flow.max_staleness,
-            groups_per_step=flow.groups_per_step,
-            min_acceptance=flow.min_acceptance,
-        )
-
     def require_policy(self, policy_id: str) -> None:
         """Raise NotFoundError unless the run trains the policy."""
         if policy_id not in self.recipe.policies:
@@ -79,7 +70,7 @@ class RunContext:
 
 
 class RunRegistry:
-    """The run contexts of this process. `recipe_dir` holds the code of recipes this process may use."""
+    """The run contexts of this process. `code_dir` is where the code of recipes is written; None forbids such code."""
 
     def __init__(self, store: Store, *, code_dir: Path | None) -> None:
         self._store = store
@@ -102,7 +93,7 @@ class RunRegistry:
             code=run.code.SerializeToString(deterministic=True),
             store_uri=run.store_uri,
             max_attempts=recipe.dataflow.max_attempts,
-            policies=limits_of(recipe),
+            windows=windows_of(recipe),
         )
         await self.get(run.run_id)
         return stored
@@ -216,22 +207,15 @@ class RunRegistry:
         return folder
 
 
-def limits_of(recipe: Recipe) -> list[PolicyLimits]:
-    """Return what admission stores for each policy of a recipe."""
+def windows_of(recipe: Recipe) -> list[Window]:
+    """Return the staleness window of each policy of a recipe."""
     flow = recipe.dataflow
-    window = Window(
-        max_staleness=flow.max_staleness,
-        groups_per_step=flow.groups_per_step,
-        min_acceptance=flow.min_acceptance,
-    )
     return [
-        PolicyLimits(
+        Window(
             policy_id=policy_id,
-            window_groups=window.groups,
-            min_acceptance=flow.min_acceptance,
-            smoothing=window.smoothing,
             max_staleness=flow.max_staleness,
             groups_per_step=flow.groups_per_step,
+            min_acceptance=flow.min_acceptance,
         )
         for policy_id in recipe.policies
     ]

@@ -2,7 +2,7 @@
 
 Commits are sent many at a time in one pipeline: payloads first, then one function call per episode that
 refers to them, so a crash in between leaves only garbage that expires. Called by leasing, ingest and the
-conductor.
+run loop.
 """
 
 from __future__ import annotations

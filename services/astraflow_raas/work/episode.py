@@ -16,8 +16,7 @@ from astraflow import plugins
 from astraflow.client import MAX_MESSAGE_BYTES
 from astraflow.columns import Columns, encode_columns
 from astraflow.errors import RequestError
-from astraflow.rollout.v1 import trajectory_pb2
-from astraflow_raas.work.lease import LeasedTask
+from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 
 MAX_TRAJECTORIES = 64
 MAX_METRICS = 64
@@ -50,7 +49,9 @@ class EpisodeIds:
     member: int
 
 
-def build_episode(episode: plugins.Episode, *, lease: LeasedTask, ids: EpisodeIds) -> trajectory_pb2.Episode:
+def build_episode(
+    episode: plugins.Episode, *, lease: task_pb2.Lease, ids: EpisodeIds
+) -> trajectory_pb2.Episode:
     """Return the message for a finished episode. Raises EpisodeRefused, VersionMoved for evaluations."""
     if len(episode.trajectories) > MAX_TRAJECTORIES:
         raise EpisodeRefused(
@@ -80,7 +81,7 @@ def build_episode(episode: plugins.Episode, *, lease: LeasedTask, ids: EpisodeId
 
 
 def _item(
-    trajectory: plugins.Trajectory, *, lease: LeasedTask, trajectory_id: str
+    trajectory: plugins.Trajectory, *, lease: task_pb2.Lease, trajectory_id: str
 ) -> trajectory_pb2.TrajectoryItem:
     where = f"trajectory of policy {trajectory.policy!r}"
     sampling = lease.sampling.get(trajectory.policy)
@@ -95,7 +96,7 @@ def _item(
     versions = _trainable_versions(columns, where=where)
     _check_required(versions, lease.required_versions.get(trajectory.policy), where=where)
     body = encode_columns(columns, trajectory_id=trajectory_id)
-    body.sampling.CopyFrom(sampling.to_proto())
+    body.sampling.CopyFrom(sampling)
     header = trajectory_pb2.TrajectoryHeader(
         trajectory_id=trajectory_id,
         policy_id=trajectory.policy,
