@@ -364,6 +364,12 @@ PEOPLE: dict[str, tuple[str | None, Callable[[World], Awaitable[object]], str, t
 }
 
 
+@pytest.mark.parametrize("token", [None, "stranger", "node"])
+async def test_who_the_server_is_needs_no_token(guarded: World, token: str | None) -> None:
+    async with AsyncClient(guarded.address, token=token, retry=RetryPolicy(total_s=0)) as caller:
+        assert (await caller.server_info()).contract_version
+
+
 @pytest.mark.parametrize("row", PEOPLE)
 async def test_who_may_not_call_is_told_what_is_missing_and_changes_nothing(
     guarded: World, redis_url: str, row: str

@@ -99,10 +99,11 @@ def _check_frame(episode: trajectory_pb2.Episode) -> None:
         raise BadTrajectory(
             "duplicate_id", "two trajectories of the episode have one trajectory_id; ids are unique in a run"
         )
-    if len(episode.metrics) > MAX_METRICS or not all(map(math.isfinite, episode.metrics.values())):
-        raise BadTrajectory(
-            "bad_metrics", f"at most {MAX_METRICS} metrics, all finite; got {dict(episode.metrics)}"[:500]
-        )
+    for metrics in (episode.metrics, *(item.header.metrics for item in items)):
+        if len(metrics) > MAX_METRICS or not all(map(math.isfinite, metrics.values())):
+            raise BadTrajectory(
+                "bad_metrics", f"at most {MAX_METRICS} metrics, all finite; got {dict(metrics)}"[:500]
+            )
 
 
 def _check_item(item: trajectory_pb2.TrajectoryItem, *, expectation: Expectation) -> None:

@@ -128,12 +128,15 @@ def server_of_folder(folder: Path) -> Server:
 def connected(
     join: Server | None, *, data_dir: Path | None, token_file: Path | None
 ) -> Iterator[tuple[Client, Server]]:
-    """Yield a client of the server to ask. An unreachable server is told with its address and how it was found."""
+    """Yield a client of the server to ask. An unreachable server is told with its address and how it was found;
+    IncompatibleError says that it speaks other contracts.
+    """
     server = find_server(join, data_dir=data_dir)
     if server.found_by != "--join":
         typer.echo(f"asking {server.address} ({server.found_by})", err=True)
     with Client(server.address, token=read_token(token_file), retry=_PATIENCE) as client:
         try:
+            client.server_info()
             yield client, server
         except UnavailableError as error:
             raise UnavailableError(
