@@ -104,10 +104,11 @@ def _check_frame(episode: trajectory_pb2.Episode) -> Problem | None:
         return _problem(
             "duplicate_id", "two trajectories of the episode have one trajectory_id; ids are unique in a run"
         )
-    if len(episode.metrics) > MAX_METRICS or not all(map(math.isfinite, episode.metrics.values())):
-        return _problem(
-            "bad_metrics", f"at most {MAX_METRICS} metrics, all finite; got {dict(episode.metrics)}"[:500]
-        )
+    for metrics in (episode.metrics, *(item.header.metrics for item in items)):
+        if len(metrics) > MAX_METRICS or not all(map(math.isfinite, metrics.values())):
+            return _problem(
+                "bad_metrics", f"at most {MAX_METRICS} metrics, all finite; got {dict(metrics)}"[:500]
+            )
     return None
 
 

@@ -107,6 +107,7 @@ def _item(
         max_version=max(versions),
         reward=trajectory.reward,
         finish_reason=trajectory.finish_reason,
+        metrics=_finite(trajectory.metrics),
     )
     return trajectory_pb2.TrajectoryItem(header=header, body=body.SerializeToString())
 
@@ -195,5 +196,9 @@ def _metrics(episode: plugins.Episode) -> Mapping[str, float]:
     named = dict(episode.metrics)
     for trajectory in episode.trajectories:
         named.update({f"{trajectory.policy}.{name}": value for name, value in trajectory.metrics.items()})
-    finite = {str(name): float(value) for name, value in named.items() if math.isfinite(value)}
+    return _finite(named)
+
+
+def _finite(metrics: Mapping[str, float]) -> Mapping[str, float]:
+    finite = {str(name): float(value) for name, value in metrics.items() if math.isfinite(value)}
     return dict(list(finite.items())[:MAX_METRICS])
