@@ -106,6 +106,7 @@ async def local_node(
                 node_id=node_id,
                 episode_timeout_s=found.recipe.raas.episode_timeout_s,
                 coalesce_max_new_tokens=settings.coalesce_max_new_tokens,
+                sampling=found.sampling,
             ),
             metrics=metrics,
         )
@@ -121,7 +122,6 @@ async def local_node(
                 durable=pusher.durable,
                 drained_by_server=lambda _reason: told.set(),
             ),
-            default_sampling=found.sampling,
             metrics=metrics,
         )
         state.tell_changes_to(worker.state_changed)

@@ -12,9 +12,7 @@ import hashlib
 import hmac
 import os
 import shutil
-import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +24,8 @@ from types import TracebackType
 from typing import IO
 
 from astraflow.errors import UnavailableError
+from astraflow_kit.parent import dying_with_us
+from astraflow_kit.ports import free_port
 from astraflow_weights.settings import StoreSettings
 
 PACKAGES = "radosgw ceph-mon ceph-osd"
@@ -129,7 +129,7 @@ class RadosGateway:
         for name in ("mon", "osd", "rgw"):
             (self._folder / name).mkdir()
         self._fsid = str(uuid.uuid4())
-        v2, v1, self.port = _free_port(), _free_port(), _free_port()
+        v2, v1, self.port = free_port(), free_port(), free_port()
         self._addresses = f"[v2:127.0.0.1:{v2},v1:127.0.0.1:{v1}]"
         self.url = f"http://127.0.0.1:{self.port}"
         conf = _CONF.format(
@@ -207,7 +207,7 @@ class RadosGateway:
     def _run(self, *words: str, conf: bool = False) -> None:
         command = self._command(words) if conf else list(words)
         left = max(1.0, self._deadline - time.monotonic())
-        line = self._dying_with_us(command)
+        line = dying_with_us(*command)
         done = subprocess.run(line, capture_output=True, timeout=left, cwd=self._folder, check=False)
         if done.returncode:
             raise UnavailableError(f"{command} ended with {done.returncode}: {done.stderr.decode()[-2000:]}")
@@ -217,7 +217,7 @@ class RadosGateway:
         self._logs.append(log)
         self._processes.append(
             subprocess.Popen(
-                self._dying_with_us(self._command(words)),
+                dying_with_us(*self._command(words)),
                 stdout=log,
                 stderr=log,
                 cwd=self._folder,
@@ -225,21 +225,12 @@ class RadosGateway:
             )
         )
 
-    def _dying_with_us(self, command: Sequence[str]) -> list[str]:
-        return [sys.executable, "-m", "astraflow_launcher.run.exec_with_parent", str(os.getpid()), *command]
-
     def _end(self) -> None:
         for process in reversed(self._processes):
             process.kill()
             process.wait(timeout=20)
         for log in self._logs:
             log.close()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def version() -> str:

@@ -17,11 +17,11 @@ from astraflow.errors import NotFoundError, PreconditionError, RecipeError
 from astraflow.plugins import Dataset, Filter
 from astraflow.recipe import Recipe
 from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
-from astraflow_dataflow.records import PolicyLimits, StoredRun
+from astraflow_dataflow.records import StoredRun
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.window import Window
 from astraflow_dataflow.runs import background
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import EventReader, Wakeups
 from astraflow_kit.log import get_logger
 from astraflow_kit.plugins import RecipeSource, make
@@ -60,15 +60,6 @@ class RunContext:
         """Where the run's blobs lie in its store."""
         return blob_prefix(self.store_uri, self.run_id)
 
-    def window(self) -> Window:
-        """The admission window; the same for each policy."""
-        flow = self.recipe.dataflow
-        return Window(
-            max_staleness=flow.max_staleness,
-            groups_per_step=flow.groups_per_step,
-            min_acceptance=flow.min_acceptance,
-        )
-
     def require_policy(self, policy_id: str) -> None:
         """Raise NotFoundError unless the run trains the policy."""
         if policy_id not in self.recipe.policies:
@@ -78,7 +69,7 @@ class RunContext:
 
 
 class RunRegistry:
-    """The run contexts of this process. `code_dir` takes the own code of recipes; None: it may not be run."""
+    """The run contexts of this process. `code_dir` is where the code of recipes is written; None forbids such code."""
 
     def __init__(self, store: Store, *, code_dir: Path | None) -> None:
         self._store = store
@@ -101,7 +92,7 @@ class RunRegistry:
             code=run.code.SerializeToString(deterministic=True),
             store_uri=run.store_uri,
             max_attempts=recipe.dataflow.max_attempts,
-            policies=limits_of(recipe),
+            windows=windows_of(recipe),
         )
         await self.get(run.run_id)
         return stored
@@ -206,22 +197,15 @@ class RunRegistry:
         return dataset, Rules(min_members=recipe.dataflow.min_members, filters=filters)
 
 
-def limits_of(recipe: Recipe) -> list[PolicyLimits]:
-    """Return what admission stores for each policy of a recipe."""
+def windows_of(recipe: Recipe) -> list[Window]:
+    """Return the staleness window of each policy of a recipe."""
     flow = recipe.dataflow
-    window = Window(
-        max_staleness=flow.max_staleness,
-        groups_per_step=flow.groups_per_step,
-        min_acceptance=flow.min_acceptance,
-    )
     return [
-        PolicyLimits(
+        Window(
             policy_id=policy_id,
-            window_groups=window.groups,
-            min_acceptance=flow.min_acceptance,
-            smoothing=window.smoothing,
             max_staleness=flow.max_staleness,
             groups_per_step=flow.groups_per_step,
+            min_acceptance=flow.min_acceptance,
         )
         for policy_id in recipe.policies
     ]

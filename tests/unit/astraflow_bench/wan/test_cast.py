@@ -10,7 +10,8 @@ import pytest
 from astraflow.errors import DeadlineError, UnavailableError
 from astraflow_bench.wan.cast import Cast
 from astraflow_bench.wan.links import Place
-from astraflow_bench.wan.network import Network, dies_with_us
+from astraflow_bench.wan.network import Network
+from astraflow_kit.parent import dying_with_us
 
 DEADLINE_S = 60.0
 
@@ -19,7 +20,7 @@ class NoNetwork:
     """Starts programs here."""
 
     def start(self, place: Place, *command: str, **streams: int) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(dies_with_us(*command), stdout=subprocess.PIPE, **streams)
+        return subprocess.Popen(dying_with_us(*command), stdout=subprocess.PIPE, **streams)
 
 
 def made(folder: Path, *, deadline_s: float = DEADLINE_S) -> Cast:

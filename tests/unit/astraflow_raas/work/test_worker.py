@@ -11,11 +11,10 @@ import pytest
 from astraflow.client import AsyncClient, RetryPolicy
 from astraflow.dataflow.v1 import durability_pb2, task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError
+from astraflow.rollout.v1 import task_pb2
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.work.lease import LeasedTask
 from astraflow_raas.work.session import Failure
 from astraflow_raas.work.worker import Membership, Worker, WorkerHooks, join_request
-from support.raas_parts import SAMPLING
 from support.scripted_dataflow import RunningServer, ScriptedDataflow, eventually, lease, running
 
 MEMBERSHIP = Membership(
@@ -36,10 +35,10 @@ class ScriptedRunner:
 
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     outcomes: dict[str, Failure | Exception] = field(default_factory=dict)
-    started: list[LeasedTask] = field(default_factory=list)
+    started: list[task_pb2.Lease] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
 
-    async def run(self, leased: LeasedTask) -> Failure | None:
+    async def run(self, leased: task_pb2.Lease) -> Failure | None:
         self.started.append(leased)
         release = self.running.setdefault(leased.lease_id, asyncio.Event())
         try:
@@ -119,7 +118,6 @@ async def working(script: ScriptedDataflow) -> AsyncIterator[Setup]:
                 durable=heard.durable.append,
                 drained_by_server=heard.drains.append,
             ),
-            default_sampling={"solver": SAMPLING},
             metrics=Metrics(),
         )
         task = asyncio.create_task(worker.run())
@@ -237,13 +235,6 @@ async def test_a_defect_while_running_gives_the_lease_back(setup: Setup) -> None
     await eventually(lambda: setup.script.failures, what="the report")
     assert setup.script.failures[0].retryable
     assert "RuntimeError: a bug" in setup.script.failures[0].detail
-
-
-async def test_a_lease_that_cannot_be_read_is_given_back(setup: Setup) -> None:
-    setup.script.send(lease=lease("broken", data_json=b"["))
-    await eventually(lambda: setup.script.failures, what="the report")
-    assert setup.script.failures[0].reason == "workflow_error"
-    assert setup.runner.started == []
 
 
 async def test_a_cancelled_lease_is_stopped_and_not_reported(setup: Setup) -> None:
