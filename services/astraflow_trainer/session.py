@@ -38,7 +38,7 @@ from astraflow_trainer.ranks.group import RankGroup
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.warm_start.starting_model import asset_files, starting_model
 from astraflow_weights.errors import Fenced
-from astraflow_weights.publish.agreement import led
+from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.store import ObjectStore
@@ -101,7 +101,7 @@ class TrainingSession:
 
     def _claim(self) -> Claim:
         """Claim on the first rank; the claim, on every rank."""
-        claim = led(
+        claim = on_first_rank(
             self._group.publishing,
             lambda: self._source.claim(known_epoch=self._epoch_in_store()),
             encode=asdict,
@@ -227,7 +227,7 @@ class TrainingSession:
 
     def _published_steps(self, publisher: ShardPublisher) -> dict[int, int]:
         """Step to the newest version that it published, on every rank."""
-        return led(
+        return on_first_rank(
             self._group.publishing,
             lambda: {
                 item.step: item.version

@@ -21,7 +21,7 @@ from astraflow_weights.collection.collector import Collector
 from astraflow_weights.collection.server_roots import server_roots
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.agreement import led
+from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.sharded_snapshots import ShardedSnapshots
@@ -72,7 +72,7 @@ def open_publisher(
         )
         return _Opened(writer=writer, newest=_fetch_newest(store, writer, mirror_dir=mirror_dir))
 
-    opened = led(
+    opened = on_first_rank(
         peers,
         open_log,
         encode=lambda opened: opened.newest,
