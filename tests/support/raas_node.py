@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from astraflow.client import AsyncClient
+from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.node.engine_host import HostSettings, RemoteHost
 from astraflow_raas.node.joining import find_run, join_run, membership_of
 from astraflow_raas.node.node import Node, NodeState, PolicyParts, PolicyTable
 from astraflow_raas.policies.served_policy import ServedPolicy
-from astraflow_raas.policies.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
+from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
@@ -42,11 +43,7 @@ class BytelessWeights:
     counts: PullCounts = field(default_factory=PullCounts)
     damage: VerificationFailed | None = None
 
-    def versions(self) -> list[int]:
-        """The one it was asked for last."""
-        return [] if self.version is None else [self.version]
-
-    def prefetch(self, announced: AnnouncedVersion) -> None:
+    def prefetch(self, announced: version_pb2.Version) -> None:
         """Nothing to fetch."""
 
     def try_hold(self) -> Hold | None:
@@ -56,10 +53,10 @@ class BytelessWeights:
         descriptor = os.open(os.devnull, os.O_RDONLY)
         return Hold(version=self.version, directory=self.folder, written_by="", descriptor=descriptor)
 
-    def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
+    def fetch(self, announced: version_pb2.Version) -> Path:
         """Nothing to fetch."""
         self.version = announced.version
-        return FetchedVersion(version=announced.version, model_dir=self.folder)
+        return self.folder
 
 
 @dataclass

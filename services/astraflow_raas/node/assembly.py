@@ -25,7 +25,7 @@ from astraflow_raas.node.mirror_place import MirrorPlace
 from astraflow_raas.node.node import Node, NodeState, PolicyParts, PolicyTable
 from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy
-from astraflow_raas.policies.weight_sync import FetchedVersion, WeightSync
+from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_raas.push.journal import PushJournal
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
@@ -34,6 +34,7 @@ from astraflow_raas.settings import NodeSettings
 from astraflow_raas.timeline import Timeline
 from astraflow_raas.work.session import Session, SessionSettings
 from astraflow_raas.work.worker import Membership, Worker, WorkerHooks
+from astraflow_weights.mirror.lock import Hold
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
@@ -189,7 +190,7 @@ class _PolicyMaker:
             )
         return HttpEngine(self._settings.engine, request_timeout_s=self._settings.engine_request_timeout_s)
 
-    def _launcher(self, name: str) -> Callable[[FetchedVersion], "asyncio.Future[EngineProcess]"]:
+    def _launcher(self, name: str) -> Callable[[Hold], "asyncio.Future[EngineProcess]"]:
         group_size = self._found.recipe.dataflow.group_size
         command = EngineCommand(
             kind=self._settings.engine,
@@ -200,12 +201,12 @@ class _PolicyMaker:
             seed=self._found.recipe.run.seed,
         )
 
-        def launch(version: FetchedVersion) -> "asyncio.Future[EngineProcess]":
+        def launch(held: Hold) -> "asyncio.Future[EngineProcess]":
             return asyncio.ensure_future(
                 start_engine(
                     command,
-                    model_dir=version.model_dir,
-                    version=version.version,
+                    model_dir=held.directory,
+                    version=held.version,
                     log_path=self._folder.engine_log(name),
                     request_timeout_s=self._settings.engine_request_timeout_s,
                 )

@@ -18,8 +18,9 @@ from astraflow_raas.engine.base import Engine, EngineFaulty, EngineUnavailable
 from astraflow_raas.engine.process import EngineProcess
 from astraflow_raas.loops import LoopService
 from astraflow_raas.policies.served_policy import ServedPolicy
-from astraflow_raas.policies.weight_sync import FetchedVersion, WeightSync
+from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_raas.timeline import Stage
+from astraflow_weights.mirror.lock import Hold
 
 log = get_logger(__name__)
 
@@ -41,7 +42,7 @@ class HostSettings:
     """How often the engine is looked at."""
 
 
-Launch = Callable[[FetchedVersion], Awaitable[EngineProcess]]
+Launch = Callable[[Hold], Awaitable[EngineProcess]]
 
 
 class _Host(LoopService):
@@ -128,12 +129,12 @@ class ChildHost(_Host):
     async def _one_engine(self) -> None:
         process: EngineProcess | None = None
         try:
-            async with self._weights.loading() as fetched:
+            async with self._weights.loading() as held:
                 self._policy.timeline.mark(Stage.ENGINE_LAUNCHED)
-                process = await self._launch(fetched)
+                process = await self._launch(held)
                 await process.wait_healthy(timeout_s=self._settings.start_timeout_s)
-                await _require_version(process.engine, fetched.version)
-                self._ready(process.engine, version=fetched.version)
+                await _require_version(process.engine, held.version)
+                self._ready(process.engine, version=held.version)
             await self._until_lost(process)
         finally:
             self._policy.engine_lost()
@@ -170,13 +171,13 @@ class RemoteHost(_Host):
     async def _one_engine(self) -> None:
         engine = self._connect()
         try:
-            async with self._weights.loading() as fetched:
+            async with self._weights.loading() as held:
                 # A node that was killed in the middle of a swap leaves its engine paused.
                 await engine.resume()
                 await engine.check_health()
-                if await engine.served_version() != fetched.version:
-                    await engine.swap(model_dir=fetched.model_dir, version=fetched.version)
-                self._ready(engine, version=fetched.version)
+                if await engine.served_version() != held.version:
+                    await engine.swap(model_dir=held.directory, version=held.version)
+                self._ready(engine, version=held.version)
             while True:
                 await asyncio.sleep(self._settings.watch_s)
                 await self._still_ours(engine)

@@ -13,7 +13,7 @@ from astraflow_kit.lifecycle import Service
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.node.engine_host import ChildHost, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
-from astraflow_raas.policies.weight_sync import AnnouncedVersion, WeightSync
+from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.work.session import Session
 from astraflow_raas.work.worker import Worker
@@ -81,14 +81,7 @@ class PolicyTable:
         ignored."""
         part = self.parts.get(version.policy_id)
         if part is not None:
-            part.weights.announce(
-                AnnouncedVersion(
-                    policy_id=version.policy_id,
-                    version=version.version,
-                    sequence=version.sequence,
-                    manifest_sha256=version.manifest_sha256,
-                )
-            )
+            part.weights.announce(version)
 
 
 @dataclass(frozen=True, kw_only=True)

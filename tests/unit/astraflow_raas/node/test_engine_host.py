@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineUnavailable, GenerateCall
 from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.node.engine_host import ChildHost, HostSettings, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
-from astraflow_raas.policies.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
+from astraflow_raas.policies.weight_sync import WeightSync
+from astraflow_weights.mirror.lock import Hold
 from support.raas_node import BytelessWeights
 from support.raas_parts import write_tokenizer
 from support.scripted_dataflow import eventually
@@ -60,8 +62,8 @@ class Setup:
         return self.started[number - 1][1]
 
 
-def announced(version: int) -> AnnouncedVersion:
-    return AnnouncedVersion(policy_id="solver", version=version, sequence=version, manifest_sha256=b"")
+def announced(version: int) -> version_pb2.Version:
+    return version_pb2.Version(policy_id="solver", version=version)
 
 
 @pytest.fixture
@@ -73,9 +75,9 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
     started: list[tuple[int, FakeProcess]] = []
     sick: list[bool] = []
 
-    async def launch(version: FetchedVersion) -> FakeProcess:
-        process = FakeProcess(FakeEngine(version=version.version), healthy=not (sick and sick.pop(0)))
-        started.append((version.version, process))
+    async def launch(held: Hold) -> FakeProcess:
+        process = FakeProcess(FakeEngine(version=held.version), healthy=not (sick and sick.pop(0)))
+        started.append((held.version, process))
         return process
 
     host = ChildHost(policy, sync, launch=launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
@@ -131,8 +133,8 @@ async def test_an_engine_that_never_comes_up_ends_the_node_with_the_engines_last
         policy, source=BytelessWeights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
     )
 
-    async def launch(version: FetchedVersion) -> FakeProcess:
-        return FakeProcess(FakeEngine(version=version.version), healthy=False)
+    async def launch(held: Hold) -> FakeProcess:
+        return FakeProcess(FakeEngine(version=held.version), healthy=False)
 
     host = ChildHost(policy, sync, launch=launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
     following = asyncio.create_task(sync.run())
