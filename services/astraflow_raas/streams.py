@@ -1,18 +1,56 @@
-"""Both halves of a bidirectional stream run to its end, with one meaning for every way it can end.
+"""A lifecycle service around one bidirectional stream after the other, with one meaning for every way they can end.
 
-Invariant: when `converse` returns or raises, both halves are over and the call is cancelled. Used by `push`
-and `worker`, which own what is said.
+Invariant: a stream that broke is opened anew with backoff, for as long as the server does not refuse the node; when
+`converse` returns or raises, both halves are over and the call is cancelled. Base of `pushing` and `worker`, which own
+what is said.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import grpc
 
 from astraflow._status import from_rpc_error
+from astraflow.client import RetryPolicy
+from astraflow.errors import AstraflowError, InternalError, RetryableError
+from astraflow_kit.log import get_logger
+from astraflow_raas.loops import LoopService
 
+log = get_logger(__name__)
+
+_RECONNECT = RetryPolicy(first_wait_s=0.1, max_wait_s=2.0)
+_LOG_EVERY = 15
+"""Failed streams of which one is worth a line: one in half a minute."""
 _REASON_DEADLINE_S = 2.0
+
+
+class StreamService(LoopService):
+    """Subclasses write `_stream`; it returns when the server closed the stream, and raises when it broke."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._failures = 0
+        """Streams that broke since one last worked; subclasses set it back."""
+
+    async def _loop(self) -> None:
+        """One stream after the other. Raises when the server refuses the node for good."""
+        while True:
+            hint_s = None
+            try:
+                await self._stream()
+                self._failures = 0
+            except (RetryableError, InternalError) as error:
+                self._failures, hint_s = self._failures + 1, error.retry_after_s
+                self._stream_failed(error, report=log.info if self._failures % _LOG_EVERY == 1 else log.debug)
+            await asyncio.sleep(_RECONNECT.wait_s(max(1, self._failures), hint_s=hint_s))
+
+    async def _stream(self) -> None:
+        raise NotImplementedError
+
+    def _stream_failed(self, error: AstraflowError, *, report: Callable[..., None]) -> None:
+        """Say by `report` that a stream broke."""
+        raise NotImplementedError
 
 
 async def converse(
