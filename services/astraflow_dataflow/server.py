@@ -157,7 +157,7 @@ class Dataflow:
             ),
             (
                 admin_service_pb2_grpc.add_AdminServiceServicer_to_server,
-                AdminServicer(store, registry, self.reporting, durability),
+                AdminServicer(store, registry, self.reporting, durability, self.settings.capabilities),
             ),
         ]
 

@@ -8,6 +8,7 @@ import grpc
 
 from astraflow.errors import NotFoundError
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
+from astraflow_kit.server_info import server_info
 from astraflow_raas.node.node import Node, PolicyParts
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -19,6 +20,12 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
     def __init__(self, node: Node, *, begin_drain: Callable[[], None]) -> None:
         self._node = node
         self._begin_drain = begin_drain
+
+    async def GetServerInfo(
+        self, request: node_service_pb2.GetServerInfoRequest, context: _Context
+    ) -> node_service_pb2.GetServerInfoResponse:
+        """Who this node is."""
+        return node_service_pb2.GetServerInfoResponse(server=server_info())
 
     async def Status(
         self, request: node_service_pb2.StatusRequest, context: _Context
