@@ -19,10 +19,10 @@ from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
+from astraflow_raas.loops import StreamService, converse
 from astraflow_raas.push.journal import PushJournal, PushLog, outcome_name
 from astraflow_raas.push.spool import Spool, Spooled, SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
-from astraflow_raas.streams import StreamService, converse
 
 if TYPE_CHECKING:
     import grpc

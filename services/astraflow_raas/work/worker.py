@@ -17,7 +17,7 @@ from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.streams import StreamService, converse
+from astraflow_raas.loops import StreamService, converse
 from astraflow_raas.timeline import Stage
 from astraflow_raas.work.held_leases import HeldLeases, Runner
 
