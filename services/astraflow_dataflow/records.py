@@ -149,6 +149,8 @@ class CompleteTask:
     group_size: int
     num_finished: int
     headers: Mapping[str, bytes]
+    spec: bytes = b""
+    """The serialized Task."""
 
 
 @dataclass(frozen=True, kw_only=True)

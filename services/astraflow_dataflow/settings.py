@@ -12,14 +12,18 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from astraflow_dataflow.records import Level
-from astraflow_kit.settings import DaemonSettings
+from astraflow_kit.settings import CommandOption, DaemonSettings
 
 
 class DataflowServerSettings(DaemonSettings):
     """What a dataflow server can be told. Only `redis` is required."""
 
-    redis: Annotated[str, Field(pattern=r"^(redis|rediss|unix)://")]
-    """URL of Redis 7.0 or newer, or of Valkey: `redis://HOST:PORT/DB`."""
+    redis: Annotated[
+        str,
+        Field(pattern=r"^(redis|rediss|unix)://"),
+        CommandOption("The data", metavar="redis://HOST:PORT/DB"),
+    ]
+    """Redis 7.0 or newer, or Valkey, with an append-only file."""
     allow_volatile: bool = False
     """Accept a Redis without an append-only file: what was acknowledged is lost when it restarts."""
     durability: Level = Level.MEMORY

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from astraflow_dataflow.records import CompleteTask
-from astraflow_dataflow.rules.groups import judge
+from astraflow_dataflow.rules.groups import groups_of, judge
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
@@ -33,7 +33,7 @@ class Settling:
 
     async def settle(self, context: RunContext, task: CompleteTask) -> bool:
         """Settle one complete task. Returns False when another server was first."""
-        verdicts = judge(task, context.rules)
+        verdicts = judge(task, groups_of(task), context.rules)
         acted = await self.store.episodes.settle(
             context.run_id, task.task_id, verdicts, tombstone_s=TOMBSTONE_S
         )

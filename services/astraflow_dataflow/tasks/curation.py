@@ -113,6 +113,7 @@ def new_task(
         data_json=_json(spec),
         purpose=purpose,
         group_size=group_size,
+        source=spec.source,
     )
     problem = task_problem(message, allow_evaluation=bool(task_id))
     if problem:

@@ -28,7 +28,7 @@ def complete_lease(lease: task_pb2.Lease, *, sampling: Mapping[str, task_pb2.Sam
         params = lease.sampling.get(policy_id, default)
         lease.sampling[policy_id].CopyFrom(_without_zeros(params, default))
     messages = tuple(Message(item.role, item.content) for item in lease.task.messages)
-    return TaskSpec(lease.task.task_id, messages, _data(lease.task))
+    return TaskSpec(lease.task.task_id, messages, _data(lease.task), source=lease.task.source)
 
 
 def is_evaluation(lease: task_pb2.Lease) -> bool:
