@@ -180,7 +180,7 @@ class DevelopmentRun:
             "astraflow_trainer",
             *("--join", self._address, "--run-id", self._run_id, "--policy", policy),
             *("--work-dir", str(self._folder.work(name)), "--cache-dir", str(self._folder.cache)),
-            *("--steps", str(self._options.loaded.recipe.run.steps)),
+            *("--steps", str(self._options.loaded.recipe.policy(policy).steps)),
             "--allow-recipe-code",
         )
         size = self._options.trainer_ranks
