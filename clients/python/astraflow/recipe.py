@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_serializer, model_validator
 
 from astraflow.algorithm import AlgorithmSettings
+from astraflow.plugin_settings import PluginSettings
 from astraflow.section import Section, merged
 
 __all__ = [
@@ -38,9 +39,6 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-PluginName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-"""`module.path:Name`; the module `recipe` is the recipe folder's own recipe.py."""
-
 PolicyName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 
 
@@ -49,8 +47,8 @@ class RunSettings(Section):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
     """Name of the run, and its id: lower-case letters, digits and dashes."""
-    dataset: PluginName
-    """`Dataset` plug-in; the class is called with `seed=run.seed`."""
+    dataset: PluginSettings
+    """`Dataset` plug-in; its class may take `seed`, which is run.seed."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seeds the data set, the initial weights, the warm start and the sampling."""
     steps: int = Field(default=100, ge=1, le=10_000_000)
@@ -108,7 +106,7 @@ class TokenizerSettings(Section):
 class WarmStartSettings(Section):
     """Supervised steps that give reinforcement learning something to select from. Cached in the data dir."""
 
-    demonstrations: PluginName
+    demonstrations: PluginSettings
     """`Demonstrations` plug-in: called with a seed, yields examples."""
     steps: int = Field(ge=1, le=10_000_000)
     """Supervised optimizer steps."""
@@ -185,7 +183,7 @@ class DataflowSettings(BatchSettings):
 
     group_size: int = Field(default=8, ge=1, le=1024)
     """Episodes per task (G)."""
-    filters: tuple[PluginName, ...] = ()
+    filters: tuple[PluginSettings, ...] = ()
     """`Filter` plug-ins, applied in order to each complete group."""
     min_acceptance: float = Field(default=0.1, gt=0, le=1)
     """Floor of the moving average of groups surviving filters, used by admission."""
@@ -214,10 +212,10 @@ class DataflowSettings(BatchSettings):
 class RaasSettings(Section):
     """What nodes run."""
 
-    workflow: PluginName = "astraflow_raas.workflows.single_turn:SingleTurn"
-    """`Workflow` plug-in; the class is called with `reward=` an instance of the reward."""
-    reward: PluginName
-    """`Reward` plug-in; the class is called without arguments."""
+    workflow: PluginSettings = PluginSettings(use="astraflow_raas.workflows.single_turn:SingleTurn")
+    """`Workflow` plug-in; its class may take `reward`, which is the reward below."""
+    reward: PluginSettings
+    """`Reward` plug-in."""
     max_concurrent_tasks: int = Field(default=16, ge=1, le=65_536)
     """Tasks a node runs at once."""
     episode_timeout_s: float = Field(default=60.0, gt=0, le=86_400)

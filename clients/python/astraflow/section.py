@@ -24,11 +24,13 @@ SectionT = TypeVar("SectionT", bound="Section")
 class Section(BaseModel):
     """A mapping of a recipe."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
+    )
 
 
 class Kind(Section):
-    """One member of a union; its field `kind` names it."""
+    """A section that is given as a whole: one member of a union, which its field `kind` names, or a plug-in."""
 
 
 class _ByKind:
