@@ -46,6 +46,7 @@ class Summary:
     """
 
     steps: int
+    steps_by_policy: dict[str, int]
     reward_first: float | None
     reward_last: float | None
     heldout_first: float | None
@@ -80,6 +81,7 @@ def summarize(
     deltas = observation.deltas()
     return Summary(
         steps=min((item.last_finished_step for item in status.policies), default=0),
+        steps_by_policy={item.policy_id: item.last_finished_step for item in status.policies},
         reward_first=_mean(_step_reward(observation, policy, first=True) for policy in policies),
         reward_last=_mean(_step_reward(observation, policy, first=False) for policy in policies),
         heldout_first=_mean(items[0].mean_reward if items else None for items in evaluations),
@@ -132,7 +134,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     nodes = [f"{node.id}: {node.tokens} tokens, {node.trajectories} trajectories" for node in summary.nodes]
     counts = ", ".join(f"{account[name]} {name}" for name in ("ingested", "trained", "evaluated"))
     return [
-        ("steps", f"{summary.steps} in {summary.wall_s:.0f} s"),
+        ("steps", f"{_steps(summary)} in {summary.wall_s:.0f} s"),
         ("first reward", f"after {_text(summary.first_reward_s)} s"),
         ("held-out reward", heldout),
         ("training reward", f"{_text(summary.reward_first)} → {_text(summary.reward_last)}"),
@@ -147,6 +149,12 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("memory", f"{summary.peak_pss_bytes / 2**30:.2f} GiB at the peak, all processes"),
         ("folder", summary.data_dir),
     ]
+
+
+def _steps(summary: Summary) -> str:
+    if len(set(summary.steps_by_policy.values())) < 2:
+        return str(summary.steps)
+    return ", ".join(f"{policy_id} {steps}" for policy_id, steps in summary.steps_by_policy.items())
 
 
 def _step_reward(observation: Observation, policy: str, *, first: bool) -> float | None:
