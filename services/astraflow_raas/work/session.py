@@ -14,6 +14,7 @@ from astraflow import plugins
 from astraflow.dataflow.v1 import trajectory_service_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+from astraflow.trajectories import BadTrajectory
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.ids import IdSource
 from astraflow_kit.log import correlated, get_logger
@@ -21,7 +22,7 @@ from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.push.pushing import Pusher
-from astraflow_raas.work.episode import EpisodeIds, EpisodeRefused, VersionMoved, build_episode
+from astraflow_raas.work.episode import EpisodeIds, VersionMoved, build_episode
 from astraflow_raas.work.lease import complete_lease, is_evaluation
 from astraflow_raas.work.policy_handle import PolicyHandle
 
@@ -220,7 +221,7 @@ def _of_error(error: Exception, *, member: int) -> Failure:
     if not isinstance(error, AstraflowError):
         # Only the log shows where the plug-in failed; the server and people elsewhere see the message.
         log.error("workflow.raised", member=member, exc_info=error)
-    return Failure(reason="workflow_error", detail=detail, retryable=not isinstance(error, EpisodeRefused))
+    return Failure(reason="workflow_error", detail=detail, retryable=not isinstance(error, BadTrajectory))
 
 
 def _of_result(result: trajectory_service_pb2.PushResult, *, member: int) -> Failure | None:

@@ -9,15 +9,9 @@ import typer
 from rich.text import Text
 from rich.tree import Tree
 
-from astraflow.commands.server import (
-    DataDirOption,
-    JoinOption,
-    JsonOption,
-    RunIdOption,
-    TokenFileOption,
-    connected,
-)
-from astraflow.commands.wording import as_json, console, enum_text, print_json, span_text
+from astraflow.commands.option_groups import grouped_options
+from astraflow.commands.server import RunQuestion
+from astraflow.commands.wording import enum_text, span_text
 from astraflow.dataflow.v1 import admin_service_pb2, trace_pb2
 
 if TYPE_CHECKING:
@@ -39,22 +33,16 @@ _STATES = {
 
 
 @app.command()
+@grouped_options
 def trace(
+    asked: RunQuestion,
     task_id: TaskIdArgument,
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    run_id: RunIdOption = "",
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
 ) -> None:
     """Follow one task: leases, node, episodes, trajectories, batch, step, version."""
-    request = admin_service_pb2.WhyRequest(run_id=run_id, task_id=task_id)
-    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+    request = admin_service_pb2.WhyRequest(run_id=asked.run_id, task_id=task_id)
+    with asked.client() as client:
         task = client.call(client.admin.Why, request).task
-    if json_:
-        print_json(as_json(task))
-    else:
-        console().print(trace_tree(task))
+    asked.show(task, trace_tree)
 
 
 def trace_tree(task: trace_pb2.TaskTrace) -> Tree:

@@ -189,7 +189,7 @@ async def test_a_reward_that_is_not_a_number_is_final(setup: Setup) -> None:
     assert setup.pushed.episodes == []
     assert failure is not None
     assert not failure.retryable
-    assert "reward_not_finite" in failure.detail
+    assert "nan_reward" in failure.detail
     assert "1 more" in failure.detail
 
 
