@@ -19,7 +19,6 @@ from astraflow_kit.http import HttpServer, ReadinessCheck, create_app
 from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_kit.recipe_code import install_code
 from astraflow_kit.rpc_contracts import Registration
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
@@ -78,14 +77,13 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
     async with _claimed(settings) as folder, _client(settings) as client:
         await require_engine(settings.engine, python=settings.engine_python)
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
-        code = install_code(found.run.code, into=folder.code, allowed=settings.allow_recipe_code)
-        load_workflow(found.recipe, folder=code)
+        load_workflow(found.run, found.recipe.raas, into=folder.code, allowed=settings.allow_recipe_code)
         store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     return {
         "run": found.run.run_id,
         "node": folder.node_id,
-        "workflow": found.recipe.raas.workflow,
-        "reward": found.recipe.raas.reward,
+        "workflow": found.recipe.raas.workflow.use,
+        "reward": found.recipe.raas.reward.use,
         "policies": ", ".join(found.recipe.policies),
         "store": store.uri,
         "engine": settings.engine,
@@ -102,8 +100,9 @@ async def _join(
     found = await find_run(client, settings.run_id, patience_s=settings.join_timeout_s)
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
-    code = install_code(found.run.code, into=folder.code, allowed=settings.allow_recipe_code)
-    workflow = load_workflow(found.recipe, folder=code)
+    workflow = load_workflow(
+        found.run, found.recipe.raas, into=folder.code, allowed=settings.allow_recipe_code
+    )
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     membership = membership_of(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
     joined = await join_run(client, membership, patience_s=settings.join_timeout_s)

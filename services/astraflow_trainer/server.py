@@ -20,12 +20,12 @@ from astraflow.client import Client
 from astraflow.errors import AstraflowError
 from astraflow.plugins import Demonstrations
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
-from astraflow_kit import lifecycle, plugins
+from astraflow_kit import lifecycle
 from astraflow_kit.http import HttpServer, StatusSource, create_app
 from astraflow_kit.lifecycle import Addresses, Lifecycle
 from astraflow_kit.log import bind
 from astraflow_kit.metrics import Metrics
-from astraflow_kit.recipe_code import require_installed
+from astraflow_kit.plugins import make
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
 from astraflow_trainer.controls import Controls
@@ -59,8 +59,7 @@ def check(settings: TrainerSettings) -> Mapping[str, str]:
         joined = _join(client, settings, folder=settings.work_dir)
     warm_start = joined.policy.model.warm_start
     if warm_start is not None:
-        require_installed(warm_start.demonstrations, folder=joined.recipe_dir)
-        plugins.load(warm_start.demonstrations, protocol=Demonstrations, recipe_dir=joined.recipe_dir)
+        make(warm_start.demonstrations, protocol=Demonstrations, source=joined.source)
     store = _usable_store(settings, joined)
     VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id).refresh_entries()
     return {"run": joined.run_id, "policy": joined.policy_id, "store": joined.store_uri}

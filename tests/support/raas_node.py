@@ -99,7 +99,7 @@ async def local_node(
         pusher = Pusher(client, metrics=metrics, limits=limits, files=SpoolFiles(folder / "spool" / node_id))
         state = NodeState(policies=table, pusher=pusher)
         session = Session(
-            load_workflow(found.recipe, folder=None),
+            load_workflow(found.run, found.recipe.raas, into=folder / "code", allowed=False),
             policies={name: part.policy for name, part in parts.items()},
             pusher=pusher,
             settings=SessionSettings(

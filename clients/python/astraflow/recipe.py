@@ -7,9 +7,22 @@ arithmetic. Endpoints and secrets are never part of a recipe; they come from the
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    JsonValue,
+    WithJsonSchema,
+    model_serializer,
+    model_validator,
+)
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
 
 __all__ = [
     "AlgorithmSettings",
@@ -18,6 +31,7 @@ __all__ = [
     "EvaluationSettings",
     "ModelSettings",
     "OptimizerSettings",
+    "PluginSettings",
     "PolicySettings",
     "PublishSettings",
     "RaasSettings",
@@ -38,7 +52,42 @@ PolicyName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
+    )
+
+
+class PluginSettings(_Section):
+    """A plug-in: `module.path:Name`, or `{use: module.path:Name, with: {...}}` where it takes settings."""
+
+    use: PluginName
+    """The class, function or object; the module `recipe` is the recipe folder's own recipe.py."""
+    settings: Annotated[dict[str, JsonValue], WithJsonSchema({"type": "object"})] = Field(
+        default_factory=dict, alias="with"
+    )
+    """Its settings, checked against its signature when a daemon loads it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _either_form(cls, given: object) -> object:
+        if isinstance(given, str):
+            return {"use": given}
+        if not isinstance(given, Mapping | PluginSettings):
+            raise ValueError("write `module.path:Name`, or `{use: module.path:Name, with: {...}}`")
+        return given
+
+    @model_serializer
+    def _shortest_form(self) -> object:
+        return {"use": self.use, "with": self.settings} if self.settings else self.use
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        # One schema for both forms: `pattern` is for text, the rest for the mapping.
+        schema |= {"type": ["string", "object"], "pattern": schema["properties"]["use"]["pattern"]}
+        return schema
 
 
 class RunSettings(_Section):
@@ -46,8 +95,8 @@ class RunSettings(_Section):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
     """Name of the run, and its id: lower-case letters, digits and dashes."""
-    dataset: PluginName
-    """`Dataset` plug-in; the class is called with `seed=run.seed`."""
+    dataset: PluginSettings
+    """`Dataset` plug-in; its class may take `seed`, which is run.seed."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seeds the data set, the initial weights, the warm start and the sampling."""
     steps: int = Field(default=100, ge=1, le=10_000_000)
@@ -105,7 +154,7 @@ class TokenizerSettings(_Section):
 class WarmStartSettings(_Section):
     """Supervised steps that give reinforcement learning something to select from. Cached in the data dir."""
 
-    demonstrations: PluginName
+    demonstrations: PluginSettings
     """`Demonstrations` plug-in: called with a seed, yields examples."""
     steps: int = Field(ge=1, le=10_000_000)
     """Supervised optimizer steps."""
@@ -186,7 +235,7 @@ class DataflowSettings(_Section):
     """Groups in one batch."""
     max_staleness: int = Field(default=2, ge=0, le=1024)
     """Largest staleness, in versions, of a trajectory when its batch is bound; 0 is exactly on-policy."""
-    filters: tuple[PluginName, ...] = ()
+    filters: tuple[PluginSettings, ...] = ()
     """`Filter` plug-ins, applied in order to each complete group."""
     min_acceptance: float = Field(default=0.1, gt=0, le=1)
     """Floor of the moving average of groups surviving filters, used by admission."""
@@ -215,10 +264,10 @@ class DataflowSettings(_Section):
 class RaasSettings(_Section):
     """What nodes run."""
 
-    workflow: PluginName = "astraflow_raas.workflows.single_turn:SingleTurn"
-    """`Workflow` plug-in; the class is called with `reward=` an instance of the reward."""
-    reward: PluginName
-    """`Reward` plug-in; the class is called without arguments."""
+    workflow: PluginSettings = PluginSettings(use="astraflow_raas.workflows.single_turn:SingleTurn")
+    """`Workflow` plug-in; its class may take `reward`, which is the reward below."""
+    reward: PluginSettings
+    """`Reward` plug-in."""
     max_concurrent_tasks: int = Field(default=16, ge=1, le=65_536)
     """Tasks a node runs at once."""
     episode_timeout_s: float = Field(default=60.0, gt=0, le=86_400)

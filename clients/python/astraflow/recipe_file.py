@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,12 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
 from astraflow.errors import RecipeError
-from astraflow.recipe import SCHEMA_VERSION, Recipe
+from astraflow.recipe import SCHEMA_VERSION, PluginSettings, Recipe
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["CodeFile", "LoadedRecipe", "bundle_digest", "load_recipe", "parse_recipe"]
+__all__ = ["CodeFile", "LoadedRecipe", "bundle_digest", "load_recipe", "parse_recipe", "place_of"]
 
 MAX_CODE_BYTES = 1024 * 1024
 
@@ -82,6 +82,19 @@ def parse_recipe(text: str, *, source: str = "recipe", overrides: Sequence[str] 
             "\n".join(_describe(detail, document, source) for detail in error.errors())
         ) from error
     return LoadedRecipe(recipe, _dump(recipe), (), None)
+
+
+def place_of(plugin: PluginSettings, text: str, *, source: str, keys: Sequence[str | int] = ()) -> str:
+    """Return `source:line: key.path` of a plug-in in recipe text, or of `keys` within its settings.
+
+    Two equal plug-ins have one place, the first. Without one in `text`, only `source` is known.
+    """
+    document = YAML(typ="rt").load(text)
+    for path, node in _nodes(document, ()):
+        if _is_plugin(node, plugin):
+            location = [*path, "with", *keys] if keys else path
+            return f"{source}:{_line_of(document, location)}: {'.'.join(map(str, location))}"
+    return source
 
 
 def bundle_digest(files: Iterable[CodeFile]) -> bytes:
@@ -157,7 +170,9 @@ def _known_keys(location: Sequence[str | int]) -> list[str]:
     annotation: Any = Recipe
     for part in location:
         annotation = _descend(annotation, part)
-    return list(annotation.model_fields) if _is_section(annotation) else []
+    if not _is_section(annotation):
+        return []
+    return [field.alias or name for name, field in annotation.model_fields.items()]
 
 
 def _descend(annotation: Any, part: str | int) -> Any:  # noqa: ANN401 - walks typing constructs
@@ -165,19 +180,32 @@ def _descend(annotation: Any, part: str | int) -> Any:  # noqa: ANN401 - walks t
     if _is_section(annotation):
         field = annotation.model_fields.get(str(part))
         return None if field is None else _without_none(field.annotation)
-    if getattr(annotation, "__origin__", None) is dict:
-        return annotation.__args__[1]
+    if getattr(annotation, "__origin__", None) in (dict, tuple):
+        return annotation.__args__[isinstance(part, str)]
     return None
 
 
 def _without_none(annotation: Any) -> Any:  # noqa: ANN401
     sections = [option for option in getattr(annotation, "__args__", ()) if _is_section(option)]
-    is_mapping = getattr(annotation, "__origin__", None) is dict
-    return sections[0] if sections and not is_mapping else annotation
+    is_container = getattr(annotation, "__origin__", None) in (dict, tuple)
+    return sections[0] if sections and not is_container else annotation
 
 
 def _is_section(annotation: Any) -> bool:  # noqa: ANN401
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _nodes(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:  # noqa: ANN401
+    yield path, node
+    inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in inner:
+        yield from _nodes(value, (*path, key))
+
+
+def _is_plugin(node: Any, plugin: PluginSettings) -> bool:  # noqa: ANN401
+    if isinstance(node, Mapping):
+        return node.get("use") == plugin.use and (node.get("with") or {}) == plugin.settings
+    return not plugin.settings and bool(node == plugin.use)
 
 
 def _line_of(document: Any, location: Sequence[str | int]) -> int:  # noqa: ANN401

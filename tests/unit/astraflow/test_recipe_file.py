@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from astraflow.errors import RecipeError
-from astraflow.recipe import Recipe
-from astraflow.recipe_file import CodeFile, bundle_digest, load_recipe, parse_recipe
+from astraflow.recipe import PluginSettings, Recipe
+from astraflow.recipe_file import CodeFile, bundle_digest, load_recipe, parse_recipe, place_of
 
 GOOD = """\
 run:
@@ -38,6 +40,42 @@ def test_a_good_recipe_is_reproduced_by_its_own_text() -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ("recipe:R", "recipe:R"),
+        ("{use: recipe:R}", "recipe:R"),
+        (
+            "{use: recipe:R, with: {a: null, b: .inf, c: [1, x]}}",
+            {"use": "recipe:R", "with": {"a": None, "b": inf, "c": [1, "x"]}},
+        ),
+    ],
+)
+def test_a_plug_in_is_kept_in_its_shortest_form_with_all_its_settings(written: str, kept: object) -> None:
+    loaded = parse_recipe(GOOD.replace("recipe:Reward", written))
+    assert YAML(typ="safe").load(loaded.yaml_text)["raas"]["reward"] == kept
+    assert parse_recipe(loaded.yaml_text).recipe == loaded.recipe
+
+
+@pytest.mark.parametrize(
+    ("plugin", "keys", "place"),
+    [
+        ("recipe:Data", (), "r.yaml:3: run.dataset"),
+        ({"use": "recipe:F", "with": {"low": {"x": 1}}}, (), "r.yaml:21: dataflow.filters.1"),
+        (
+            {"use": "recipe:F", "with": {"low": {"x": 1}}},
+            ("low", "x"),
+            "r.yaml:23: dataflow.filters.1.with.low.x",
+        ),
+        ("recipe:Elsewhere", ("x",), "r.yaml"),
+    ],
+)
+def test_the_place_of_a_plug_in_is_found(plugin: object, keys: tuple[str, ...], place: str) -> None:
+    filters = "dataflow:\n  filters:\n  - use: recipe:F\n    with:\n      low: {x: 1}\n"
+    text = GOOD + filters.replace("  - use", "  - recipe:F\n  - use")
+    assert place_of(PluginSettings.model_validate(plugin), text, source="r.yaml", keys=keys) == place
+
+
+@pytest.mark.parametrize(
     ("old", "new", "line", "words"),
     [
         ("name: tiny", "nmae: tiny", 2, "did you mean `name`"),
@@ -47,6 +85,9 @@ def test_a_good_recipe_is_reproduced_by_its_own_text() -> None:
         ("num_key_value_heads: 2", "num_key_value_heads: 3", 7, "remainder 1"),
         ("head_dim: 16", "head_dim: 15", 7, "odd"),
         ("recipe:Reward", "Reward", 17, "pattern"),
+        ("recipe:Reward", "7", 17, "write `module.path:Name`, or `{use: module.path:Name, with: {...}}`"),
+        ("recipe:Reward", "{use: recipe:R, wiht: {x: 1}}", 17, "did you mean `with`"),
+        ("raas:", "dataflow: {filters: [{us: recipe:F}]}\nraas:", 16, "did you mean `use`"),
         ("raas:", "rass:", 16, "did you mean `raas`"),
         ("steps: 5", "steps: 0", 15, "greater than or equal to 1"),
         ("      tokenizer: {vocab_size: 300}\n", "", 6, "also needs `tokenizer`"),
