@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.plugins import ReadyGroup, Selector, StepRequest, TrajectorySummary
@@ -26,10 +27,7 @@ async def selection(
     store: Store, context: RunContext, selector: DataPlugin[Selector], *, offer: Offer, request: StepRequest
 ) -> Selection | None:
     """Return what the selector makes of an offer; None when it failed."""
-
-    async def work() -> Selection | None:
-        return await asyncio.to_thread(choose, selector, offer, request, context.plugins.faults)
-
+    work = partial(asyncio.to_thread, choose, selector, offer, request, context.plugins.faults)
     return await with_states(store.plugin_states, context.run_id, [selector], work)
 
 
@@ -73,7 +71,8 @@ def ready_group(group_id: str, score: float, items: bytes) -> ReadyGroup:
 
 
 def _check(chosen: object, candidates: Sequence[ReadyGroup], *, num_groups: int) -> None:
-    if not isinstance(chosen, Sequence) or isinstance(chosen, str):
+    is_ids = isinstance(chosen, Sequence) and all(isinstance(group_id, str) for group_id in chosen)
+    if not is_ids or isinstance(chosen, str):
         raise TypeError(f"it returned {type(chosen).__name__}, not a sequence of group ids")
     unknown = set(chosen) - {candidate.group_id for candidate in candidates}
     if unknown:

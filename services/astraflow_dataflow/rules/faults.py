@@ -38,12 +38,16 @@ class PluginFaults:
     monotonic_s: Callable[[], float] = time.monotonic
     _faults: dict[tuple[str, str], PluginFault] = field(default_factory=dict)
 
-    def note(self, kind: str, name: str, error: Exception) -> None:
-        """Count a fault."""
+    def note(self, kind: str, name: str, error: Exception) -> bool:
+        """Count a fault; return whether it is another than the plug-in's last one."""
         fault = self._faults.setdefault((kind, name), PluginFault(kind, name))
-        fault.count += 1
-        fault.problem = error.message if isinstance(error, PluginError) else describe(error)
+        before, fault.problem = (
+            fault.problem,
+            error.message if isinstance(error, PluginError) else describe(error),
+        )
         fault.seen_s = self.monotonic_s()
+        fault.count += 1
+        return fault.problem != before
 
     def note_slow(self, kind: str, name: str, took_s: float, *, limit_s: float) -> None:
         """Count a call that took longer than it may."""

@@ -54,7 +54,7 @@ class DataPlugin(Generic[P]):
 class DataPlugins:
     """The data plug-ins of one run in this process."""
 
-    dataset: DataPlugin[Dataset]
+    dataset: Dataset
     filters: tuple[DataPlugin[Filter], ...] = ()
     curators: tuple[DataPlugin[Curator], ...] = ()
     selector: DataPlugin[Selector] | None = None
@@ -78,7 +78,7 @@ class DataPlugins:
             )
 
         return cls(
-            dataset=made("dataset", recipe.run.dataset, Dataset),
+            dataset=make(recipe.run.dataset, protocol=Dataset, source=source, seed=seed),
             filters=tuple(made("filter", settings, Filter) for settings in flow.filters),
             curators=tuple(made("curator", settings, Curator) for settings in flow.curators),
             selector=made("selector", flow.selector, Selector) if flow.selector else None,

@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 
 from astraflow.errors import PluginError
 from astraflow.plugins import Curator, Dataset, TaskSpec
@@ -43,13 +44,13 @@ class Curation:
     async def feed_training(self, context: RunContext) -> Supply:
         """Queue training tasks until they cover the credit; return the figures found first. Raises PluginError."""
         first = supply = await self.store.tasks.supply(context.run_id)
-        dataset, curators = context.plugins.dataset.made, context.plugins.curators
-        for _ in range(FEEDS_PER_CALL):
+        dataset = context.plugins.dataset
+        for draws in range(FEEDS_PER_CALL):
             missing = missing_tasks(supply)
             if missing <= 0:
                 break
-            # Curators get a choice, for they may skip most of what is drawn.
-            count = TASKS_PER_FEED if curators else min(TASKS_PER_FEED, missing)
+            # Each draw is larger than the one before, for curators may skip most of it.
+            count = min(TASKS_PER_FEED, missing << draws)
             drawn, ended = await asyncio.to_thread(
                 draw, dataset.train, start=supply.cursor, count=count, end=length(dataset)
             )
@@ -74,10 +75,7 @@ class Curation:
         """What the curators leave of drawn tasks, each asked about what those before it left."""
         chosen = drawn
         for curator in context.plugins.curators:
-
-            async def work(curator: DataPlugin[Curator] = curator) -> Sequence[TaskSpec]:
-                return await asyncio.to_thread(propose, curator, chosen, context.plugins.faults)
-
+            work = partial(asyncio.to_thread, propose, curator, chosen, context.plugins.faults)
             chosen = await with_states(self.store.plugin_states, context.run_id, [curator], work)
         return chosen
 
@@ -88,7 +86,7 @@ class Curation:
         if count <= 0:
             return
         specs, ended = await asyncio.to_thread(
-            draw, context.plugins.dataset.made.heldout, start=planned.fed, count=count
+            draw, context.plugins.dataset.heldout, start=planned.fed, count=count
         )
         tasks = [
             new_task(
@@ -129,7 +127,7 @@ def propose(
     given = {task.task_id: task for task in tasks}
     try:
         with faults.timed("curator", curator.name):
-            chosen = curator.made.propose(tuple(tasks))
+            chosen: object = curator.made.propose(tuple(tasks))
         if not isinstance(chosen, Sequence) or not all(isinstance(task, TaskSpec) for task in chosen):
             raise TypeError(f"`propose` returned {type(chosen).__name__}, not a sequence of tasks")
         names = [task.task_id for task in chosen]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from astraflow.errors import AstraflowError, NotFoundError
 from astraflow.plugins import Curator, Group
@@ -45,11 +46,7 @@ class Observing:
                     return
 
     async def _tell(self, curator: DataPlugin[Curator], groups: Sequence[Group]) -> None:
-        plugins = self.context.plugins
-
-        async def work() -> None:
-            await asyncio.to_thread(observe, curator, groups, plugins.faults)
-
+        work = partial(asyncio.to_thread, observe, curator, groups, self.context.plugins.faults)
         while True:
             try:
                 return await with_states(self.store.plugin_states, self.context.run_id, [curator], work)
