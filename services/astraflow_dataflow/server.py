@@ -23,7 +23,7 @@ from astraflow.dataflow.v1 import (
 )
 from astraflow.errors import AstraflowError
 from astraflow_dataflow.batches.binding import Batching
-from astraflow_dataflow.episodes.ingests import Ingests
+from astraflow_dataflow.episodes.ingest import Ingest
 from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Event
 from astraflow_dataflow.run_loop import RunLoop
@@ -130,7 +130,7 @@ class Dataflow:
         store, registry, versions, durability = self.store, self.registry, self.versions, self.durability
         runs = RunServicer(store, registry, versions, durability)
         tasks = TaskServicer(store, registry, Leasing(store, self.metrics), versions, durability)
-        ingests = Ingests(
+        ingest = Ingest(
             store=store,
             registry=registry,
             settling=self.settling,
@@ -144,7 +144,7 @@ class Dataflow:
             (task_service_pb2_grpc.add_TaskServiceServicer_to_server, tasks),
             (
                 trajectory_service_pb2_grpc.add_TrajectoryServiceServicer_to_server,
-                TrajectoryServicer(ingests),
+                TrajectoryServicer(registry, ingest, durability),
             ),
             (batch_service_pb2_grpc.add_BatchServiceServicer_to_server, batches),
             (

@@ -23,7 +23,7 @@ from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import get_protocol_members
 
 from astraflow.errors import PluginError
-from astraflow.recipe import PluginSettings
+from astraflow.plugin_settings import PluginSettings
 from astraflow.recipe_file import place_of
 from astraflow_kit.nearest import did_you_mean
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from astraflow.client import Client, RetryPolicy
 from astraflow.dataflow.v1 import run_service_pb2
 from astraflow.errors import InvalidArgumentError
-from astraflow.recipe import PolicySettings, Recipe
+from astraflow.recipe import Recipe, ResolvedPolicy
 from astraflow.recipe_file import parse_recipe
 from astraflow_kit.plugins import RecipeSource
 from astraflow_kit.recipe_code import install_code
@@ -36,9 +36,9 @@ class JoinedRun:
     """Digest of that code, as hex."""
 
     @property
-    def policy(self) -> PolicySettings:
+    def policy(self) -> ResolvedPolicy:
         """The settings of the policy this trainer trains."""
-        return self.recipe.policies[self.policy_id]
+        return self.recipe.policy(self.policy_id)
 
 
 def join_run(

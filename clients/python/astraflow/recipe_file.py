@@ -21,8 +21,11 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
+from astraflow.algorithm import REPLACED_KEYS
 from astraflow.errors import RecipeError
-from astraflow.recipe import SCHEMA_VERSION, PluginSettings, Recipe
+from astraflow.plugin_settings import PluginSettings
+from astraflow.recipe import SCHEMA_VERSION, Recipe
+from astraflow.section import kind_of
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -145,15 +148,10 @@ def _apply_override(document: Any, override: str) -> None:  # noqa: ANN401 - YAM
 
 
 def _describe(detail: ErrorDetails, document: Any, source: str) -> str:  # noqa: ANN401
-    location = [
-        part for part in detail["loc"] if not (isinstance(part, str) and part.startswith("function-"))
-    ]
+    location, tagged = _location(detail, document)
     where = f"{source}:{_line_of(document, location)}: {'.'.join(map(str, location)) or 'recipe'}"
     if detail["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), known, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}"
-        return f"{where}: unknown key; {hint}"
+        return f"{where}: unknown key; {_about_unknown(location, tagged)}"
     if detail["type"] == "missing":
         return f"{where}: this key is required"
     if location == ["schema_version"]:
@@ -164,6 +162,32 @@ def _describe(detail: ErrorDetails, document: Any, source: str) -> str:  # noqa:
     message = detail["msg"].removeprefix("Value error, ")
     given = "" if isinstance(detail["input"], Mapping | list) else f" (got {detail['input']!r})"
     return f"{where}: {message}{given}"
+
+
+def _location(detail: ErrorDetails, document: Any) -> tuple[list[str | int], list[str | int]]:  # noqa: ANN401
+    """Return where the document has the error, and the same with the kinds that pydantic names in between."""
+    location: list[str | int] = []
+    tagged = [part for part in detail["loc"] if not str(part).startswith("function-")]
+    node: Any = document
+    for position, part in enumerate(tagged):
+        is_last_missing = detail["type"] == "missing" and position == len(tagged) - 1
+        is_absent = isinstance(node, str) or (isinstance(node, Mapping) and part not in node)
+        if is_absent and not is_last_missing:
+            continue  # the kind of a union's member
+        location.append(part)
+        is_inner = isinstance(node, Mapping | list) and not is_last_missing
+        node = node[part] if is_inner else None
+    return location, tagged
+
+
+def _about_unknown(location: Sequence[str | int], tagged: Sequence[str | int]) -> str:
+    name, known = str(location[-1]), _known_keys(tagged[:-1])
+    if "algorithm" in location and name in REPLACED_KEYS:
+        return REPLACED_KEYS[name]
+    if location[0] == "policies" and name in _known_keys(location[2:-1]):
+        return f"it holds for all policies; set it in `{'.'.join(map(str, location[2:-1]))}`"
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}"
 
 
 def _known_keys(location: Sequence[str | int]) -> list[str]:
@@ -180,15 +204,16 @@ def _descend(annotation: Any, part: str | int) -> Any:  # noqa: ANN401 - walks t
     if _is_section(annotation):
         field = annotation.model_fields.get(str(part))
         return None if field is None else _without_none(field.annotation)
+    options: tuple[Any, ...] = getattr(annotation, "__args__", ())
     if getattr(annotation, "__origin__", None) in (dict, tuple):
-        return annotation.__args__[isinstance(part, str)]
-    return None
+        return options[isinstance(part, str)]
+    return next((option for option in options if kind_of(option) == part), None)
 
 
 def _without_none(annotation: Any) -> Any:  # noqa: ANN401
     sections = [option for option in getattr(annotation, "__args__", ()) if _is_section(option)]
     is_container = getattr(annotation, "__origin__", None) in (dict, tuple)
-    return sections[0] if sections and not is_container else annotation
+    return sections[0] if len(sections) == 1 and not is_container else annotation
 
 
 def _is_section(annotation: Any) -> bool:  # noqa: ANN401

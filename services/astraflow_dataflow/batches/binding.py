@@ -85,7 +85,7 @@ class Batching:
             epoch=epoch,
             step=step,
             base_version=base_version,
-            max_behind=context.recipe.trainer.publish.max_behind,
+            max_behind=context.recipe.policy(policy_id).trainer.publish.max_behind,
             lease_s=self.lease_s,
             wait_s=wait_s,
         )

@@ -197,15 +197,14 @@ class RunRegistry:
 
 def windows_of(recipe: Recipe) -> list[Window]:
     """Return the staleness window of each policy of a recipe."""
-    flow = recipe.dataflow
     return [
         Window(
-            policy_id=policy_id,
-            max_staleness=flow.max_staleness,
-            groups_per_step=flow.groups_per_step,
-            min_acceptance=flow.min_acceptance,
+            policy_id=policy.policy_id,
+            max_staleness=policy.batches.max_staleness,
+            groups_per_step=policy.batches.groups_per_step,
+            min_acceptance=recipe.dataflow.min_acceptance,
         )
-        for policy_id in recipe.policies
+        for policy in recipe.resolved_policies.values()
     ]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.dataflow.v1 import task_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
-from astraflow_dataflow.records import NewTask
+from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.rules.tasks import task_problem
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.bounds import wait_seconds
@@ -118,15 +118,13 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
         return pb.FailTaskResponse(requeued=requeued)
 
 
-def new_tasks(request: pb.SubmitTasksRequest, *, default_group_size: int) -> list[NewTask]:
-    """Return the stored form of submitted tasks. Raises InvalidArgumentError for the first one that breaks a bound."""
+def new_tasks(request: pb.SubmitTasksRequest, *, default_group_size: int) -> Sequence[task_pb2.Task]:
+    """Return submitted tasks with their group size. Raises InvalidArgumentError for the first that breaks a bound."""
     if not 1 <= len(request.tasks) <= _MAX_TASKS:
         raise InvalidArgumentError(f"{len(request.tasks)} tasks in one call; send 1–{_MAX_TASKS}")
-    tasks = []
     for task in request.tasks:
         problem = task_problem(task)
         if problem:
             raise InvalidArgumentError(problem)
         task.group_size = task.group_size or default_group_size
-        tasks.append(NewTask(task_id=task.task_id, group_size=task.group_size, spec=task.SerializeToString()))
-    return tasks
+    return request.tasks

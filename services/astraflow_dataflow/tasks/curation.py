@@ -16,7 +16,7 @@ from functools import partial
 from astraflow.errors import PluginError
 from astraflow.plugins import Curator, Dataset, TaskSpec
 from astraflow.rollout.v1 import task_pb2
-from astraflow_dataflow.records import NewTask, StoredEvaluation, Supply
+from astraflow_dataflow.records import StoredEvaluation, Supply
 from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.rules.tasks import task_problem
@@ -167,8 +167,8 @@ def draw(
 
 def new_task(
     spec: TaskSpec, *, purpose: task_pb2.Purpose.ValueType, group_size: int, task_id: str = ""
-) -> NewTask:
-    """Return the stored form of a data set's task. Raises PluginError when it breaks the contract's bounds."""
+) -> task_pb2.Task:
+    """Return the contract's form of a data set's task. Raises PluginError when it breaks the contract's bounds."""
     message = task_pb2.Task(
         task_id=task_id or spec.task_id,
         messages=[task_pb2.Message(role=message.role, content=message.content) for message in spec.messages],
@@ -180,7 +180,7 @@ def new_task(
     problem = task_problem(message, allow_evaluation=bool(task_id))
     if problem:
         raise PluginError(f"the data set's task {spec.task_id!r} cannot be used: {problem}")
-    return NewTask(task_id=message.task_id, group_size=group_size, spec=message.SerializeToString())
+    return message
 
 
 def _name_of(source: Callable[[int], TaskSpec | None]) -> str:

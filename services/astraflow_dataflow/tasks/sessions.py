@@ -16,12 +16,12 @@ from dataclasses import asdict
 
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError, UnavailableError
-from astraflow_dataflow.records import Event, Life, WeightFault
+from astraflow_dataflow.records import Event, Life, Offer, WeightFault
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import Subscription
-from astraflow_dataflow.tasks.leasing import Leasing, Offer
+from astraflow_dataflow.tasks.leasing import Leasing
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit.log import get_logger
 

@@ -1,9 +1,8 @@
 """One development run from start to summary: `astraflow dev` as a sequence of steps.
 
-Invariant: whatever ends the run (goal, steps, time-out, Ctrl-C, a broken child) goes through the same way
-out: stop after the step in progress, final evaluation where there is still a trainer's version to evaluate,
-children stopped in reverse order, summary and curves written. Ports are chosen once, so that a restarted
-daemon is found where it was.
+Invariant: whatever ends the run (goal, steps, time-out, Ctrl-C, a broken child), it ends in the same order: stop after
+the step in progress, final evaluation where there is still a trainer's version to evaluate, children stopped in reverse
+order, summary and curves written. Ports are chosen once, so that a restarted daemon is found where it was.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ class DevelopmentRun:
             "astraflow_trainer",
             *("--join", self._address, "--run-id", self._run_id, "--policy", policy),
             *("--work-dir", str(self._folder.work(name)), "--cache-dir", str(self._folder.cache)),
-            *("--steps", str(self._options.loaded.recipe.run.steps)),
+            *("--steps", str(self._options.loaded.recipe.policy(policy).steps)),
             "--allow-recipe-code",
         )
         size = self._options.trainer_ranks
@@ -247,7 +246,7 @@ class DevelopmentRun:
         doing: str,
         done: Callable[[Observation], bool],
     ) -> None:
-        """Show every new observation until `done`; ways out other than training have a deadline."""
+        """Show every new observation until `done`; everything but training has a deadline."""
         deadline = None if doing == "running" else time.monotonic() + _FINISH_TIMEOUT_S
         sampled = 0.0
         while not done(observer.observation):
@@ -314,7 +313,7 @@ class DevelopmentRun:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """First Ctrl-C finishes the run in an orderly way; the second one stops at once."""
+        """The first Ctrl-C ends the run after the step in progress; the second one stops at once."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
         def interrupt() -> None:
@@ -335,7 +334,7 @@ def _daemon_environment(address_file: Path) -> Mapping[str, str]:
     return {
         "ASTRAFLOW_ADDRESS_FILE": str(address_file),
         "ASTRAFLOW_LOG_FORMAT": "json",
-        # What nodes pushed and were told: with the trainer's ledger it is what a run can be audited against.
+        # What nodes pushed and the server's answers: with the trainer's ledger it is what a run can be audited against.
         "ASTRAFLOW_PUSH_JOURNAL": "true",
         # One thread per process: on two cores the trainer and the engine would otherwise fight for both.
         "OMP_NUM_THREADS": "1",

@@ -70,7 +70,7 @@ class EngineProcess:
         # Helpers of the engine may outlive it: SGLang's scheduler would keep a core busy.
         self._signal_group(signal.SIGKILL)
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The end of the log, for error messages."""
         with self.log_path.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
@@ -86,9 +86,7 @@ class EngineProcess:
 
     async def _healthy(self) -> bool:
         if not self.alive:
-            raise EngineUnavailable(
-                f"the engine ended with code {self.child.returncode}:\n{self.last_words()}"
-            )
+            raise EngineUnavailable(f"the engine ended with code {self.child.returncode}:\n{self.log_tail()}")
         try:
             await self.engine.check_health()
         except EngineUnavailable:

@@ -88,7 +88,7 @@ def open_publisher(
         base=same_shards(map_model(Path(opened.newest)), like=held) if opened.newest else None,
         assets=assets,
         inline_snapshots=False,
-        context=joined.recipe.trainer.publish.codec == "rice_ctx",
+        context=joined.policy.trainer.publish.codec == "rice_ctx",
     )
 
 
@@ -148,7 +148,7 @@ def _after_publication(snapshots: ShardedSnapshots, peers: Peers, *, compactor: 
 
 
 def _collector(store: ObjectStore, *, client: Client, joined: JoinedRun, log: VersionLog) -> Collector | None:
-    recipe = joined.recipe.trainer.publish
+    recipe = joined.policy.trainer.publish
     if recipe.keep_snapshots == 0:
         return None
     return Collector(
@@ -162,7 +162,7 @@ def _collector(store: ObjectStore, *, client: Client, joined: JoinedRun, log: Ve
 
 
 def _settings(joined: JoinedRun) -> PublishSettings:
-    recipe = joined.recipe.trainer.publish
+    recipe = joined.policy.trainer.publish
     return PublishSettings(snapshot_every_versions=recipe.snapshot_every_versions)
 
 

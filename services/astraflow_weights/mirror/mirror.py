@@ -42,7 +42,7 @@ _POLL_S = 0.01
 class AdvanceResult:
     """What `advance` did. `base_version` is the version it started from, None when it took a snapshot first.
 
-    `rejected` are ways in the log that proved bad and were gone around: report them.
+    `rejected` are paths in the log that proved bad and were gone around: report them.
     """
 
     version: int
@@ -99,10 +99,6 @@ class Mirror:
         """What is known to be wrong with what is here and could not be repaired yet; None when nothing is."""
         return self._content.damage
 
-    def versions(self) -> list[int]:
-        """Versions that lie here whole: one at most. Any thread."""
-        return [] if self.version is None else [self.version]
-
     def try_hold(self) -> Hold | None:
         """Keep the version as it is while an engine loads; None when it is being changed or is not whole. Any
         thread.
@@ -156,7 +152,7 @@ class Mirror:
     def advance(self, store: ObjectStore, log_reader: VersionLog, *, target: int) -> AdvanceResult:
         """Hold version `target`, newer or older than the one held. Does not refresh the log.
 
-        Goes around ways that prove bad; raises VerificationFailed when no good one is left. Also raises
+        Goes around paths that prove bad; raises VerificationFailed when no good one is left. Also raises
         UnknownVersionError, NoPath, MirrorBusy, MirrorMismatch, CorruptManifest, Unavailable, StoreRefused,
         and OSError when there is no room. After any error what was held before is intact, or `version` is None and
         the next call repairs it.

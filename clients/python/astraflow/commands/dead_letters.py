@@ -1,4 +1,4 @@
-"""`astraflow dead-letters`: the tasks that nobody will try again; list, requeue or forget them."""
+"""`astraflow dead-letters`: failed tasks that will not be retried; list, requeue or delete them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from astraflow.commands.wording import as_json, console, print_json, table
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, requeue or forget given-up tasks.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, requeue or delete failed tasks.")
 
 LetterArguments = Annotated[
     list[str] | None, typer.Argument(metavar="[LETTER]...", help="Letters, by the ids that `list` shows.")
@@ -27,7 +27,7 @@ def list_(
     limit: Annotated[int, typer.Option(min=1, max=500, help="Show at most this many, the oldest.")] = 50,
     tasks: Annotated[bool, typer.Option("--tasks", help="With --json: the tasks as submitted, too.")] = False,
 ) -> None:
-    """List the tasks that were given up, oldest first, and why."""
+    """List failed tasks that will not be retried, oldest first, and why."""
     request = pb.ListDeadLettersRequest(run_id=asked.run_id, page_size=limit, include_tasks=tasks)
     with asked.client() as client:
         answer = client.call(client.admin.ListDeadLetters, request)
@@ -35,7 +35,7 @@ def list_(
         print_json(as_json(answer))
         return
     if not answer.dead_letters:
-        typer.echo("no task was given up")
+        typer.echo("no dead letters")
         return
     shown = table("letter", "task", "reason", "attempt", "node", "detail", right=("attempt",))
     for letter in answer.dead_letters:
@@ -53,7 +53,7 @@ def requeue(
     letters: LetterArguments = None,
     all_: AllOption = False,
 ) -> None:
-    """Put given-up tasks back into the training lane, with all their episodes open."""
+    """Put failed tasks back into the training queue, with all their episodes open."""
     request = pb.RequeueDeadLettersRequest(run_id=asked.run_id, dead_letter_ids=_chosen(letters, all_=all_))
     with asked.client() as client:
         answer = client.call(client.admin.RequeueDeadLetters, request)
@@ -67,11 +67,11 @@ def purge(
     letters: LetterArguments = None,
     all_: AllOption = False,
 ) -> None:
-    """Forget given-up tasks."""
+    """Delete failed tasks."""
     request = pb.PurgeDeadLettersRequest(run_id=asked.run_id, dead_letter_ids=_chosen(letters, all_=all_))
     with asked.client() as client:
         answer = client.call(client.admin.PurgeDeadLetters, request)
-    asked.show(answer, lambda it: f"{it.purged} forgotten")
+    asked.show(answer, lambda it: f"{it.purged} deleted")
 
 
 def _chosen(letters: list[str] | None, *, all_: bool) -> list[str]:

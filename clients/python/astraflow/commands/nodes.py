@@ -61,7 +61,7 @@ def drain(
     request = pb.DrainNodeRequest(run_id=asked.run_id, node_id=node, reason=reason)
     with asked.client() as client:
         answer = client.call(client.admin.DrainNode, request)
-    asked.show(answer, lambda told: _drain_text(node, told))
+    asked.show(answer, lambda drained: _drain_text(node, drained))
 
 
 def _drain_text(node: str, answer: pb.DrainNodeResponse) -> str:

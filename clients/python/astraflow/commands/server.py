@@ -2,7 +2,7 @@
 options that say so.
 
 Invariant: a server that was not named on the command line is named on stderr, so that nobody looks at another
-run than they think; and a folder whose server has ended is told as such instead of as a refused connection.
+run than they think; and a folder whose server has ended is reported as such, not as a refused connection.
 Used by every command of this package.
 """
 
@@ -169,7 +169,7 @@ def server_of_folder(folder: Path) -> Server:
 def connected(
     join: Server | None, *, data_dir: Path | None, token_file: Path | None
 ) -> Iterator[tuple[Client, Server]]:
-    """Yield a client of the server to ask. An unreachable server is told with its address and how it was found;
+    """Yield a client of the server to ask. The error for an unreachable server names its address and how it was found;
     IncompatibleError says that it speaks other contracts.
     """
     server = find_server(join, data_dir=data_dir)

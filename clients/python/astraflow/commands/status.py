@@ -234,5 +234,5 @@ def wait_table(waits: Iterable[pb.Wait]) -> Table:
 def _dead_letters(status: pb.StatusResponse) -> list[RenderableType]:
     if not status.dead_letters:
         return []
-    text = f"\n{status.dead_letters} tasks were given up: `astraflow dead-letters list` says why"
+    text = f"\n{status.dead_letters} tasks failed and will not be retried: `astraflow dead-letters list` shows why"
     return [Text(text, style="yellow")]

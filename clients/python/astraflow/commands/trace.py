@@ -23,7 +23,7 @@ TaskIdArgument = Annotated[
     str, typer.Argument(metavar="TASK_ID", help="Task, as logs name it in task_id or correlation_id.")
 ]
 _STATES = {
-    trace_pb2.TASK_STATE_QUEUED: "waits in its lane",
+    trace_pb2.TASK_STATE_QUEUED: "waits in its queue",
     trace_pb2.TASK_STATE_LEASED: "is being run",
     trace_pb2.TASK_STATE_RETRY: "waits to be run again",
     trace_pb2.TASK_STATE_COMPLETE: "is complete, its groups are being judged",
@@ -48,15 +48,15 @@ def trace(
 def trace_tree(task: trace_pb2.TaskTrace) -> Tree:
     """Return the task's tree; times count from when it was submitted."""
     tree = Tree(_title(task), guide_style="dim")
-    told: set[str] = set()
+    shown: set[str] = set()
     for lease in task.leases:
         branch = tree.add(_lease_text(lease, task))
         episodes = [
             item for item in task.episodes if (item.attempt, item.node_id) == (lease.attempt, lease.node_id)
         ]
-        told |= {item.episode_id for item in episodes}
+        shown |= {item.episode_id for item in episodes}
         _add_episodes(branch, episodes, task)
-    others = [item for item in task.episodes if item.episode_id not in told]
+    others = [item for item in task.episodes if item.episode_id not in shown]
     if others:
         _add_episodes(tree.add(Text("pushed outside of any lease that is kept")), others, task)
     for node_id in task.refused_by:

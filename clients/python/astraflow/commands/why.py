@@ -71,8 +71,8 @@ def look(client: Client, *, run_id: str, for_s: float) -> Iterator[pb.WhyRespons
     while True:
         answer = client.call(client.admin.Why, request)
         yield answer
-        told = judge([answer], over_s=0.0).bound in (Bound.BLOCKED, Bound.FINISHED)
-        if told or time.monotonic() + 1 / _LOOKS_PER_S > until_s:
+        certain = judge([answer], over_s=0.0).bound in (Bound.BLOCKED, Bound.FINISHED)
+        if certain or time.monotonic() + 1 / _LOOKS_PER_S > until_s:
             return
         time.sleep(1 / _LOOKS_PER_S)
 

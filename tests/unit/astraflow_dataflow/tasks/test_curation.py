@@ -134,8 +134,7 @@ def test_only_missing_tasks_are_drawn(supply: Supply, expected: int) -> None:
 
 def test_a_task_keeps_its_messages_data_and_group_size() -> None:
     spec = TaskSpec(task_id="t", messages=(Message(role="user", content="hi"),), data={"gold": [1, 2]})
-    stored = new_task(spec, purpose=task_pb2.PURPOSE_TRAINING, group_size=8)
-    task = task_pb2.Task.FromString(stored.spec)
+    task = new_task(spec, purpose=task_pb2.PURPOSE_TRAINING, group_size=8)
     assert (task.task_id, task.messages[0].content, task.data_json, task.group_size) == (
         "t",
         "hi",
