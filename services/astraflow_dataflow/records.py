@@ -122,7 +122,7 @@ class Selection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
+class Candidates:
     """Ready groups as (id, score, serialized Batch of items), nearest deadline first; a score is the oldest version
     × 2^32 + the arrival. `outstanding` counts groups still leased.
     """
@@ -140,7 +140,7 @@ class AcquireReply:
     waiting_for: str = ""
     detail: str = ""
     more: bool = False
-    offer: Offer | None = None
+    candidates: Candidates | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,7 +158,7 @@ async def test_plugins_that_raise_are_named_and_cost_only_what_they_were_asked(w
     waits = await details(world)
     assert f"{broken}:Curator failed" in waits["curator_failed"]
     assert "LookupError: no table of difficulties (broken_plugins.py:" in waits["curator_failed"]
-    assert "it chose ['t9/solver'], which are no candidates" in waits["selector_failed"]
+    assert "it chose 't9/solver', which is no candidate" in waits["selector_failed"]
     assert (await world.status()).trajectories.conservation_error == 0
 
 

@@ -93,7 +93,7 @@ class Batching:
         if selector is None:
             return await acquire()
         reply = await acquire(selection=Selection(mode="offer"))
-        if reply.offer is None:
+        if reply.candidates is None:
             return reply
         request = StepRequest(
             policy=policy_id,
@@ -101,9 +101,9 @@ class Batching:
             base_version=base_version,
             num_groups=flow.groups_per_step,
             max_staleness=flow.max_staleness,
-            num_outstanding=reply.offer.outstanding,
+            num_outstanding=reply.candidates.outstanding,
         )
-        chosen = await selection(self.store, context, selector, offer=reply.offer, request=request)
+        chosen = await selection(self.store, context, selector, ready=reply.candidates, request=request)
         return await acquire(selection=chosen)
 
     async def manifest(

@@ -13,7 +13,7 @@ from functools import partial
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.plugins import ReadyGroup, Selector, StepRequest, TrajectorySummary
-from astraflow_dataflow.records import Offer, Selection
+from astraflow_dataflow.records import Candidates, Selection
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.runs.registry import RunContext
@@ -24,27 +24,32 @@ log = get_logger(__name__)
 
 
 async def selection(
-    store: Store, context: RunContext, selector: DataPlugin[Selector], *, offer: Offer, request: StepRequest
+    store: Store,
+    context: RunContext,
+    selector: DataPlugin[Selector],
+    *,
+    ready: Candidates,
+    request: StepRequest,
 ) -> Selection | None:
-    """Return what the selector makes of an offer; None when it failed."""
-    work = partial(asyncio.to_thread, choose, selector, offer, request, context.plugins.faults)
+    """Return what the selector makes of ready groups; None when it failed."""
+    work = partial(asyncio.to_thread, choose, selector, ready, request, context.plugins.faults)
     return await with_states(store.plugin_states, context.run_id, [selector], work)
 
 
 def choose(
-    selector: DataPlugin[Selector], offer: Offer, request: StepRequest, faults: PluginFaults
+    selector: DataPlugin[Selector], ready: Candidates, request: StepRequest, faults: PluginFaults
 ) -> Selection | None:
     """Ask the selector; None when it raises or answers something else than ready groups or nothing."""
-    candidates = [ready_group(*group) for group in offer.groups]
+    candidates = [ready_group(*group) for group in ready.groups]
     try:
         with faults.timed("selector", selector.name):
-            chosen = selector.made.select(candidates, request)
-        _check(chosen, candidates, num_groups=request.num_groups)
+            answer = selector.made.select(candidates, request)
+        chosen = _group_ids(answer, candidates, num_groups=request.num_groups)
     except Exception as error:  # a plug-in must not stop the run
         log.exception("selector.failed", selector=selector.name, policy_id=request.policy, step=request.step)
         faults.note("selector", selector.name, error)
         return None
-    return Selection(mode="take", chosen=tuple(chosen)) if chosen else Selection(mode="wait")
+    return Selection(mode="take", chosen=chosen) if chosen else Selection(mode="wait")
 
 
 def ready_group(group_id: str, score: float, items: bytes) -> ReadyGroup:
@@ -70,16 +75,18 @@ def ready_group(group_id: str, score: float, items: bytes) -> ReadyGroup:
     )
 
 
-def _check(chosen: object, candidates: Sequence[ReadyGroup], *, num_groups: int) -> None:
-    is_ids = isinstance(chosen, Sequence) and all(isinstance(group_id, str) for group_id in chosen)
-    if not is_ids or isinstance(chosen, str):
-        raise TypeError(f"it returned {type(chosen).__name__}, not a sequence of group ids")
+def _group_ids(answer: object, candidates: Sequence[ReadyGroup], *, num_groups: int) -> tuple[str, ...]:
+    """Return what a selector answered. Raises TypeError, ValueError when it is not a choice."""
+    if not isinstance(answer, Sequence) or isinstance(answer, str):
+        raise TypeError(f"it returned {type(answer).__name__}, not a sequence of group ids")
+    chosen = tuple(map(str, answer))
     unknown = set(chosen) - {candidate.group_id for candidate in candidates}
     if unknown:
-        raise ValueError(f"it chose {sorted(map(str, unknown))[:3]}, which are no candidates")
+        raise ValueError(f"it chose {sorted(unknown)[0][:200]!r}, which is no candidate")
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"it chose {len(chosen) - len(set(chosen))} groups twice")
     if chosen and len(chosen) != num_groups:
         raise ValueError(
             f"it chose {len(chosen)} groups, the step takes {num_groups}; choose so many, or none to wait"
         )
+    return chosen

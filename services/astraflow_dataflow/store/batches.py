@@ -12,8 +12,8 @@ from astraflow.errors import NotFoundError
 from astraflow_dataflow.records import (
     AcquireReply,
     BoundBatch,
+    Candidates,
     Claim,
-    Offer,
     Selection,
     Stage,
     StoredPin,
@@ -113,7 +113,7 @@ class BatchStore:
             arguments += (selection.mode, OFFERED_GROUPS, *selection.chosen)
         kind, *rest = as_list(await self._connection.call(Keys(run_id), "acquire", *arguments))
         if as_text(kind) == "offer":
-            return AcquireReply(offer=_offer(rest))
+            return AcquireReply(candidates=_candidates(rest))
         if as_text(kind) == "bound":
             return AcquireReply(batch_id=as_text(rest[0]), stage=Stage(as_text(rest[1])))
         if as_text(kind) == "more":
@@ -280,9 +280,9 @@ class VersionStore:
         return [_pin(version, stored[version]) for version in sorted(stored, key=int, reverse=True)]
 
 
-def _offer(fields: list[Reply]) -> Offer:
+def _candidates(fields: list[Reply]) -> Candidates:
     groups = [as_list(group) for group in fields[1:]]
-    return Offer(
+    return Candidates(
         outstanding=as_int(fields[0]),
         groups=tuple((as_text(gid), float(as_text(score)), as_bytes(items)) for gid, score, items in groups),
     )
