@@ -34,6 +34,17 @@ Call `GetServerInfo` first: it needs no token and says which contract version th
 which optional features are on. A caller made for version N may call a server whose `oldest_contract_version` ≤ N ≤
 `contract_version`. The number rises with each change that breaks callers of the one before; additions leave it.
 
+[`clients/descriptors/astraflow.binpb`](../clients/descriptors/astraflow.binpb) holds all contracts as one
+`FileDescriptorSet`, with imports, options and comments, for tools and generators; servers answer reflection with the
+same. Try either:
+
+```bash
+grpcurl -protoset clients/descriptors/astraflow.binpb describe astraflow.dataflow.v1.BatchService
+grpcurl -plaintext 127.0.0.1:7070 astraflow.dataflow.v1.AdminService/GetServerInfo
+buf curl --http2-prior-knowledge --protocol grpc --schema clients/descriptors/astraflow.binpb \\
+  http://127.0.0.1:7070/astraflow.dataflow.v1.AdminService/GetServerInfo
+```
+
 In other languages package `astraflow.NAME.v1` is called
 
 * Go: `github.com/astraflow/astraflow/clients/go/astraflow/NAME/v1`, imported as `NAMEv1`,

@@ -196,10 +196,13 @@ def body() -> Message:
     return found
 
 
-def pushed(trajectory: Message) -> Message:
+def pushed(trajectory: trajectory_pb2.Trajectory) -> Message:
     request: Any = push()
+    if not trajectory.token_ids:
+        trajectory.logprobs = trajectory.loss_mask = b""
     request.episode.trajectories[0].CopyFrom(make_trajectory("e.solver"))
     request.episode.trajectories[0].body = trajectory.SerializeToString()
+    request.episode.trajectories[0].header.num_tokens = len(trajectory.token_ids) // 4
     return request
 
 
