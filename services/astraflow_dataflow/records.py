@@ -112,6 +112,26 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What a selector wants of `acquire`: `offer` asks for the ready groups, `take` binds the chosen ones, `wait` notes
+    that it wants others.
+    """
+
+    mode: str
+    chosen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Ready groups as (id, score, serialized Batch of items), nearest deadline first; a score is the oldest version
+    × 2^32 + the arrival. `outstanding` counts groups still leased.
+    """
+
+    outstanding: int
+    groups: tuple[tuple[str, float, bytes], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class AcquireReply:
     """`batch_id` when bound; else why not. `more` asks for another call at once (stale groups were dropped)."""
 
@@ -120,6 +140,7 @@ class AcquireReply:
     waiting_for: str = ""
     detail: str = ""
     more: bool = False
+    candidates: Candidates | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,7 +88,7 @@ def test_the_figures_come_from_what_was_observed() -> None:
     assert (summary.delta_bytes_mean, summary.density_mean) == (200.0, 0.2)
     assert (summary.snapshots_fetched, summary.trainer_wait_fraction) == (1, 0.25)
     assert (summary.nodes[0].tokens, summary.nodes[0].restarts) == (99, 2)
-    assert summary.trajectories.dropped == {"stale": 1}
+    assert summary.trajectories["dropped"] == {"stale": 1}
     assert summary.first_reward_s == 4.32
 
 
