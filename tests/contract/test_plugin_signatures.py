@@ -29,7 +29,9 @@ VALUES = {
     "ReadyGroup": "group_id trajectories arrival task_id role source",
     "StepRequest": "policy step base_version num_groups max_staleness num_outstanding",
     "TaskSpec": "task_id messages data source",
-    "TrajectorySummary": "reward trajectory_id num_tokens num_trainable_tokens min_version max_version finish_reason metrics",
+    "TrajectorySummary": (
+        "reward trajectory_id num_tokens num_trainable_tokens min_version max_version finish_reason metrics"
+    ),
 }
 
 
