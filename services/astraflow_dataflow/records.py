@@ -83,6 +83,26 @@ class GroupVerdict:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What a selector wants of `acquire`: `offer` asks for the ready groups, `take` binds the chosen ones, `wait` notes
+    that it wants others.
+    """
+
+    mode: str
+    chosen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Ready groups as (id, score, serialized Batch of items), nearest deadline first; a score is the oldest version
+    × 2^32 + the arrival. `outstanding` counts groups still leased.
+    """
+
+    outstanding: int
+    groups: tuple[tuple[str, float, bytes], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoredEvaluation:
     """One planned evaluation."""
 

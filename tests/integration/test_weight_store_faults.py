@@ -27,7 +27,7 @@ pytestmark = pytest.mark.integration
 T = TypeVar("T")
 VERSIONS = 5
 SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
-# What a store or the way to it does to one request. A stall costs real seconds and is drawn less often.
+# What a store or the path to it does to one request. A stall costs real seconds and is drawn less often.
 FAULTS: list[Fault | int] = [
     500,
     503,

@@ -10,10 +10,14 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.errors import ConflictError, InvalidArgumentError
+from astraflow.plugins import StepRequest
+from astraflow_dataflow.batches.selecting import selection
+from astraflow_dataflow.records import Candidates, Selection
 from astraflow_dataflow.rules.staleness import histogram
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.batches import stage_name
@@ -68,7 +72,8 @@ class Batching:
     async def _try(
         self, context: RunContext, policy_id: str, *, epoch: int, step: int, base_version: int, wait_s: float
     ) -> pb.AcquireBatchResponse | None:
-        return await self.store.batches.acquire(
+        acquire = partial(
+            self.store.batches.acquire,
             context.run_id,
             policy_id,
             epoch=epoch,
@@ -78,6 +83,22 @@ class Batching:
             lease_s=self.lease_s,
             wait_s=wait_s,
         )
+        selector, flow = context.plugins.selector, context.recipe.dataflow
+        if selector is None:
+            return _without_offer(await acquire())
+        reply = await acquire(selection=Selection(mode="offer"))
+        if not isinstance(reply, Candidates):
+            return reply
+        request = StepRequest(
+            policy=policy_id,
+            step=step,
+            base_version=base_version,
+            num_groups=flow.groups_per_step,
+            max_staleness=flow.max_staleness,
+            num_outstanding=reply.outstanding,
+        )
+        chosen = await selection(self.store, context, selector, ready=reply, request=request)
+        return _without_offer(await acquire(selection=chosen))
 
     async def manifest(
         self, context: RunContext, policy_id: str, *, epoch: int, step: int
@@ -142,6 +163,14 @@ class Batching:
         failpoints.hit("dataflow.acked")
         log.info("batch.acked", policy_id=policy_id, step=step, batch_id=batch_id, stage=stage_name(recorded))
         return recorded
+
+
+def _without_offer(
+    reply: pb.AcquireBatchResponse | Candidates | None,
+) -> pb.AcquireBatchResponse | None:
+    if isinstance(reply, Candidates):
+        raise TypeError("an offer was not asked for")
+    return reply
 
 
 def batch_digest(trajectory_ids: Sequence[str]) -> bytes:

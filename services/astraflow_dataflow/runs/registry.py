@@ -14,16 +14,16 @@ from pathlib import Path
 from astraflow.blobs import blob_prefix
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import NotFoundError, PreconditionError, RecipeError
-from astraflow.plugins import Dataset, Filter
 from astraflow.recipe import Recipe
 from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.window import Window
 from astraflow_dataflow.runs import background
+from astraflow_dataflow.runs.data_plugins import DataPlugins
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import EventReader, Wakeups
 from astraflow_kit.log import get_logger
-from astraflow_kit.plugins import RecipeSource, make
+from astraflow_kit.plugins import RecipeSource
 from astraflow_kit.recipe_code import install_code
 
 log = get_logger(__name__)
@@ -36,8 +36,10 @@ class RunContext:
     run: run_pb2.Run
     """As stored when it was loaded; its state moves on."""
     recipe: Recipe
-    dataset: Dataset
+    plugins: DataPlugins
     rules: Rules
+    skipped: int = 0
+    """Tasks that curators skipped since they last proposed one."""
     newest_versions: dict[str, int] = field(default_factory=dict)
     """Newest announced version of each policy, -1 before the first; refreshed on `version` events and on demand."""
     data_incarnation: str = ""
@@ -151,8 +153,9 @@ class RunRegistry:
     async def _load(self, run_id: str) -> RunContext:
         run = await self._store.runs.get(run_id)
         recipe = parse_recipe(run.recipe_yaml, source=f"recipe of run {run_id}").recipe
-        dataset, rules = self._plugins(run, recipe)
-        context = RunContext(run=run, recipe=recipe, dataset=dataset, rules=rules)
+        plugins = self._plugins(run, recipe)
+        rules = plugins.rules(min_members=recipe.dataflow.min_members)
+        context = RunContext(run=run, recipe=recipe, plugins=plugins, rules=rules)
 
         async def after_outage() -> None:
             await self._after_outage(context)
@@ -176,14 +179,10 @@ class RunRegistry:
         context.data_incarnation = await self._store.connection.data_incarnation()
         context.wakeups.wake_all()
 
-    def _plugins(self, run: run_pb2.Run, recipe: Recipe) -> tuple[Dataset, Rules]:
+    def _plugins(self, run: run_pb2.Run, recipe: Recipe) -> DataPlugins:
         folder = self._code_dir and install_code(run.code, into=self._code_dir, allowed=True)
         source = RecipeSource(name=f"recipe of run {run.run_id}", text=run.recipe_yaml, folder=folder)
-        filters = tuple(
-            (plugin.use, make(plugin, protocol=Filter, source=source)) for plugin in recipe.dataflow.filters
-        )
-        dataset = make(recipe.run.dataset, protocol=Dataset, source=source, seed=recipe.run.seed)
-        return dataset, Rules(min_members=recipe.dataflow.min_members, filters=filters)
+        return DataPlugins.make(recipe, source)
 
 
 def windows_of(recipe: Recipe) -> list[Window]:

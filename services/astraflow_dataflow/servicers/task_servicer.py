@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.dataflow.v1 import task_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
@@ -21,9 +22,9 @@ from astraflow_dataflow.tasks.sessions import WorkSession
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit.serve import Context
 
-_MAX_TASKS = 1000
-_MAX_LEASES = 256
-_MAX_RENEWALS = 4096
+_MAX_TASKS = bounds_of(pb.SubmitTasksRequest, "tasks").max_items
+_MAX_LEASES = int(bounds_of(pb.LeaseTasksRequest, "max_tasks").max)
+_MAX_RENEWALS = bounds_of(pb.RenewLeasesRequest, "lease_ids").max_items
 _LOOK_AGAIN_S = 5.0
 
 
@@ -66,7 +67,7 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
         if not 1 <= request.max_tasks <= _MAX_LEASES:
             raise InvalidArgumentError(f"max_tasks {request.max_tasks} must be 1–{_MAX_LEASES}")
         run = await self.registry.get(request.run_id)
-        wait_s = wait_seconds(request.wait_duration)
+        wait_s = wait_seconds(request)
         await self.store.nodes.report(
             run.run_id,
             node_id=request.node_id,

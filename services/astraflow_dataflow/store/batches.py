@@ -12,7 +12,7 @@ from astraflow.dataflow.v1 import batch_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1.version_pb2 import Pin, Version
 from astraflow.errors import NotFoundError
-from astraflow_dataflow.records import timestamp
+from astraflow_dataflow.records import Candidates, Selection, timestamp
 from astraflow_dataflow.store.connection import (
     Argument,
     Connection,
@@ -27,6 +27,8 @@ from astraflow_dataflow.store.connection import (
 from astraflow_dataflow.store.keys import Keys
 
 STALE_GROUPS_PER_CALL = 64
+OFFERED_GROUPS = 1024
+"""Ready groups a selector chooses from at most, or as many as the step needs."""
 
 
 class BatchStore:
@@ -93,14 +95,16 @@ class BatchStore:
         max_behind: int,
         lease_s: float,
         wait_s: float,
-    ) -> pb.AcquireBatchResponse | None:
+        selection: Selection | None = None,
+    ) -> pb.AcquireBatchResponse | Candidates | None:
         """Return the step's batch, of which only the id is filled in, binding one when it can; else why there is none.
 
+        With a `selection`, what it says: an offer of ready groups, a wait, or exactly the chosen groups, all or none.
         None asks for another call at once: stale groups were dropped. Raises FencedError, NotFoundError,
         InvalidArgumentError.
         """
         lease_ms, wait_ms = int(lease_s * 1000), int(wait_s * 1000)
-        arguments = (
+        arguments: tuple[Argument, ...] = (
             policy_id,
             epoch,
             step,
@@ -110,9 +114,13 @@ class BatchStore:
             lease_ms,
             wait_ms,
         )
+        if selection is not None:
+            arguments += (selection.mode, OFFERED_GROUPS, *selection.chosen)
         kind, *rest = as_list(await self._connection.call(Keys(run_id), "acquire", *arguments))
         if kind == b"more":
             return None
+        if kind == b"offer":
+            return _candidates(rest)
         if kind == b"bound":
             bound = batch_pb2.Batch(batch_id=as_text(rest[0]))
             return pb.AcquireBatchResponse(batch=bound, stage=_stage(rest[1]))
@@ -282,6 +290,14 @@ class VersionStore:
         """Return the pins, newest version first."""
         stored = as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of("pins", policy_id)))
         return [_pin(version, stored[version]) for version in sorted(stored, key=int, reverse=True)]
+
+
+def _candidates(fields: list[Reply]) -> Candidates:
+    groups = [as_list(group) for group in fields[1:]]
+    return Candidates(
+        outstanding=as_int(fields[0]),
+        groups=tuple((as_text(gid), float(as_text(score)), as_bytes(items)) for gid, score, items in groups),
+    )
 
 
 def stage_name(stage: pb.BatchStage.ValueType) -> str:

@@ -11,6 +11,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from astraflow._contract import bounds_of
+from astraflow.dataflow.v1 import task_service_pb2
 from astraflow.errors import FencedError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import Offer
@@ -29,7 +31,7 @@ FREE_REASONS = frozenset({"missing_capability", "drain", "version_unavailable"})
 """Failures that cost no attempt: the node cannot help it."""
 _BACKOFF_S = {"version_unavailable": 0.2, "missing_capability": 0.0, "drain": 0.0}
 _RETRY_BACKOFF_S = 0.1
-_MAX_DETAIL_CHARS = 2048
+_MAX_DETAIL = bounds_of(task_service_pb2.LeaseFailure, "detail").max_len
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Leasing:
             node_id=node_id,
             lease_id=lease_id,
             reason=reason or "unspecified",
-            detail=detail[:_MAX_DETAIL_CHARS],
+            detail=detail[:_MAX_DETAIL],
             retryable=retryable,
             free=reason in FREE_REASONS,
             backoff_s=_BACKOFF_S.get(reason, _RETRY_BACKOFF_S),

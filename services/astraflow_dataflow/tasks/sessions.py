@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from google.protobuf.json_format import MessageToDict
 
+from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError, UnavailableError
 from astraflow_dataflow.records import Event, Life, Offer
@@ -33,8 +34,12 @@ Response = task_service_pb2.WorkResponse
 
 HEARTBEAT_S = 5.0
 _CONNECTED_MS = 15_000
-_MAX_RENEWALS = 4096
-_MAX_WEIGHT_FAULTS = 16
+_MAX_RENEWALS = bounds_of(task_service_pb2.Renewal, "lease_ids").max_items
+_MAX_WAITING_FOR = bounds_of(task_service_pb2.Credits, "waiting_for").max_len
+_MAX_WEIGHT_FAULTS = bounds_of(task_service_pb2.Credits, "weight_faults").max_items
+_MAX_FAULT_TEXT = {
+    name: bounds_of(version_pb2.WeightFault, name).max_len for name in ("policy_id", "tensor", "problem")
+}
 # Wake-ups of many groups arrive in bursts: one lease call answers them together.
 _SETTLE_S = 0.002
 
@@ -182,7 +187,7 @@ class WorkSession:
                 "serving": json.dumps(self._serving),
                 "tokens": credits_given.tokens_sampled,
                 "engine_restarts": credits_given.engine_restarts,
-                "waiting_for": credits_given.waiting_for[:64],
+                "waiting_for": credits_given.waiting_for[:_MAX_WAITING_FOR],
                 "weight_faults": self._weight_faults(credits_given.weight_faults[:_MAX_WEIGHT_FAULTS]),
             }
         )
@@ -193,8 +198,8 @@ class WorkSession:
         for fault in reported:
             kept = version_pb2.WeightFault()
             kept.CopyFrom(fault)
-            kept.policy_id, kept.tensor = fault.policy_id[:128], fault.tensor[:512]
-            kept.problem = fault.problem[:512]
+            for name, limit in _MAX_FAULT_TEXT.items():
+                setattr(kept, name, getattr(fault, name)[:limit])
             faults.append(kept)
             if kept not in self._faults:
                 log.error(

@@ -12,7 +12,7 @@ from astraflow_kit.clock import ManualClock
 from astraflow_kit.failpoints import FailpointRaised
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.collection.collector import Collector, Stage
-from astraflow_weights.collection.retention import Roots, ways_of
+from astraflow_weights.collection.retention import Roots, paths_of
 from astraflow_weights.collection.rounds import FORGET_S
 from astraflow_weights.errors import Edge, NoPath, Unavailable
 from astraflow_weights.publish.version_writer import VersionWriter
@@ -104,7 +104,7 @@ def test_the_newest_two_snapshots_and_all_after_stay_and_nothing_else(published:
     published.check(*range(HORIZON, LAST + 1))
     log = published.log()
     assert buildable(log) == set(range(HORIZON, LAST + 1))
-    named = {part.key for record in log.records for _, parts in ways_of(record) for part in parts}
+    named = {part.key for record in log.records for _, parts in paths_of(record) for part in parts}
     assert published.parts() == named
     for version in range(HORIZON):
         with pytest.raises(NoPath):
@@ -113,7 +113,7 @@ def test_the_newest_two_snapshots_and_all_after_stay_and_nothing_else(published:
         assert "were collected" in fault.problem
 
 
-def test_a_pinned_version_keeps_its_cheapest_way_and_no_more(published: Published) -> None:
+def test_a_pinned_version_keeps_its_cheapest_path_and_no_more(published: Published) -> None:
     published.roots = Roots(pinned=frozenset([4]))
     published.collect()
     published.check(4, *range(HORIZON, LAST + 1))
@@ -123,11 +123,11 @@ def test_a_pinned_version_keeps_its_cheapest_way_and_no_more(published: Publishe
     assert buildable(published.log()) == set(range(HORIZON, LAST + 1))
 
 
-def test_a_node_that_serves_an_old_version_keeps_its_way_on(published: Published) -> None:
+def test_a_node_that_serves_an_old_version_keeps_its_path_on(published: Published) -> None:
     published.roots = Roots(served=frozenset([5]))
-    way = plan_pull(published.log(), held=5, target=LAST)
+    path = plan_pull(published.log(), held=5, target=LAST)
     published.collect()
-    assert plan_pull(published.log(), held=5, target=LAST) == way
+    assert plan_pull(published.log(), held=5, target=LAST) == path
 
 
 def test_what_is_being_pulled_stays_until_the_lease_ends(published: Published) -> None:
@@ -242,7 +242,7 @@ def test_a_swept_name_is_stored_anew_when_it_is_wanted_again(published: Publishe
     deleted = {name for number in (0, 1) for name in tombstoned(published, number)}
     published.publisher.publish(published.models[-1], step=LAST + 1)
     record = published.log().record(LAST + 1)
-    named = {part.sha256 for _, parts in ways_of(record) for part in parts}
+    named = {part.sha256 for _, parts in paths_of(record) for part in parts}
     assert named.isdisjoint(deleted)
     for name in deleted:
         # A DELETE that was on its way for long.
@@ -271,7 +271,9 @@ def test_a_collector_that_dies_is_followed_up_by_the_next(published: Published, 
     published.check(*range(HORIZON, LAST + 1))
     published.collect()
     published.check(*range(HORIZON, LAST + 1))
-    named = {part.key for record in published.log().records for _, parts in ways_of(record) for part in parts}
+    named = {
+        part.key for record in published.log().records for _, parts in paths_of(record) for part in parts
+    }
     assert published.parts() == named
 
 
@@ -355,8 +357,8 @@ def test_a_survey_tells_what_is_kept_and_why(published: Published) -> None:
     published.roots = Roots(pinned=frozenset([4]), announced=2)
     survey = published.collector().survey()
     shares = {share.why: share for share in survey.kept}
-    assert shares["pinned"].ways == 2
-    assert shares["newest announced"].ways == 3
+    assert shares["pinned"].paths == 2
+    assert shares["newest announced"].paths == 3
     assert survey.horizon == HORIZON
     total = sum(share.size_bytes for share in survey.kept) + sum(survey.garbage.values())
     assert total == sum(info.size_bytes for info in published.store.list(KEYS.parts))

@@ -1,4 +1,4 @@
-"""A mirror holds whole verified versions: it follows the cheapest way, and any fault leaves the old version
+"""A mirror holds whole verified versions: it follows the cheapest path, and any fault leaves the old version
 alone.
 """
 
@@ -158,7 +158,7 @@ def damaged(data: bytes) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1])
 
 
-def test_a_corrupt_delta_keeps_the_old_version_and_names_the_way(published: Published) -> None:
+def test_a_corrupt_delta_keeps_the_old_version_and_names_the_path(published: Published) -> None:
     mirror = published.mirror()
     mirror.advance(published.store, published.log, target=1)
     key = published.delta_key(2)

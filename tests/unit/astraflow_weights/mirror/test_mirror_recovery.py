@@ -261,8 +261,8 @@ def test_when_everything_rotted_no_more_is_fetched_than_by_a_new_beginning(world
     for tile in range(3):
         world.rot(tile)
     mirror = world.mirror_at(2)
-    ways = [world.log().record(0).offered_snapshot, *(r.deltas[0].parts for r in world.log().records[1:])]
-    assert mirror.counts.fetched_bytes <= sum(part.size_bytes for way in ways for part in way or ())
+    paths = [world.log().record(0).offered_snapshot, *(r.deltas[0].parts for r in world.log().records[1:])]
+    assert mirror.counts.fetched_bytes <= sum(part.size_bytes for path in paths for part in path or ())
     assert world.holds(2)
 
 
@@ -285,12 +285,12 @@ def test_a_version_that_comes_out_wrong_is_taken_back(tmp_path: Path) -> None:
     with pytest.raises(VerificationFailed) as caught:
         mirror.advance(world.store, world.log(), target=3)
     assert (caught.value.version, caught.value.tensor) == (3, "model.norm")
-    assert mirror.counts.repair_bytes == 0, "the way back needs no store"
+    assert mirror.counts.repair_bytes == 0, "the path back needs no store"
     assert mirror.version == 2
     assert world.holds(2)
 
 
-def test_a_way_that_does_not_tell_the_way_back_is_undone_from_the_store(tmp_path: Path) -> None:
+def test_a_path_that_does_not_tell_the_path_back_is_undone_from_the_store(tmp_path: Path) -> None:
     world = World(tmp_path, context=True)
     commit_wrong(world, context=True)
     mirror = world.mirror_at(2)
@@ -346,7 +346,7 @@ def test_a_failure_while_applying_leaves_nobody_loading(world: World) -> None:
     assert world.holds(1)
 
 
-def test_going_back_to_the_bad_way_is_not_tried_for_ever(world: World) -> None:
+def test_going_back_to_the_bad_path_is_not_tried_for_ever(world: World) -> None:
     key = world.log().record(2).deltas[0].parts[0].key
     overwrite(world.store, key, b"damaged")
     mirror = world.mirror_at(1)

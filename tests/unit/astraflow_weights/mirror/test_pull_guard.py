@@ -102,7 +102,7 @@ def test_a_plan_with_a_part_that_is_about_to_be_collected_is_planned_around(
         assert lease.parts == parts_of(plan), "the lease must name what is fetched, not what was dropped"
 
 
-def test_where_every_way_is_about_to_be_collected_one_is_tried_all_the_same(
+def test_where_every_path_is_about_to_be_collected_one_is_tried_all_the_same(
     store: FileStore, log: VersionLog
 ) -> None:
     bury(store, frozenset(part.sha256 for r in log.records for part in (*(r.snapshot or ()),)))
@@ -140,7 +140,7 @@ def test_a_mirror_that_may_not_write_pulls_without_a_lease(store: FileStore, tmp
     assert read_only.refusals == 1, "it is refused once and not asked again"
 
 
-def test_a_missing_part_without_a_lease_is_one_more_way_that_proves_bad(
+def test_a_missing_part_without_a_lease_is_one_more_path_that_proves_bad(
     store: FileStore, tmp_path: Path
 ) -> None:
     read_only = ReadOnlyStore(tmp_path / "store")

@@ -94,7 +94,7 @@ class World:
         return [(step.edge.base_version, step.edge.version) for step in plan.steps]
 
     def added(self) -> list[tuple[int | None, int]]:
-        return [(way.base_version, way.version) for record in self.log().records for way in record.added]
+        return [(path.base_version, path.version) for record in self.log().records for path in record.added]
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_merged_deltas_of_8_and_64_versions_lead_to_the_same_bits(world: World) 
     take(world.store, run_id=RUN, policy_id=POLICY)
 
 
-def test_a_damaged_merged_delta_is_only_another_rejected_way(world: World) -> None:
+def test_a_damaged_merged_delta_is_only_another_rejected_path(world: World) -> None:
     world.publish_up_to(8)
     assert world.compactor().compact()
     merged = world.log().record(8).added[0]

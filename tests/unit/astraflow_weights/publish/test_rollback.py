@@ -189,8 +189,8 @@ def test_a_merged_delta_that_is_damaged_is_passed_over(store: FileStore) -> None
     models = published(store, 10)
     compactor = Compactor(store, run_id=RUN, policy_id=POLICY, kept=None, settings=SPARSE)
     assert compactor.compact()
-    way = next(way for way in read(store).record(8).added if way.base_version == 0)
-    for part in way.parts:
+    path = next(path for path in read(store).record(8).added if path.base_version == 0)
+    for part in path.parts:
         store.put(part.key, b"rotten")
     back(store, 0)
     assert same_model(build_version(store, read(store), target=10, threads=1), models[0])

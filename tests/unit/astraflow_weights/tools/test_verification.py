@@ -1,4 +1,4 @@
-"""A version is called whole only when every byte of every way to it is; else its fault is named."""
+"""A version is called whole only when every byte of every path to it is; else its fault is named."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from astraflow_weights.tools.verification import Verification, verify_version
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.inspection import build_version
 from astraflow_weights.versions.log import VersionLog
-from astraflow_weights.versions.manifest import AddedWay, DeltaRef, encode_way
+from astraflow_weights.versions.manifest import AddedPath, DeltaRef, encode_path
 from support.published_models import ModelPublisher
 from support.weight_models import POLICY, RUN, make_model, overwrite, trained
 
@@ -57,19 +57,19 @@ def flip(store: FileStore, key: str) -> None:
 def test_what_was_published_is_whole(store: FileStore, version: int) -> None:
     found = verified(store, version)
     assert found.faults == ()
-    assert found.ways == (version > 0) + (version % 2 == 0)
-    assert found.objects >= found.ways + 1
+    assert found.paths == (version > 0) + (version % 2 == 0)
+    assert found.objects >= found.paths + 1
     assert found.tensors == len(make_model())
 
 
-@pytest.mark.parametrize("way", ["snapshot", "delta"])
+@pytest.mark.parametrize("path", ["snapshot", "delta"])
 @pytest.mark.parametrize("damage", ["flip", "delete"])
-def test_a_damaged_part_is_named_although_another_way_is_good(
-    store: FileStore, way: str, damage: str
+def test_a_damaged_part_is_named_although_another_path_is_good(
+    store: FileStore, path: str, damage: str
 ) -> None:
     record = read(store).record(4)
     assert record.snapshot is not None
-    key = (record.snapshot if way == "snapshot" else record.deltas[0].parts)[0].key
+    key = (record.snapshot if path == "snapshot" else record.deltas[0].parts)[0].key
     flip(store, key) if damage == "flip" else store.delete(key)
     (fault,) = verified(store, 4).faults
     assert (fault.version, fault.part) == (4, key)
@@ -81,7 +81,7 @@ def test_a_damaged_asset_is_named(store: FileStore) -> None:
     assert [fault.part for fault in verified(store, 3).faults] == [asset.blob.key]
 
 
-def test_the_older_version_that_a_way_breaks_at_is_named(store: FileStore) -> None:
+def test_the_older_version_that_a_path_breaks_at_is_named(store: FileStore) -> None:
     snapshot = read(store).record(4).snapshot
     assert snapshot is not None
     for part in snapshot:
@@ -114,7 +114,7 @@ def test_a_changed_entry_of_the_log_is_refused(store: FileStore) -> None:
         verify_version(store, log, version=3, threads=2)
 
 
-def test_ways_added_later_are_rebuilt_and_checked_too(store: FileStore) -> None:
+def test_paths_added_later_are_rebuilt_and_checked_too(store: FileStore) -> None:
     keys, record = PolicyKeys(RUN, POLICY), read(store).record(3)
     chain = [
         [fetch_part(store, part) for part in read(store).record(version).deltas[0].parts]
@@ -122,11 +122,11 @@ def test_ways_added_later_are_rebuilt_and_checked_too(store: FileStore) -> None:
     ]
     uploads = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=2).uploads
     parts = uploads.upload_parts(merge_deltas(chain))
-    way = AddedWay(
+    path = AddedPath(
         run_id=RUN, policy_id=POLICY, version=3, base_version=1, model_root=record.model_root, parts=parts
     )
-    store.put_if_absent(keys.merged_delta(1, 3), encode_way(way))
-    assert (verified(store, 3).ways, verified(store, 3).faults) == (2, ())
+    store.put_if_absent(keys.merged_delta(1, 3), encode_path(path))
+    assert (verified(store, 3).paths, verified(store, 3).faults) == (2, ())
     flip(store, keys.merged_delta(1, 3))
     assert [fault.part for fault in verified(store, 3).faults] == [keys.merged_delta(1, 3)]
     assert verified(store, 4).faults == ()
