@@ -17,15 +17,7 @@ import typer
 
 from astraflow.client import Client
 from astraflow.commands.nodes import all_nodes
-from astraflow.commands.server import (
-    DataDirOption,
-    JoinOption,
-    RunIdOption,
-    Server,
-    TokenFileOption,
-    connected,
-    find_server,
-)
+from astraflow.commands.server import RunOptions, Server, find_server
 from astraflow.dataflow.v1 import (
     admin_service_pb2,
     run_service_pb2,
@@ -105,20 +97,16 @@ class StoredPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerPolicyOptions:
+class ServerPolicyOptions(RunOptions):
     """The options of a command that asks a server about one policy."""
 
-    run_id: RunIdOption = ""
     policy: PolicyOption = ""
-    join: JoinOption = None
-    data_dir: DataDirOption = None
-    token_file: TokenFileOption = None
     json_: JsonOption = False
 
     @contextmanager
     def of_server(self) -> Iterator[PolicyOfServer]:
         """Yield the policy that a server knows by these names. Raises InvalidArgumentError when it is not one."""
-        with connected(self.join, data_dir=self.data_dir, token_file=self.token_file) as (client, _):
+        with self.client() as client:
             run = client.call(client.runs.GetRun, run_service_pb2.GetRunRequest(run_id=self.run_id)).run
             request = admin_service_pb2.StatusRequest(run_id=run.run_id)
             status = client.call(client.admin.Status, request)

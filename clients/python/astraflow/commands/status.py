@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.text import Text
 
 from astraflow.client import Client
-from astraflow.commands.option_groups import grouped_options
-from astraflow.commands.server import RunQuestion
+from astraflow.commands.options import grouped_options
+from astraflow.commands.server import RunOptions
 from astraflow.commands.wording import (
     as_json,
     console,
@@ -51,16 +51,16 @@ WatchOption = Annotated[
 @app.command()
 @grouped_options
 def status(
-    asked: RunQuestion,
+    options: RunOptions,
     watch: WatchOption = False,
 ) -> None:
     """Show what a run has done and holds: policies, trajectories, nodes, evaluations, waits."""
-    with asked.client() as client:
+    with options.client() as client:
         if watch:
-            _show_all(follow(client, run_id=asked.run_id), as_lines=asked.json_)
+            _show_all(follow(client, run_id=options.run_id), as_lines=options.json_)
             return
-        answer = client.call(client.admin.Status, pb.StatusRequest(run_id=asked.run_id))
-    asked.show(answer, status_page)
+        answer = client.call(client.admin.Status, pb.StatusRequest(run_id=options.run_id))
+    options.show(answer, status_page)
 
 
 def follow(client: Client, *, run_id: str, pause_s: float = 1.0) -> Iterator[pb.StatusResponse]:

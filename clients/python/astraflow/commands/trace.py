@@ -9,8 +9,8 @@ import typer
 from rich.text import Text
 from rich.tree import Tree
 
-from astraflow.commands.option_groups import grouped_options
-from astraflow.commands.server import RunQuestion
+from astraflow.commands.options import grouped_options
+from astraflow.commands.server import RunOptions
 from astraflow.commands.wording import enum_text, seconds_of, span_text
 from astraflow.dataflow.v1 import admin_service_pb2, trace_pb2
 
@@ -35,14 +35,14 @@ _STATES = {
 @app.command()
 @grouped_options
 def trace(
-    asked: RunQuestion,
+    options: RunOptions,
     task_id: TaskIdArgument,
 ) -> None:
     """Follow one task: leases, node, episodes, trajectories, batch, step, version."""
-    request = admin_service_pb2.WhyRequest(run_id=asked.run_id, task_id=task_id)
-    with asked.client() as client:
+    request = admin_service_pb2.WhyRequest(run_id=options.run_id, task_id=task_id)
+    with options.client() as client:
         task = client.call(client.admin.Why, request).task
-    asked.show(task, trace_tree)
+    options.show(task, trace_tree)
 
 
 def trace_tree(task: trace_pb2.TaskTrace) -> Tree:
