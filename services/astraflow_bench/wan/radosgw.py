@@ -119,8 +119,8 @@ class RadosGateway:
         """Make a bucket and return its name."""
         date = formatdate(usegmt=True)
         # Signature version 2, which this gateway takes: one request needs no S3 library.
-        told = hmac.new(_KEYS[1].encode(), f"PUT\n\n\n{date}\n/{name}".encode(), hashlib.sha1).digest()
-        headers = {"Date": date, "Authorization": f"AWS {_KEYS[0]}:{base64.b64encode(told).decode()}"}
+        signature = hmac.new(_KEYS[1].encode(), f"PUT\n\n\n{date}\n/{name}".encode(), hashlib.sha1).digest()
+        headers = {"Date": date, "Authorization": f"AWS {_KEYS[0]}:{base64.b64encode(signature).decode()}"}
         request = urllib.request.Request(f"{self.url}/{name}", method="PUT", headers=headers)
         with urllib.request.urlopen(request, timeout=_START_S):
             return name
@@ -235,7 +235,7 @@ class RadosGateway:
 
 def version() -> str:
     """Name and version of what is installed, as in `radosgw 16.2.15`."""
-    told = subprocess.run(
+    shown = subprocess.run(
         ["radosgw", "--version"], capture_output=True, text=True, timeout=60, check=True
     ).stdout
-    return f"radosgw {told.split()[2]}"
+    return f"radosgw {shown.split()[2]}"

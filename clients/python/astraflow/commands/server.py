@@ -2,7 +2,7 @@
 options that say so.
 
 Invariant: a server that was not named on the command line is named on stderr, so that nobody looks at another
-run than they think; and a folder whose server has ended is told as such instead of as a refused connection.
+run than they think; and a folder whose server has ended is reported as such, not as a refused connection.
 Used by every command of this package.
 """
 
@@ -31,9 +31,9 @@ __all__ = [
     "DataDirOption",
     "JoinOption",
     "RunIdOption",
-    "RunQuestion",
+    "RunOptions",
     "Server",
-    "ServerQuestion",
+    "ServerOptions",
     "TokenFileOption",
     "connected",
     "find_server",
@@ -94,7 +94,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; docs/debug
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerQuestion:
+class ServerOptions:
     """What every command that asks a server takes: whom it asks, as whom, and in which form it answers."""
 
     join: JoinOption = None
@@ -119,7 +119,7 @@ class ServerQuestion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunQuestion(ServerQuestion):
+class RunOptions(ServerOptions):
     """The same for commands about one run."""
 
     run_id: RunIdOption = ""
@@ -169,7 +169,7 @@ def server_of_folder(folder: Path) -> Server:
 def connected(
     join: Server | None, *, data_dir: Path | None, token_file: Path | None
 ) -> Iterator[tuple[Client, Server]]:
-    """Yield a client of the server to ask. An unreachable server is told with its address and how it was found;
+    """Yield a client of the server to ask. The error for an unreachable server names its address and how it was found;
     IncompatibleError says that it speaks other contracts.
     """
     server = find_server(join, data_dir=data_dir)

@@ -1,4 +1,4 @@
-"""How answers of the contract are told: JSON with stable names for programs, aligned text for people.
+"""How answers of the contract are shown: JSON with stable names for programs, aligned text for people.
 
 Invariant: JSON has exactly the fields of the contract's message, by these rules: `x_duration` becomes `x_s` in
 seconds, times are RFC 3339, enum values lose their prefix and are lower case, bytes are hex, what is unset or
@@ -83,8 +83,8 @@ def number_text(value: float, *, digits: int = 3) -> str:
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def seconds_of(duration: Duration) -> float:
-    """Return a protobuf duration in seconds."""
+def seconds_of(duration: Duration | Timestamp) -> float:
+    """Return a protobuf duration, or a time since the Unix epoch, in seconds."""
     return duration.ToNanoseconds() / 1e9
 
 
