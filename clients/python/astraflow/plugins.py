@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from astraflow.plugin_state import PluginState
 
 __all__ = [
+    "Advantage",
     "Curator",
     "Dataset",
     "Demonstration",
@@ -24,6 +25,7 @@ __all__ = [
     "Filter",
     "GenerateResult",
     "Group",
+    "Loss",
     "Message",
     "MissingCapability",
     "Observation",
@@ -31,10 +33,12 @@ __all__ = [
     "Policy",
     "ReadyGroup",
     "Reward",
+    "RewardedRows",
     "Selector",
     "StepRequest",
     "TaskSpec",
     "ToolCall",
+    "TrainedTokens",
     "Trajectory",
     "TrajectoryBuilder",
     "TrajectorySummary",
@@ -474,3 +478,63 @@ class Selector(Protocol):
 
         `candidates` are at least that many and come oldest first. It is asked again when more are ready.
         """
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedTokens:
+    """N trained tokens of a step: whole rows, but any part of the step's. Every array is a torch tensor on one device.
+
+    A row is the trained part of one trajectory; `row` counts from 0 over this trainer process's rows of the step.
+    """
+
+    logprob: Any
+    """float32[N], with gradient: log-probs under the weights being trained."""
+    anchor_logprob: Any
+    """float32[N]: what ratios are taken to: the sampler's, or with a proximal anchor those at the step's start."""
+    behavior_logprob: Any
+    """float32[N]: the sampler's log-probs."""
+    advantage: Any
+    """float32[N], the same for all tokens of a row."""
+    row: Any
+    """int64[N]: the row of each token, below `num_rows`."""
+    num_rows: int
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """The loss of each trained token; called by the trainer, once per micro-batch.
+
+    The trainer weighs and adds what it returns, adds a KL term, and averages over ranks. So that the loss of a step
+    does not depend on micro-batches, packing or the number of ranks, a token's loss may depend on the tokens of its own
+    row only: no mean over N, no random numbers, no state. Gradients flow through `tokens.logprob`.
+    """
+
+    def __call__(self, tokens: TrainedTokens) -> Any:  # noqa: ANN401 - torch is no dependency of this package
+        """Return float32[N]: the loss of each token, before aggregation.
+
+        An exception, another shape or a loss without gradient ends the trainer with status 2 and the plug-in's name;
+        values that are not finite skip the step.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardedRows:
+    """All N rows of a batch, those of every rank, in an order that means nothing."""
+
+    rewards: Sequence[float]
+    groups: Sequence[int]
+    """Rows of one task, policy and role have the same number; a group is always whole."""
+    lengths: Sequence[int]
+    """Trained tokens of each row."""
+
+
+@runtime_checkable
+class Advantage(Protocol):
+    """Turns the rewards of a batch into advantages; called by every rank of the trainer, once per step.
+
+    Each rank computes the same numbers: they may depend on the arguments only, and on the order of rows not at all.
+    """
+
+    def __call__(self, rows: RewardedRows) -> Sequence[float]:
+        """Return one finite number per row. Rows of exactly 0 are left out of the step unless the recipe says
+        otherwise (`drop_zero_advantage`). Anything else ends the trainer with status 2 and the plug-in's name."""

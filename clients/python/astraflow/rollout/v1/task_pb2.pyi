@@ -160,8 +160,8 @@ Global___Task: _TypeAlias = Task  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are sampled. The recorded log-prob of a token is log_softmax(logits / temperature) at that token, before any
-    top-p or top-k cut; temperature 0 means greedy and records log-probs at temperature 1.
+    """How tokens are sampled. The recorded log-prob of a token is log_softmax(logits / temperature) at that token, before
+    any top-p or top-k cut; temperature 0 means greedy and records log-probs at temperature 1.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -196,7 +196,9 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Lease(_message.Message):
-    """The right to run a task until it expires. A lease that is not renewed in time is handed to another node with attempt + 1."""
+    """The right to run a task until it expires. A lease that is not renewed in time is handed to another node with attempt
+    + 1.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -264,7 +266,9 @@ class Lease(_message.Message):
 
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Members (episode indexes in [0, group_size)) still to be run; those already filled by an earlier attempt are left out."""
+        """Members (episode indexes in [0, group_size)) still to be run; those already filled by an earlier attempt are left
+        out.
+        """
 
     @_builtins.property
     def ttl_duration(self) -> _duration_pb2.Duration:
