@@ -20,10 +20,10 @@ from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_weights.codec.tensors import Model
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
-from support.published_models import ModelPublisher
+from support.published_models import ModelPublisher, open_writer
 from support.raas_parts import write_tokenizer
 from support.scripted_dataflow import eventually
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
@@ -79,7 +79,7 @@ class Setup:
 def trainer(tmp_path: Path) -> Trainer:
     store = FileStore(tmp_path / "store")
     assets = [path for path in write_tokenizer(tmp_path / "tokenizer").iterdir() if path.is_file()]
-    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1)
+    writer = open_writer(store)
     return Trainer(ModelPublisher(writer, assets=assets))
 
 

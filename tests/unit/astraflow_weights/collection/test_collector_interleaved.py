@@ -25,7 +25,6 @@ from astraflow_weights.errors import Fenced, NoPath, Unavailable, VerificationFa
 from astraflow_weights.mirror.pull_guard import LEASE_S, PullGuard
 from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
@@ -34,6 +33,7 @@ from astraflow_weights.versions.intents import INTENT_S
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull
+from support.published_models import open_writer, read_log
 from support.stepped_store import Actor, MemoryStore, Stage, SteppedStore
 from support.weight_models import POLICY, RUN
 
@@ -50,13 +50,6 @@ ROOTS = [model_root(tensor_digests(model)) for model in MODELS]
 def model_of(version: int) -> dict[str, Array]:
     """What every writer publishes as this version: so the next one stores what the one before left again."""
     return MODELS[version % len(MODELS)]
-
-
-def read_log(store: ObjectStore) -> VersionLog:
-    """The log now."""
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    return log
 
 
 @dataclass
@@ -79,9 +72,7 @@ class World:
         if self.lossy:
             store.lose = lambda key: key.startswith((KEYS.entries, KEYS.merged)) and self.draw.random() < 0.2
         try:
-            writer = VersionWriter.open(
-                store, run_id=RUN, policy_id=POLICY, epoch=epoch, settings=SETTINGS, clock=self.clock
-            )
+            writer = open_writer(store, epoch=epoch, settings=SETTINGS, clock=self.clock)
         except (Fenced, Unavailable):
             return
         newest = writer.log.latest()

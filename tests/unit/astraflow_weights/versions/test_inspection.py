@@ -1,7 +1,5 @@
 """What is told of stored versions: codecs, routes and differences, counted independently."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -9,40 +7,25 @@ from astraflow_weights.codec.delta import summarize_delta
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import CorruptPart
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.inspection import build_version, changes_between, offered_paths, routes
 from astraflow_weights.versions.log import VersionLog
-from support.published_models import ModelPublisher
-from support.weight_models import POLICY, RUN, make_model, overwrite, same_model, trained
+from support.published_models import published, read_log
+from support.weight_models import overwrite, same_model
 
 
 @pytest.fixture
-def models() -> list[dict[str, Array]]:
-    chain = [make_model()]
-    for seed in range(1, 11):
-        chain.append(trained(chain[-1], seed, density=0.01))
-    return chain
-
-
-@pytest.fixture
-def store(tmp_path: Path, models: list[dict[str, Array]]) -> FileStore:
-    store = FileStore(tmp_path / "store")
+def models(store: FileStore) -> list[dict[str, Array]]:
+    """Versions 0 to 10; only 0 offers a snapshot."""
     settings = PublishSettings(snapshot_every_versions=100, snapshot_chain_ratio=100)
-    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=settings)
-    publisher = ModelPublisher(writer)
-    for step, model in enumerate(models):
-        publisher.publish(model, step=step)
-    return store
+    return published(store, 11, settings=settings)
 
 
 @pytest.fixture
-def log(store: FileStore) -> VersionLog:
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    return log
+def log(store: FileStore, models: list[dict[str, Array]]) -> VersionLog:
+    return read_log(store)
 
 
 def test_codecs_of_a_delta_add_up_to_what_it_changes(store: FileStore, log: VersionLog) -> None:

@@ -26,6 +26,7 @@ from astraflow_weights.versions.manifest import (
     encode_entry,
     encode_path,
 )
+from support.published_models import read_log
 from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite
 
 KEYS = PolicyKeys(RUN, POLICY)
@@ -61,11 +62,6 @@ def manifest(sequence: int, *, epoch: int, version: int) -> Manifest:
         model_root=model_root(TENSORS),
         num_elements=sum(tensor.spec.num_elements for tensor in TENSORS),
     )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    return FileStore(tmp_path / "store")
 
 
 def write(store: FileStore, *entries: Entry) -> VersionLog:
@@ -278,8 +274,7 @@ def test_a_path_in_the_sequence_is_no_entry(store: FileStore) -> None:
 def test_a_copy_goes_on_alone_and_reads_nothing_twice(tmp_path: Path) -> None:
     store = FaultyStore(tmp_path / "store")
     log = write(FileStore(tmp_path / "store"), fence(0, epoch=1), manifest(1, epoch=1, version=0))
-    first = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    first.refresh()
+    first = read_log(store)
     other = first.copy()
     write(FileStore(tmp_path / "store"), manifest(2, epoch=1, version=1))
     store.gets.clear()
