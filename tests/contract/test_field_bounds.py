@@ -324,7 +324,9 @@ async def refused(world: World, row: Row, value: object, *, timeout_s: float) ->
     except DeadlineError:
         return False  # a long poll that was taken
     except AstraflowError as error:
-        return error.reason in REFUSED
+        return (
+            error.reason in REFUSED and len(error.message) > 20
+        )  # it says what, which value and which limit
     result = getattr(answered, "result", None)
     return getattr(result, "reason", None) in row.slugs if row.slugs else False
 
