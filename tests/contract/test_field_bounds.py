@@ -169,7 +169,9 @@ def create(**fields: Any) -> Message:
 
 
 def submit() -> Message:
-    task = task_pb2.Task(task_id="t", messages=[task_pb2.Message(role="user", content="?")])
+    task = task_pb2.Task(
+        task_id="t", messages=[task_pb2.Message(role="user", tool_calls=[task_pb2.ToolCall()])]
+    )
     return tasks.SubmitTasksRequest(run_id="run", tasks=[task])
 
 
@@ -238,6 +240,7 @@ ROWS = [
     Row(submit(), "tasks.task_id", ["a" * 128, "A._:-9"], ["", "a b", "a" * 129]),
     Row(submit(), "tasks.messages.role", ["system", "user", "assistant", "tool"], ["", "User", "users"]),
     Row(submit(), "tasks.messages.content"),
+    Row(submit(), "tasks.messages.tool_calls.arguments_json"),
     Row(submit(), "tasks.data_json", [json_of(KIB64)], [json_of(KIB64 + 1)]),
     Row(submit(), "tasks.group_size"),
     Row(submit(), "tasks.source"),
