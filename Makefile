@@ -41,7 +41,7 @@ test: $(TEST_STAMP) ## All tests that need nothing installed by hand, <= 12 min 
 unit: $(TEST_STAMP) ## Unit, contract and architecture tests, <= 30 s
 	@$(PYTEST) -q $(PARALLEL) -m 'not ci and not soak and not slow' $(UNIT_TESTS) $(ARGS)
 
-check: lint types proto-check unit ## Everything to run before a commit
+check: lint types proto-check breaking unit ## Everything to run before a commit
 
 soak: $(TEST_STAMP) ## Random kills, many seeds, full fuzz counts; about an hour
 	@$(PYTEST) -m soak --hypothesis-profile=soak $(T) $(ARGS)
@@ -50,7 +50,7 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 	@$(BIN)/python -m astraflow_bench.study $(ARGS)
 
 ##@ Work on it
-.PHONY: lint format types proto proto-check schema setup
+.PHONY: lint format types proto proto-check breaking schema setup
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
@@ -69,6 +69,9 @@ proto: $(TEST_STAMP) ## Regenerate the Python contracts from proto/
 
 proto-check: $(TEST_STAMP) ## Fail when the committed contracts are not what proto/ makes
 	@$(BIN)/python proto/generate.py --check && echo 'proto: fresh'
+
+breaking: $(TEST_STAMP) ## Fail when contracts break callers of the last release, or of main
+	@$(BIN)/python proto/breaking.py
 
 schema: $(TEST_STAMP) ## Rewrite docs/recipe.schema.json from the recipe's settings
 	@$(BIN)/astraflow recipe schema > docs/recipe.schema.json

@@ -25,12 +25,28 @@ are marked ⇈ (requests), ⇊ (responses), ⇅ (both).
   with the `capability` in its metadata. A server does not start when its rpcs are not what this page says.
 * **Repeat**: `reads` changes nothing; `idempotent` has the effect of calling once; `acts again` is never repeated by
   the client library.
-* **Roles** may call it. Without a tokens file every caller has every role.
+* **Roles** may call it; `anyone` needs no token. Without a tokens file every caller has every role.
 * **Errors** are reasons of `google.rpc.ErrorInfo` in the domain `astraflow`. Besides those listed, every rpc may
   answer {every_rpc}.
+
+Call `GetServerInfo` first: it needs no token and says which contract version the server speaks, here {version}, and
+which optional features are on. A caller made for version N may call a server whose `oldest_contract_version` ≤ N ≤
+`contract_version`. The number rises with each change that breaks callers of the one before; additions leave it.
+
+In other languages package `astraflow.NAME.v1` is called
+
+* Go: `github.com/astraflow/astraflow/clients/go/astraflow/NAME/v1`, imported as `NAMEv1`,
+* Java: `io.astraflow.NAME.v1`, a file per message,
+* C#: `Astraflow.Name.V1`.
 """
 
 Options = dict[str, Any]
+_AnyOptions = (
+    descriptor_pb2.FileOptions
+    | descriptor_pb2.ServiceOptions
+    | descriptor_pb2.MethodOptions
+    | descriptor_pb2.FieldOptions
+)
 
 
 def page(described: descriptor_pb2.FileDescriptorSet) -> str:
@@ -38,7 +54,8 @@ def page(described: descriptor_pb2.FileDescriptorSet) -> str:
     reader = _OptionsReader(described)
     files = sorted(described.file, key=lambda file: (file.package, file.name))
     sections = [section for file in files for section in _sections(file, reader)]
-    return "\n".join([_HEAD.format(every_rpc=_quoted(EVERY_RPC)), *sections])
+    version = max(reader.read(file.options).get("contract_version", 0) for file in files)
+    return "\n".join([_HEAD.format(every_rpc=_quoted(EVERY_RPC), version=version), *sections])
 
 
 class _OptionsReader:
@@ -49,8 +66,8 @@ class _OptionsReader:
         for file in described.file:
             self._pool.AddSerializedFile(file.SerializeToString())
 
-    def read(self, options: descriptor_pb2.MethodOptions | descriptor_pb2.ServiceOptions) -> Options:
-        """The options of one rpc or service by their short names."""
+    def read(self, options: _AnyOptions) -> Options:
+        """The options of one file, service, rpc or field by their short names."""
         found = self._pool.FindMessageTypeByName(options.DESCRIPTOR.full_name)
         read = message_factory.GetMessageClass(found).FromString(options.SerializeToString())
         values = json_format.MessageToDict(read, descriptor_pool=self._pool)

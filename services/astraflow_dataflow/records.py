@@ -61,19 +61,6 @@ class StoredRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLimits:
-    """What admission needs of one policy, written once when the run is created."""
-
-    policy_id: str
-    window_groups: int
-    """(max_staleness + 1) × groups_per_step."""
-    min_acceptance: float
-    smoothing: float
-    max_staleness: int
-    groups_per_step: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class NewTask:
     """A task to add to a lane; `spec` is a serialized Task."""
 
@@ -162,6 +149,8 @@ class CompleteTask:
     group_size: int
     num_finished: int
     headers: Mapping[str, bytes]
+    spec: bytes = b""
+    """The serialized Task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +316,7 @@ class PolicyState:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """One atomic snapshot of a run's accounts."""
+    """One atomic snapshot of where a run's trajectories are."""
 
     now_ms: int
     life: Life

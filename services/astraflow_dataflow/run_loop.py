@@ -1,4 +1,4 @@
-"""The conductor: what must happen in a run without anybody calling.
+"""The run loop: what must happen in a run without anybody calling.
 
 Expired leases and groups are swept, tasks left behind are settled, data sets are asked for tasks, evaluations
 are planned, fed and given up, and a finishing run is brought to its end. Every action is an idempotent call
@@ -15,9 +15,9 @@ from astraflow.errors import AstraflowError, NotFoundError, PluginError
 from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Life, StoredEvaluation
 from astraflow_dataflow.rules import evaluation
-from astraflow_dataflow.rules.waits import Plugged
+from astraflow_dataflow.rules.waits import DatasetFault
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.curation import Curation
 from astraflow_kit.clock import Clock
 from astraflow_kit.log import get_logger
@@ -40,7 +40,7 @@ class _Progress:
 
 
 @dataclass
-class Conductor:
+class RunLoop:
     """Conducts one run."""
 
     context: RunContext
@@ -52,7 +52,7 @@ class Conductor:
     clock: Clock
     patience_s: float
     """Time without progress after which a superseded evaluation is given up."""
-    plugged: Plugged = field(default_factory=Plugged)
+    dataset_fault: DatasetFault = field(default_factory=DatasetFault)
     """What a broken plug-in says, for `why`."""
     _planned: dict[str, int] = field(default_factory=dict)
     _progress: dict[str, _Progress] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Conductor:
                     return
                 except AstraflowError as error:
                     log.warning(
-                        "conductor.postponed",
+                        "run_loop.postponed",
                         run_id=self.context.run_id,
                         reason=error.reason,
                         message=error.message,
@@ -123,10 +123,10 @@ class Conductor:
         except PluginError as error:
             self._report_plugin(error)
         else:
-            self.plugged.clear()
+            self.dataset_fault.clear()
 
     def _report_plugin(self, error: PluginError) -> None:
-        if self.plugged.note(error.message):
+        if self.dataset_fault.note(error.message):
             log.error("dataset.failed", run_id=self.context.run_id, message=error.message)
 
     async def _alarm_late_batches(self) -> None:

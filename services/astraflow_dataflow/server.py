@@ -26,8 +26,8 @@ from astraflow_dataflow.batches.binding import Batching
 from astraflow_dataflow.episodes.ingests import Ingests
 from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Event
-from astraflow_dataflow.rules.waits import Plugged
-from astraflow_dataflow.run_loop import Conductor
+from astraflow_dataflow.rules.waits import DatasetFault
+from astraflow_dataflow.run_loop import RunLoop
 from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.admin_servicer import AdminServicer
@@ -40,7 +40,7 @@ from astraflow_dataflow.settings import DataflowServerSettings
 from astraflow_dataflow.status.reporting import Reporting
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.durability import Durability, choose_method
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.curation import Curation
 from astraflow_dataflow.tasks.leasing import Leasing
 from astraflow_dataflow.versions.announcements import Versions
@@ -70,7 +70,7 @@ class Dataflow:
     reporting: Reporting
     settling: Settling
     durability: Durability
-    complaints: dict[str, Plugged] = field(default_factory=dict)
+    dataset_faults: dict[str, DatasetFault] = field(default_factory=dict)
 
     @classmethod
     def assemble(cls, settings: DataflowServerSettings) -> Dataflow:
@@ -78,7 +78,7 @@ class Dataflow:
         metrics = Metrics()
         connection = Connection(settings.redis, allow_volatile=settings.allow_volatile)
         store = Store.over(connection)
-        complaints: dict[str, Plugged] = {}
+        dataset_faults: dict[str, DatasetFault] = {}
         versions = Versions(store)
         dataflow = cls(
             settings=settings,
@@ -89,20 +89,22 @@ class Dataflow:
                 store, code_dir=settings.work_dir / "code" if settings.allow_recipe_code else None
             ),
             versions=versions,
-            reporting=Reporting(store=store, versions=versions, metrics=metrics, complaints=complaints),
+            reporting=Reporting(
+                store=store, versions=versions, metrics=metrics, dataset_faults=dataset_faults
+            ),
             settling=Settling(store, metrics),
             durability=Durability(connection, settings.durability),
-            complaints=complaints,
+            dataset_faults=dataset_faults,
         )
-        dataflow.registry.on_loaded = dataflow.conduct
+        dataflow.registry.on_loaded = dataflow.start_run_loop
         dataflow.registry.on_forgotten = dataflow.forget
-        dataflow.durability.on_mark = dataflow.tell_durable
+        dataflow.durability.on_mark = dataflow.announce_durable
         dataflow.durability.on_loss = dataflow.registry.look_again
         return dataflow
 
-    def conduct(self, context: RunContext) -> None:
+    def start_run_loop(self, context: RunContext) -> None:
         """Start the background work of a run; called once per run and process."""
-        conductor = Conductor(
+        run_loop = RunLoop(
             context=context,
             registry=self.registry,
             store=self.store,
@@ -112,16 +114,16 @@ class Dataflow:
             clock=SystemClock(),
             patience_s=self.settings.evaluation_patience_s,
         )
-        self.complaints[context.run_id] = conductor.plugged
-        context.tasks.append(background.start(conductor.run, name="conductor", run_id=context.run_id))
+        self.dataset_faults[context.run_id] = run_loop.dataset_fault
+        context.tasks.append(background.start(run_loop.run, name="run_loop", run_id=context.run_id))
 
     def forget(self, run_id: str) -> None:
         """A run was deleted: drop what is remembered of it."""
-        self.complaints.pop(run_id, None)
+        self.dataset_faults.pop(run_id, None)
         self.durability.forget(run_id)
         self.reporting.forget(run_id)
 
-    def tell_durable(self, run_id: str) -> None:
+    def announce_durable(self, run_id: str) -> None:
         """A run's watermark moved: its working sessions tell their nodes."""
         for context in self.registry.loaded():
             if context.run_id == run_id:
@@ -155,7 +157,7 @@ class Dataflow:
             ),
             (
                 admin_service_pb2_grpc.add_AdminServiceServicer_to_server,
-                AdminServicer(store, registry, self.reporting, durability),
+                AdminServicer(store, registry, self.reporting, durability, self.settings.capabilities),
             ),
         ]
 

@@ -12,14 +12,18 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from astraflow_dataflow.records import Level
-from astraflow_kit.settings import DaemonSettings
+from astraflow_kit.settings import CommandOption, DaemonSettings
 
 
 class DataflowServerSettings(DaemonSettings):
     """What a dataflow server can be told. Only `redis` is required."""
 
-    redis: Annotated[str, Field(pattern=r"^(redis|rediss|unix)://")]
-    """URL of Redis 7.0 or newer, or of Valkey: `redis://HOST:PORT/DB`."""
+    redis: Annotated[
+        str,
+        Field(pattern=r"^(redis|rediss|unix)://"),
+        CommandOption("The data", metavar="redis://HOST:PORT/DB"),
+    ]
+    """Redis 7.0 or newer, or Valkey, with an append-only file."""
     allow_volatile: bool = False
     """Accept a Redis without an append-only file: what was acknowledged is lost when it restarts."""
     durability: Level = Level.MEMORY
@@ -32,6 +36,15 @@ class DataflowServerSettings(DaemonSettings):
     """Time in which a trainer renews the batch it holds; expiry raises an alarm and never unbinds."""
     evaluation_patience_s: Annotated[float, Field(ge=0, le=86_400)] = 45.0
     """Time without progress after which an evaluation of a superseded version is given up."""
+
+    @property
+    def capabilities(self) -> list[str]:
+        """Optional features that are on, as `GetServerInfo` names them."""
+        on = {
+            "durable_acknowledgements": self.durability is not Level.MEMORY,
+            "recipe_code": self.allow_recipe_code,
+        }
+        return [name for name, is_on in on.items() if is_on]
 
     @field_validator("work_dir")
     @classmethod

@@ -5,6 +5,7 @@ Called by `__main__`, which must be able to say `--help` without waiting for tor
 """
 
 import os
+from collections.abc import Mapping
 
 import torch
 
@@ -32,6 +33,11 @@ _KEEP_ALIVE_S = 300
 log = get_logger(__name__)
 
 
+def run(settings: EngineSettings) -> int:
+    """Serve until the process drains; the exit code."""
+    return lifecycle.run(lambda life: serve(settings, life), drain_timeout_s=settings.drain_timeout_s)
+
+
 async def serve(settings: EngineSettings, life: lifecycle.Lifecycle) -> None:
     """Serve until `life` drains. Raises ModelError before it listens, EngineFault when the thread fails."""
     torch.set_num_threads(settings.num_threads)
@@ -51,18 +57,17 @@ async def serve(settings: EngineSettings, life: lifecycle.Lifecycle) -> None:
     )
 
 
-def check(settings: EngineSettings) -> None:
-    """Refuse everything that start-up would refuse, without listening; reads the whole checkpoint."""
+def check(settings: EngineSettings) -> Mapping[str, object]:
+    """Refuse everything that start-up would refuse, without listening; reads the whole checkpoint. What was found."""
     config = load_model_config(settings.model_path)
     limits = core_limits(settings, config)
     weights = load_weights(settings.model_path, config=config)
-    log.info(
-        "engine.checked",
-        model_path=str(settings.model_path),
-        weight_bytes=weights.num_bytes,
-        cache_bytes=limits.cache_bytes(config),
-        context_length=limits.capacity,
-    )
+    return {
+        "model_path": settings.model_path,
+        "weight_bytes": weights.num_bytes,
+        "cache_bytes": limits.cache_bytes(config),
+        "context_length": limits.capacity,
+    }
 
 
 def core_limits(settings: EngineSettings, config: ModelConfig) -> CoreLimits:

@@ -6,23 +6,23 @@ variables.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from astraflow_kit.settings import DaemonSettings, Port
+from astraflow_kit.settings import CommandOption, Port, ProcessSettings, is_loopback
 
 
-class EngineSettings(DaemonSettings):
+class EngineSettings(ProcessSettings):
     """One engine process. Names follow SGLang's options where SGLang has the option."""
 
-    model_path: Path
-    """Folder of a Hugging Face checkpoint: config.json and safetensors."""
-    port: Port = 30000
-    """Port of the HTTP API; 0 takes a free one and reports it in the address file."""
+    model_path: Annotated[Path, CommandOption("The model")]
+    """Folder of a dense Qwen3 checkpoint: config.json and safetensors."""
     weight_version: str = "default"
     """Name that tokens carry until the first weight update."""
-    context_length: Annotated[int, Field(ge=0)] = 0
+    seed: int = 0
+    """Seed of all draws; with a request's own sampling_seed the request repeats exactly."""
+    context_length: Annotated[int, Field(ge=0), CommandOption("Size and speed")] = 0
     """Largest prompt plus generated tokens; 0 takes the model's, at most 4096."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 128
     """Slots: requests that generate at the same time."""
@@ -30,9 +30,22 @@ class EngineSettings(DaemonSettings):
     """Requests that may wait for a slot before more are refused with 503."""
     max_prefill_tokens: Annotated[int, Field(ge=1)] = 8192
     """Prompt tokens taken in at once, padding included."""
-    seed: int = 0
-    """Seed of all draws; with a request's own sampling_seed the request repeats exactly."""
     num_threads: Annotated[int, Field(ge=1, le=256)] = 1
     """Torch threads of a pass. More than one pays only for models far beyond a few million parameters."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
-    """A request older than this is aborted and answered 504, queueing and pauses included."""
+    """Age in seconds at which a request is aborted with 504, queueing and pauses included."""
+    host: Annotated[str, CommandOption("Serving")] = "127.0.0.1"
+    """Address of the HTTP API, which has no login: anything but loopback needs `insecure`."""
+    port: Port = 30000
+    """Port of the HTTP API; 0 takes a free one and reports it in the address file."""
+    insecure: bool = False
+    """Allow an address that others can reach. For closed test networks only."""
+
+    @model_validator(mode="after")
+    def _address_is_safe(self) -> Self:
+        if not (is_loopback(self.host) or self.insecure):
+            raise ValueError(
+                f"host {self.host!r} is reachable from other machines and the HTTP API has no login; "
+                "bind 127.0.0.1, or accept the risk with insecure"
+            )
+        return self

@@ -16,7 +16,13 @@ from astraflow.options.v1 import options_pb2
 from astraflow_kit.nearest import did_you_mean
 from astraflow_kit.settings import SettingsError
 
-ROLES = tuple(name.removeprefix("ROLE_").lower() for name in options_pb2.Role.keys()[1:])
+_OPEN_TO_ALL = "anyone"
+ROLES = tuple(
+    role
+    for role in (name.removeprefix("ROLE_").lower() for name in options_pb2.Role.keys()[1:])
+    if role != _OPEN_TO_ALL
+)
+"""Roles that a token may name."""
 _SCHEME = "bearer "
 
 
@@ -50,7 +56,9 @@ class Gate:
         Raises UnauthenticatedError for a missing or unknown token, PermissionError_ for a role not allowed.
         """
         allowed = self._roles_by_rpc.get(rpc)
-        if allowed is None:  # health and reflection, which tell nothing about runs
+        if (
+            allowed is None or _OPEN_TO_ALL in allowed
+        ):  # they tell nothing about runs, as health and reflection
             return ANYONE
         identity = self._identify(authorization)
         if not identity.roles & allowed:

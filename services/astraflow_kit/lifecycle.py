@@ -31,7 +31,7 @@ from astraflow_kit import failpoints
 from astraflow_kit import log as log_lines
 from astraflow_kit.log import get_logger
 from astraflow_kit.parent import die_with_parent
-from astraflow_kit.settings import DaemonSettings
+from astraflow_kit.settings import ProcessSettings
 
 log = get_logger(__name__)
 
@@ -120,7 +120,7 @@ def run(main: Main, *, drain_timeout_s: float = 30.0) -> int:
     return int(code)
 
 
-def begin(service: str, settings: DaemonSettings) -> None:
+def begin(service: str, settings: ProcessSettings) -> None:
     """What every daemon does first: die with its launcher, set up its log, arm failpoints."""
     if settings.parent_pid is not None:
         die_with_parent(settings.parent_pid)

@@ -1,13 +1,16 @@
-"""Dying with the parent process, whatever ends it.
+"""Dying with the parent process, whatever ends it; `python -m astraflow_kit.parent PARENT_PID PROGRAM ARGUMENTS…`
+becomes PROGRAM and dies with the parent.
 
-Imports nothing but the standard library, so that a launcher can arm it in a small process which then
-becomes another program (the setting survives `exec`). Called by `lifecycle.begin` and by the launcher.
+Imports nothing but the standard library: it runs in a small process before every engine and every Redis, and the
+kernel's setting survives `exec`. `lifecycle.begin` arms our own daemons, whoever starts another program uses
+`dying_with_us`.
 """
 
 import ctypes
 import os
 import signal
 import sys
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,3 +28,20 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying_with_us(*command: str) -> tuple[str, ...]:
+    """The command line of a child that ends when this process does; it keeps the pid it was started under.
+
+    Start it from a thread that lives as long as the process.
+    """
+    return (sys.executable, "-m", __name__, str(os.getpid()), *command)
+
+
+def _become(parent_pid: str, program: str, *arguments: str) -> NoReturn:
+    die_with_parent(int(parent_pid))
+    os.execvp(program, [program, *arguments])
+
+
+if __name__ == "__main__":
+    _become(*sys.argv[1:])

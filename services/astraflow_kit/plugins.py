@@ -1,9 +1,8 @@
-"""Loading plug-ins named `module.path:Name` in a recipe.
+"""Loading and making the plug-ins that a recipe names.
 
-Invariant: what `load` returns has every member of its Protocol with a compatible signature, so a wrong
-plug-in stops a daemon at start and not in the middle of a run. `recipe:Name` means the `recipe.py` beside
-the recipe; it is executed once per content. Daemons call `load` for every plug-in when they read their
-recipe.
+Invariant: what `make` returns has every member of its Protocol with a compatible signature and has settings that fit
+its own, so a wrong plug-in stops a daemon at start and not in the middle of a run. `recipe:Name` means the
+`recipe.py` beside the recipe; it is executed once per content. Daemons make every plug-in when they read their recipe.
 """
 
 import hashlib
@@ -11,18 +10,193 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import cast
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
 
+from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import get_protocol_members
 
 from astraflow.errors import PluginError
+from astraflow.plugin_settings import PluginSettings
+from astraflow.recipe_file import place_of
 from astraflow_kit.nearest import did_you_mean
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 RECIPE_MODULE = "recipe"
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+
+P = TypeVar("P")
+_Problem = tuple[Sequence[str | int], str]
+"""Keys within the settings, and what is wrong there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSource:
+    """The recipe that names plug-ins, as a daemon has it."""
+
+    name: str = "recipe"
+    """What errors call the text: a file, or whose recipe it is."""
+    text: str = ""
+    """The YAML."""
+    folder: Path | None = None
+    """Where its recipe.py lies; None when it has none, or when this daemon may not run it."""
+
+
+def make(plugin: PluginSettings, *, protocol: type[P], source: RecipeSource, **offered: object) -> P:
+    """Return the plug-in with its settings. Raises PluginError with the place in the recipe and the remedy.
+
+    A class is called with its settings and with those of the `offered` values that its constructor names. A function
+    gets its settings as keywords at every call.
+    """
+    found, settings = resolve(plugin, protocol=protocol, source=source, offered=offered)
+    if not isinstance(found, type):
+        function = cast("Callable[..., object]", found)
+        return cast("P", partial(function, **settings) if settings else found)
+    parameters, takes_any = _parameters(found, protocol=protocol)
+    taken = {name: value for name, value in offered.items() if takes_any or name in parameters}
+    try:
+        return cast("P", found(**settings, **taken))
+    except Exception as error:  # the plug-in's own constructor may raise anything
+        given = ", ".join(f"{name}=…" for name in (*settings, *taken))
+        place = place_of(plugin, source.text, source=source.name)
+        raise PluginError(
+            f"{place}: plug-in {plugin.use!r} cannot be made with {found.__name__}({given}): {describe(error)}"
+        ) from error
+
+
+def resolve(
+    plugin: PluginSettings, *, protocol: type, source: RecipeSource, offered: Collection[str] = ()
+) -> tuple[object, dict[str, Any]]:
+    """Find the plug-in and check its settings without making it; return it with the checked settings.
+
+    Settings are checked against the annotations of the constructor, or of a function's keyword-only parameters; a
+    parameter `settings` annotated with a pydantic model stands for all of them. `offered` names what the daemon
+    gives, and the recipe may not. Raises PluginError.
+    """
+    place = partial(place_of, plugin, source.text, source=source.name)
+    try:
+        found = load(plugin.use, protocol=protocol, recipe_dir=source.folder)
+    except PluginError as error:
+        raise PluginError(f"{place()}: {error.message}") from error
+    parameters, takes_any = _parameters(found, protocol=protocol)
+    own = {name: parameter for name, parameter in parameters.items() if name not in offered}
+    try:
+        types = _annotations(found, own)
+        model = types.get("settings")
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            values, problems = _of_model(model, plugin.settings)
+        else:
+            values, problems = _of_signature(own, types, plugin.settings, takes_any=takes_any)
+    except (NameError, PydanticUserError) as error:
+        raise PluginError(
+            f"{place()}: plug-in {plugin.use!r}: the annotations of its settings cannot be used: {error}; "
+            "import at run time what they name, and use types that YAML can hold"
+        ) from error
+    if problems:
+        told = (f"{place(keys=keys)}: plug-in {plugin.use!r} {text}" for keys, text in problems)
+        raise PluginError("\n".join(told))
+    return found, values
+
+
+def describe(error: BaseException) -> str:
+    """`Type: message (file:line in function)`: the last line of the traceback that is not a library's."""
+    told = f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    for frame in (own or frames)[-1:]:
+        return f"{told} ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
+    return told
+
+
+def _parameters(found: object, *, protocol: type) -> tuple[dict[str, inspect.Parameter], bool]:
+    """What a recipe or a daemon may give by name, and whether it takes any name."""
+    if not isinstance(found, type) and not inspect.isroutine(found):
+        return {}, False
+    try:
+        parameters = list(inspect.signature(found).parameters.values())
+    except ValueError:  # a class made in C without a constructor of its own
+        return {}, False
+    if not isinstance(found, type):
+        wanted = _class_member(protocol, "__call__")
+        called_with = _signature(wanted, drop_self=True).parameters if wanted else {}
+        parameters = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in called_with]
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _annotations(found: object, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """The type of each annotated parameter, those written as text read where the plug-in is defined."""
+    function = getattr(found, "__init__") if isinstance(found, type) else found  # noqa: B009 - of a class that mypy cannot know
+    written = {name: p.annotation for name, p in parameters.items() if p.annotation is not p.empty}
+    names = getattr(inspect.unwrap(cast("Callable[..., object]", function)), "__globals__", {})
+    return get_type_hints(SimpleNamespace(__annotations__=written), names, include_extras=True)
+
+
+def _of_model(model: type[BaseModel], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[_Problem]]:
+    known = [field.alias or name for name, field in model.model_fields.items()]
+    if model.model_config.get("extra") != "allow":
+        unknown = _unknown(given, known)
+        if unknown:
+            return {}, unknown
+    value, problems = _checked(model, given, keys=())
+    return {"settings": value}, problems
+
+
+def _of_signature(
+    parameters: Mapping[str, inspect.Parameter],
+    types: Mapping[str, Any],
+    given: Mapping[str, Any],
+    *,
+    takes_any: bool,
+) -> tuple[dict[str, Any], list[_Problem]]:
+    problems: list[_Problem] = [] if takes_any else _unknown(given, parameters)
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in given:
+            problems.append(((), _missing(name)))
+    values = dict(given)
+    for name in types.keys() & given.keys():
+        values[name], wrong = _checked(types[name], given[name], keys=(name,))
+        problems += wrong
+    return values, problems
+
+
+def _unknown(given: Iterable[str], known: Collection[str]) -> list[_Problem]:
+    return [
+        ((name,), f"has no setting {name!r}. {did_you_mean(name, known)}")
+        for name in given
+        if name not in known
+    ]
+
+
+def _checked(
+    kind: Any,  # noqa: ANN401 - what an annotation may be has no type
+    value: object,
+    *,
+    keys: tuple[str | int, ...],
+) -> tuple[Any, list[_Problem]]:
+    """The value as `kind`, or what is wrong with it."""
+    try:
+        return TypeAdapter[Any](kind).validate_python(value), []
+    except ValidationError as error:
+        return None, [_problem(detail, (*keys, *detail["loc"])) for detail in error.errors()]
+
+
+def _problem(detail: "ErrorDetails", keys: tuple[str | int, ...]) -> _Problem:
+    if detail["type"] == "missing":
+        return keys[:-1], _missing(str(keys[-1]))
+    return keys, f"refuses {detail['input']!r}: {detail['msg']}"
+
+
+def _missing(name: str) -> str:
+    return f"needs the setting {name!r}; add it under `with`"
 
 
 def load(spec: str, *, protocol: type, recipe_dir: Path | None = None) -> object:
@@ -116,16 +290,20 @@ def _import(module_name: str, *, spec: str, recipe_dir: Path | None) -> ModuleTy
         remedy = "install the package that holds it, or put the code into the recipe's own recipe.py"
         raise PluginError(f"plug-in {spec!r}: no module named {error.name!r}; {remedy}") from error
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        cause = f"{type(error).__name__}: {error}"
-        raise PluginError(f"plug-in {spec!r} raised at {frame.filename}:{frame.lineno}: {cause}") from error
+        raise PluginError(f"plug-in {spec!r} cannot be imported: {describe(error)}") from error
 
 
 def _import_recipe(spec: str, *, recipe_dir: Path | None) -> ModuleType:
-    path = (recipe_dir or Path()) / f"{RECIPE_MODULE}.py"
-    if recipe_dir is None or not path.is_file():
-        where = f"{recipe_dir} has none" if recipe_dir else "this recipe came without a folder"
-        raise PluginError(f"plug-in {spec!r} needs a recipe.py beside the recipe, but {where}; add it")
+    if recipe_dir is None:
+        raise PluginError(
+            f"plug-in {spec!r} is code of the run's recipe, which this daemon may not run; start it with "
+            "--allow-recipe-code if you trust whoever created the run, or install the code as a package"
+        )
+    path = recipe_dir / f"{RECIPE_MODULE}.py"
+    if not path.is_file():
+        raise PluginError(
+            f"plug-in {spec!r} needs a recipe.py beside the recipe, but {recipe_dir} has none; add it"
+        )
     digest = hashlib.sha256(bytes(path.resolve()) + b"\0" + path.read_bytes()).hexdigest()[:16]
     unique_name = f"astraflow_recipe_{digest}"
     if unique_name in sys.modules:

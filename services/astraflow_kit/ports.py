@@ -1,9 +1,11 @@
-"""Listening ports: who holds one that is taken, and what to do about it. Called by the two servers."""
+"""Listening ports: a free one, or who holds one that is taken and what to do about it."""
 
+import socket
 from pathlib import Path
 
 from astraflow.errors import RequestError
 
+LOOPBACK = "127.0.0.1"
 _LISTEN = "0A"
 
 
@@ -11,6 +13,14 @@ class PortError(RequestError):
     """An address cannot be bound."""
 
     reason, code = "PORT_TAKEN", "UNAVAILABLE"
+
+
+def free_port() -> int:
+    """A port of loopback that nobody holds now. Another process may take it before its user does."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def bind_failure(host: str, port: int, *, setting: str) -> PortError:

@@ -11,9 +11,8 @@ import tempfile
 from pathlib import Path
 
 from astraflow.dataflow.v1 import run_pb2
-from astraflow.errors import PluginError, RecipeError
+from astraflow.errors import RecipeError
 from astraflow.recipe_file import CodeFile, bundle_digest
-from astraflow_kit.plugins import RECIPE_MODULE
 
 _SAFE_PATH = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*/)*[A-Za-z0-9_][A-Za-z0-9_.-]*\.py")
 
@@ -41,17 +40,6 @@ def install_code(bundle: run_pb2.CodeBundle, *, into: Path, allowed: bool) -> Pa
     if not folder.is_dir():
         _write(files, folder=folder)
     return folder
-
-
-def require_installed(*plugins: str, folder: Path | None) -> None:
-    """Refuse plug-ins of the recipe's own code when that is not here. Raises PluginError with the remedy."""
-    own = [plugin for plugin in plugins if plugin.partition(":")[0] == RECIPE_MODULE]
-    if own and folder is None:
-        raise PluginError(
-            f"the run's plug-ins {', '.join(own)} are code of its recipe, which this daemon may not run; "
-            "start it with --allow-recipe-code if you trust whoever created the run, or install the code "
-            "as a package"
-        )
 
 
 def _write(files: list[CodeFile], *, folder: Path) -> None:

@@ -2,14 +2,15 @@
 
 Invariant: nothing outside this module reads the environment, and nothing starts with a setting that was
 misspelt, out of bounds or unsafe (a reachable address without TLS and tokens). Each daemon subclasses
-`DaemonSettings` beside the class it configures and calls `load` in its `__main__`.
+`DaemonSettings` beside the class it configures; `daemon_command` makes its command line of it.
 """
 
 import ipaddress
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, FilePath, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -23,8 +24,23 @@ ENV_PREFIX = "ASTRAFLOW_"
 # A variable this close to one of ours is a misspelling; one further away belongs to another daemon.
 _MISSPELLING_CUTOFF = 0.85
 
-S = TypeVar("S", bound="DaemonSettings")
+S = TypeVar("S", bound="ProcessSettings")
 Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+@dataclass(frozen=True)
+class CommandOption:
+    """How a setting looks on the command line where its name, type and docstring do not say it; annotates a field."""
+
+    panel: str = ""
+    """Panel of the help that begins here and goes on until the next."""
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    hidden: bool = False
+    """Accepted, not shown in the help."""
+
+
+_HIDDEN = CommandOption(hidden=True)
 
 
 class SettingsError(RequestError):
@@ -33,21 +49,48 @@ class SettingsError(RequestError):
     reason, code = "INVALID_SETTINGS", "INVALID_ARGUMENT"
 
 
-class DaemonSettings(BaseSettings):
-    """What every daemon can be told. Secrets come as `*_file` paths, never as values."""
+class ProcessSettings(BaseSettings):
+    """What every process can be told. Secrets come as `*_file` paths, never as values."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True
+        env_prefix=ENV_PREFIX,
+        frozen=True,
+        extra="forbid",
+        env_ignore_empty=True,
+        use_attribute_docstrings=True,  # they are the help of the options
     )
 
-    host: str = "127.0.0.1"
+    address_file: Annotated[Path | None, CommandOption("Process and log")] = None
+    """Where to write the bound ports and the pid as JSON, for whoever started this process."""
+    parent_pid: Annotated[int, Field(gt=0)] | None = None
+    """Process to die with; set by the launcher."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe event that is written."""
+    log_format: Literal["auto", "json", "console"] = "auto"
+    """JSON lines, or console text; `auto` chooses console on a terminal."""
+    drain_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """Seconds between the first stop signal and a hard stop."""
+    failpoints: Annotated[str, _HIDDEN] = ""
+    """Failpoints to arm, for tests: see `astraflow_kit.failpoints`."""
+    failpoints_seed: Annotated[int, _HIDDEN] = 0
+    """Seed of the failpoints' draws."""
+    failpoints_log: Annotated[Path | None, _HIDDEN] = None
+    """File that records failpoint hits."""
+
+    @field_validator("failpoints")
+    @classmethod
+    def _failpoints_are_known(cls, spec: str) -> str:
+        failpoints.parse(spec)
+        return spec
+
+
+class DaemonSettings(ProcessSettings):
+    """What every daemon with a gRPC server and pages for people can be told."""
+
+    host: Annotated[str, CommandOption("Serving")] = "127.0.0.1"
     """Address of the gRPC server. Anything but loopback needs TLS and tokens, or `insecure`."""
-    grpc_port: Port = 0
+    grpc_port: Annotated[Port, CommandOption(names=("--port", "--grpc-port"))] = 0
     """Port of the gRPC server; 0 takes a free one and reports it in the address file."""
-    http_host: str = "127.0.0.1"
-    """Address of the pages for people. They have no login: anything but loopback needs `insecure_http`."""
-    http_port: Port = 0
-    """Port of the pages for people (/status, /metrics, /healthz, /readyz); 0 takes a free one."""
     tls_cert_file: FilePath | None = None
     """PEM certificate chain of the gRPC server; needs `tls_key_file`."""
     tls_key_file: FilePath | None = None
@@ -56,30 +99,12 @@ class DaemonSettings(BaseSettings):
     """Who may call: one `subject role[,role] sha256:HEX` per line, HEX being the digest of the token."""
     insecure: bool = False
     """Allow a reachable address without TLS and tokens. For closed test networks only."""
+    http_host: Annotated[str, CommandOption("HTTP pages")] = "127.0.0.1"
+    """Address of the pages. They have no login: anything but loopback needs `insecure_http`."""
+    http_port: Port = 0
+    """Port of the pages (/status, /metrics, /healthz, /readyz); 0 takes a free one."""
     insecure_http: bool = False
     """Allow the pages on a reachable address; whoever reaches it may read status and metrics."""
-    address_file: Path | None = None
-    """Where to write the bound ports and the pid as JSON, for whoever started this process."""
-    parent_pid: Annotated[int, Field(gt=0)] | None = None
-    """Process to die with; set by the launcher."""
-    log_level: Annotated[str, Field(pattern="^(debug|info|warning|error)$")] = "info"
-    """Least severe event that is written."""
-    log_format: Annotated[str, Field(pattern="^(auto|json|console)$")] = "auto"
-    """JSON lines, or console text; auto chooses console on a terminal."""
-    drain_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
-    """Seconds between the first stop signal and a hard stop."""
-    failpoints: str = ""
-    """Failpoints to arm, for tests: see `astraflow_kit.failpoints`."""
-    failpoints_seed: int = 0
-    """Seed of the failpoints' draws."""
-    failpoints_log: Path | None = None
-    """File that records failpoint hits."""
-
-    @field_validator("failpoints")
-    @classmethod
-    def _failpoints_are_known(cls, spec: str) -> str:
-        failpoints.parse(spec)
-        return spec
 
     @model_validator(mode="after")
     def _address_is_safe(self) -> Self:
@@ -138,9 +163,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _refuse_misspelt_variables(kind: type[DaemonSettings]) -> None:
+def _refuse_misspelt_variables(kind: type[ProcessSettings]) -> None:
     prefix = str(kind.model_config.get("env_prefix", ENV_PREFIX))
-    known = [f"{prefix}{name}".upper() for name in kind.model_fields]
+    names = {
+        *kind.model_fields,
+        *DaemonSettings.model_fields,
+    }  # the latter may be set for a daemon beside this one
+    known = [f"{prefix}{name}".upper() for name in sorted(names)]
     for variable in os.environ:
         if variable.startswith(prefix) and variable not in known:
             close = nearest_names(variable, known, cutoff=_MISSPELLING_CUTOFF)
@@ -148,7 +177,7 @@ def _refuse_misspelt_variables(kind: type[DaemonSettings]) -> None:
                 raise SettingsError(f"variable {variable} is not a setting. Did you mean {close[0]}?")
 
 
-def _problem(kind: type[DaemonSettings], detail: ErrorDetails, *, given: Mapping[str, object]) -> str:
+def _problem(kind: type[ProcessSettings], detail: ErrorDetails, *, given: Mapping[str, object]) -> str:
     complaint = detail["msg"].removeprefix("Value error, ")
     if not detail["loc"]:
         return complaint

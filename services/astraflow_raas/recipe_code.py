@@ -1,37 +1,24 @@
-"""The recipe's workflow and reward on this node, made once, when it has joined.
+"""The recipe's workflow and reward on this node, made once, before it joins.
 
-Invariant: what it returns satisfies the plug-in Protocols; code of the recipe itself is used only from the folder that
-`astraflow_kit.recipe_code` wrote with leave. Called by `assembly`.
+Invariant: what it returns satisfies the plug-in Protocols and has its settings; code of the recipe itself is written
+and run only with leave. Called by `server`.
 """
 
 from pathlib import Path
-from typing import cast
 
-from astraflow.errors import PluginError
+from astraflow.dataflow.v1 import run_pb2
 from astraflow.plugins import Reward, Workflow
-from astraflow.recipe import Recipe
-from astraflow_kit.plugins import load
-from astraflow_kit.recipe_code import require_installed
+from astraflow.recipe import RaasSettings
+from astraflow_kit.plugins import RecipeSource, make
+from astraflow_kit.recipe_code import install_code
 
 
-def load_workflow(recipe: Recipe, *, folder: Path | None) -> Workflow:
-    """Make the recipe's workflow with its reward. Raises PluginError naming the plug-in and the remedy."""
-    require_installed(recipe.raas.workflow, recipe.raas.reward, folder=folder)
-    reward = load(recipe.raas.reward, protocol=Reward, recipe_dir=folder)
-    if isinstance(reward, type):
-        reward = _made(recipe.raas.reward, reward)
-    workflow = load(recipe.raas.workflow, protocol=Workflow, recipe_dir=folder)
-    if isinstance(workflow, type):
-        workflow = _made(recipe.raas.workflow, workflow, reward=reward)
-    return cast("Workflow", workflow)
+def load_workflow(run: run_pb2.Run, settings: RaasSettings, *, into: Path, allowed: bool) -> Workflow:
+    """Make the recipe's workflow with its reward. The run's own code lies below `into`, when it is `allowed`.
 
-
-def _made(name: str, kind: type, **arguments: object) -> object:
-    try:
-        made: object = kind(**arguments)
-    except Exception as error:  # the plug-in's own constructor may raise anything
-        given = ", ".join(f"{argument}=…" for argument in arguments)
-        raise PluginError(
-            f"plug-in {name!r} cannot be made with {kind.__name__}({given}): {type(error).__name__}: {error}"
-        ) from error
-    return made
+    Raises PluginError naming the plug-in and the remedy.
+    """
+    folder = install_code(run.code, into=into, allowed=allowed)
+    source = RecipeSource(name=f"recipe of run {run.run_id}", text=run.recipe_yaml, folder=folder)
+    reward = make(settings.reward, protocol=Reward, source=source)
+    return make(settings.workflow, protocol=Workflow, source=source, reward=reward)

@@ -19,16 +19,15 @@ from astraflow_kit.http import HttpServer, ReadinessCheck, create_app
 from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_kit.recipe_code import install_code
 from astraflow_kit.rpc_contracts import Registration
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
 from astraflow_raas.engine.command import require_engine
 from astraflow_raas.loops import LoopService
-from astraflow_raas.node.assembly import assemble_node
+from astraflow_raas.node.assembly import NodeInputs, assemble_node
 from astraflow_raas.node.folder import NodeFolder, claim_folder
-from astraflow_raas.node.joining import find_run, join_run, membership_of
-from astraflow_raas.node.mirror_place import MirrorPlace
+from astraflow_raas.node.joining import find_run, join_request, join_run
+from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node
 from astraflow_raas.recipe_code import load_workflow
 from astraflow_raas.servicers.node_service import NodeServicer, node_status
@@ -40,7 +39,7 @@ log = get_logger(__name__)
 
 _CHECK_PATIENCE_S = 5.0
 _WATCH_EVERY_S = 1.0
-_TELL_EVERY_S = 30.0
+_LOG_EVERY_S = 30.0
 RUN_FINISHED = "run_finished"
 
 
@@ -53,8 +52,8 @@ async def serve(settings: NodeSettings, life: Lifecycle) -> None:
     """Join, serve, drain. Ends at once when it is told to stop before it has joined."""
     async with _claimed(settings) as folder, _client(settings) as client:
         bind(node_id=folder.node_id)
-        place = MirrorPlace(folder, root=settings.mirror_dir)
-        joining = asyncio.ensure_future(_join(settings, client, folder=folder, place=place, life=life))
+        mirrors = MirrorFolders(folder, root=settings.mirror_dir)
+        joining = asyncio.ensure_future(_join(settings, client, folder=folder, mirrors=mirrors, life=life))
         stopping = asyncio.ensure_future(life.drain.wait())
         await asyncio.wait((joining, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -66,7 +65,7 @@ async def serve(settings: NodeSettings, life: Lifecycle) -> None:
         try:
             await _serve_node(node, settings=settings, life=life, metrics=metrics)
         finally:
-            await asyncio.to_thread(place.close)
+            await asyncio.to_thread(mirrors.close)
 
 
 async def check(settings: NodeSettings) -> Mapping[str, str]:
@@ -78,14 +77,13 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
     async with _claimed(settings) as folder, _client(settings) as client:
         await require_engine(settings.engine, python=settings.engine_python)
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
-        code = install_code(found.run.code, into=folder.code, allowed=settings.allow_recipe_code)
-        load_workflow(found.recipe, folder=code)
+        load_workflow(found.run, found.recipe.raas, into=folder.code, allowed=settings.allow_recipe_code)
         store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     return {
         "run": found.run.run_id,
         "node": folder.node_id,
-        "workflow": found.recipe.raas.workflow,
-        "reward": found.recipe.raas.reward,
+        "workflow": found.recipe.raas.workflow.use,
+        "reward": found.recipe.raas.reward.use,
         "policies": ", ".join(found.recipe.policies),
         "store": store.uri,
         "engine": settings.engine,
@@ -94,7 +92,12 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
 
 
 async def _join(
-    settings: NodeSettings, client: AsyncClient, *, folder: NodeFolder, place: MirrorPlace, life: Lifecycle
+    settings: NodeSettings,
+    client: AsyncClient,
+    *,
+    folder: NodeFolder,
+    mirrors: MirrorFolders,
+    life: Lifecycle,
 ) -> tuple[Node, Metrics]:
     metrics = Metrics()
     timeline = Timeline(metrics=metrics, age_s=process_age_s())
@@ -102,36 +105,34 @@ async def _join(
     found = await find_run(client, settings.run_id, patience_s=settings.join_timeout_s)
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
-    code = install_code(found.run.code, into=folder.code, allowed=settings.allow_recipe_code)
-    workflow = load_workflow(found.recipe, folder=code)
+    workflow = load_workflow(
+        found.run, found.recipe.raas, into=folder.code, allowed=settings.allow_recipe_code
+    )
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
-    membership = membership_of(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
-    joined = await join_run(client, membership, patience_s=settings.join_timeout_s)
+    request = join_request(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
+    joined = await join_run(client, request, patience_s=settings.join_timeout_s)
     timeline.mark(Stage.JOINED)
     failpoints.hit("raas.joined")
-    await asyncio.to_thread(place.tidy, membership.run_id)
-    node = await assemble_node(
-        found,
-        joined,
-        membership=membership,
-        workflow=workflow,
-        store=store,
+    await asyncio.to_thread(mirrors.remove_stale, request.run_id)
+    inputs = NodeInputs(
+        found=found,
+        request=request,
+        joined=joined,
         client=client,
+        workflow=workflow,
         settings=settings,
-        folder=folder,
-        place=place,
         metrics=metrics,
         timeline=timeline,
-        told_to_drain=lambda reason: _told_to_drain(reason, settings=settings, place=place, life=life),
+        drain_requested=partial(_drain_requested, settings=settings, mirrors=mirrors, life=life),
     )
-    return node, metrics
+    return await assemble_node(inputs, store=store, folder=folder, mirrors=mirrors), metrics
 
 
-def _told_to_drain(reason: str, *, settings: NodeSettings, place: MirrorPlace, life: Lifecycle) -> None:
+def _drain_requested(reason: str, *, settings: NodeSettings, mirrors: MirrorFolders, life: Lifecycle) -> None:
     if settings.stay and reason == RUN_FINISHED:
         log.info("node.stays", reason=reason)
         return
-    place.run_is_over = reason == RUN_FINISHED
+    mirrors.run_is_over = reason == RUN_FINISHED
     life.begin_drain()
 
 
@@ -188,7 +189,7 @@ class _Watch(LoopService):
         self._metrics = metrics
         self._waiting_for = ""
         self._since_s = 0.0
-        self._tell_next_s = 0.0
+        self._log_next_s = 0.0
 
     async def _loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -200,11 +201,11 @@ class _Watch(LoopService):
     def _look(self, now_s: float) -> None:
         waiting_for = self._node.waiting_for
         if waiting_for != self._waiting_for:
-            self._waiting_for, self._since_s, self._tell_next_s = waiting_for, now_s, now_s
+            self._waiting_for, self._since_s, self._log_next_s = waiting_for, now_s, now_s
             if not waiting_for:
                 log.info("node.works")
-        if waiting_for and now_s >= self._tell_next_s:
-            self._tell_next_s = now_s + _TELL_EVERY_S
+        if waiting_for and now_s >= self._log_next_s:
+            self._log_next_s = now_s + _LOG_EVERY_S
             log.info(
                 "node.waits",
                 waiting_for=waiting_for,

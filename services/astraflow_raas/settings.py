@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from astraflow_kit.settings import ENV_PREFIX
+from astraflow_kit.settings import ENV_PREFIX, CommandOption
 from astraflow_weights.daemon_settings import StoreAccess
 
 _ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[^\s:/]+):[0-9]{1,5}$"
@@ -21,8 +21,8 @@ SGLANG_ENGINE = "sglang"
 class NodeSettings(StoreAccess):
     """What a node can be told. Only `join` is required."""
 
-    join: Annotated[str, Field(pattern=_ADDRESS)]
-    """HOST:PORT of the dataflow server."""
+    join: Annotated[str, Field(pattern=_ADDRESS), CommandOption("The run", metavar="HOST:PORT")]
+    """Address of the dataflow server."""
     run_id: str = ""
     """Run to join; empty means the only run."""
     node_id: Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = ""
@@ -36,13 +36,13 @@ class NodeSettings(StoreAccess):
     join_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Seconds to wait for the dataflow server before giving up with exit code 75."""
 
-    engine: str = EMBEDDED_ENGINE
+    engine: Annotated[str, CommandOption("The engine", metavar="KIND|URL")] = EMBEDDED_ENGINE
     """`astraflow_engine`, `sglang`, or the http:// address of an engine that already runs (single-policy
     runs)."""
     engine_python: Path | None = None
     """Interpreter that starts the engine; SGLang lives in an environment of its own. Unset: this one."""
-    engine_args: tuple[str, ...] = ()
-    """Further arguments of the engine's command line."""
+    engine_args: Annotated[tuple[str, ...], CommandOption(names=("--engine-arg",))] = ()
+    """One more argument for the engine's command line; repeat it."""
     engine_threads: Annotated[int, Field(ge=0, le=4096)] = 1
     """OMP threads of a CPU engine; 0 leaves it to the engine."""
     engine_start_timeout_s: Annotated[float, Field(gt=0, le=7200)] = 300.0
@@ -55,7 +55,7 @@ class NodeSettings(StoreAccess):
     engine_restart_backoff_s: Annotated[float, Field(gt=0, le=600)] = 0.5
     """Wait before the first restart of a dead engine; doubles up to 30 s while restarts keep failing."""
 
-    work_dir: Path = Path("~/.cache/astraflow/raas")
+    work_dir: Annotated[Path, CommandOption("Folders and limits")] = Path("~/.cache/astraflow/raas")
     """Folder for mirrors, the recipe's code and engine logs; one sub-folder per node."""
     mirror_dir: Path | None = None
     """Folder for the weight mirrors; unset keeps them in /dev/shm where there is room, else in the work folder."""
@@ -66,7 +66,7 @@ class NodeSettings(StoreAccess):
     stay: bool = False
     """Stay joined when the run has finished, instead of leaving with exit code 0."""
 
-    evaluation_hold_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    evaluation_hold_s: Annotated[float, Field(ge=0, le=3600), CommandOption("Tuning")] = 30.0
     """Longest time a newer version waits for evaluation episodes that need the current one."""
     coalesce_max_new_tokens: Annotated[int, Field(ge=0, le=1_048_576)] = 128
     """Calls up to this length that the episodes of one task make at the same moment share one engine

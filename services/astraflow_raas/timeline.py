@@ -50,7 +50,7 @@ class Timeline:
         if self._metrics is not None:
             self._metrics.set("astraflow_raas_start_seconds", self.reached_s[stage], stage=stage.value)
         if stage is Stage.FIRST_LEASE:
-            self._tell()
+            self._log()
 
     @property
     def engine_start_s(self) -> float:
@@ -58,7 +58,7 @@ class Timeline:
         launched_s = self.reached_s.get(Stage.ENGINE_LAUNCHED)
         return 0.0 if launched_s is None else self.reached_s[Stage.ENGINE_READY] - launched_s
 
-    def _tell(self) -> None:
+    def _log(self) -> None:
         reached = {f"{stage.value}_s": round(at_s, 3) for stage, at_s in self.reached_s.items()}
         engine_start_s = self.engine_start_s
         log.info(

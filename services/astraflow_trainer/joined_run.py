@@ -12,8 +12,9 @@ from pathlib import Path
 from astraflow.client import Client, RetryPolicy
 from astraflow.dataflow.v1 import run_service_pb2
 from astraflow.errors import InvalidArgumentError
-from astraflow.recipe import PolicySettings, Recipe
+from astraflow.recipe import Recipe, ResolvedPolicy
 from astraflow.recipe_file import parse_recipe
+from astraflow_kit.plugins import RecipeSource
 from astraflow_kit.recipe_code import install_code
 
 __all__ = ["JoinedRun", "join_run"]
@@ -29,15 +30,15 @@ class JoinedRun:
     recipe: Recipe
     policy_id: str
     store_uri: str
-    recipe_dir: Path | None
-    """Folder of the recipe's own code; None when it has none, or may not be used."""
+    source: RecipeSource
+    """The recipe's text and own code, for its plug-ins."""
     code_sha256: str
     """Digest of that code, as hex."""
 
     @property
-    def policy(self) -> PolicySettings:
+    def policy(self) -> ResolvedPolicy:
         """The settings of the policy this trainer trains."""
-        return self.recipe.policies[self.policy_id]
+        return self.recipe.policy(self.policy_id)
 
 
 def join_run(
@@ -50,13 +51,18 @@ def join_run(
     """
     request = run_service_pb2.GetRunRequest(run_id=run_id)
     run = client.call(client.runs.GetRun, request, retry=_CONNECT).run
-    recipe = parse_recipe(run.recipe_yaml, source=f"run {run.run_id}").recipe
+    source = RecipeSource(
+        name=f"recipe of run {run.run_id}",
+        text=run.recipe_yaml,
+        folder=install_code(run.code, into=work_dir / "recipe", allowed=allow_recipe_code),
+    )
+    recipe = parse_recipe(source.text, source=source.name).recipe
     return JoinedRun(
         run_id=run.run_id,
         recipe=recipe,
         policy_id=_choose(recipe, policy_id),
         store_uri=run.store_uri,
-        recipe_dir=install_code(run.code, into=work_dir / "recipe", allowed=allow_recipe_code),
+        source=source,
         code_sha256=run.code.sha256.hex(),
     )
 

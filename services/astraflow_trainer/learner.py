@@ -1,6 +1,6 @@
 """Model, optimizer and checkpoints of one policy, put together from the recipe.
 
-Translates the recipe's `trainer` section to the compute core and offers the loop what `loop.Learner` names.
+Hands the policy's `trainer` settings to the compute core and offers the loop what `loop.Learner` names.
 FSDP2 over a mesh of the trainer's ranks, gloo; with one rank the layout is the same. Every method is a
 collective but `published_bytes` and `held`.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from astraflow.recipe import AlgorithmSettings, Recipe
+from astraflow.algorithm import AlgorithmSettings, KlReference
 from astraflow.recipe import OptimizerSettings as RecipeOptimizer
+from astraflow.recipe import ResolvedPolicy
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore, Position
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm, shard
@@ -22,25 +23,10 @@ from astraflow_trainer.publish.change_detection import DetectedChanges, Where
 from astraflow_trainer.publish.published import HeldPart, WeightCopies
 from astraflow_trainer.publish.publishing import ModelBytes
 from astraflow_trainer.ranks.group import RankGroup
-from astraflow_trainer.step.advantages import DR_GRPO, GRPO, RLOO, AdvantageSettings
-from astraflow_trainer.step.losses import (
-    Aggregation,
-    Cispo,
-    Gspo,
-    LossSettings,
-    M2po,
-    M2poClip,
-    M2poMask,
-    NoTrustRegion,
-    PpoClip,
-    TrustRegion,
-)
 from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
 from astraflow_weights.codec.shards import ShardedModel
 
-__all__ = ["PolicyLearner", "loss_settings", "step_settings"]
-
-_ADVANTAGES: dict[str, AdvantageSettings] = {"grpo": GRPO, "dr_grpo": DR_GRPO, "rloo": RLOO}
+__all__ = ["PolicyLearner"]
 
 
 class PolicyLearner:
@@ -48,7 +34,7 @@ class PolicyLearner:
 
     def __init__(
         self,
-        recipe: Recipe,
+        policy: ResolvedPolicy,
         *,
         model_dir: Path,
         checkpoint_dir: Path,
@@ -61,15 +47,18 @@ class PolicyLearner:
         """
         self._ranks = group.training
         self._policy = PolicyModel(load_causal_lm(model_dir)).train()
-        shard(self._policy, mesh=init_device_mesh("cpu", (group.size,)))
-        self._optimizer = MasterOptimizer(
-            self._policy, settings=_optimizer_settings(recipe.trainer.optimizer)
-        )
+        mesh = init_device_mesh("cpu", (group.size,))
+        shard(self._policy, mesh=mesh)
+        training = policy.trainer
+        self._reference = _reference(training.algorithm, model_dir=model_dir, mesh=mesh)
+        self._optimizer = MasterOptimizer(self._policy, settings=_optimizer_settings(training.optimizer))
         self._copies = _weight_source(self._policy, snapshot=snapshot)
-        self._settings = step_settings(recipe)
+        self._settings = StepSettings(
+            algorithm=training.algorithm, tokens_per_microbatch=training.tokens_per_microbatch
+        )
         self._checkpoints = CheckpointStore(
             checkpoint_dir,
-            keep=recipe.trainer.keep_checkpoints,
+            keep=training.keep_checkpoints,
             ranks=group.saving,
             group=group.saving_group,
         )
@@ -105,6 +94,7 @@ class PolicyLearner:
             rows=rows,
             settings=self._settings,
             ranks=self._ranks,
+            reference=self._reference,
         )
 
     def published_bytes(self) -> ModelBytes:
@@ -136,33 +126,13 @@ def _weight_source(policy: PolicyModel, *, snapshot: Where) -> WeightCopies | De
     return copies if copies.held.device.type == "cpu" else DetectedChanges(policy, snapshot=snapshot)
 
 
-def step_settings(recipe: Recipe) -> StepSettings:
-    """Return how the recipe turns a batch into a step."""
-    algorithm = recipe.trainer.algorithm
-    return StepSettings(
-        advantages=_ADVANTAGES[algorithm.advantage],
-        loss=loss_settings(algorithm),
-        tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
-    )
-
-
-def loss_settings(algorithm: AlgorithmSettings) -> LossSettings:
-    """Return the loss that the recipe names."""
-    return LossSettings(trust_region=_trust_region(algorithm), aggregation=Aggregation(algorithm.aggregation))
-
-
-def _trust_region(algorithm: AlgorithmSettings) -> TrustRegion:
-    budget = algorithm.m2_budget
-    regions: dict[str, TrustRegion] = {
-        "none": NoTrustRegion(),
-        "ppo_clip": PpoClip(low=algorithm.clip_low, high=algorithm.clip_high),
-        "m2po": M2po(budget=budget),
-        "m2po_clip": M2poClip(budget=budget),
-        "m2po_mask": M2poMask(budget=budget),
-        "gspo": Gspo(low=algorithm.clip_low, high=algorithm.clip_high),
-        "cispo": Cispo(max_ratio=1.0 + algorithm.clip_high),
-    }
-    return regions[algorithm.loss]
+def _reference(algorithm: AlgorithmSettings, *, model_dir: Path, mesh: DeviceMesh) -> PolicyModel | None:
+    """The initial model, frozen, where a KL term compares with it."""
+    if algorithm.kl is None or algorithm.kl.reference is not KlReference.MODEL:
+        return None
+    reference = PolicyModel(load_causal_lm(model_dir)).eval().requires_grad_(requires_grad=False)
+    shard(reference, mesh=mesh)
+    return reference
 
 
 def _optimizer_settings(optimizer: RecipeOptimizer) -> OptimizerSettings:

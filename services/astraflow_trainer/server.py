@@ -20,12 +20,12 @@ from astraflow.client import Client
 from astraflow.errors import AstraflowError
 from astraflow.plugins import Demonstrations
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
-from astraflow_kit import lifecycle, plugins
+from astraflow_kit import lifecycle
 from astraflow_kit.http import HttpServer, StatusSource, create_app
-from astraflow_kit.lifecycle import Addresses, ExitCode, Lifecycle
-from astraflow_kit.log import bind, get_logger
+from astraflow_kit.lifecycle import Addresses, Lifecycle
+from astraflow_kit.log import bind
 from astraflow_kit.metrics import Metrics
-from astraflow_kit.recipe_code import require_installed
+from astraflow_kit.plugins import make
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
 from astraflow_trainer.controls import Controls
@@ -38,8 +38,6 @@ from astraflow_trainer.settings import RankSettings, TrainerSettings
 from astraflow_weights.store import ObjectStore, open_store, probe_create_only
 from astraflow_weights.versions.log import VersionLog
 
-log = get_logger(__name__)
-
 __all__ = ["check", "run"]
 
 _LOST_RANK_GRACE_S = 5.0
@@ -51,24 +49,20 @@ def run(settings: TrainerSettings, rank: RankSettings) -> int:
     return lifecycle.run(lambda life: serve(settings, rank, life), drain_timeout_s=settings.drain_timeout_s)
 
 
-def check(settings: TrainerSettings) -> int:
-    """Join, load what the recipe names, probe the store, and report; nothing is claimed, and nothing stays
-    in the store.
+def check(settings: TrainerSettings) -> Mapping[str, str]:
+    """Join, load what the recipe names, probe the store; what was found, for people. Nothing is claimed, and nothing
+    stays in the store.
+
+    Raises the error that would stop the trainer.
     """
-    try:
-        with _client(settings) as client:
-            joined = _join(client, settings, folder=settings.work_dir)
-        warm_start = joined.policy.model.warm_start
-        if warm_start is not None:
-            require_installed(warm_start.demonstrations, folder=joined.recipe_dir)
-            plugins.load(warm_start.demonstrations, protocol=Demonstrations, recipe_dir=joined.recipe_dir)
-        store = _usable_store(settings, joined)
-        VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id).refresh_entries()
-    except AstraflowError as error:
-        log.error("check.failed", reason=error.reason, message=error.message)
-        return int(lifecycle.exit_code_of(error))
-    log.info("check.passed", run_id=joined.run_id, policy_id=joined.policy_id, store=joined.store_uri)
-    return int(ExitCode.OK)
+    with _client(settings) as client:
+        joined = _join(client, settings, folder=settings.work_dir)
+    warm_start = joined.policy.model.warm_start
+    if warm_start is not None:
+        make(warm_start.demonstrations, protocol=Demonstrations, source=joined.source)
+    store = _usable_store(settings, joined)
+    VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id).refresh_entries()
+    return {"run": joined.run_id, "policy": joined.policy_id, "store": joined.store_uri}
 
 
 async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle) -> None:

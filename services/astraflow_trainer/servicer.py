@@ -10,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow_kit.server_info import server_info
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.progress import Phase, Progress, StepRecord
 
@@ -38,6 +39,12 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         self._controls = controls
         self._run_id = run_id
         self._policy_id = policy_id
+
+    async def GetServerInfo(
+        self, request: trainer_service_pb2.GetServerInfoRequest, context: Context
+    ) -> trainer_service_pb2.GetServerInfoResponse:
+        """Say who this trainer is."""
+        return trainer_service_pb2.GetServerInfoResponse(server=server_info())
 
     async def Status(
         self, request: trainer_service_pb2.StatusRequest, context: Context

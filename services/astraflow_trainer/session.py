@@ -38,7 +38,7 @@ from astraflow_trainer.ranks.group import RankGroup
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.warm_start.starting_model import asset_files, starting_model
 from astraflow_weights.errors import Fenced
-from astraflow_weights.publish.agreement import led
+from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.store import ObjectStore
@@ -101,7 +101,7 @@ class TrainingSession:
 
     def _claim(self) -> Claim:
         """Claim on the first rank; the claim, on every rank."""
-        claim = led(
+        claim = on_first_rank(
             self._group.publishing,
             lambda: self._source.claim(known_epoch=self._epoch_in_store()),
             encode=asdict,
@@ -136,7 +136,7 @@ class TrainingSession:
         self._progress.starting("model")
         # After the claim: an older trainer that shares the folder can no longer release what we must replay.
         learner = PolicyLearner(
-            self._joined.recipe,
+            self._joined.policy,
             model_dir=model_dir,
             checkpoint_dir=self._settings.work_dir / "checkpoints",
             group=self._group,
@@ -173,7 +173,7 @@ class TrainingSession:
     def _train_from(
         self, start: Start, *, learner: PolicyLearner, claim: Claim, publisher: ShardPublisher
     ) -> None:
-        recipe, newest = self._joined.recipe, publisher.newest
+        policy, newest = self._joined.policy, publisher.newest
         # A commit may have been the last thing an earlier process did, and Redis may have lost announcements.
         announcer = self._announcer(claim)
         announcer.announce_missing(publisher)
@@ -190,7 +190,7 @@ class TrainingSession:
             PublishWorker(
                 publisher,
                 announcer,
-                max_behind=recipe.trainer.publish.max_behind,
+                max_behind=policy.trainer.publish.max_behind,
                 published=lambda committed: self._published(committed, notify),
             ) as worker,
         ):
@@ -209,9 +209,9 @@ class TrainingSession:
                 LoopSettings(
                     first_step=start.step + 1,
                     version=start.version,
-                    last_step=self._settings.steps or recipe.run.steps,
+                    last_step=self._settings.steps or policy.steps,
                     published=self._published_steps(publisher),
-                    checkpoint_every_steps=recipe.trainer.checkpoint_every_steps,
+                    checkpoint_every_steps=policy.trainer.checkpoint_every_steps,
                 )
             )
 
@@ -227,7 +227,7 @@ class TrainingSession:
 
     def _published_steps(self, publisher: ShardPublisher) -> dict[int, int]:
         """Step to the newest version that it published, on every rank."""
-        return led(
+        return on_first_rank(
             self._group.publishing,
             lambda: {
                 item.step: item.version

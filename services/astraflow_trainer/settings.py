@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from astraflow_kit.settings import SettingsError
+from astraflow_kit.settings import CommandOption, SettingsError
 from astraflow_weights.daemon_settings import StoreAccess
 
 __all__ = ["RankSettings", "TrainerSettings", "load_rank_settings"]
@@ -24,8 +24,8 @@ _ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[^\s:/]+):[0-9]{1,5}$"
 class TrainerSettings(StoreAccess):
     """What a trainer can be told. Only `join` is required."""
 
-    join: Annotated[str, Field(pattern=_ADDRESS)]
-    """HOST:PORT of the dataflow server."""
+    join: Annotated[str, Field(pattern=_ADDRESS), CommandOption("The run", metavar="HOST:PORT")]
+    """Address of the dataflow server."""
     run_id: str = ""
     """Run to join; empty means the only run."""
     policy: str | None = None
@@ -34,7 +34,7 @@ class TrainerSettings(StoreAccess):
     """Last step to take, to continue a run beyond its recipe or to end early; 0 takes the recipe's run.steps."""
     token_file: Path | None = None
     """File holding the trainer's token for the dataflow server; read at start."""
-    work_dir: Path = Path("~/.cache/astraflow/trainer")
+    work_dir: Annotated[Path, CommandOption("Folders and limits")] = Path("~/.cache/astraflow/trainer")
     """Folder for checkpoints, the ledger and the recipe's code."""
     cache_dir: Path | None = None
     """Folder for warm starts, which runs may share; unset keeps them in the work folder."""

@@ -8,8 +8,9 @@ service and who asks. Nodes, trainers and `astraflow doctor` build on it, so tha
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from astraflow_kit.settings import DaemonSettings
+from astraflow_kit.settings import CommandOption, DaemonSettings
 from astraflow_weights.settings import ChecksumMode, PieceBytes, RangeBytes, StoreSettings
 
 _DEFAULT = StoreSettings()
@@ -18,7 +19,7 @@ _DEFAULT = StoreSettings()
 class StoreAccess(DaemonSettings):
     """How to reach an S3-compatible store. `file://` stores need none of it."""
 
-    store_endpoint_url: str | None = None
+    store_endpoint_url: Annotated[str | None, CommandOption("The weight store")] = None
     """Address of the S3-compatible service that holds the weights; unset means AWS."""
     store_region: str | None = None
     """Its region; unset leaves it to the credentials' configuration, then `us-east-1`."""

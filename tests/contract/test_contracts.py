@@ -13,6 +13,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 from astraflow.columns import Columns, decode_columns, encode_columns
+from astraflow.compatibility import CONTRACT_VERSION
 from astraflow.options.v1 import options_pb2
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from support.source_tree import REPOSITORY
@@ -55,6 +56,27 @@ def test_every_rpc_says_who_may_call_it_and_what_repeating_does(
         name for name, options in rpcs if options_pb2.ROLE_UNSPECIFIED in options[options_pb2.roles]
     ] == []
     assert [name for name, options in rpcs if not options[options_pb2.retry]] == []
+
+
+def test_every_file_names_its_package_in_other_languages_by_one_scheme(
+    files: list[descriptor_pb2.FileDescriptorProto],
+) -> None:
+    for file in files:
+        name, options = file.package.split(".")[1], file.options
+        assert file.package == f"astraflow.{name}.v1"
+        assert options.go_package == (
+            f"github.com/astraflow/astraflow/clients/go/astraflow/{name}/v1;{name}v1"
+        ), file.name
+        assert options.java_package == f"io.astraflow.{name}.v1", file.name
+        assert options.java_multiple_files, file.name
+        assert options.csharp_namespace == f"Astraflow.{name.capitalize()}.V1", file.name
+
+
+def test_one_file_carries_the_contract_version(files: list[descriptor_pb2.FileDescriptorProto]) -> None:
+    carried = {file.name: file.options.Extensions[options_pb2.contract_version] for file in files}
+    assert {name: version for name, version in carried.items() if version} == {
+        "astraflow/server/v1/server_info.proto": CONTRACT_VERSION
+    }
 
 
 def test_everything_declared_has_words(files: list[descriptor_pb2.FileDescriptorProto]) -> None:

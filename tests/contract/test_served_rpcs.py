@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, MethodOptions
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
@@ -70,13 +71,33 @@ async def addresses(world: World, tmp_path: Path) -> AsyncIterator[list[str]]:
         yield [world.address, *[await stack.enter_async_context(serving(other)) for other in others]]
 
 
+async def reflected(channel: grpc.aio.Channel, **question: Any) -> reflection_pb2.ServerReflectionResponse:
+    """What reflection answers."""
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
+    asked = reflection_pb2.ServerReflectionRequest(**question)
+    answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
+    assert not answers[0].error_response.error_message, question
+    return answers[0]
+
+
 async def services_of(channel: grpc.aio.Channel) -> list[str]:
     """What reflection lists, without gRPC's own."""
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
-    asked = reflection_pb2.ServerReflectionRequest(list_services="")
-    answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
-    names = [service.name for service in answers[0].list_services_response.service]
-    return [name for name in names if name.startswith("astraflow.")]
+    listed = (await reflected(channel, list_services="")).list_services_response
+    return [service.name for service in listed.service if service.name.startswith("astraflow.")]
+
+
+async def files_of(channel: grpc.aio.Channel, symbol: str) -> dict[str, FileDescriptorProto]:
+    """The file that declares `symbol` and all it imports, asked of reflection as tools do that know nothing."""
+    answer = await reflected(channel, file_containing_symbol=symbol)
+    found: dict[str, FileDescriptorProto] = {}
+    waiting = list(answer.file_descriptor_response.file_descriptor_proto)
+    while waiting:
+        file = FileDescriptorProto.FromString(waiting.pop())
+        found[file.name] = file
+        for name in set(file.dependency) - set(found):
+            answer = await reflected(channel, file_by_filename=name)
+            waiting += answer.file_descriptor_response.file_descriptor_proto
+    return found
 
 
 def request_of(method: MethodDescriptor) -> bytes:
@@ -132,6 +153,37 @@ async def test_every_rpc_that_a_daemon_serves_answers_as_its_contract_says(addre
                         assert "not implemented" not in answer.message
                         assert answer.metadata.get("capability", "") == contract.capability
     assert sorted(served) == [f"astraflow.{name}" for name in SERVED]
+
+
+async def test_reflection_serves_the_contracts_with_our_options(addresses: list[str]) -> None:
+    for address in addresses:
+        async with grpc.aio.insecure_channel(address) as channel:
+            for name in await services_of(channel):
+                files = await files_of(channel, name)
+                assert "astraflow/options/v1/options.proto" in files
+                pool = descriptor_pool.DescriptorPool()
+                for file in in_order_of_imports(files):
+                    pool.Add(file)
+                served = pool.FindServiceByName(name)
+                assert served.methods
+                for method in served.methods:
+                    known = descriptor_pool.Default().FindMethodByName(method.full_name)
+                    options = MethodOptions.FromString(method.GetOptions().SerializeToString())
+                    assert options == known.GetOptions(), method.full_name
+                    assert options.Extensions[options_pb2.roles], method.full_name
+
+
+def in_order_of_imports(files: dict[str, FileDescriptorProto]) -> list[FileDescriptorProto]:
+    ordered: dict[str, FileDescriptorProto] = {}
+
+    def add(name: str) -> None:
+        for imported in files[name].dependency:
+            add(imported)
+        ordered.setdefault(name, files[name])
+
+    for name in files:
+        add(name)
+    return list(ordered.values())
 
 
 async def test_a_service_of_another_daemon_is_not_here(addresses: list[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from astraflow_kit.ports import free_port
 from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.mirror.checkpoint import map_model
@@ -151,10 +151,3 @@ def test_torchrun_starts_the_ranks_of_a_trainer(tmp_path: Path) -> None:
     store = open_store((files.data_dir / "store").as_uri())
     log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
     assert log.refresh() is not None
-
-
-def free_port() -> int:
-    """A port of loopback that nobody uses."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port

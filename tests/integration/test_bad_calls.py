@@ -244,12 +244,12 @@ POISONS: dict[str, tuple[Spoil, str, tuple[str, ...]]] = {
     "token ids cut": (
         column("token_ids", lambda c: c[:-1]),
         "length_mismatch",
-        ("31 bytes", "multiple of 4"),
+        ("31 bytes", "need 32"),
     ),
     "one token less": (
         column("token_ids", lambda c: c[:-4]),
         "length_mismatch",
-        ("7 tokens", "header says 8"),
+        ("28 bytes", "8 tokens of the header"),
     ),
     "log-probs short": (column("logprobs", lambda c: c[:-4]), "length_mismatch", ("28 bytes", "need 32")),
     "mask long": (column("loss_mask", lambda c: c + b"\0"), "length_mismatch", ("2 bytes", "need 1")),
@@ -362,6 +362,12 @@ PEOPLE: dict[str, tuple[str | None, Callable[[World], Awaitable[object]], str, t
         ("'person' has roles ['viewer']", "UpdateRun is for ['operator']"),
     ),
 }
+
+
+@pytest.mark.parametrize("token", [None, "stranger", "node"])
+async def test_who_the_server_is_needs_no_token(guarded: World, token: str | None) -> None:
+    async with AsyncClient(guarded.address, token=token, retry=RetryPolicy(total_s=0)) as caller:
+        assert (await caller.server_info()).contract_version
 
 
 @pytest.mark.parametrize("row", PEOPLE)

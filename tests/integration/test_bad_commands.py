@@ -5,6 +5,7 @@ Status 2: what was given must change. 1: another run, release or program is in t
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -18,6 +19,8 @@ import psutil
 import pytest
 
 from astraflow import cli
+from astraflow.errors import AstraflowError
+from astraflow_kit import lifecycle
 from astraflow_kit.settings import load
 from astraflow_trainer import server as trainer_server
 from astraflow_trainer.settings import TrainerSettings
@@ -269,16 +272,13 @@ TRAINERS: dict[str, tuple[dict[str, object], tuple[str, ...], int]] = {
 
 
 @pytest.mark.parametrize("row", TRAINERS)
-async def test_a_trainer_that_cannot_join_says_why(
-    world: World, folder: Path, capsys: pytest.CaptureFixture[str], row: str
-) -> None:
-    import asyncio
-
+async def test_a_trainer_that_cannot_join_says_why(world: World, folder: Path, row: str) -> None:
     given, words, status = TRAINERS[row]
     (folder / "token").write_text("secret")
     await world.create_run()
     settings = load(TrainerSettings, {"join": world.address, "work_dir": folder / "work", **given})
-    assert await asyncio.to_thread(trainer_server.check, settings) == status
-    shown = capsys.readouterr().out
-    assert [word for word in words if word not in shown] == [], shown
+    with pytest.raises(AstraflowError) as refused:
+        await asyncio.to_thread(trainer_server.check, settings)
+    assert lifecycle.exit_code_of(refused.value) == status
+    assert [word for word in words if word not in refused.value.message] == []
     assert (await world.status()).policies[0].trainer_epoch == 0

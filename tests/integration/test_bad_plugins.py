@@ -74,7 +74,7 @@ ON_NODES: dict[str, tuple[dict[str, object], tuple[str, ...], int]] = {
     "reward raises": ({"reward": '"support.broken_plugins:Reward"'}, ("KeyError", "'answer'"), 2),
     "reward is no number": (
         {"reward": '"support.broken_plugins:NotANumber"'},
-        ("reward_not_finite", "nan"),
+        ("nan_reward", "nan"),
         1,
     ),
     "workflow raises": (

@@ -160,7 +160,7 @@ async def test_a_full_redis_refuses_pushes_and_lets_the_trainer_make_room(
         batch = (await trainer.acquire(1)).batch
         assert await trainer.ack(batch, TRAINED) == TRAINED
         await trainer.publish(version=1, step=1)
-        assert await trainer.mark_durable(1) in (0, 4)  # the conductor releases too, and may be first
+        assert await trainer.mark_durable(1) in (0, 4)  # the run loop releases too, and may be first
         await world.dataflow.connection.raw("CONFIG", "SET", "maxmemory", 0)
         assert await node.complete(late) == ["ACCEPTED", "ACCEPTED"]
         assert (await world.status()).trajectories.conservation_error == 0

@@ -177,11 +177,11 @@ async def test_nodes_are_listed_and_sent_home(world: World) -> None:
     assert node["drain_reason"] == "upgrade"
 
 
-async def test_dead_letters_are_listed_requeued_and_forgotten(world: World) -> None:
+async def test_dead_letters_are_listed_requeued_and_deleted(world: World) -> None:
     await world.create_run(max_attempts=1)
     await world.trainer()
     node = await world.node()
-    assert (await astraflow(world, "dead-letters", "list")).output == "no task was given up\n"
+    assert (await astraflow(world, "dead-letters", "list")).output == "no dead letters\n"
     await world.submit("bad", "worse")
     for lease in await node.lease(2):
         await node.fail(lease, "workflow_error", retryable=False)
@@ -197,7 +197,7 @@ async def test_dead_letters_are_listed_requeued_and_forgotten(world: World) -> N
         return requeued.output != _JUDGED
 
     await until(is_requeued)
-    assert (await astraflow(world, "dead-letters", "purge", "--all")).output == "1 forgotten\n"
+    assert (await astraflow(world, "dead-letters", "purge", "--all")).output == "1 deleted\n"
     [lease] = await node.lease(1)
     assert lease.task.task_id == "bad"
 

@@ -249,7 +249,7 @@ async def test_a_step_is_replayed_verbatim_until_it_is_durable(world: World) -> 
     first = await trainer.train(1, base_version=0)
     await make_ready(node, 2, version=1)
     second = await trainer.train(2, base_version=1)
-    assert await trainer.mark_durable(1) in (0, 4)  # the conductor releases too, and may be first
+    assert await trainer.mark_durable(1) in (0, 4)  # the run loop releases too, and may be first
     assert await trainer.mark_durable(1) == 0
     successor = await world.trainer()
     claim = await successor.claim()

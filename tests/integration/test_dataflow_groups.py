@@ -146,7 +146,7 @@ async def test_settling_twice_acts_once(world: World) -> None:
     (lease,) = await node.lease()
     task, context = await committed(world, node, lease), await world.dataflow.registry.get("run")
     acted = [await world.dataflow.settling.settle(context, task) for _ in range(2)]
-    assert sorted(acted) in ([False, False], [False, True])  # the conductor may have been first
+    assert sorted(acted) in ([False, False], [False, True])  # the run loop may have been first
     assert (await world.status()).trajectories.ready == 2
 
 

@@ -17,11 +17,11 @@ from astraflow_trainer.publish.published import WeightCopies
 from astraflow_trainer.warm_start.starting_model import asset_files
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.versions.log import VersionLog
 from support.engine_process import running_engine
+from support.published_models import ModelPublisher
 from support.tiny_qwen import load_reference, reference_logprobs, save_tiny_qwen
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -37,7 +37,7 @@ class Trained:
         self.policy = PolicyModel(load_causal_lm(folder))
         self.optimizer = MasterOptimizer(self.policy, settings=OptimizerSettings(learning_rate=1e-3))
         writer = VersionWriter.open(store, run_id="r", policy_id="p", epoch=1)
-        self._publisher = Publisher(writer, base=None, assets=asset_files(folder))
+        self._publisher = ModelPublisher(writer, assets=asset_files(folder))
 
     def step(self) -> None:
         """Take an optimizer step along a random gradient."""

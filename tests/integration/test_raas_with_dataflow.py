@@ -52,7 +52,7 @@ async def test_a_node_feeds_a_trainer_step_after_step(world: World, tmp_path: Pa
         columns = decode_columns(trajectory_pb2.Trajectory.FromString(bodies[0].body))
         assert columns.loss_mask.any()
         await eventually(
-            lambda: local.node.policies.serving_versions == {"solver": 3}, what="version 3 serves"
+            lambda: local.node.policies.parts["solver"].policy.version == 3, what="version 3 serves"
         )
         assert [version for _, version in local.engines["solver"].swaps] == [0, 1, 2, 3]
     status = await world.status()
@@ -105,7 +105,7 @@ async def test_a_finished_run_sends_its_node_away(world: World, tmp_path: Path) 
     async with local_node(world.address, tmp_path) as local:
         await trainer.train(1, base_version=0)
         await world.finish()
-        await eventually(local.told_to_drain.is_set, what="the order to drain")
+        await eventually(local.drain_requested.is_set, what="the order to drain")
     status = await world.status()
     assert status.state == run_pb2.RUN_STATE_FINISHED
     assert status.evaluations[-1].final

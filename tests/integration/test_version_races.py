@@ -23,12 +23,12 @@ from astraflow.dataflow.v1 import batch_service_pb2, version_pb2, version_servic
 from astraflow.errors import ConflictError, FencedError, InvalidArgumentError
 from astraflow_weights.errors import Fenced
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.store import ObjectStore, PutResult
 from astraflow_weights.store.file import FileStore
 from support import store_census
 from support.dataflow_world import World
+from support.published_models import ModelPublisher
 from support.trainer_process import valkey
 from support.weight_models import POLICY, make_model, trained
 
@@ -92,7 +92,7 @@ class Writer:
             mirror = Mirror(self.folder / self.name)
             mirror.advance(self.store, writer.log, target=newest.version)
             base = mirror.load()
-        publisher = Publisher(writer, base=base)
+        publisher = ModelPublisher(writer, base=base)
         model = base or make_model()
         for _ in range(VERSIONS_EACH):
             model = trained(model, self.draw.randrange(1 << 30), density=0.2)

@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from astraflow_bench.wan import radosgw
-from astraflow_bench.wan.cast import Cast
 from astraflow_bench.wan.links import LinkPlan, Place, link_to
 from astraflow_bench.wan.network import Network, missing_tools
+from astraflow_bench.wan.role_processes import RoleProcesses
 
 pytestmark = [
     pytest.mark.integration,
@@ -40,8 +40,8 @@ def test_a_link_has_the_rate_and_the_round_trip_that_were_asked_for(
     tmp_path: Path, rate_bits_per_s: float, rtt_s: float
 ) -> None:
     plan = LinkPlan(rate_bits_per_s=rate_bits_per_s, rtt_s=rtt_s)
-    with made(plan, tmp_path) as (network, cast):
-        found = measured(network, cast, connections=4, warm_up_s=1 + 16 * rtt_s)
+    with made(plan, tmp_path) as (network, roles):
+        found = measured(network, roles, connections=4, warm_up_s=1 + 16 * rtt_s)
         assert network.relay is not None
         relay = network.relay.counters()
     # Never better than asked for; a busy machine may be worse.
@@ -52,16 +52,16 @@ def test_a_link_has_the_rate_and_the_round_trip_that_were_asked_for(
 
 
 def test_only_the_long_link_has_a_delay(tmp_path: Path) -> None:
-    with made(LinkPlan(rate_bits_per_s=1e8, rtt_s=0.2), tmp_path) as (network, cast):
-        found = measured(network, cast, place=Place.LOCAL, connections=1, warm_up_s=0.0)
+    with made(LinkPlan(rate_bits_per_s=1e8, rtt_s=0.2), tmp_path) as (network, roles):
+        found = measured(network, roles, place=Place.LOCAL, connections=1, warm_up_s=0.0)
     assert found["rtt_s"] < 0.1
 
 
 def test_a_link_takes_another_rate_while_it_is_used(tmp_path: Path) -> None:
     plan = LinkPlan(rate_bits_per_s=2e8, rtt_s=0.02)
-    with made(plan, tmp_path) as (network, cast):
+    with made(plan, tmp_path) as (network, roles):
         network.shape(plan.scaled(0.25))
-        found = measured(network, cast, connections=2, warm_up_s=1.5)
+        found = measured(network, roles, connections=2, warm_up_s=1.5)
     assert found["bits_per_s"] < 1.02 * 0.25 * plan.rate_bits_per_s
 
 
@@ -155,22 +155,22 @@ def shape(value: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def made(plan: LinkPlan, folder: Path) -> Iterator[tuple[Network, Cast]]:
+def made(plan: LinkPlan, folder: Path) -> Iterator[tuple[Network, RoleProcesses]]:
     """Links and nobody on them."""
     network = Network(plan, folder=folder, lifetime_s=DEADLINE_S)
-    with network, Cast(network, folder=folder, deadline_s=time.monotonic() + DEADLINE_S) as cast:
-        yield network, cast
+    with network, RoleProcesses(network, folder=folder, deadline_s=time.monotonic() + DEADLINE_S) as roles:
+        yield network, roles
 
 
 def measured(
-    network: Network, cast: Cast, *, connections: int, warm_up_s: float, place: Place = Place.REMOTE
+    network: Network, roles: RoleProcesses, *, connections: int, warm_up_s: float, place: Place = Place.REMOTE
 ) -> dict[str, Any]:
     """Plain TCP from the store to a place."""
     module = "astraflow_bench.wan.raw_transfer"
     sender = network.start(Place.STORE, sys.executable, "-m", module, "send", str(PORT), stdout=None)
     try:
         until(lambda: f":{PORT:04X} " in network.run(Place.STORE, "cat", "/proc/net/tcp"))
-        cast.start(
+        roles.start(
             "probe",
             place,
             "raw_transfer",
@@ -180,7 +180,7 @@ def measured(
             warm_up_s=warm_up_s,
             measure_s=1.0,
         )
-        return cast.wait("probe", "measured")
+        return roles.wait("probe", "measured")
     finally:
         sender.kill()
         sender.wait(timeout=DEADLINE_S)

@@ -11,13 +11,13 @@ import pytest
 
 from astraflow_weights.errors import CorruptManifest, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectInfo, ObjectStore, open_store
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
 from support import store_census
+from support.published_models import ModelPublisher
 from support.s3_server import S3Server
 from support.store_proxy import Fault, StoreProxy
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
@@ -70,7 +70,7 @@ def publish_and_pull(
     writer = until_it_works(
         lambda: VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=SETTINGS), ended
     )
-    publisher, mirror = Publisher(writer, base=None), Mirror(folder / "mirror")
+    publisher, mirror = ModelPublisher(writer), Mirror(folder / "mirror")
     log = VersionLog(store, run_id=RUN, policy_id=POLICY)
     for step, model in enumerate(models):
         until_it_works(lambda model=model, step=step: publisher.publish(model, step=step), ended)  # type: ignore[misc]
@@ -138,7 +138,7 @@ class DisorderlyStore(FileStore):
 def test_a_listing_out_of_order_and_late_hides_versions_at_most(tmp_path: Path) -> None:
     honest, draw = FileStore(tmp_path / "store"), random.Random(1)
     store = DisorderlyStore(tmp_path / "store", draw)
-    publisher = Publisher(VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1), base=None)
+    publisher = ModelPublisher(VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1))
     log, mirror = VersionLog(store, run_id=RUN, policy_id=POLICY), Mirror(tmp_path / "mirror")
     model = make_model()
     for step in range(12):
@@ -157,7 +157,7 @@ def test_a_listing_out_of_order_and_late_hides_versions_at_most(tmp_path: Path) 
 def test_a_part_that_is_missing_for_good_is_told_and_the_old_version_stays(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1)
-    publisher, base = Publisher(writer, base=None), make_model()
+    publisher, base = ModelPublisher(writer), make_model()
     for step in range(3):
         publisher.publish(trained(base, step), step=step)
     log, mirror = VersionLog(store, run_id=RUN, policy_id=POLICY), Mirror(tmp_path / "mirror")

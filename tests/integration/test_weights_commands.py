@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from astraflow_kit import log
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
@@ -26,6 +25,7 @@ from astraflow_weights.versions.manifest import NONCE_BYTES
 from support import cli
 from support.cli import Ended
 from support.dataflow_world import World, until
+from support.published_models import ModelPublisher
 from support.weight_models import make_model, overwrite, trained
 from support.work_stream import working
 
@@ -50,7 +50,7 @@ def store(tmp_path: Path) -> FileStore:
 def published(store: FileStore) -> list[CommittedVersion]:
     """Versions 0 to 2; only 0 offers a snapshot."""
     writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1)
-    publisher, model = Publisher(writer, base=None), make_model()
+    publisher, model = ModelPublisher(writer), make_model()
     found = []
     for step in range(3):
         found.append(publisher.publish(model, step=step))

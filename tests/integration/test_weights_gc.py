@@ -10,7 +10,6 @@ import pytest
 
 from astraflow_kit import log
 from astraflow_kit.clock import SystemClock
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
@@ -21,6 +20,7 @@ from astraflow_weights.versions.log import VersionLog
 from support import cli
 from support.cli import Ended
 from support.dataflow_world import World, until
+from support.published_models import ModelPublisher
 from support.weight_models import make_model, trained
 from support.work_stream import working
 
@@ -46,7 +46,7 @@ def published(store: FileStore) -> list[CommittedVersion]:
     """Versions 0 to 7 with snapshots at 0, 2, 4 and 6."""
     settings = PublishSettings(snapshot_every_versions=2, snapshot_chain_ratio=100)
     writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=settings)
-    publisher, model, found = Publisher(writer, base=None), make_model(), []
+    publisher, model, found = ModelPublisher(writer), make_model(), []
     for step in range(LAST + 1):
         found.append(publisher.publish(model, step=step))
         model = trained(model, step)

@@ -11,13 +11,13 @@ import pytest
 
 from astraflow.dataflow.v1 import batch_service_pb2, version_pb2, version_service_pb2
 from astraflow_kit import log
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
 from support import cli, store_census
 from support.cli import Ended
 from support.dataflow_world import Trainer, World
+from support.published_models import ModelPublisher
 from support.weight_models import make_model, trained
 
 pytestmark = pytest.mark.integration
@@ -66,7 +66,7 @@ async def start(world: World, folder: Path) -> Started:
     await world.create_run(store_uri=store.uri, dataset="Counting")
     trainer, node = await world.trainer(publish_first=False), None
     writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=trainer.epoch)
-    publisher, model = Publisher(writer, base=None), make_model()
+    publisher, model = ModelPublisher(writer), make_model()
     for step in range(3):
         committed = publisher.publish(model, step=step)
         if step:

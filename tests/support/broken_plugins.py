@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from astraflow.plugins import Group
 from support.dataflow_world import Counting
 
 
@@ -22,7 +21,7 @@ class Data(Counting):
 class Filter:
     """A filter that raises for every group."""
 
-    def __call__(self, rewards: Sequence[float]) -> bool:
+    def __call__(self, group: Group) -> bool:
         """Never answers."""
         raise ZeroDivisionError("no reward was above zero")
 

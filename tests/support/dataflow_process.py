@@ -16,8 +16,8 @@ from pathlib import Path
 
 from astraflow.client import AsyncClient, RetryPolicy
 from astraflow_kit.lifecycle import read_address_file
+from astraflow_kit.ports import free_port
 from support.dataflow_world import World
-from support.valkey import free_port
 
 
 class DataflowProcess:

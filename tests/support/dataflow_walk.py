@@ -209,8 +209,8 @@ class Walk:
     async def check(self) -> None:
         """The server's account balances, its counters agree with a recount, and the journal agrees with both."""
         context = await self.world.dataflow.registry.get("run")
-        audit, account = await self.world.dataflow.reporting.account(context)
-        assert account.error == 0, account
+        audit, account = await self.world.dataflow.reporting.recount(context)
+        assert account.conservation_error == 0, account
         assert set(drift(audit, trained_in_log=account.trained).values()) == {0}
         counted = {
             name: self.trajectories[name] for name, outcome in self.outcomes.items() if outcome in COUNTED

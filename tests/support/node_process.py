@@ -29,9 +29,9 @@ from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow_kit.lifecycle import read_address_file
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror.checkpoint import map_model
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store.file import FileStore
+from support.published_models import ModelPublisher
 from support.raas_parts import write_tokenizer
 from support.scripted_dataflow import eventually
 from support.tiny_qwen import TinyShape, save_tiny_qwen
@@ -50,7 +50,7 @@ def tiny_policy(folder: Path) -> Path:
 class WeightPublisher:
     """Publishes versions of a tiny model; the test announces them."""
 
-    publisher: Publisher
+    publisher: ModelPublisher
     model: dict[str, Array]
     version: int = -1
     policy_id: str = "solver"
@@ -60,7 +60,7 @@ class WeightPublisher:
         """Open the policy in a store below a folder."""
         writer = VersionWriter.open(FileStore(store), run_id=run_id, policy_id=policy_id, epoch=1)
         names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-        publisher = Publisher(writer, base=None, assets=[checkpoint / name for name in names])
+        publisher = ModelPublisher(writer, assets=[checkpoint / name for name in names])
         model = {name: np.array(array) for name, array in map_model(checkpoint).items()}
         return cls(publisher, model, policy_id=policy_id)
 

@@ -13,20 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from astraflow.client import AsyncClient
+from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.fake import FakeEngine
+from astraflow_raas.node.assembly import NodeInputs, connect_node
 from astraflow_raas.node.engine_host import HostSettings, RemoteHost
-from astraflow_raas.node.joining import find_run, join_run, membership_of
-from astraflow_raas.node.node import Node, NodeState, PolicyParts, PolicyTable
+from astraflow_raas.node.joining import find_run, join_request, join_run
+from astraflow_raas.node.node import Node, PolicyParts, PolicyTable
 from astraflow_raas.policies.served_policy import ServedPolicy
-from astraflow_raas.policies.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
+from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
 from astraflow_raas.recipe_code import load_workflow
 from astraflow_raas.settings import NodeSettings
-from astraflow_raas.work.session import Session, SessionSettings
-from astraflow_raas.work.worker import Worker, WorkerHooks
+from astraflow_raas.timeline import Timeline
 from astraflow_weights.errors import VerificationFailed
 from astraflow_weights.mirror.lock import Hold
 from astraflow_weights.versions.pull import PullCounts
@@ -42,11 +43,7 @@ class BytelessWeights:
     counts: PullCounts = field(default_factory=PullCounts)
     damage: VerificationFailed | None = None
 
-    def versions(self) -> list[int]:
-        """The one it was asked for last."""
-        return [] if self.version is None else [self.version]
-
-    def prefetch(self, announced: AnnouncedVersion) -> None:
+    def prefetch(self, announced: version_pb2.Version) -> None:
         """Nothing to fetch."""
 
     def try_hold(self) -> Hold | None:
@@ -56,10 +53,10 @@ class BytelessWeights:
         descriptor = os.open(os.devnull, os.O_RDONLY)
         return Hold(version=self.version, directory=self.folder, written_by="", descriptor=descriptor)
 
-    def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
+    def fetch(self, announced: version_pb2.Version) -> Path:
         """Nothing to fetch."""
         self.version = announced.version
-        return FetchedVersion(version=announced.version, model_dir=self.folder)
+        return self.folder
 
 
 @dataclass
@@ -68,7 +65,7 @@ class LocalNode:
 
     node: Node
     engines: dict[str, FakeEngine]
-    told_to_drain: asyncio.Event
+    drain_requested: asyncio.Event
 
     async def drain(self) -> None:
         """Leave as on SIGTERM."""
@@ -88,55 +85,27 @@ async def local_node(
 ) -> AsyncIterator[LocalNode]:
     """A node of the only run at `address`; `options` are node settings."""
     settings = NodeSettings(join=address, **options)  # type: ignore[arg-type]
-    metrics, told = Metrics(), asyncio.Event()
+    metrics, drain_requested = Metrics(), asyncio.Event()
     async with AsyncClient(address) as client:
         found = await find_run(client, "", patience_s=5.0)
-        membership = membership_of(found, settings, node_id=node_id, incarnation=incarnation)
-        joined = await join_run(client, membership, patience_s=5.0)
+        request = join_request(found, settings, node_id=node_id, incarnation=incarnation)
         engines = {name: FakeEngine() for name in found.recipe.policies}
         parts = {name: _parts(name, engines[name], folder / name, metrics) for name in engines}
-        table = PolicyTable(parts)
+        inputs = NodeInputs(
+            found=found,
+            request=request,
+            joined=await join_run(client, request, patience_s=5.0),
+            client=client,
+            workflow=load_workflow(found.run, found.recipe.raas, into=folder / "code", allowed=False),
+            settings=settings,
+            metrics=metrics,
+            timeline=Timeline(),
+            drain_requested=lambda _reason: drain_requested.set(),
+        )
         pusher = Pusher(client, metrics=metrics, limits=limits, files=SpoolFiles(folder / "spool" / node_id))
-        state = NodeState(policies=table, pusher=pusher)
-        session = Session(
-            load_workflow(found.recipe, folder=None),
-            policies={name: part.policy for name, part in parts.items()},
-            pusher=pusher,
-            settings=SessionSettings(
-                node_id=node_id,
-                episode_timeout_s=found.recipe.raas.episode_timeout_s,
-                coalesce_max_new_tokens=settings.coalesce_max_new_tokens,
-            ),
-            metrics=metrics,
-        )
-        worker = Worker(
-            client,
-            membership,
-            joined=joined,
-            runner=session,
-            state=state,
-            hooks=WorkerHooks(
-                announce=table.announce,
-                data_lost=pusher.push_recent_again,
-                durable=pusher.durable,
-                drained_by_server=lambda _reason: told.set(),
-            ),
-            default_sampling=found.sampling,
-            metrics=metrics,
-        )
-        state.tell_changes_to(worker.state_changed)
-        for version in joined.versions:
-            table.announce(version)
-        node = Node(
-            run_id=membership.run_id,
-            node_id=node_id,
-            policies=table,
-            session=session,
-            pusher=pusher,
-            worker=worker,
-        )
+        node = connect_node(inputs, policies=PolicyTable(parts), pusher=pusher)
         running = [asyncio.create_task(service.run()) for service in node.services]
-        local = LocalNode(node, engines, told)
+        local = LocalNode(node, engines, drain_requested)
         try:
             yield local
         finally:
@@ -150,5 +119,5 @@ def _parts(name: str, engine: FakeEngine, folder: Path, metrics: Metrics) -> Pol
         policy, source=BytelessWeights(write_tokenizer(folder)), metrics=metrics, evaluation_hold_s=5.0
     )
     settings = HostSettings(start_timeout_s=5.0, stall_s=5.0, first_backoff_s=0.05)
-    host = RemoteHost(policy, weights, connect=lambda: engine, settings=settings, metrics=metrics)
+    host = RemoteHost(policy, weights, lambda: engine, settings=settings, metrics=metrics)
     return PolicyParts(policy=policy, weights=weights, host=host)

@@ -4,17 +4,18 @@ workflow that misbehaves on request.
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from astraflow.plugins import Episode, Policy, TaskSpec
-from astraflow.plugins import Message as ChatMessage
+from astraflow.rollout.v1 import task_pb2
 from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.policies.served_policy import ServedPolicy
-from astraflow_raas.work.lease import LeasedTask, Sampling
+from support.scripted_dataflow import POLICY, lease
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -23,7 +24,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8)
+SAMPLING = task_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8)
 
 
 def write_tokenizer(folder: Path) -> Path:
@@ -59,26 +60,11 @@ async def served_policy(folder: Path, engine: FakeEngine, *, version: int = 0) -
     return policy
 
 
-def leased(
-    *,
-    members: tuple[int, ...] = (0, 1),
-    required_versions: Mapping[str, int] | None = None,
-    attempt: int = 1,
-    sampling: Sampling = SAMPLING,
-) -> LeasedTask:
-    """A lease as values; an evaluation when it requires versions."""
-    return LeasedTask(
-        lease_id=f"task-1#{attempt}",
-        run_id="run-1",
-        task=TaskSpec("task-1", (ChatMessage("user", "3 + 4?"),), {"answer": "7"}),
-        attempt=attempt,
-        members=members,
-        ttl_s=20.0,
-        sampling={"solver": sampling},
-        required_versions=required_versions or {},
-        seed=11,
-        evaluation=bool(required_versions),
-    )
+def leased(*, members: Sequence[int] = (0, 1), **differing: Any) -> task_pb2.Lease:
+    """A lease whose sampling is filled in; an evaluation when it requires versions."""
+    message = lease(members=members, **differing)
+    message.sampling[POLICY].CopyFrom(SAMPLING)
+    return message
 
 
 @dataclass

@@ -45,7 +45,7 @@ class ThreadRanks:
         """All that other ranks sent to this one."""
         self._shared = shared
 
-    def share(self, message: bytes) -> list[bytes]:
+    def all_gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks."""
         self._wait()
         self._shared.slots[self.index] = bytes(message)
@@ -55,9 +55,9 @@ class ThreadRanks:
         self.most_bytes_seen = max(self.most_bytes_seen, *map(len, found))
         return found
 
-    def tell(self, message: bytes) -> bytes:
+    def broadcast(self, message: bytes) -> bytes:
         """The first rank's message."""
-        return self.share(message)[0]
+        return self.all_gather(message)[0]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise sum."""
@@ -88,7 +88,7 @@ class ThreadRanks:
         self._shared.barrier.abort()
 
     def _tensors(self, values: torch.Tensor) -> list[torch.Tensor]:
-        messages = self.share(values.numpy().tobytes())
+        messages = self.all_gather(values.numpy().tobytes())
         return [torch.frombuffer(bytearray(message), dtype=values.dtype) for message in messages]
 
     def _wait(self) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import redis
+
+from astraflow_kit.ports import free_port
 
 
 class ValkeyServer:
@@ -116,14 +117,6 @@ def system_redis() -> str:
     found = shutil.which("redis-server")
     assert found, "install redis-server, as .ci/run does"
     return found
-
-
-def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def flush(url: str) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from astraflow_bench.wan import report
-from astraflow_bench.wan.report import Arrival, Report
+from astraflow_bench.wan.report import Arrival, WanReport
 
 ARRIVAL = Arrival(
     seconds=1.0, refresh_s=0.2, advance_s=0.8, fetched_bytes=1000, received_bytes=1100, snapshots=0, deltas=1
@@ -15,11 +15,11 @@ def blocked_event(seconds: float) -> dict[str, Any]:
     return {"blocked_s": seconds, "copy_s": seconds, "wait_s": 0.0, "copy_cpu_s": seconds}
 
 
-def made_report(*, blocked_s: float = 1.0, over_none: float = 1.0, over_sum: float = 0.5) -> Report:
+def made_report(*, blocked_s: float = 1.0, over_none: float = 1.0, over_sum: float = 0.5) -> WanReport:
     """Every section once; sections that `experiment` writes itself have its fields."""
     published = {"publish_s": 1.0, "size_bytes": 10}
     described = {"delta_bytes": [ARRIVAL.fetched_bytes / over_sum], "merged_bytes": ARRIVAL.fetched_bytes}
-    return Report(
+    return WanReport(
         machine=dict.fromkeys(("cores", "memory_bytes", "load_before", "load_after"), 1)
         | {"kernel": "Linux"},
         tries=[{"rate_bits_per_s": 1e9, "measured_bits_per_s": 1e9}],

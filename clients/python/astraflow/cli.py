@@ -40,7 +40,7 @@ COMMANDS: dict[str, Subcommand] = {
         "astraflow_launcher.commands.dev", "Run a recipe on this machine and watch it learn.", "dev", _START
     ),
     "doctor": Subcommand(
-        "astraflow_launcher.commands.doctor", "Check this machine and name remedies.", "dev", _START
+        "astraflow_launcher.commands.doctor", "Check this machine and suggest fixes.", "dev", _START
     ),
     "recipe": Subcommand("astraflow.recipe_command", "Check a recipe, or print the schema.", "", _START),
     "status": Subcommand("astraflow.commands.status", "Show what a run has done and holds.", "", _LOOK),
@@ -50,7 +50,9 @@ COMMANDS: dict[str, Subcommand] = {
         "astraflow_launcher.commands.support_bundle", "Pack what a report needs.", "dev", _LOOK
     ),
     "nodes": Subcommand("astraflow.commands.nodes", "List nodes, or drain one.", "", _OPERATE),
-    "dead-letters": Subcommand("astraflow.commands.dead_letters", "Care for given-up tasks.", "", _OPERATE),
+    "dead-letters": Subcommand(
+        "astraflow.commands.dead_letters", "Requeue or delete failed tasks.", "", _OPERATE
+    ),
     "runs": Subcommand("astraflow.commands.runs", "List runs, or delete one.", "", _OPERATE),
     "weights": Subcommand("astraflow_weights.tools.commands", "Verify and pin versions.", "raas", _OPERATE),
     "bench": Subcommand(

@@ -29,7 +29,9 @@ from google.protobuf.message import Message
 
 from astraflow import errors
 from astraflow._status import from_rpc_error
+from astraflow.compatibility import require_compatible
 from astraflow.dataflow.v1 import (
+    admin_service_pb2,
     admin_service_pb2_grpc,
     batch_service_pb2_grpc,
     run_service_pb2_grpc,
@@ -38,6 +40,7 @@ from astraflow.dataflow.v1 import (
     version_service_pb2_grpc,
 )
 from astraflow.options.v1 import options_pb2
+from astraflow.server.v1 import server_info_pb2
 
 __all__ = ["AsyncClient", "Client", "RetryPolicy", "channel_options", "correlated", "typed_stream"]
 
@@ -220,6 +223,12 @@ class AsyncClient(_Calls):
                 wait_s = attempts.wait_s_after(error)
             await asyncio.sleep(wait_s)
 
+    async def server_info(self) -> server_info_pb2.ServerInfo:
+        """Ask the server who it is; needs no token. Raises IncompatibleError when this client cannot talk to it."""
+        answer = await self.call(self.admin.GetServerInfo, admin_service_pb2.GetServerInfoRequest())
+        require_compatible(answer.server, address=self.address)
+        return answer.server
+
     def stream(
         self,
         rpc: grpc.aio.UnaryStreamMultiCallable[Request, Response],
@@ -286,6 +295,12 @@ class Client(_Calls):
             except grpc.RpcError as error:
                 wait_s = attempts.wait_s_after(error)
             time.sleep(wait_s)
+
+    def server_info(self) -> server_info_pb2.ServerInfo:
+        """Blocking form of `AsyncClient.server_info`."""
+        answer = self.call(self.admin.GetServerInfo, admin_service_pb2.GetServerInfoRequest())
+        require_compatible(answer.server, address=self.address)
+        return answer.server
 
     def pages(
         self, rpc: grpc.UnaryUnaryMultiCallable[PageRequest, Page], request: PageRequest

@@ -7,13 +7,20 @@ arithmetic. Endpoints and secrets are never part of a recipe; they come from the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, field_serializer, model_validator
+
+from astraflow.algorithm import AlgorithmSettings
+from astraflow.plugin_settings import PluginSettings
+from astraflow.section import Section, merged
 
 __all__ = [
-    "AlgorithmSettings",
     "ArchitectureSettings",
+    "BatchSettings",
     "DataflowSettings",
     "EvaluationSettings",
     "ModelSettings",
@@ -22,6 +29,7 @@ __all__ = [
     "PublishSettings",
     "RaasSettings",
     "Recipe",
+    "ResolvedPolicy",
     "RunSettings",
     "SamplingSettings",
     "TokenizerSettings",
@@ -31,30 +39,23 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-PluginName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-"""`module.path:Name`; the module `recipe` is the recipe folder's own recipe.py."""
-
 PolicyName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class RunSettings(_Section):
+class RunSettings(Section):
     """What is trained and for how long."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
     """Name of the run, and its id: lower-case letters, digits and dashes."""
-    dataset: PluginName
-    """`Dataset` plug-in; the class is called with `seed=run.seed`."""
+    dataset: PluginSettings
+    """`Dataset` plug-in; its class may take `seed`, which is run.seed."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seeds the data set, the initial weights, the warm start and the sampling."""
     steps: int = Field(default=100, ge=1, le=10_000_000)
-    """Optimizer steps of each policy."""
+    """Optimizer steps of each policy that does not say otherwise."""
 
 
-class ArchitectureSettings(_Section):
+class ArchitectureSettings(Section):
     """A model built from numbers instead of downloaded."""
 
     model_type: Literal["qwen3"] = "qwen3"
@@ -93,7 +94,7 @@ class ArchitectureSettings(_Section):
         return self
 
 
-class TokenizerSettings(_Section):
+class TokenizerSettings(Section):
     """A byte-level BPE tokenizer trained on the demonstrations."""
 
     vocab_size: int = Field(default=512, ge=260, le=1_000_000)
@@ -102,10 +103,10 @@ class TokenizerSettings(_Section):
     """Demonstrations read to train it."""
 
 
-class WarmStartSettings(_Section):
+class WarmStartSettings(Section):
     """Supervised steps that give reinforcement learning something to select from. Cached in the data dir."""
 
-    demonstrations: PluginName
+    demonstrations: PluginSettings
     """`Demonstrations` plug-in: called with a seed, yields examples."""
     steps: int = Field(ge=1, le=10_000_000)
     """Supervised optimizer steps."""
@@ -115,7 +116,7 @@ class WarmStartSettings(_Section):
     """Peak learning rate; 20 warm-up steps, then linear to a hundredth."""
 
 
-class ModelSettings(_Section):
+class ModelSettings(Section):
     """Where the initial weights come from: exactly one of `path` and `architecture`."""
 
     path: str | None = None
@@ -144,7 +145,7 @@ class ModelSettings(_Section):
         return self
 
 
-class SamplingSettings(_Section):
+class SamplingSettings(Section):
     """How the policy samples during rollout."""
 
     temperature: float = Field(default=1.0, ge=0, le=10)
@@ -157,16 +158,7 @@ class SamplingSettings(_Section):
     """Upper bound of new tokens per call."""
 
 
-class PolicySettings(_Section):
-    """One policy: its model and its sampling."""
-
-    model: ModelSettings
-    """Initial weights."""
-    sampling: SamplingSettings = SamplingSettings()
-    """Rollout sampling."""
-
-
-class EvaluationSettings(_Section):
+class EvaluationSettings(Section):
     """Held-out evaluation by the same nodes, at exact versions."""
 
     every_versions: int = Field(default=10, ge=0)
@@ -177,16 +169,21 @@ class EvaluationSettings(_Section):
     """Held-out tasks of the first (version 0) and of the final evaluation."""
 
 
-class DataflowSettings(_Section):
-    """How tasks become batches."""
+class BatchSettings(Section):
+    """What the batches of a policy are made of."""
 
-    group_size: int = Field(default=8, ge=1, le=1024)
-    """Episodes per task (G)."""
     groups_per_step: int = Field(default=16, ge=1, le=65_536)
     """Groups in one batch."""
     max_staleness: int = Field(default=2, ge=0, le=1024)
     """Largest staleness, in versions, of a trajectory when its batch is bound; 0 is exactly on-policy."""
-    filters: tuple[PluginName, ...] = ()
+
+
+class DataflowSettings(BatchSettings):
+    """How tasks become batches."""
+
+    group_size: int = Field(default=8, ge=1, le=1024)
+    """Episodes per task (G)."""
+    filters: tuple[PluginSettings, ...] = ()
     """`Filter` plug-ins, applied in order to each complete group."""
     min_acceptance: float = Field(default=0.1, gt=0, le=1)
     """Floor of the moving average of groups surviving filters, used by admission."""
@@ -212,37 +209,20 @@ class DataflowSettings(_Section):
         return self
 
 
-class RaasSettings(_Section):
+class RaasSettings(Section):
     """What nodes run."""
 
-    workflow: PluginName = "astraflow_raas.workflows.single_turn:SingleTurn"
-    """`Workflow` plug-in; the class is called with `reward=` an instance of the reward."""
-    reward: PluginName
-    """`Reward` plug-in; the class is called without arguments."""
+    workflow: PluginSettings = PluginSettings(use="astraflow_raas.workflows.single_turn:SingleTurn")
+    """`Workflow` plug-in; its class may take `reward`, which is the reward below."""
+    reward: PluginSettings
+    """`Reward` plug-in."""
     max_concurrent_tasks: int = Field(default=16, ge=1, le=65_536)
     """Tasks a node runs at once."""
     episode_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     """Time one episode may take."""
 
 
-class AlgorithmSettings(_Section):
-    """Advantage, loss and their bounds. Formulas: docs/trainer.md."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Group baseline and scale."""
-    loss: Literal["m2po", "m2po_clip", "m2po_mask", "ppo_clip", "cispo", "gspo", "none"] = "m2po"
-    """Trust region around the behaviour policy."""
-    m2_budget: float = Field(default=0.04, gt=0, le=10)
-    """Second-moment budget of the M2PO forms."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip of PPO-like forms: ratio ≥ 1 − clip_low."""
-    clip_high: float = Field(default=0.28, gt=0, le=100)
-    """Upper clip of PPO-like forms: ratio ≤ 1 + clip_high."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
-    """How token losses become one number."""
-
-
-class OptimizerSettings(_Section):
+class OptimizerSettings(Section):
     """AdamW on fp32 masters."""
 
     learning_rate: float = Field(default=1e-6, ge=0, le=1)
@@ -262,7 +242,7 @@ class OptimizerSettings(_Section):
     """Bound of the global gradient norm."""
 
 
-class PublishSettings(_Section):
+class PublishSettings(Section):
     """Weight versions."""
 
     max_behind: int = Field(default=1, ge=1, le=64)
@@ -281,7 +261,7 @@ class PublishSettings(_Section):
     """
 
 
-class TrainerSettings(_Section):
+class TrainerSettings(Section):
     """How batches become steps."""
 
     tokens_per_microbatch: int = Field(default=8192, ge=16, le=16_777_216)
@@ -298,7 +278,41 @@ class TrainerSettings(_Section):
     """How steps become weight versions."""
 
 
-class Recipe(_Section):
+class PolicySettings(Section):
+    """One policy: its model, its sampling, and where it differs from `run`, `dataflow` and `trainer`."""
+
+    model: ModelSettings
+    """Initial weights."""
+    sampling: SamplingSettings = SamplingSettings()
+    """Rollout sampling."""
+    steps: int | None = Field(default=None, ge=1, le=10_000_000)
+    """Optimizer steps of this policy instead of run.steps."""
+    dataflow: BatchSettings | None = None
+    """Batches of this policy; a key left out is taken from `dataflow`."""
+    trainer: TrainerSettings | None = None
+    """Training of this policy; a key left out is taken from `trainer`, at any depth. A loss, an advantage, an anchor
+    or an aggregation replaces the one there as a whole.
+    """
+
+    @field_serializer("dataflow", "trainer")
+    def _as_given(self, value: Section | None) -> dict[str, Any] | None:
+        """Only what was given: a default written out would count as given when the text is read again."""
+        return None if value is None else value.model_dump(mode="json", exclude_unset=True)
+
+
+@dataclass(frozen=True)
+class ResolvedPolicy:
+    """All settings of one policy; `Recipe.policy` makes it, and nothing else reads them."""
+
+    policy_id: str
+    model: ModelSettings
+    sampling: SamplingSettings
+    steps: int
+    batches: BatchSettings
+    trainer: TrainerSettings
+
+
+class Recipe(Section):
     """A whole recipe. `Recipe.model_json_schema()` is published for editors as docs/recipe.schema.json."""
 
     schema_version: Literal[1] = 1
@@ -306,7 +320,7 @@ class Recipe(_Section):
     run: RunSettings
     """What is trained."""
     policies: dict[PolicyName, PolicySettings] = Field(min_length=1, max_length=64)
-    """The policies trained together, by id."""
+    """The policies trained together, by id. Their settings, resolved, are read through `Recipe.policy`."""
     dataflow: DataflowSettings = DataflowSettings()
     """Groups, leases, staleness and evaluation."""
     raas: RaasSettings
@@ -325,6 +339,36 @@ class Recipe(_Section):
                     f"{architecture.max_position_embeddings}; lower the first or raise the second"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _policies_fit(self) -> Recipe:
+        _ = self.resolved_policies
+        return self
+
+    @cached_property
+    def resolved_policies(self) -> Mapping[str, ResolvedPolicy]:
+        """Every policy with its settings, in recipe order."""
+        return {policy_id: self._resolve(policy_id) for policy_id in self.policies}
+
+    def policy(self, policy_id: str) -> ResolvedPolicy:
+        """Return the settings of a policy. Raises KeyError when there is no such policy."""
+        return self.resolved_policies[policy_id]
+
+    def _resolve(self, policy_id: str) -> ResolvedPolicy:
+        policy = self.policies[policy_id]
+        trainer = merged(self.trainer, policy.trainer or TrainerSettings())
+        try:
+            trainer.algorithm.require_consistent()
+        except ValueError as error:
+            raise ValueError(f"policies.{policy_id}: {error}") from error
+        return ResolvedPolicy(
+            policy_id=policy_id,
+            model=policy.model,
+            sampling=policy.sampling,
+            steps=policy.steps or self.run.steps,
+            batches=merged(self.dataflow, policy.dataflow or BatchSettings()),
+            trainer=trainer,
+        )
 
 
 def json_schema() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,16 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
+from astraflow.algorithm import REPLACED_KEYS
 from astraflow.errors import RecipeError
+from astraflow.plugin_settings import PluginSettings
 from astraflow.recipe import SCHEMA_VERSION, Recipe
+from astraflow.section import kind_of
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["CodeFile", "LoadedRecipe", "bundle_digest", "load_recipe", "parse_recipe"]
+__all__ = ["CodeFile", "LoadedRecipe", "bundle_digest", "load_recipe", "parse_recipe", "place_of"]
 
 MAX_CODE_BYTES = 1024 * 1024
 
@@ -84,6 +87,19 @@ def parse_recipe(text: str, *, source: str = "recipe", overrides: Sequence[str] 
     return LoadedRecipe(recipe, _dump(recipe), (), None)
 
 
+def place_of(plugin: PluginSettings, text: str, *, source: str, keys: Sequence[str | int] = ()) -> str:
+    """Return `source:line: key.path` of a plug-in in recipe text, or of `keys` within its settings.
+
+    Two equal plug-ins have one place, the first. Without one in `text`, only `source` is known.
+    """
+    document = YAML(typ="rt").load(text)
+    for path, node in _nodes(document, ()):
+        if _is_plugin(node, plugin):
+            location = [*path, "with", *keys] if keys else path
+            return f"{source}:{_line_of(document, location)}: {'.'.join(map(str, location))}"
+    return source
+
+
 def bundle_digest(files: Iterable[CodeFile]) -> bytes:
     """sha256 over `path NUL length NUL content` of every file in ascending path order; 32 bytes."""
     digest = hashlib.sha256()
@@ -132,15 +148,10 @@ def _apply_override(document: Any, override: str) -> None:  # noqa: ANN401 - YAM
 
 
 def _describe(detail: ErrorDetails, document: Any, source: str) -> str:  # noqa: ANN401
-    location = [
-        part for part in detail["loc"] if not (isinstance(part, str) and part.startswith("function-"))
-    ]
+    location, tagged = _location(detail, document)
     where = f"{source}:{_line_of(document, location)}: {'.'.join(map(str, location)) or 'recipe'}"
     if detail["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), known, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}"
-        return f"{where}: unknown key; {hint}"
+        return f"{where}: unknown key; {_about_unknown(location, tagged)}"
     if detail["type"] == "missing":
         return f"{where}: this key is required"
     if location == ["schema_version"]:
@@ -153,11 +164,39 @@ def _describe(detail: ErrorDetails, document: Any, source: str) -> str:  # noqa:
     return f"{where}: {message}{given}"
 
 
+def _location(detail: ErrorDetails, document: Any) -> tuple[list[str | int], list[str | int]]:  # noqa: ANN401
+    """Return where the document has the error, and the same with the kinds that pydantic names in between."""
+    location: list[str | int] = []
+    tagged = [part for part in detail["loc"] if not str(part).startswith("function-")]
+    node: Any = document
+    for position, part in enumerate(tagged):
+        is_last_missing = detail["type"] == "missing" and position == len(tagged) - 1
+        is_absent = isinstance(node, str) or (isinstance(node, Mapping) and part not in node)
+        if is_absent and not is_last_missing:
+            continue  # the kind of a union's member
+        location.append(part)
+        is_inner = isinstance(node, Mapping | list) and not is_last_missing
+        node = node[part] if is_inner else None
+    return location, tagged
+
+
+def _about_unknown(location: Sequence[str | int], tagged: Sequence[str | int]) -> str:
+    name, known = str(location[-1]), _known_keys(tagged[:-1])
+    if "algorithm" in location and name in REPLACED_KEYS:
+        return REPLACED_KEYS[name]
+    if location[0] == "policies" and name in _known_keys(location[2:-1]):
+        return f"it holds for all policies; set it in `{'.'.join(map(str, location[2:-1]))}`"
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}"
+
+
 def _known_keys(location: Sequence[str | int]) -> list[str]:
     annotation: Any = Recipe
     for part in location:
         annotation = _descend(annotation, part)
-    return list(annotation.model_fields) if _is_section(annotation) else []
+    if not _is_section(annotation):
+        return []
+    return [field.alias or name for name, field in annotation.model_fields.items()]
 
 
 def _descend(annotation: Any, part: str | int) -> Any:  # noqa: ANN401 - walks typing constructs
@@ -165,19 +204,33 @@ def _descend(annotation: Any, part: str | int) -> Any:  # noqa: ANN401 - walks t
     if _is_section(annotation):
         field = annotation.model_fields.get(str(part))
         return None if field is None else _without_none(field.annotation)
-    if getattr(annotation, "__origin__", None) is dict:
-        return annotation.__args__[1]
-    return None
+    options: tuple[Any, ...] = getattr(annotation, "__args__", ())
+    if getattr(annotation, "__origin__", None) in (dict, tuple):
+        return options[isinstance(part, str)]
+    return next((option for option in options if kind_of(option) == part), None)
 
 
 def _without_none(annotation: Any) -> Any:  # noqa: ANN401
     sections = [option for option in getattr(annotation, "__args__", ()) if _is_section(option)]
-    is_mapping = getattr(annotation, "__origin__", None) is dict
-    return sections[0] if sections and not is_mapping else annotation
+    is_container = getattr(annotation, "__origin__", None) in (dict, tuple)
+    return sections[0] if len(sections) == 1 and not is_container else annotation
 
 
 def _is_section(annotation: Any) -> bool:  # noqa: ANN401
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _nodes(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:  # noqa: ANN401
+    yield path, node
+    inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in inner:
+        yield from _nodes(value, (*path, key))
+
+
+def _is_plugin(node: Any, plugin: PluginSettings) -> bool:  # noqa: ANN401
+    if isinstance(node, Mapping):
+        return node.get("use") == plugin.use and (node.get("with") or {}) == plugin.settings
+    return not plugin.settings and bool(node == plugin.use)
 
 
 def _line_of(document: Any, location: Sequence[str | int]) -> int:  # noqa: ANN401

@@ -15,7 +15,7 @@ from astraflow_bench.commands.bench_wan import wan
 from astraflow_bench.machine import Origin
 from astraflow_bench.weights import benchmark as measure
 from astraflow_bench.weights import report as weight_report
-from astraflow_bench.weights.benchmark import Report
+from astraflow_bench.weights.benchmark import WeightsReport
 from astraflow_bench.weights.model_pairs import Versions, learning_rate_of, simulated, trained
 from astraflow_bench.weights.targets import USUAL_LEARNING_RATE, targets
 from astraflow_weights.codec import kernel
@@ -149,13 +149,13 @@ def _measure(
     repeats: int,
     train_steps: int,
     seed: int,
-) -> Report:
+) -> WeightsReport:
     chain = simulated(
         num_elements=elements, learning_rate=USUAL_LEARNING_RATE, num_versions=_MERGE_SPAN + 1, seed=seed
     )
     watch = measure.Stopwatch(chain.models[-1], repeats=repeats)
     size_bytes = sum(bits.nbytes for bits in chain.models[-1].values())
-    report = Report(kernel=kernel.describe(), num_elements=size_bytes // 2)
+    report = WeightsReport(kernel=kernel.describe(), num_elements=size_bytes // 2)
     report.merge = measure.merge_figures(chain, watch)
     last = Versions(source=chain.source, learning_rate=chain.learning_rate, models=chain.models[-2:])
     del chain

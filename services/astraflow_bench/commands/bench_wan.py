@@ -15,7 +15,7 @@ from rich.table import Table
 from astraflow_bench.machine import Origin
 from astraflow_bench.wan import experiment, report
 from astraflow_bench.wan.experiment import Options
-from astraflow_bench.wan.report import Figures, Report
+from astraflow_bench.wan.report import Figures, WanReport
 
 __all__ = ["wan"]
 
@@ -92,7 +92,7 @@ def _command() -> str:
     return shlex.join(["astraflow", *words[:at], "--write", "docs/results", *words[at + 2 :]])
 
 
-def _print(found: Report, console: Console) -> None:
+def _print(found: WanReport, console: Console) -> None:
     for line in report.summary(found):
         console.print(line)
     for title, rows in report.tables(found):

@@ -21,7 +21,6 @@ import psutil
 
 from astraflow.errors import PreconditionError
 from astraflow_bench.wan import radosgw, report
-from astraflow_bench.wan.cast import Cast
 from astraflow_bench.wan.links import (
     RATE_SHARE,
     SCALES,
@@ -30,9 +29,10 @@ from astraflow_bench.wan.links import (
     goodput_bits_per_s,
     link_to,
 )
+from astraflow_bench.wan.messages import Message
 from astraflow_bench.wan.network import Network
-from astraflow_bench.wan.report import Arrival, Report
-from astraflow_bench.wan.talk import Message
+from astraflow_bench.wan.report import Arrival, WanReport
+from astraflow_bench.wan.role_processes import RoleProcesses
 from astraflow_weights.settings import MirrorSettings
 
 __all__ = ["Options", "run"]
@@ -59,7 +59,7 @@ class Options:
     follow_versions: int
     """Single versions that each node follows."""
     blocked_versions: int
-    """Publications per way of being followed."""
+    """Publications per way of following the trainer."""
     join_version: int
     """At which a node begins; 0 leaves it out."""
     step_s: float
@@ -70,7 +70,7 @@ class Options:
     seed: int
 
 
-def run(options: Options, *, progress: Progress) -> Report:
+def run(options: Options, *, progress: Progress) -> WanReport:
     """Measure. Raises PreconditionError when the machine lacks something or does not carry the link."""
     if missing := radosgw.missing_programs():
         raise PreconditionError(f"the experiment's store is a Ceph radosgw: {missing}")
@@ -78,9 +78,12 @@ def run(options: Options, *, progress: Progress) -> Report:
     plan = LinkPlan(rate_bits_per_s=options.rate_bits_per_s, rtt_s=options.rtt_s)
     with _stopped_by_signals(), _folder(_temporary()) as folder, _folder(_memory()) as memory:
         network = Network(plan, folder=folder, lifetime_s=options.time_limit_s)
-        with network, Cast(network, folder=folder, deadline_s=started + options.time_limit_s) as cast:
+        with (
+            network,
+            RoleProcesses(network, folder=folder, deadline_s=started + options.time_limit_s) as roles,
+        ):
             experiment = _Experiment(
-                options, network=network, cast=cast, folder=folder, memory=memory, progress=progress
+                options, network=network, roles=roles, folder=folder, memory=memory, progress=progress
             )
             found = experiment.run()
     found.machine = {
@@ -100,7 +103,7 @@ class _Experiment:
         options: Options,
         *,
         network: Network,
-        cast: Cast,
+        roles: RoleProcesses,
         folder: Path,
         memory: Path,
         progress: Progress,
@@ -108,15 +111,15 @@ class _Experiment:
         """`memory` is where nodes keep their mirrors."""
         self._options = options
         self._network = network
-        self._cast = cast
+        self._roles = roles
         self._folder = folder
         self._memory = memory
         self._progress = progress
-        self._report = Report()
+        self._report = WanReport()
         self._newest = -1
         self._file_s: dict[Place, float] = {}
 
-    def run(self) -> Report:
+    def run(self) -> WanReport:
         self._calibrate()
         self._start_store()
         self._start_trainer_and_nodes()
@@ -126,16 +129,16 @@ class _Experiment:
         self._follow("rice")
         self._blocked("local", Place.LOCAL, none_s=none_s)
         self._blocked("remote", Place.REMOTE, none_s=none_s)
-        self._cast.ask("trainer", "using", do="use_codec", codec="rice_ctx")
+        self._roles.ask("trainer", "using", do="use_codec", codec="rice_ctx")
         self._follow("rice_ctx")
-        self._cast.ask("trainer", "using", do="use_codec", codec="rice")
+        self._roles.ask("trainer", "using", do="use_codec", codec="rice")
         if self._options.join_version:
             self._join()
         relay = self._network.relay
         assert relay is not None
         counters = relay.counters()
-        self._report.link["latest_us"] = max(way["latest_us"] for way in counters.values())
-        self._report.link["refused_packets"] = sum(way["refused"] for way in counters.values())
+        self._report.link["latest_us"] = max(direction["latest_us"] for direction in counters.values())
+        self._report.link["refused_packets"] = sum(direction["refused"] for direction in counters.values())
         return self._report
 
     # ------------------------------------------------------------ before anything is measured
@@ -146,8 +149,8 @@ class _Experiment:
             Place.STORE, *_python("raw_transfer", "send", str(_RAW_PORT)), stdout=None
         )
         try:
-            self._cast.start("probe", Place.REMOTE, "raw_transfer", **self._raw_order(measure=False))
-            self._cast.wait("probe", "measured")
+            self._roles.start("probe", Place.REMOTE, "raw_transfer", **self._raw_order(measure=False))
+            self._roles.wait("probe", "measured")
             for scale in SCALES if self._options.scaling else SCALES[:1]:
                 if self._carries(scale):
                     return
@@ -169,7 +172,7 @@ class _Experiment:
         )
         self._network.shape(plan)
         self._progress(f"plain TCP over {plan.rate_bits_per_s / 1e9:g} Gbit/s, {plan.rtt_s * 1000:g} ms")
-        found = self._cast.ask("probe", "measured", **self._raw_order(measure=True))
+        found = self._roles.ask("probe", "measured", **self._raw_order(measure=True))
         self._report.tries.append(
             {"rate_bits_per_s": plan.rate_bits_per_s, "measured_bits_per_s": found["bits_per_s"]}
         )
@@ -202,16 +205,16 @@ class _Experiment:
     def _start_store(self) -> None:
         self._progress("starting the store (radosgw)")
         folder = self._folder / "store"
-        self._cast.start("store", Place.STORE, "store_role", folder=str(folder), bucket=_BUCKET)
-        self._ready = self._cast.wait("store", "ready")
-        served = self._cast.ask("store", "served", num_objects=_SERVED_OBJECTS)
+        self._roles.start("store", Place.STORE, "store_role", folder=str(folder), bucket=_BUCKET)
+        self._ready = self._roles.wait("store", "ready")
+        served = self._roles.ask("store", "served", num_objects=_SERVED_OBJECTS)
         self._report.store = {"name": radosgw.version(), "bytes_per_s": served["bytes_per_s"]}
 
     def _start_trainer_and_nodes(self) -> None:
         self._progress("starting trainer and nodes")
         elements = max(1, int(self._options.model_bytes * self._report.scale) // 2)
         block = min(elements, _BLOCK_ELEMENTS)
-        self._cast.start(
+        self._roles.start(
             "trainer",
             Place.TRAINER,
             "trainer_role",
@@ -223,9 +226,9 @@ class _Experiment:
         )
         for place in (Place.LOCAL, Place.REMOTE):
             folder = str(self._memory / place.value)
-            self._cast.start(place.value, place, "node_role", **self._at(place), folder=folder)
+            self._roles.start(place.value, place, "node_role", **self._at(place), folder=folder)
         for name in ("trainer", "local", "remote"):
-            self._cast.wait(name, "ready")
+            self._roles.wait(name, "ready")
         self._report.model = {"learning_rate": self._options.learning_rate, "trained_elements": block}
 
     def _at(self, place: Place) -> Message:
@@ -251,36 +254,36 @@ class _Experiment:
         committed = self._publish_one()
         self._report.publish.append(report.publish_figures("snapshot", [committed]))
         for place in (Place.LOCAL, Place.REMOTE):
-            self._cast.ask(place.value, "reconnected", do="reconnect")
+            self._roles.ask(place.value, "reconnected", do="reconnect")
             self._whole(place, "version", "new", self._advance(place, mirror="first"))
             self._whole(place, "version", "open", self._advance(place))
         self._progress("a whole model, as a safetensors file")
-        sent = self._cast.ask("trainer", "uploaded", do="upload")
+        sent = self._roles.ask("trainer", "uploaded", do="upload")
         file = {"publish_s": sent["seconds"], "size_bytes": sent["size_bytes"]}
         self._report.publish.append(report.publish_figures("safetensors", [file]))
         self._report.model |= {"bytes": sent["size_bytes"], "num_elements": sent["size_bytes"] // 2}
         for place in (Place.LOCAL, Place.REMOTE):
-            self._cast.ask(place.value, "reconnected", do="reconnect")
+            self._roles.ask(place.value, "reconnected", do="reconnect")
             for connections in ("new", "open"):
                 arrival = self._fetch(place, key=sent["key"])
                 self._whole(place, "safetensors", connections, arrival)
             self._file_s[place] = arrival.seconds
 
-    def _whole(self, place: Place, way: str, connections: str, arrival: Arrival) -> None:
+    def _whole(self, place: Place, method: str, connections: str, arrival: Arrival) -> None:
         rate = self._network.plan.rate_bits_per_s
         figures = report.full_figures(
-            place.value, way, arrival, connections=connections, rate_bits_per_s=rate
+            place.value, method, arrival, connections=connections, rate_bits_per_s=rate
         )
         self._report.full.append(figures)
 
     def _lag(self) -> None:
         """Both nodes slept while the trainer published."""
         self._progress(f"nodes that slept through {_LAG} versions")
-        self._cast.ask("trainer", "compacted", do="compact")
+        self._roles.ask("trainer", "compacted", do="compact")
         for place in (Place.LOCAL, Place.REMOTE):
             since = self._newest - _LAG
             arrival = self._advance(place)
-            described = self._cast.ask(
+            described = self._roles.ask(
                 place.value, "described", do="describe", since=since, version=self._newest
             )
             self._report.lag.append(report.lag_figures(place.value, arrival, described))
@@ -309,12 +312,12 @@ class _Experiment:
         """The training thread per publication, while `follower` keeps up as it can; the median."""
         self._progress(f"the trainer, followed by {name} node")
         steps = versions or self._options.blocked_versions
-        self._cast.tell("trainer", do="train", steps=steps, step_s=self._options.step_s)
+        self._roles.tell("trainer", do="train", steps=steps, step_s=self._options.step_s)
         blocked: list[Message] = []
         last, busy = self._newest + steps, False
         held = last if follower is None else self._newest
         while len(blocked) < steps or self._newest < last or held < last:
-            who, message = self._cast.next()
+            who, message = self._roles.next()
             if message["event"] == "blocked":
                 blocked.append(message)
             elif message["event"] == "committed":
@@ -324,7 +327,7 @@ class _Experiment:
             else:
                 raise AssertionError(f"{who} says {message['event']!r}, which nobody asked")
             if follower is not None and not busy and held < self._newest:
-                self._cast.tell(follower.value, do="advance", mirror="mirror", version=self._newest)
+                self._roles.tell(follower.value, do="advance", mirror="mirror", version=self._newest)
                 busy = True
         figures = report.blocked_figures(name, blocked, none_s=none_s)
         self._report.blocked.append(figures)
@@ -336,25 +339,25 @@ class _Experiment:
         self._progress(f"versions up to {self._options.join_version}, which nobody follows")
         steps = self._options.join_version - self._newest
         if steps > 0:
-            self._cast.tell("trainer", do="train", steps=steps, step_s=0.0)
+            self._roles.tell("trainer", do="train", steps=steps, step_s=0.0)
             for _ in range(steps):
-                self._cast.wait("trainer", "blocked")
-                self._newest = self._cast.wait("trainer", "committed")["version"]
-        self._cast.ask("trainer", "compacted", do="compact")
+                self._roles.wait("trainer", "blocked")
+                self._newest = self._roles.wait("trainer", "committed")["version"]
+        self._roles.ask("trainer", "compacted", do="compact")
         self._progress(f"a node that begins at version {self._newest}")
         arrival = self._advance(Place.REMOTE, mirror="joined")
         self._report.join.append(report.join_figures("remote", self._newest, arrival))
 
     def _publish_one(self) -> Message:
-        committed = self._cast.ask("trainer", "committed", do="train", steps=1, step_s=0.0)
-        self._cast.wait("trainer", "blocked")
+        committed = self._roles.ask("trainer", "committed", do="train", steps=1, step_s=0.0)
+        self._roles.wait("trainer", "blocked")
         self._newest = committed["version"]
         return committed
 
     def _advance(self, place: Place, *, mirror: str = "mirror") -> Arrival:
         """Tell a node of the newest version now, and wait until it holds it."""
         received, started = self._network.received_bytes(place), time.monotonic()
-        found = self._cast.ask(place.value, "advanced", do="advance", mirror=mirror, version=self._newest)
+        found = self._roles.ask(place.value, "advanced", do="advance", mirror=mirror, version=self._newest)
         return Arrival(
             seconds=found["ended_s"] - started,
             refresh_s=found["refresh_s"],
@@ -367,7 +370,7 @@ class _Experiment:
 
     def _fetch(self, place: Place, *, key: str) -> Arrival:
         received, started = self._network.received_bytes(place), time.monotonic()
-        found = self._cast.ask(place.value, "fetched", do="fetch", key=key)
+        found = self._roles.ask(place.value, "fetched", do="fetch", key=key)
         seconds = found["ended_s"] - started
         return Arrival(
             seconds=seconds,
@@ -379,7 +382,7 @@ class _Experiment:
 
 
 def _connections() -> int:
-    """Requests under way at a time from one node."""
+    """Concurrent requests of one node."""
     return MirrorSettings().fetch_threads
 
 

@@ -50,12 +50,12 @@ class LinkPlan:
 
     @property
     def bdp_bytes(self) -> int:
-        """What is on the way when the long link is full."""
+        """Bytes in flight when the long link is full."""
         return int(self.rate_bits_per_s / 8 * self.rtt_s)
 
     @property
     def ring_bytes(self) -> int:
-        """Memory of the relay per direction: half of what is on the way, and as much again for bursts."""
+        """Memory of the relay per direction: half of what is in flight, and as much again for bursts."""
         return self.bdp_bytes + 32 * _MIB
 
     @property

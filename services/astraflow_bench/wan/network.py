@@ -9,7 +9,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,8 +18,9 @@ from typing import IO
 from astraflow.errors import PreconditionError, UnavailableError
 from astraflow_bench.wan.links import Link, LinkPlan, Place, best_congestion_control
 from astraflow_bench.wan.relay import Relay, compiled_relay
+from astraflow_kit.parent import dying_with_us
 
-__all__ = ["Network", "dies_with_us", "missing_tools"]
+__all__ = ["Network", "missing_tools"]
 
 _PROGRAMS = {
     "ip": "iproute2",
@@ -70,11 +70,6 @@ def _refused() -> str:
     )
 
 
-def dies_with_us(*command: str) -> list[str]:
-    """The command line of a child that ends when this process does. Start it from the main thread."""
-    return [sys.executable, "-m", "astraflow_launcher.run.exec_with_parent", str(os.getpid()), *command]
-
-
 class Network:
     """The places and their links. Use as a context manager, in the main thread."""
 
@@ -118,7 +113,7 @@ class Network:
         env: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a program there; whoever calls ends it."""
-        line = dies_with_us(*self._inside(place), *command)
+        line = dying_with_us(*self._inside(place), *command)
         return subprocess.Popen(line, stdin=stdin, stdout=stdout, stderr=stderr, env=env)
 
     def run(self, place: Place, *command: str) -> str:
@@ -144,7 +139,7 @@ class Network:
 
     def _holder(self) -> subprocess.Popen[bytes]:
         life = str(int(self._lifetime_s) + 1)
-        return _Ended(dies_with_us("unshare", "--net", "sleep", life), stdin=subprocess.DEVNULL)
+        return _Ended(dying_with_us("unshare", "--net", "sleep", life), stdin=subprocess.DEVNULL)
 
     def _inside(self, place: Place) -> list[str]:
         return ["nsenter", f"--net=/proc/{self._holders[place].pid}/ns/net"]
@@ -165,7 +160,7 @@ class Network:
         if link.delay_us:
             relay = compiled_relay(self._folder)
             self.relay = stack.enter_context(
-                Relay(dies_with_us(str(relay)), left=store, right=other, link=link, plan=self.plan)
+                Relay(dying_with_us(str(relay)), left=store, right=other, link=link, plan=self.plan)
             )
         else:
             ends = ("netns", str(store), "type", "veth", "peer", "name", link.device, "netns", str(other))

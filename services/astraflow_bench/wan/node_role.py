@@ -1,6 +1,6 @@
 """A node of the experiment: follows versions in mirrors, and fetches whole files as peers do.
 
-Invariant: what it says was verified is held by `Mirror`. Started by `experiment` as a process; see `talk`.
+Invariant: what it says was verified is held by `Mirror`. Started by `experiment` as a process; see `messages`.
 """
 
 import shutil
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from astraflow_bench.wan import talk
+from astraflow_bench.wan import messages
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import StoreSettings
 from astraflow_weights.store import ObjectStore, open_store
@@ -33,7 +33,7 @@ class Node:
         """Begin anew with connections whose windows have not opened yet."""
         self._store = self._connected()
         self._log = self._new_log()
-        talk.say("reconnected")
+        messages.say("reconnected")
 
     def advance(self, *, mirror: str, version: int) -> None:
         """Hold the version, verified."""
@@ -53,7 +53,7 @@ class Node:
         held.advance(self._store, self._log, target=version)
         ended = time.monotonic()
         counts = held.counts
-        talk.say(
+        messages.say(
             "advanced",
             version=held.version,
             ended_s=ended,
@@ -65,12 +65,12 @@ class Node:
         )
 
     def describe(self, *, since: int, version: int) -> None:
-        """Sizes of the ways that the log offers, as the trainer made them."""
+        """Sizes of the paths that the log offers, as the trainer made them."""
         self._log.refresh()
         records = self._log.records[since + 1 : version + 1]
         merged = [way.size_bytes for way in self._log.record(version).added if way.base_version == since]
         snapshots = [part for record in records for part in (record.offered_snapshot or ())]
-        talk.say(
+        messages.say(
             "described",
             delta_bytes=[record.delta_bytes for record in records],
             merged_bytes=merged[0] if merged else None,
@@ -84,7 +84,7 @@ class Node:
         path.write_bytes(self._store.get(key))
         ended, size = time.monotonic(), path.stat().st_size
         path.unlink()
-        talk.say("fetched", ended_s=ended, fetched_bytes=size)
+        messages.say("fetched", ended_s=ended, fetched_bytes=size)
 
     def _connected(self) -> ObjectStore:
         settings = StoreSettings(**self._settings["store_settings"])
@@ -96,10 +96,10 @@ class Node:
 
 def main() -> None:
     """Work until the orders end."""
-    talk.take_stdout()
-    orders = talk.orders()
+    messages.take_stdout()
+    orders = messages.orders()
     node = Node(next(orders))
-    talk.say("ready")
+    messages.say("ready")
     for order in orders:
         getattr(node, order.pop("do"))(**order)
 

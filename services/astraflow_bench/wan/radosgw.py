@@ -12,9 +12,7 @@ import hashlib
 import hmac
 import os
 import shutil
-import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +24,8 @@ from types import TracebackType
 from typing import IO
 
 from astraflow.errors import UnavailableError
+from astraflow_kit.parent import dying_with_us
+from astraflow_kit.ports import free_port
 from astraflow_weights.settings import StoreSettings
 
 PACKAGES = "radosgw ceph-mon ceph-osd"
@@ -119,8 +119,8 @@ class RadosGateway:
         """Make a bucket and return its name."""
         date = formatdate(usegmt=True)
         # Signature version 2, which this gateway takes: one request needs no S3 library.
-        told = hmac.new(_KEYS[1].encode(), f"PUT\n\n\n{date}\n/{name}".encode(), hashlib.sha1).digest()
-        headers = {"Date": date, "Authorization": f"AWS {_KEYS[0]}:{base64.b64encode(told).decode()}"}
+        signature = hmac.new(_KEYS[1].encode(), f"PUT\n\n\n{date}\n/{name}".encode(), hashlib.sha1).digest()
+        headers = {"Date": date, "Authorization": f"AWS {_KEYS[0]}:{base64.b64encode(signature).decode()}"}
         request = urllib.request.Request(f"{self.url}/{name}", method="PUT", headers=headers)
         with urllib.request.urlopen(request, timeout=_START_S):
             return name
@@ -129,7 +129,7 @@ class RadosGateway:
         for name in ("mon", "osd", "rgw"):
             (self._folder / name).mkdir()
         self._fsid = str(uuid.uuid4())
-        v2, v1, self.port = _free_port(), _free_port(), _free_port()
+        v2, v1, self.port = free_port(), free_port(), free_port()
         self._addresses = f"[v2:127.0.0.1:{v2},v1:127.0.0.1:{v1}]"
         self.url = f"http://127.0.0.1:{self.port}"
         conf = _CONF.format(
@@ -207,7 +207,7 @@ class RadosGateway:
     def _run(self, *words: str, conf: bool = False) -> None:
         command = self._command(words) if conf else list(words)
         left = max(1.0, self._deadline - time.monotonic())
-        line = self._dying_with_us(command)
+        line = dying_with_us(*command)
         done = subprocess.run(line, capture_output=True, timeout=left, cwd=self._folder, check=False)
         if done.returncode:
             raise UnavailableError(f"{command} ended with {done.returncode}: {done.stderr.decode()[-2000:]}")
@@ -217,16 +217,13 @@ class RadosGateway:
         self._logs.append(log)
         self._processes.append(
             subprocess.Popen(
-                self._dying_with_us(self._command(words)),
+                dying_with_us(*self._command(words)),
                 stdout=log,
                 stderr=log,
                 cwd=self._folder,
                 env=os.environ,
             )
         )
-
-    def _dying_with_us(self, command: Sequence[str]) -> list[str]:
-        return [sys.executable, "-m", "astraflow_launcher.run.exec_with_parent", str(os.getpid()), *command]
 
     def _end(self) -> None:
         for process in reversed(self._processes):
@@ -236,15 +233,9 @@ class RadosGateway:
             log.close()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def version() -> str:
     """Name and version of what is installed, as in `radosgw 16.2.15`."""
-    told = subprocess.run(
+    shown = subprocess.run(
         ["radosgw", "--version"], capture_output=True, text=True, timeout=60, check=True
     ).stdout
-    return f"radosgw {told.split()[2]}"
+    return f"radosgw {shown.split()[2]}"

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 
-from astraflow_bench.wan import talk
+from astraflow_bench.wan import messages
 
 _CHUNK_BYTES = 2**20
 _PINGS = 4
@@ -82,13 +82,13 @@ def main() -> None:
     """`send PORT`, or orders {address, port, connections, warm_up_s, measure_s}, each answered with `measured`."""
     if sys.argv[1:2] == ["send"]:
         send(int(sys.argv[2]))
-    talk.take_stdout()
-    for order in talk.orders():
+    messages.take_stdout()
+    for order in messages.orders():
         receiver = _Receiver((order["address"], order["port"]), connections=order["connections"])
         rtt_s = receiver.rtt_s()
         rate = receiver.bits_per_s(warm_up_s=order["warm_up_s"], measure_s=order["measure_s"])
         receiver.close()
-        talk.say("measured", bits_per_s=rate, rtt_s=rtt_s)
+        messages.say("measured", bits_per_s=rate, rtt_s=rtt_s)
     os._exit(0)
 
 

@@ -21,7 +21,7 @@ BLOCKED_OVER_NONE = 1.25
 
 
 @dataclass(kw_only=True)
-class Report:
+class WanReport:
     """Everything that was measured, section by section."""
 
     machine: Figures = field(default_factory=dict)
@@ -74,12 +74,12 @@ class Arrival:
 
 
 def full_figures(
-    link: str, way: str, arrival: Arrival, *, connections: str, rate_bits_per_s: float
+    link: str, method: str, arrival: Arrival, *, connections: str, rate_bits_per_s: float
 ) -> Figures:
     """A whole model over a link, by `new` connections or by those that are `open` already."""
     return {
         "link": link,
-        "way": way,
+        "method": method,
         "connections": connections,
         "seconds": arrival.seconds,
         "fetched_bytes": arrival.fetched_bytes,
@@ -163,7 +163,7 @@ def publish_figures(what: str, events: Sequence[Mapping[str, Any]]) -> Figures:
 # ---------------------------------------------------------------- pages
 
 
-def tables(report: Report) -> list[tuple[str, list[Figures]]]:
+def tables(report: WanReport) -> list[tuple[str, list[Figures]]]:
     """Every list of figures under the title it has for people."""
     return [
         ("Publishing, beside training", report.publish),
@@ -176,7 +176,7 @@ def tables(report: Report) -> list[tuple[str, list[Figures]]]:
     ]
 
 
-def summary(report: Report) -> list[str]:
+def summary(report: WanReport) -> list[str]:
     """What was measured on what, in sentences."""
     link, model, store, machine = report.link, report.model, report.store, report.machine
     lines = [
@@ -202,7 +202,7 @@ def summary(report: Report) -> list[str]:
     return lines
 
 
-def write_page(report: Report, *, folder: Path, origin: Origin, command: str) -> None:
+def write_page(report: WanReport, *, folder: Path, origin: Origin, command: str) -> None:
     """Write `wan.json` and `wan.md` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"origin": asdict(origin), "command": command, **report.as_json()}

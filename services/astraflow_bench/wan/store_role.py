@@ -1,6 +1,6 @@
 """The store of the experiment: a radosgw in its namespace, and how fast it answers without any link.
 
-Started by `experiment` as a process; see `talk`.
+Started by `experiment` as a process; see `messages`.
 """
 
 import secrets
@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from astraflow_bench.wan import talk
+from astraflow_bench.wan import messages
 from astraflow_bench.wan.radosgw import RadosGateway
 from astraflow_weights.settings import StoreSettings
 from astraflow_weights.store import ObjectStore, open_store
@@ -18,18 +18,18 @@ _OBJECT_BYTES = 16 * 2**20
 
 def main() -> None:
     """Serve until the orders end."""
-    talk.take_stdout()
-    orders = talk.orders()
+    messages.take_stdout()
+    orders = messages.orders()
     settings = next(orders)
     folder = Path(settings["folder"])
     folder.mkdir()
     with RadosGateway(folder, host="0.0.0.0") as gateway:
         bucket = gateway.create_bucket(settings["bucket"])
-        talk.say("ready", port=gateway.port, credentials_file=str(gateway.credentials_file))
+        messages.say("ready", port=gateway.port, credentials_file=str(gateway.credentials_file))
         store = open_store(f"s3://{bucket}/calibration", settings=gateway.settings())
         for order in orders:
             rate = _serving_bytes_per_s(store, num_objects=order["num_objects"])
-            talk.say("served", bytes_per_s=rate)
+            messages.say("served", bytes_per_s=rate)
 
 
 def _serving_bytes_per_s(store: ObjectStore, *, num_objects: int) -> float:

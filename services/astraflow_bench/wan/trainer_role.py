@@ -1,7 +1,7 @@
 """The trainer of the experiment: simulated steps, and publishing with the trainer's own code beside them.
 
 Invariant: what blocks the training thread here is what blocks it in a trainer: copying the weights, handing them
-to `PublishWorker`, and waiting while too many versions are unpublished. Started by `experiment`; see `talk`.
+to `PublishWorker`, and waiting while too many versions are unpublished. Started by `experiment`; see `messages`.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save
 
-from astraflow_bench.wan import talk
+from astraflow_bench.wan import messages
 from astraflow_bench.weights.model_pairs import SimulatedTraining
 from astraflow_trainer.model.model import PolicyModel
 from astraflow_trainer.publish.published import WeightCopies
@@ -112,7 +112,7 @@ class Trainer:
         newest = self._copies.take()
         self._open(base=newest.open(), context=codec == "rice_ctx")
         newest.published(b"")
-        talk.say("using", codec=codec)
+        messages.say("using", codec=codec)
 
     def _open(self, *, base: ShardedModel | None, context: bool) -> None:
         self._epoch += 1
@@ -147,13 +147,13 @@ class Trainer:
             self._publish()
 
     def compact(self) -> None:
-        """Wait until the ways that are due are made."""
+        """Wait until the paths that are due are published."""
         self._worker.wait_until_done()
         log = VersionLog(self._store, run_id=self._run, policy_id=self._policy_id)
         while log.refresh() is not None and next(due_merges(log.records), None):
             self._compactor.notify()
             time.sleep(_POLL_S)
-        talk.say("compacted")
+        messages.say("compacted")
 
     def upload(self) -> None:
         """Store the whole model as one safetensors file, as systems without versions do."""
@@ -162,7 +162,7 @@ class Trainer:
         data = save(dict(self._policy.bits()))
         key = f"files/{hashlib.sha256(data).hexdigest()}"
         self._store.put_if_absent(key, data)
-        talk.say("uploaded", key=key, size_bytes=len(data), seconds=time.monotonic() - started)
+        messages.say("uploaded", key=key, size_bytes=len(data), seconds=time.monotonic() - started)
 
     def _publish(self) -> None:
         """What the training loop does after a step, timed."""
@@ -174,7 +174,7 @@ class Trainer:
         self._worker.wait_for_room(waiting=lambda: None)
         ended = time.monotonic()
         self._step += 1
-        talk.say(
+        messages.say(
             "blocked",
             blocked_s=ended - started,
             copy_s=copied - started,
@@ -185,7 +185,7 @@ class Trainer:
     def _published(self, committed: CommittedVersion) -> None:
         now = time.monotonic()
         self._compactor.notify()
-        talk.say(
+        messages.say(
             "committed",
             version=committed.version,
             at_s=now,
@@ -197,14 +197,14 @@ class Trainer:
 
 def main() -> None:
     """Work until the orders end."""
-    talk.take_stdout()
+    messages.take_stdout()
     # Nodes and store would have machines of their own: they must not take the training thread's core.
     os.nice(_PRIORITY)
     # Several threads would wait for each other at every tensor, and so for whoever else has the other cores.
     torch.set_num_threads(1)
-    orders = talk.orders()
+    orders = messages.orders()
     with Trainer(next(orders)) as trainer:
-        talk.say("ready")
+        messages.say("ready")
         for order in orders:
             getattr(trainer, order.pop("do"))(**order)
 

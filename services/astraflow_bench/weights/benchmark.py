@@ -63,7 +63,7 @@ class Stopwatch:
 
 
 @dataclass
-class Report:
+class WeightsReport:
     """Everything measured; `astraflow bench weights --json` prints its fields."""
 
     kernel: str

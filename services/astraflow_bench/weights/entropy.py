@@ -33,7 +33,7 @@ class Bounds:
 
 
 def bounds(base: Mapping[str, Bits], target: Mapping[str, Bits]) -> Bounds:
-    """Bounds of the way between two versions that differ somewhere."""
+    """Bounds on the bytes between two versions that differ somewhere."""
     population = np.zeros(_NUM_EXPONENTS, np.int64)
     # Steps of each exponent: one table of 256 x 65536 counters, whatever the model's size.
     steps = np.zeros((_NUM_EXPONENTS, _NUM_STEPS), np.int64)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from astraflow_bench.machine import Origin
-from astraflow_bench.weights.benchmark import Figures, Report
+from astraflow_bench.weights.benchmark import Figures, WeightsReport
 from astraflow_bench.weights.targets import Target
 
 PAGE = "weights-bench"
@@ -27,12 +27,12 @@ class _Cells:
     rows: Sequence[Sequence[str]]
 
 
-def as_json(report: Report, targets: Sequence[Target]) -> Figures:
+def as_json(report: WeightsReport, targets: Sequence[Target]) -> Figures:
     """All fields; docs/bench.md explains them."""
     return dataclasses.asdict(report) | {"targets": [target.as_json() for target in targets]}
 
 
-def print_report(report: Report, targets: Sequence[Target]) -> None:
+def print_report(report: WeightsReport, targets: Sequence[Target]) -> None:
     """For people, at a terminal."""
     console = Console()
     if not console.is_terminal:
@@ -56,7 +56,7 @@ def print_report(report: Report, targets: Sequence[Target]) -> None:
 
 
 def write_page(
-    report: Report, targets: Sequence[Target], *, folder: Path, origin: Origin, command: str
+    report: WeightsReport, targets: Sequence[Target], *, folder: Path, origin: Origin, command: str
 ) -> None:
     """Write `weights-bench.json` and `weights-bench.md` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,14 +85,14 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _headline(report: Report) -> str:
+def _headline(report: WeightsReport) -> str:
     return (
         f"{report.num_elements / 1e6:.0f} M weights; {report.kernel}; "
         f"memcpy {report.memcpy_bytes_per_s / 1e9:.1f} GB/s of CPU time"
     )
 
 
-def _rest(report: Report) -> str:
+def _rest(report: WeightsReport) -> str:
     merge, snapshot = report.merge, report.snapshot
     lines = [
         f"merging {merge['span']}: {merge['over_sum']:.3f} of the sum, {merge['merge']:.1f} memcpys, "
@@ -109,11 +109,11 @@ def _rest(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _tables(report: Report, targets: Sequence[Target]) -> list[_Cells]:
+def _tables(report: WeightsReport, targets: Sequence[Target]) -> list[_Cells]:
     return [_bytes_cells(report), _cpu_cells(report), _target_cells(targets)]
 
 
-def _bytes_cells(report: Report) -> _Cells:
+def _bytes_cells(report: WeightsReport) -> _Cells:
     names = list(report.deltas[0]["bytes_per_change"])
     rows = [
         [
@@ -131,7 +131,7 @@ def _bytes_cells(report: Report) -> _Cells:
     return _Cells(title="Bytes per changed weight", columns=columns, rows=rows)
 
 
-def _cpu_cells(report: Report) -> _Cells:
+def _cpu_cells(report: WeightsReport) -> _Cells:
     rows = []
     for figures in report.cpu:
         decode = figures.get("decode_apply")

@@ -8,7 +8,7 @@ weights` prints the list and fails when one is missed.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from astraflow_bench.weights.benchmark import Figures, Report
+from astraflow_bench.weights.benchmark import Figures, WeightsReport
 from astraflow_weights.codec.kernel import Isa
 
 # The learning rate whose density, 1 %, targets of CPU and of peers are about.
@@ -36,7 +36,7 @@ class Target:
         return {"name": self.name, "measured": self.measured, "limit": self.limit, "met": self.met}
 
 
-def targets(report: Report) -> list[Target]:
+def targets(report: WeightsReport) -> list[Target]:
     """All that the report has figures for."""
     found = [target for figures in report.deltas for target in _of_delta(figures)]
     found += [
@@ -72,7 +72,7 @@ def is_usual(learning_rate: float) -> bool:
     return abs(learning_rate / USUAL_LEARNING_RATE - 1) < 1e-6
 
 
-def _of_cpu(report: Report) -> Iterator[Target]:
+def _of_cpu(report: WeightsReport) -> Iterator[Target]:
     cost = {(figures["codec"], figures["path"]): figures for figures in report.cpu}
     for codec, path, encode, decode in (
         ("rice", "numpy", 9.0, 6.0),

@@ -16,7 +16,7 @@ from astraflow.errors import ConflictError, InvalidArgumentError
 from astraflow_dataflow.records import AcquireReply, BoundBatch, Stage
 from astraflow_dataflow.rules.staleness import histogram
 from astraflow_dataflow.runs.registry import RunContext
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 
@@ -81,7 +81,7 @@ class Batching:
             epoch=epoch,
             step=step,
             base_version=base_version,
-            max_behind=context.recipe.trainer.publish.max_behind,
+            max_behind=context.recipe.policy(policy_id).trainer.publish.max_behind,
             lease_s=self.lease_s,
             wait_s=wait_s,
         )

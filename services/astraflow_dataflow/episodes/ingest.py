@@ -19,13 +19,14 @@ from astraflow.errors import (
     UnknownVersionError,
 )
 from astraflow.rollout.v1 import trajectory_pb2
+from astraflow.trajectories import BadTrajectory
 from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import CommitReply, CompleteTask, Outcome, PushedEpisode, PushedItem, Refusal
 from astraflow_dataflow.rules import evaluation
-from astraflow_dataflow.rules.trajectories import Expectation, Problem, check_episode, unknown_version
+from astraflow_dataflow.rules.trajectories import Expectation, check_episode, unknown_version
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
@@ -108,8 +109,12 @@ class Ingest:
         expectation = Expectation(
             newest_versions=self.context.newest_versions, demand=demand, blob_prefix=self.context.blob_prefix
         )
-        problem = check_episode(episode, expectation)
-        outcome = await self._quarantine(episode, problem) if problem else await self._enqueue(episode)
+        try:
+            check_episode(episode, expectation)
+        except BadTrajectory as problem:
+            outcome = await self._quarantine(episode, problem)
+        else:
+            outcome = await self._enqueue(episode)
         self._durability.note(self.context.run_id, outcome.position)
         await self._durability.barrier()
         self._metrics.increment("astraflow_dataflow_pushes_total", outcome=outcome.outcome.value.lower())
@@ -182,27 +187,27 @@ class Ingest:
         try:
             await self._settling.settle(self.context, task)
         except AstraflowError as error:
-            # The task stays listed as unsettled: the conductor settles it.
+            # The task stays listed as unsettled: the run loop settles it.
             log.warning("group.settle_postponed", message=error.message)
 
-    async def _quarantine(self, episode: trajectory_pb2.Episode, problem: Problem) -> PushOutcome:
+    async def _quarantine(self, episode: trajectory_pb2.Episode, problem: BadTrajectory) -> PushOutcome:
         refusal = Refusal(
             task_id=episode.task_id,
             episode_id=episode.episode_id[:128],
             member=episode.member,
             attempt=episode.attempt,
             node_id=episode.node_id[:64],
-            reason=problem.reason,
+            reason=problem.slug,
             detail=problem.detail[:2048],
             num_trajectories=len(episode.trajectories),
             sample=episode.SerializeToString()[:_MAX_SAMPLE_BYTES],
         )
         outcome, reason, position = await self._store.episodes.quarantine(self.context.run_id, refusal)
-        log.warning("episode.quarantined", reason=problem.reason, detail=problem.detail)
+        log.warning("episode.quarantined", reason=problem.slug, detail=problem.detail)
         return PushOutcome(
             outcome=outcome,
             reason=reason,
-            detail=problem.detail if reason == problem.reason else "",
+            detail=problem.detail if reason == problem.slug else "",
             run_id=self.context.run_id,
             position=position,
         )

@@ -9,7 +9,7 @@ from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_kit.metrics import Metrics
 
 

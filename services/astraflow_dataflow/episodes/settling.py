@@ -1,8 +1,8 @@
 """Settling: a complete task's groups become ready or are dropped, exactly once.
 
 The filters run here, between two atomic calls: reading the members and `settle`, which does nothing when
-another server was first. A crash in between leaves the task listed as unsettled, and the conductor of any
-server settles it. Called by ingest and by the conductor.
+another server was first. A crash in between leaves the task listed as unsettled, and the run loop of any
+server settles it. Called by ingest and by the run loop.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from astraflow_dataflow.records import CompleteTask
-from astraflow_dataflow.rules.groups import judge
+from astraflow_dataflow.rules.groups import groups_of, judge
 from astraflow_dataflow.runs.registry import RunContext
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 
@@ -33,7 +33,7 @@ class Settling:
 
     async def settle(self, context: RunContext, task: CompleteTask) -> bool:
         """Settle one complete task. Returns False when another server was first."""
-        verdicts = judge(task, context.rules)
+        verdicts = judge(task, groups_of(task), context.rules)
         acted = await self.store.episodes.settle(
             context.run_id, task.task_id, verdicts, tombstone_s=TOMBSTONE_S
         )

@@ -6,7 +6,7 @@ leases more groups than a step needs, by the measured acceptance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from astraflow.plugins import Group
 
 # Rewards closer than this are equal: their advantages are rounding noise that normalisation would blow up.
 _TOLERANCE = 1e-8
@@ -15,6 +15,7 @@ _TOLERANCE = 1e-8
 class DropZeroAdvantage:
     """Drops groups whose rewards are all equal, groups of one included."""
 
-    def __call__(self, rewards: Sequence[float]) -> bool:
+    def __call__(self, group: Group) -> bool:
         """Return whether any two rewards differ."""
-        return bool(rewards) and max(rewards) - min(rewards) > _TOLERANCE
+        rewards = group.rewards
+        return max(rewards) - min(rewards) > _TOLERANCE

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from astraflow.plugins import Group
 
 
 class KeepAll:
     """Keeps every group."""
 
-    def __call__(self, rewards: Sequence[float]) -> bool:
+    def __call__(self, group: Group) -> bool:
         """Return True."""
         return True

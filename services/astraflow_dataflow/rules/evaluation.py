@@ -1,7 +1,7 @@
 """Evaluation: which versions are evaluated, on how many held-out tasks, and when one is given up.
 
 Version 0, every N-th version and the final one, each at exactly its version. Pure. Ids are derived, so
-planning twice is harmless, and a task's id alone says which version it demands. Called by the conductor,
+planning twice is harmless, and a task's id alone says which version it demands. Called by the run loop,
 ingest and leasing.
 """
 

@@ -6,18 +6,23 @@ group becomes ready or all of it is dropped for one reason. Called by `settling`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from astraflow.dataflow.v1 import batch_pb2
-from astraflow.plugins import Filter
+from astraflow.plugins import Filter, Group, TrajectorySummary
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.records import CompleteTask, GroupVerdict
+from astraflow_dataflow.rules.faults import PluginFaults
+from astraflow_dataflow.rules.tasks import task_spec
 from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
 
 READY = "ready"
+SLOW_FILTER_S = 0.1
+"""A filter that takes longer is a fault: the server answers nobody meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,8 @@ class Rules:
 
     min_members: int | None
     filters: tuple[tuple[str, Filter], ...]
+    faults: PluginFaults = field(default_factory=PluginFaults)
+    clock: Callable[[], float] = time.perf_counter
 
 
 def group_id(task_id: str, *, policy_id: str, role: str) -> str:
@@ -33,14 +40,31 @@ def group_id(task_id: str, *, policy_id: str, role: str) -> str:
     return f"{task_id}/{policy_id}/{role}" if role else f"{task_id}/{policy_id}"
 
 
-def judge(task: CompleteTask, rules: Rules) -> list[GroupVerdict]:
-    """Return one verdict per group of a complete task, in a fixed order."""
-    reason = incomplete_reason(task, min_members=rules.min_members)
-    grouped: dict[tuple[str, str], list[trajectory_pb2.TrajectoryHeader]] = {}
+def groups_of(task: CompleteTask) -> list[Group]:
+    """Return the groups of a complete task, in a fixed order; their verdicts are empty."""
+    grouped: dict[tuple[str, str], list[TrajectorySummary]] = {}
     for trajectory_id in sorted(task.headers):
         header = trajectory_pb2.TrajectoryHeader.FromString(task.headers[trajectory_id])
-        grouped.setdefault((header.policy_id, header.role), []).append(header)
-    return [_verdict(task, headers, rules=rules, reason=reason) for _, headers in sorted(grouped.items())]
+        grouped.setdefault((header.policy_id, header.role), []).append(_summary(header))
+    if not grouped:
+        return []
+    spec = task_spec(task.spec)
+    return [
+        Group(
+            task=spec,
+            trajectories=tuple(trajectories),
+            policy=policy_id,
+            role=role,
+            group_id=group_id(task.task_id, policy_id=policy_id, role=role),
+        )
+        for (policy_id, role), trajectories in sorted(grouped.items())
+    ]
+
+
+def judge(task: CompleteTask, groups: Sequence[Group], rules: Rules) -> list[GroupVerdict]:
+    """Return one verdict for each of the task's groups, in their order."""
+    reason = incomplete_reason(task, min_members=rules.min_members)
+    return [_verdict(task, group, rules=rules, reason=reason) for group in groups]
 
 
 def incomplete_reason(task: CompleteTask, *, min_members: int | None) -> str:
@@ -54,56 +78,78 @@ def incomplete_reason(task: CompleteTask, *, min_members: int | None) -> str:
     return "expired" if task.why == "expired" else "incomplete"
 
 
-def _verdict(
-    task: CompleteTask, headers: Sequence[trajectory_pb2.TrajectoryHeader], *, rules: Rules, reason: str
-) -> GroupVerdict:
-    policy_id, role = headers[0].policy_id, headers[0].role
-    gid = group_id(task.task_id, policy_id=policy_id, role=role)
-    judged = False
-    if not reason and task.credited is not None and policy_id not in task.credited:
-        reason = "no_credit"
-    if not reason:
-        reason = filter_reason(gid, [header.reward for header in headers], rules=rules)
-        judged = reason in ("", "filtered")
-    return GroupVerdict(
-        group_id=gid,
-        policy_id=policy_id,
-        verdict=reason or READY,
-        judged=judged,
-        oldest_version=min(header.min_version for header in headers),
-        reward_sum=sum(header.reward for header in headers),
-        items=_items(task.task_id, gid, headers).SerializeToString(),
-        trajectory_ids=tuple(header.trajectory_id for header in headers),
-    )
-
-
-def filter_reason(gid: str, rewards: Sequence[float], *, rules: Rules) -> str:
-    """Return `filtered` when a filter refuses the rewards, `filter_failed` when one raises, else an empty string."""
+def filter_reason(group: Group, *, rules: Rules) -> str:
+    """Return `filtered` when a filter refuses the group, `filter_failed` when one raises or answers no bool, else an
+    empty string.
+    """
     for name, keep in rules.filters:
+        started_s = rules.clock()
         try:
-            kept = keep(rewards)
-        except Exception:  # a plug-in must not stop the run; the group is dropped under its own reason
-            log.exception("filter.failed", filter=name, group_id=gid)
+            kept = keep(group)
+            if kept not in (True, False):
+                raise TypeError(f"it returned {type(kept).__name__}, not True or False")
+        except (
+            Exception
+        ) as error:  # a plug-in must not stop the run; the group is dropped under its own reason
+            log.exception("filter.failed", filter=name, group_id=group.group_id)
+            rules.faults.note("filter", name, error)
             return "filter_failed"
+        took_s = rules.clock() - started_s
+        if took_s > SLOW_FILTER_S:
+            slow = TimeoutError(f"it took {took_s:.2g} s, at most {SLOW_FILTER_S:g} s; make it faster")
+            rules.faults.note("filter", name, slow)
         if not kept:
             return "filtered"
     return ""
 
 
-def _items(task_id: str, gid: str, headers: Sequence[trajectory_pb2.TrajectoryHeader]) -> batch_pb2.Batch:
+def _verdict(task: CompleteTask, group: Group, *, rules: Rules, reason: str) -> GroupVerdict:
+    judged = False
+    if not reason and task.credited is not None and group.policy not in task.credited:
+        reason = "no_credit"
+    if not reason:
+        reason = filter_reason(group, rules=rules)
+        judged = reason in ("", "filtered")
+    return GroupVerdict(
+        group_id=group.group_id,
+        policy_id=group.policy,
+        verdict=reason or READY,
+        judged=judged,
+        oldest_version=group.oldest_version,
+        reward_sum=sum(group.rewards),
+        items=_items(task.task_id, group).SerializeToString(),
+        trajectory_ids=tuple(trajectory.trajectory_id for trajectory in group.trajectories),
+    )
+
+
+def _summary(header: trajectory_pb2.TrajectoryHeader) -> TrajectorySummary:
+    return TrajectorySummary(
+        trajectory_id=header.trajectory_id,
+        reward=header.reward,
+        num_tokens=header.num_tokens,
+        num_trainable_tokens=header.num_trainable_tokens,
+        min_version=header.min_version,
+        max_version=header.max_version,
+        finish_reason=header.finish_reason,
+        metrics=header.metrics,
+    )
+
+
+def _items(task_id: str, group: Group) -> batch_pb2.Batch:
     return batch_pb2.Batch(
         items=[
             batch_pb2.BatchItem(
-                trajectory_id=header.trajectory_id,
-                group_id=gid,
+                trajectory_id=trajectory.trajectory_id,
+                group_id=group.group_id,
                 task_id=task_id,
-                num_tokens=header.num_tokens,
-                num_trainable_tokens=header.num_trainable_tokens,
-                reward=header.reward,
-                min_version=header.min_version,
-                max_version=header.max_version,
-                role=header.role,
+                num_tokens=trajectory.num_tokens,
+                num_trainable_tokens=trajectory.num_trainable_tokens,
+                reward=trajectory.reward,
+                min_version=trajectory.min_version,
+                max_version=trajectory.max_version,
+                role=group.role,
+                source=group.task.source,
             )
-            for header in headers
+            for trajectory in group.trajectories
         ]
     )

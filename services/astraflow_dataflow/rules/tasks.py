@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 
+from astraflow.plugins import Message, TaskSpec
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
 
@@ -15,6 +18,7 @@ MAX_GROUP_SIZE = 1024
 MAX_DATA_BYTES = 64 * 1024
 MAX_PROMPT_BYTES = 1024 * 1024
 ROLES = frozenset({"system", "user", "assistant", "tool"})
+MAX_SOURCE_CHARACTERS = 128
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -28,7 +32,37 @@ def task_problem(task: task_pb2.Task, *, allow_evaluation: bool = False) -> str 
         return f"task {task.task_id}: evaluation tasks are planned by the server from the recipe; submit training tasks"
     if task.group_size > MAX_GROUP_SIZE:
         return f"task {task.task_id}: group_size {task.group_size}, at most {MAX_GROUP_SIZE}"
+    if len(task.source) > MAX_SOURCE_CHARACTERS:
+        return (
+            f"task {task.task_id}: source has {len(task.source)} characters, at most {MAX_SOURCE_CHARACTERS}"
+        )
     return _content_problem(task)
+
+
+def task_spec(stored: bytes) -> TaskSpec:
+    """Return a stored task as plug-ins see it; `data` is decoded when somebody looks."""
+    task = task_pb2.Task.FromString(stored)
+    messages = tuple(Message(message.role, message.content) for message in task.messages)
+    return TaskSpec(task.task_id, messages, _JsonObject(task.data_json), source=task.source)
+
+
+class _JsonObject(Mapping[str, object]):
+    def __init__(self, encoded: bytes) -> None:
+        self._encoded = encoded
+
+    @cached_property
+    def _decoded(self) -> dict[str, object]:
+        decoded: dict[str, object] = json.loads(self._encoded) if self._encoded else {}
+        return decoded
+
+    def __getitem__(self, key: str) -> object:
+        return self._decoded[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._decoded)
+
+    def __len__(self) -> int:
+        return len(self._decoded)
 
 
 def _content_problem(task: task_pb2.Task) -> str | None:

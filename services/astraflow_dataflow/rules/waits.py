@@ -30,13 +30,13 @@ class Wait:
 
 
 @dataclass
-class Plugged:
+class DatasetFault:
     """What the data set last complained of; empty when it works."""
 
     message: str = ""
 
     def note(self, message: str) -> bool:
-        """Remember a complaint; return whether it is new."""
+        """Remember a fault; return whether it is new."""
         is_new, self.message = message != self.message, message
         return is_new
 
@@ -66,7 +66,7 @@ def current_waits(
     nodes: Sequence[StoredNode],
     evaluations: Sequence[StoredEvaluation],
     *,
-    dataset_complaint: str = "",
+    dataset_fault: str = "",
     refused: Refused | None = None,
 ) -> list[Wait]:
     """Return what waits now; empty when all flows."""
@@ -77,7 +77,7 @@ def current_waits(
     if refused is not None and refused.count:
         waits.append(_refused(refused, connected))
     if audit.life is Life.ACTIVE:
-        waits += _lease_waits(audit, connected, dataset_complaint)
+        waits += _lease_waits(audit, connected, dataset_fault)
     waits += _weight_faults(connected)
     for policy in audit.policies:
         waits += _batch_waits(policy, now_ms=audit.now_ms)
@@ -101,7 +101,7 @@ def _weight_faults(connected: Sequence[StoredNode]) -> Iterator[Wait]:
         )
 
 
-def _lease_waits(audit: Audit, connected: Sequence[StoredNode], complaint: str) -> list[Wait]:
+def _lease_waits(audit: Audit, connected: Sequence[StoredNode], fault: str) -> list[Wait]:
     if not connected:
         return [
             _lease(
@@ -124,8 +124,8 @@ def _lease_waits(audit: Audit, connected: Sequence[StoredNode], complaint: str) 
         return [_full(policy) for policy in full]
     if audit.queued_tasks or audit.retries:
         return []
-    if complaint:
-        return [_lease("dataset_failed", complaint, "correct the data set; it is asked again at each sweep")]
+    if fault:
+        return [_lease("dataset_failed", fault, "correct the data set; it is asked again at each sweep")]
     if audit.exhausted:
         return [
             _lease("dataset_exhausted", "the data set has no more tasks", "submit tasks, or finish the run")

@@ -10,23 +10,22 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 from astraflow.blobs import blob_prefix
 from astraflow.dataflow.v1 import run_pb2
-from astraflow.errors import NotFoundError, PluginError, PreconditionError, RecipeError
+from astraflow.errors import NotFoundError, PreconditionError, RecipeError
 from astraflow.plugins import Dataset, Filter
 from astraflow.recipe import Recipe
 from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
-from astraflow_dataflow.records import PolicyLimits, StoredRun
+from astraflow_dataflow.records import StoredRun
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.window import Window
 from astraflow_dataflow.runs import background
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import EventReader, Wakeups
-from astraflow_kit import plugins
 from astraflow_kit.log import get_logger
-from astraflow_kit.recipe_code import install_code, require_installed
+from astraflow_kit.plugins import RecipeSource, make
+from astraflow_kit.recipe_code import install_code
 
 log = get_logger(__name__)
 
@@ -61,15 +60,6 @@ class RunContext:
         """Where the run's blobs lie in its store."""
         return blob_prefix(self.store_uri, self.run_id)
 
-    def window(self) -> Window:
-        """The admission window; the same for each policy."""
-        flow = self.recipe.dataflow
-        return Window(
-            max_staleness=flow.max_staleness,
-            groups_per_step=flow.groups_per_step,
-            min_acceptance=flow.min_acceptance,
-        )
-
     def require_policy(self, policy_id: str) -> None:
         """Raise NotFoundError unless the run trains the policy."""
         if policy_id not in self.recipe.policies:
@@ -79,7 +69,7 @@ class RunContext:
 
 
 class RunRegistry:
-    """The run contexts of this process. `recipe_dir` holds the code of recipes this process may use."""
+    """The run contexts of this process. `code_dir` is where the code of recipes is written; None forbids such code."""
 
     def __init__(self, store: Store, *, code_dir: Path | None) -> None:
         self._store = store
@@ -95,14 +85,14 @@ class RunRegistry:
         """Validate recipe and plug-ins, then create the run. Raises RecipeError, PluginError, ConflictError."""
         recipe = parse_recipe(run.recipe_yaml, source=f"recipe of run {run.run_id}").recipe
         check_code(run.code)
-        self._plugins(recipe, run.code)
+        self._plugins(run, recipe)
         stored = await self._store.runs.create(
             run.run_id,
             recipe_yaml=run.recipe_yaml,
             code=run.code.SerializeToString(deterministic=True),
             store_uri=run.store_uri,
             max_attempts=recipe.dataflow.max_attempts,
-            policies=limits_of(recipe),
+            windows=windows_of(recipe),
         )
         await self.get(run.run_id)
         return stored
@@ -166,7 +156,8 @@ class RunRegistry:
         stored = await self._store.runs.get(run_id)
         recipe = parse_recipe(stored.recipe_yaml, source=f"recipe of run {run_id}").recipe
         code = run_pb2.CodeBundle.FromString(stored.code)
-        dataset, rules = self._plugins(recipe, code)
+        run = run_pb2.Run(run_id=run_id, recipe_yaml=stored.recipe_yaml, code=code)
+        dataset, rules = self._plugins(run, recipe)
         context = RunContext(
             run_id=run_id,
             recipe=recipe,
@@ -196,44 +187,26 @@ class RunRegistry:
         context.data_incarnation = await self._store.connection.data_incarnation()
         context.wakeups.wake_all()
 
-    def _plugins(self, recipe: Recipe, code: run_pb2.CodeBundle) -> tuple[Dataset, Rules]:
-        folder = self._code_folder(recipe, code)
-        dataset_type = _loaded(recipe.run.dataset, protocol=Dataset, folder=folder)
+    def _plugins(self, run: run_pb2.Run, recipe: Recipe) -> tuple[Dataset, Rules]:
+        folder = self._code_dir and install_code(run.code, into=self._code_dir, allowed=True)
+        source = RecipeSource(name=f"recipe of run {run.run_id}", text=run.recipe_yaml, folder=folder)
         filters = tuple(
-            (name, cast("Filter", _made(_loaded(name, protocol=Filter, folder=folder), name)))
-            for name in recipe.dataflow.filters
+            (plugin.use, make(plugin, protocol=Filter, source=source)) for plugin in recipe.dataflow.filters
         )
-        dataset = _made(dataset_type, recipe.run.dataset, seed=recipe.run.seed)
-        return cast("Dataset", dataset), Rules(min_members=recipe.dataflow.min_members, filters=filters)
-
-    def _code_folder(self, recipe: Recipe, code: run_pb2.CodeBundle) -> Path | None:
-        """Return where the recipe's own code lies, written by digest; None when no plug-in here needs it."""
-        named = (recipe.run.dataset, *recipe.dataflow.filters)
-        if not any(name.startswith("recipe:") for name in named):
-            return None
-        folder = None if self._code_dir is None else install_code(code, into=self._code_dir, allowed=True)
-        require_installed(*named, folder=folder)
-        return folder
+        dataset = make(recipe.run.dataset, protocol=Dataset, source=source, seed=recipe.run.seed)
+        return dataset, Rules(min_members=recipe.dataflow.min_members, filters=filters)
 
 
-def limits_of(recipe: Recipe) -> list[PolicyLimits]:
-    """Return what admission stores for each policy of a recipe."""
-    flow = recipe.dataflow
-    window = Window(
-        max_staleness=flow.max_staleness,
-        groups_per_step=flow.groups_per_step,
-        min_acceptance=flow.min_acceptance,
-    )
+def windows_of(recipe: Recipe) -> list[Window]:
+    """Return the staleness window of each policy of a recipe."""
     return [
-        PolicyLimits(
-            policy_id=policy_id,
-            window_groups=window.groups,
-            min_acceptance=flow.min_acceptance,
-            smoothing=window.smoothing,
-            max_staleness=flow.max_staleness,
-            groups_per_step=flow.groups_per_step,
+        Window(
+            policy_id=policy.policy_id,
+            max_staleness=policy.batches.max_staleness,
+            groups_per_step=policy.batches.groups_per_step,
+            min_acceptance=recipe.dataflow.min_acceptance,
         )
-        for policy_id in recipe.policies
+        for policy in recipe.resolved_policies.values()
     ]
 
 
@@ -249,18 +222,3 @@ def check_code(code: run_pb2.CodeBundle) -> None:
         raise RecipeError(
             "the code bundle does not have the digest it claims; load the recipe again and create the run anew"
         )
-
-
-def _loaded(name: str, *, protocol: type, folder: Path | None) -> object:
-    return plugins.load(name, protocol=protocol, recipe_dir=folder)
-
-
-def _made(kind: object, name: str, **arguments: int) -> object:
-    if not isinstance(kind, type):
-        return kind
-    try:
-        return kind(**arguments)
-    except Exception as error:
-        raise PluginError(
-            f"plug-in {name!r} cannot be made with {arguments}: {type(error).__name__}: {error}"
-        ) from error

@@ -17,9 +17,10 @@ from astraflow_dataflow.status.pools import pool_report
 from astraflow_dataflow.status.reporting import Reporting, timestamp
 from astraflow_dataflow.status.watching import watch
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
 from astraflow_kit.serve import Context
+from astraflow_kit.server_info import server_info
 
 log = get_logger(__name__)
 
@@ -39,6 +40,12 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     registry: RunRegistry
     reporting: Reporting
     durability: Durability
+    capabilities: Sequence[str]
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(server=server_info(self.capabilities))
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         return await self.reporting.status(await self.registry.get(request.run_id))

@@ -15,7 +15,7 @@ from astraflow_dataflow.records import Stage
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.bounds import MAX_REASON, require_short, wait_seconds
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.serve import Context
@@ -82,7 +82,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         self, request: pb.ReleasePolicyRequest, context: Context
     ) -> pb.ReleasePolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
-        await self.store.batches.let_go(run.run_id, request.policy_id, epoch=request.trainer_epoch)
+        await self.store.batches.release_policy(run.run_id, request.policy_id, epoch=request.trainer_epoch)
         log.info("policy.released", policy_id=request.policy_id, trainer_epoch=request.trainer_epoch)
         return pb.ReleasePolicyResponse()
 

@@ -12,12 +12,12 @@ from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
 from astraflow.rollout.v1 import blob_pb2
 from astraflow_dataflow.records import Life, StoredRun
-from astraflow_dataflow.rules.conservation import last_account
+from astraflow_dataflow.rules.conservation import last_count
 from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.servicers.bounds import page_number, page_size
-from astraflow_dataflow.status.reporting import RUN_STATES, account_message, timestamp
+from astraflow_dataflow.status.reporting import RUN_STATES, timestamp
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
@@ -86,9 +86,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         deleted = await self.store.runs.delete_keys(request.run_id)
         await self.durability.barrier()
         log.info("run.deleted", run_id=request.run_id, keys=deleted, forced=request.force)
-        return pb.DeleteRunResponse(
-            trajectories=account_message(last_account(counters)), deleted_keys=deleted
-        )
+        return pb.DeleteRunResponse(trajectories=last_count(counters), deleted_keys=deleted)
 
     async def JoinRun(self, request: pb.JoinRunRequest, context: Context) -> pb.JoinRunResponse:
         if not _NODE_ID.fullmatch(request.node_id):

@@ -15,7 +15,7 @@ from astraflow_dataflow.rules.tasks import task_problem
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.bounds import wait_seconds
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.leasing import Leasing
 from astraflow_dataflow.tasks.sessions import WorkSession
 from astraflow_dataflow.versions.announcements import Versions

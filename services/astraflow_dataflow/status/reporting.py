@@ -1,8 +1,7 @@
 """Reporting: the state of a run as the contract's StatusResponse, and as gauges.
 
-The accounts come from one atomic audit; nodes and evaluations are read beside it. Audits cost time
-proportional to what a run holds, so answers are shared for a short while. Called by the admin service, the
-pages and the metrics.
+The trajectory counts come from one atomic audit; nodes and evaluations are read beside it. An audit
+costs time proportional to what the run holds. Called by the admin service, the pages and the metrics.
 """
 
 from __future__ import annotations
@@ -14,21 +13,23 @@ from dataclasses import asdict, dataclass, field
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from astraflow.dataflow.v1 import account_pb2, admin_service_pb2, run_pb2, trace_pb2, version_pb2
+from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, trace_pb2, version_pb2
+from astraflow.dataflow.v1.account_pb2 import TrajectoryAccount
 from astraflow.errors import NotFoundError
 from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
-from astraflow_dataflow.rules.conservation import Account, balance, drift
+from astraflow_dataflow.rules.conservation import drift, recount
 from astraflow_dataflow.rules.staleness import summarize
-from astraflow_dataflow.rules.waits import Plugged, Wait, WaitBook, current_waits
+from astraflow_dataflow.rules.waits import DatasetFault, Wait, WaitBook, current_waits
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 
 log = get_logger(__name__)
 
+_PLACES = ("ingested", "trained", "in_batch", "ready", "assembling", "evaluated")
 RUN_STATES = {
     Life.ACTIVE: run_pb2.RUN_STATE_ACTIVE,
     Life.FINISHING: run_pb2.RUN_STATE_FINISHING,
@@ -43,13 +44,13 @@ class Reporting:
     store: Store
     versions: Versions
     metrics: Metrics
-    complaints: Mapping[str, Plugged]
-    """Data set complaints by run id, owned by the conductors."""
+    dataset_faults: Mapping[str, DatasetFault]
+    """Data set dataset_faults by run id, owned by the run loops."""
     _books: dict[str, WaitBook] = field(default_factory=dict)
 
     async def status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
         """Return the state of a run."""
-        audit, account = await self.account(context)
+        audit, account = await self.recount(context)
         nodes = await self.store.nodes.all(context.run_id)
         evaluations = await self.store.evaluations.all(context.run_id)
         connected = [node for node in nodes if node.connected_until_ms > audit.now_ms]
@@ -65,7 +66,7 @@ class Reporting:
         return admin_service_pb2.StatusResponse(
             state=RUN_STATES[audit.life],
             run_id=context.run_id,
-            trajectories=account_message(account),
+            trajectories=account,
             policies=sorted(policies, key=lambda policy: policy.policy_id),
             nodes=[node_message(node, now_ms=audit.now_ms) for node in nodes],
             evaluations=[evaluation_message(item) for item in evaluations],
@@ -116,46 +117,37 @@ class Reporting:
     ) -> list[admin_service_pb2.Wait]:
         connected = [node.node_id for node in nodes if node.connected_until_ms > audit.now_ms]
         refused = await self.store.admin.refused(context.run_id, connected)
-        complaint = self.complaints[context.run_id].message if context.run_id in self.complaints else ""
-        waits = current_waits(audit, nodes, evaluations, dataset_complaint=complaint, refused=refused)
+        fault = self.dataset_faults[context.run_id].message if context.run_id in self.dataset_faults else ""
+        waits = current_waits(audit, nodes, evaluations, dataset_fault=fault, refused=refused)
         book = self._books.setdefault(context.run_id, WaitBook())
         waited = book.waited_ms(waits, now_ms=audit.now_ms)
         return [wait_message(wait, waited_ms, now_ms=audit.now_ms) for wait, waited_ms in waited]
 
-    async def account(self, context: RunContext) -> tuple[Audit, Account]:
-        """Return one snapshot and its account; a defect is logged with the drift of each counter."""
+    async def recount(self, context: RunContext) -> tuple[Audit, TrajectoryAccount]:
+        """Return one snapshot and where its trajectories are; a defect is logged with the drift of each counter."""
         audit = await self.store.audits.audit(context.run_id)
         trained = 0
         for policy in audit.policies:
             trained += await self.store.audits.trained_in_log(
                 context.run_id, policy.policy_id, through=policy.last_consumed
             )
-        account = balance(audit, trained_in_log=trained)
-        if account.error:
+        account = recount(audit, trained_in_log=trained)
+        if account.conservation_error:
             log.error(
                 "conservation.broken",
                 run_id=context.run_id,
-                error=account.error,
+                error=account.conservation_error,
                 drift=drift(audit, trained_in_log=trained),
             )
         self._export(audit, account)
         return audit, account
 
-    def _export(self, audit: Audit, account: Account) -> None:
-        places = {
-            "trained": account.trained,
-            "in_batch": account.in_batch,
-            "ready": account.ready,
-            "assembling": account.assembling,
-            "evaluated": account.evaluated,
-            "ingested": account.ingested,
-        }
-        for place, value in [
-            *places.items(),
-            *((f"dropped_{key}", value) for key, value in account.dropped.items()),
-        ]:
-            self.metrics.set("astraflow_dataflow_trajectories", value, place=place)
-        self.metrics.set("astraflow_dataflow_conservation_error", account.error)
+    def _export(self, audit: Audit, account: TrajectoryAccount) -> None:
+        counts = {place: getattr(account, place) for place in _PLACES}
+        counts |= {f"dropped_{reason}": count for reason, count in account.dropped.items()}
+        for place, count in counts.items():
+            self.metrics.set("astraflow_dataflow_trajectories", count, place=place)
+        self.metrics.set("astraflow_dataflow_conservation_error", account.conservation_error)
         for policy in audit.policies:
             name = policy.policy_id
             self.metrics.set(
@@ -165,20 +157,6 @@ class Reporting:
             self.metrics.set("astraflow_dataflow_outstanding_groups", policy.outstanding, policy=name)
             self.metrics.set("astraflow_dataflow_credit_groups", policy.credit, policy=name)
             self.metrics.set("astraflow_dataflow_acceptance", policy.acceptance, policy=name)
-
-
-def account_message(account: Account) -> account_pb2.TrajectoryAccount:
-    """Return the contract's form of an account."""
-    return account_pb2.TrajectoryAccount(
-        ingested=account.ingested,
-        trained=account.trained,
-        in_batch=account.in_batch,
-        ready=account.ready,
-        assembling=account.assembling,
-        dropped=account.dropped,
-        evaluated=account.evaluated,
-        conservation_error=account.error,
-    )
 
 
 def policy_message(policy: PolicyState) -> admin_service_pb2.PolicyStatus:

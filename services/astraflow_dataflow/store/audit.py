@@ -1,4 +1,4 @@
-"""Accounts and wake-up events read from Redis.
+"""Trajectory counts and wake-up events read from Redis.
 
 `audit` is one atomic snapshot: the counters and, beside them, what the stored groups and batches really hold. Called by
 reporting and by the event reader.

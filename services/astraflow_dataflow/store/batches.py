@@ -1,7 +1,7 @@
 """Batches and versions in Redis.
 
 Every call carries the trainer epoch and the function refuses an older one, so a trainer that was replaced can change
-nothing. Called by the batch and version services and by the conductor.
+nothing. Called by the batch and version services and by the run loop.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class BatchStore:
         """Note that the trainer of this epoch lives. Raises FencedError, NotFoundError."""
         await self._connection.call(Keys(run_id), "hold", policy_id, epoch)
 
-    async def let_go(self, run_id: str, policy_id: str, *, epoch: int) -> None:
+    async def release_policy(self, run_id: str, policy_id: str, *, epoch: int) -> None:
         """Note that the trainer of this epoch ends. Raises FencedError, NotFoundError."""
-        await self._connection.call(Keys(run_id), "let_go", policy_id, epoch)
+        await self._connection.call(Keys(run_id), "release_policy", policy_id, epoch)
 
     async def acquire(
         self,

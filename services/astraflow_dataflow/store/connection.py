@@ -1,8 +1,8 @@
-"""The one adapter over Redis: connection, checks, errors, and the typed stores of each noun.
+"""The one adapter over Redis: connection, checks, errors and replies.
 
-Only `store*.py` imports redis, and every state change goes through a function of the library, so what must be atomic is
-atomic whatever process asks. A Redis that would lose data silently (eviction, no append-only file, wrong schema) is
-refused at start with the remedy. Built by `server`, used by all domain modules through `Store`.
+Only the room `store` imports redis, and every state change goes through a function of the library, so what must be
+atomic is atomic whatever process asks. A Redis that would lose data silently (eviction, no append-only file, wrong
+schema) is refused at start with the remedy. Built by `server`, used by all domain modules through `Store`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from redis import exceptions as redis_errors
 
 from astraflow import errors
 from astraflow_dataflow.records import Ability, Beat
-from astraflow_dataflow.store import function_library as library
+from astraflow_dataflow.store import function_library
 from astraflow_dataflow.store.keys import BEAT_KEY, INCARNATION_KEY, SCHEMA_KEY, SCHEMA_VERSION, Keys
 from astraflow_kit.log import get_logger
 
@@ -60,7 +60,7 @@ class Connection:
         self._url = url
         self._allow_volatile = allow_volatile
         # No socket_timeout: redis-py then sends through asyncio.wait_for, which in Python 3.11 loses cancellations.
-        # `_within_deadline` bounds every command instead.
+        # `_answered` bounds every command instead.
         self._redis = redis_asyncio.Redis.from_url(
             url, socket_timeout=None, socket_connect_timeout=5.0, health_check_interval=15, protocol=2
         )
@@ -95,8 +95,8 @@ class Connection:
         """Load the library, replacing what has its name. What is there already is left: a full Redis loads nothing,
         and must not keep the server from making room.
         """
-        source = library.source()
-        found = await self.raw("FUNCTION", "LIST", "LIBRARYNAME", library.LIBRARY, "WITHCODE")
+        source = function_library.source()
+        found = await self.raw("FUNCTION", "LIST", "LIBRARYNAME", function_library.LIBRARY, "WITHCODE")
         codes = [as_mapping(entry).get("library_code") for entry in as_list(found)]
         if source.encode() not in codes:
             await self.raw("FUNCTION", "LOAD", "REPLACE", source)
@@ -139,7 +139,7 @@ class Connection:
             pipeline.execute_command("GET", INCARNATION_KEY)
             for run_id in run_ids:
                 pipeline.execute_command("HGET", Keys(run_id).of("run"), "position")
-            pipeline.execute_command("FCALL", library.function_name("beat"), 1, BEAT_KEY)
+            pipeline.execute_command("FCALL", function_library.function_name("beat"), 1, BEAT_KEY)
             if wait:
                 pipeline.execute_command(*wait)
             info, data_id, *rest = await pipeline.execute()
@@ -160,10 +160,14 @@ class Connection:
     async def ready(self) -> str | None:
         """None when Redis answers and holds the functions; else the reason as one sentence."""
         try:
-            found = await self.raw("FUNCTION", "LIST", "LIBRARYNAME", library.LIBRARY)
+            found = await self.raw("FUNCTION", "LIST", "LIBRARYNAME", function_library.LIBRARY)
         except errors.AstraflowError as error:
             return f"Redis at {_shown(self._url)} does not answer: {error.message}"
-        return None if found else f"Redis lost the function library {library.LIBRARY}; restart this server"
+        return (
+            None
+            if found
+            else f"Redis lost the function library {function_library.LIBRARY}; restart this server"
+        )
 
     async def call(self, keys: Keys, name: str, *arguments: Argument) -> Reply:
         """Call a function of the library on one run. Raises the typed error it answers."""
@@ -209,7 +213,9 @@ class Connection:
             for key, body, ttl_s in payloads:
                 pipeline.set(key, body, ex=ttl_s, nx=True)
             for name, arguments in calls:
-                pipeline.execute_command("FCALL", library.function_name(name), 1, keys.prefix, *arguments)
+                pipeline.execute_command(
+                    "FCALL", function_library.function_name(name), 1, keys.prefix, *arguments
+                )
             return list((await pipeline.execute(raise_on_error=False))[len(payloads) :])
         raise AssertionError("an answered pipeline returned or raised")
 

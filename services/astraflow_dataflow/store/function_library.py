@@ -30,7 +30,7 @@ _READS = (
 _RELEASES = (
     "claim",
     "hold",
-    "let_go",
+    "release_policy",
     "acquire",
     "seal",
     "publish",

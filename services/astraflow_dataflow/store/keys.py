@@ -1,7 +1,8 @@
 """Every Redis key name of the data plane, and nothing else.
 
 A name is `af:{<run>}:<suffix>`, so all keys of a run hash to one slot; the same table is rendered into the Lua library
-(`lua_table`), so Python and the functions can never disagree about a name. Read by the store modules and by `library`.
+(`lua_table`), so Python and the functions can never disagree about a name. Read by the store
+modules.
 """
 
 from __future__ import annotations

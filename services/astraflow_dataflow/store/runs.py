@@ -1,7 +1,7 @@
 """Runs, nodes and evaluations in Redis.
 
 Each method is one function call of the library and therefore atomic; repeated calls with equal arguments
-change nothing. Called by the run registry, the membership and evaluation services, and the conductor.
+change nothing. Called by the run registry, the membership and evaluation services, and the run loop.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from astraflow.errors import ConflictError, NotFoundError
 from astraflow_dataflow.records import (
     Life,
     NewTask,
-    PolicyLimits,
     StoredEvaluation,
     StoredNode,
     StoredRun,
     WeightFault,
 )
+from astraflow_dataflow.rules.window import Window
 from astraflow_dataflow.store.connection import (
     Argument,
     Connection,
@@ -49,14 +49,14 @@ class RunStore:
         code: bytes,
         store_uri: str,
         max_attempts: int,
-        policies: Sequence[PolicyLimits],
+        windows: Sequence[Window],
     ) -> StoredRun:
         """Create the run, or return the stored one when it is equal. Raises ConflictError when it is not."""
         digest = _digest(recipe_yaml.encode(), code, store_uri.encode())
         limits: list[Argument] = []
-        for policy in policies:
-            limits += [policy.policy_id, policy.window_groups, policy.min_acceptance, policy.smoothing]
-            limits += [policy.max_staleness, policy.groups_per_step]
+        for window in windows:
+            limits += [window.policy_id, window.groups, window.min_acceptance, window.smoothing]
+            limits += [window.max_staleness, window.groups_per_step]
         reply = await self._connection.call(
             Keys(run_id), "create_run", run_id, digest, recipe_yaml, code, store_uri, max_attempts, *limits
         )

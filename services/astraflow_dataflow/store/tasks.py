@@ -2,7 +2,7 @@
 
 Commits are sent many at a time in one pipeline: payloads first, then one function call per episode that
 refers to them, so a crash in between leaves only garbage that expires. Called by leasing, ingest and the
-conductor.
+run loop.
 """
 
 from __future__ import annotations
@@ -268,6 +268,7 @@ def _complete_task(task_id: str, fields: list[Reply]) -> CompleteTask | None:
         group_size=as_int(fields[2]),
         num_finished=as_int(fields[3]),
         headers={as_text(key): as_bytes(value) for key, value in zip(held[::2], held[1::2], strict=True)},
+        spec=as_bytes(fields[5]),
     )
 
 

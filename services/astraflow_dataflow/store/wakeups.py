@@ -65,7 +65,7 @@ class Subscription:
         self._owner.remove(self)
 
 
-class Turns:
+class WorkWaiters:
     """Whose turn it is to ask for work: a piece of news wakes one of those that wait, not all of them.
 
     Whoever was woken asks, and when another might get something the next one is woken; nobody is asked twice for the
@@ -135,7 +135,7 @@ class Wakeups:
 
     def __init__(self) -> None:
         self._by_topic: dict[str, set[Subscription]] = {}
-        self.turns = Turns()
+        self.work_waiters = WorkWaiters()
         """Working sessions that wait for `work`."""
 
     def subscribe(self, *topics: str) -> Subscription:
@@ -160,7 +160,7 @@ class Wakeups:
         for subscription in self._by_topic.get(event.topic, ()):
             subscription.put(event)
         if event.topic == "work":
-            self.turns.news()
+            self.work_waiters.news()
 
     def wake_all(self) -> None:
         """Make every waiter look again: after a time in which events may have been missed."""

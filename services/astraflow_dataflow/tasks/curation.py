@@ -1,7 +1,7 @@
 """Curation: the data set is asked for tasks only as far as admission gives credit.
 
 The cursor lives in Redis and moves by compare-and-set together with the tasks it stands for, so a restart
-neither skips nor repeats a task and two servers feed one run without harm. Called by the conductor; the data
+neither skips nor repeats a task and two servers feed one run without harm. Called by the run loop; the data
 set plug-in runs in a thread.
 """
 
@@ -19,7 +19,7 @@ from astraflow_dataflow.records import NewTask, StoredEvaluation, Supply
 from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.rules.tasks import task_problem
 from astraflow_dataflow.runs.registry import RunContext
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 
 TASKS_PER_FEED = 64
 HELD_OUT_AHEAD = 1024
@@ -113,6 +113,7 @@ def new_task(
         data_json=_json(spec),
         purpose=purpose,
         group_size=group_size,
+        source=spec.source,
     )
     problem = task_problem(message, allow_evaluation=bool(task_id))
     if problem:

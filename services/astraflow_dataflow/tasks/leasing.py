@@ -18,7 +18,7 @@ from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import Grant
 from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.runs.registry import RunContext
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics

@@ -19,7 +19,7 @@ from astraflow.errors import AstraflowError, InvalidArgumentError, UnavailableEr
 from astraflow_dataflow.records import Event, Life, WeightFault
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import Subscription
 from astraflow_dataflow.tasks.leasing import Leasing, Offer
 from astraflow_dataflow.versions.announcements import Versions
@@ -63,7 +63,7 @@ class WorkSession:
         self._asking: asyncio.Task[Offer] | None = None
         self._unconfirmed: set[str] = set()
         """Leases that were sent on this stream and that the node has not mentioned yet."""
-        self._told_position = 0
+        self._sent_position = 0
         self._data_incarnation = context.data_incarnation
         self._max_held = 0
         self._credits = 0
@@ -94,14 +94,14 @@ class WorkSession:
                     yield response
             finally:
                 reader.cancel()
-                self._context.wakeups.turns.leave(inbox)
+                self._context.wakeups.work_waiters.leave(inbox)
                 await self._leave()
         if self._failure is not None:
             raise self._failure
 
     async def _respond(self, reader: asyncio.Task[None], inbox: Subscription) -> AsyncIterator[Response]:
         events: list[Event] = []
-        turns = self._context.wakeups.turns
+        work_waiters = self._context.wakeups.work_waiters
         while True:
             ended = reader.done()
             self._require_same_data()
@@ -112,7 +112,7 @@ class WorkSession:
             if ended:
                 return
             if self._wants_work:
-                turns.wait(inbox)
+                work_waiters.wait(inbox)
             events = await inbox.wait(HEARTBEAT_S)
             await asyncio.sleep(_SETTLE_S)
 
@@ -186,7 +186,7 @@ class WorkSession:
             }
         )
 
-    def _weight_faults(self, told: Sequence[version_pb2.WeightFault]) -> str:
+    def _weight_faults(self, reported: Sequence[version_pb2.WeightFault]) -> str:
         """What is kept of a node's faults; each new one is logged once."""
         faults = [
             WeightFault(
@@ -196,7 +196,7 @@ class WorkSession:
                 tile=fault.tile if fault.HasField("tile") else None,
                 problem=fault.problem[:512],
             )
-            for fault in told
+            for fault in reported
         ]
         for fault in faults:
             if fault not in self._faults:
@@ -241,9 +241,9 @@ class WorkSession:
 
     def _watermark(self) -> list[Response]:
         watermark = self._durability.watermark(self._context.run_id)
-        if watermark is None or watermark.durable_position == self._told_position:
+        if watermark is None or watermark.durable_position == self._sent_position:
             return []
-        self._told_position = watermark.durable_position
+        self._sent_position = watermark.durable_position
         return [Response(watermark=watermark)]
 
     def _heartbeat_topics(self) -> set[str]:
@@ -270,9 +270,9 @@ class WorkSession:
 
     async def _leases(self, inbox: Subscription) -> list[Response]:
         if not self._wants_work:
-            self._context.wakeups.turns.leave(inbox)
+            self._context.wakeups.work_waiters.leave(inbox)
             return []
-        self._context.wakeups.turns.ask(inbox)
+        self._context.wakeups.work_waiters.ask(inbox)
         asking = self._leasing.lease(
             self._context,
             node_id=self._node_id,
@@ -290,7 +290,7 @@ class WorkSession:
             raise
         self._asking = None
         self._unconfirmed.update(lease.lease_id for lease in offer.leases)
-        self._context.wakeups.turns.answered(inbox, more=offer.more)
+        self._context.wakeups.work_waiters.answered(inbox, more=offer.more)
         self._credits -= len(offer.leases)
         self._num_sent += len(offer.leases)
         return [Response(lease=lease) for lease in offer.leases]

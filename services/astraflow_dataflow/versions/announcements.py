@@ -15,7 +15,7 @@ from astraflow.dataflow.v1 import version_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow_dataflow.records import StoredVersion
 from astraflow_dataflow.runs.registry import RunContext
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 

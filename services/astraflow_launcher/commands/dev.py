@@ -1,4 +1,4 @@
-"""`astraflow dev [RECIPE]`: options, their checks, and how the end of a run is told to people and to
+"""`astraflow dev [RECIPE]`: options, their checks, and the summary of a run for people and for
 programs.
 """
 

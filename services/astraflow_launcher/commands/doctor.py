@@ -25,7 +25,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check this machine and name remedies. Changes nothing.
+    """Check this machine and suggest fixes. Changes nothing.
 
     Status 1: something failed. How to reach an S3 store comes from ASTRAFLOW_STORE_ENDPOINT_URL,
     ASTRAFLOW_STORE_REGION and ASTRAFLOW_STORE_CREDENTIALS_FILE, as for a trainer.
@@ -49,7 +49,7 @@ def _as_json(finding: Finding) -> dict[str, str]:
 
 
 def _as_table(findings: list[Finding]) -> Table:
-    table = Table("check", "", "found", "remedy", box=None, padding=(0, 2), header_style="dim")
+    table = Table("check", "", "found", "suggested fix", box=None, padding=(0, 2), header_style="dim")
     for finding in findings:
         state = f"[{_STYLES[finding.state]}]{finding.state.value}[/]"
         # Remedies such as 'astraflow[dev]' would lose their brackets as markup.

@@ -39,7 +39,7 @@ def support_bundle(
 ) -> None:
     """Pack logs, Redis data, weight manifests, versions, recipe, metrics and the server's answers; no weights.
 
-    Looks at the newest run below .astraflow/runs unless told otherwise. Changes nothing, and works on a run that
+    Looks at the newest run below .astraflow/runs unless another is named. Changes nothing, and works on a run that
     has ended too.
     """
     folder = None if join and data_dir is None else _folder(data_dir)
@@ -55,7 +55,7 @@ def support_bundle(
     missing = save_bundle(evidence, path)
     typer.echo(f"{path}  ({path.stat().st_size / 2**20:.1f} MiB; README.txt in it says what is what)")
     for gap in missing:
-        typer.echo(f"not in it: {gap}", err=True)
+        typer.echo(f"missing: {gap}", err=True)
 
 
 def _folder(data_dir: Path | None) -> Path:

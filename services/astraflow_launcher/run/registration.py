@@ -34,15 +34,16 @@ async def register_run(
     answer = await client.call(client.runs.CreateRun, request, timeout_s=_TIMEOUT_S)
     if answer.run.state not in (run_pb2.RUN_STATE_FINISHING, run_pb2.RUN_STATE_FINISHED):
         return
+    wanted = {policy.policy_id: policy.steps for policy in loaded.recipe.resolved_policies.values()}
     finished = await _finished_steps(client, run.run_id)
-    if finished < loaded.recipe.run.steps:
+    if any(finished.get(policy_id, 0) < steps for policy_id, steps in wanted.items()):
         again = run_service_pb2.UpdateRunRequest(run_id=run.run_id, state=run_pb2.RUN_STATE_ACTIVE)
         await client.call(client.runs.UpdateRun, again, timeout_s=_TIMEOUT_S)
-        log.info("run.continued", finished_steps=finished, steps=loaded.recipe.run.steps)
+        log.info("run.continued", finished_steps=finished, steps=wanted)
 
 
-async def _finished_steps(client: AsyncClient, run_id: str) -> int:
-    """Steps that every policy has finished."""
+async def _finished_steps(client: AsyncClient, run_id: str) -> dict[str, int]:
+    """The last finished step of each policy."""
     request = admin_service_pb2.StatusRequest(run_id=run_id)
     status = await client.call(client.admin.Status, request, timeout_s=_TIMEOUT_S)
-    return min((policy.last_finished_step for policy in status.policies), default=0)
+    return {policy.policy_id: policy.last_finished_step for policy in status.policies}

@@ -22,7 +22,7 @@ __all__ = ["MAX_TEXT_BYTES", "Archive", "redacted"]
 
 MAX_TEXT_BYTES = 4 * 2**20
 """The end of a text is kept up to this size."""
-_TOLD_ONE_BY_ONE = 4
+_LISTED_ONE_BY_ONE = 4
 _NAMES = "token|secret|passw(?:or)?d|authorization|signature|cookie|(?:api|secret|access)[_-]?key(?:[_-]?id)?"
 _ASSIGNED = re.compile(rf"((?:\b|[_-])(?:{_NAMES})[\"']?\s*[:=]\s*[\"']?)(?!\*\*\*)[^\s\"',;&}}]+", re.I)
 _URL_USER = re.compile(r"([a-z0-9+]+://)[^/\s@:]+@", re.I)
@@ -87,7 +87,7 @@ class Archive:
         self._add(name, content, about)
 
     def attempt(self, what: str, add: Callable[[], None], *failures: type[Exception]) -> None:
-        """Run `add`; when it fails in a foreseen way, note that `what` is missing and why."""
+        """Run `add`; when it fails with one of `failures`, note that `what` is missing and why."""
         try:
             add()
         except failures as error:
@@ -105,16 +105,15 @@ class Archive:
         self._tar.addfile(entry, io.BytesIO(content))
 
     def _index(self) -> str:
-        told = _told_together(self._entries)
-        width = max((len(name) for name, _ in told), default=0)
-        lines = [f"{name:<{width}}  {about}".rstrip() for name, about in told]
+        lines = _grouped(self._entries)
+        width = max((len(name) for name, _ in lines), default=0)
         gaps = [f"- {gap}" for gap in self.missing] or ["- nothing"]
         return "\n".join(
             [
                 "What an AstraFlow run left, packed for whoever looks into it.",
                 "Tokens, passwords and keys are blanked in texts; recognisable ones only, so look before you share it.",
                 "docs/debugging.md leads from symptoms to causes.\n",
-                *lines,
+                *(f"{name:<{width}}  {about}".rstrip() for name, about in lines),
                 "\nNot in here:",
                 *gaps,
                 "",
@@ -122,15 +121,15 @@ class Archive:
         )
 
 
-def _told_together(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def _grouped(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """One line for the many files of a folder that are all the same thing."""
     folders: dict[tuple[str, str], list[str]] = {}
     for name, about in entries:
         folders.setdefault((name.rpartition("/")[0], about), []).append(name)
-    told = []
+    lines = []
     for (folder, about), names in folders.items():
-        if about and len(names) > _TOLD_ONE_BY_ONE:
-            told.append((f"{folder}/ ({len(names)} files)", f"each: {about}"))
+        if about and len(names) > _LISTED_ONE_BY_ONE:
+            lines.append((f"{folder}/ ({len(names)} files)", f"each: {about}"))
         else:
-            told += [(name, about) for name in names]
-    return told
+            lines += [(name, about) for name in names]
+    return lines

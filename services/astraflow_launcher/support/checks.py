@@ -1,4 +1,4 @@
-"""The checks of `astraflow doctor`: each looks at one thing, says what it found, and names the remedy when it
+"""The checks of `astraflow doctor`: each looks at one thing, says what it found, and suggests a fix when it
 is wrong.
 
 A check never changes the machine. Each is a function without arguments, so that a test can run it alone; its

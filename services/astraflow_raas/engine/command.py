@@ -6,16 +6,15 @@ samples is attributable. `process` runs the command; `server` asks `require_engi
 
 import asyncio
 import importlib.util
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from astraflow.errors import InvalidArgumentError
+from astraflow_kit.ports import LOOPBACK
 from astraflow_raas.settings import EMBEDDED_ENGINE, SGLANG_ENGINE
 
-HOST = "127.0.0.1"
 _NEEDS = {EMBEDDED_ENGINE: ("astraflow_engine", "torch"), SGLANG_ENGINE: ("sglang",)}
 _REMEDIES = {
     EMBEDDED_ENGINE: "pip install 'astraflow[engine]'",
@@ -40,7 +39,7 @@ class EngineCommand:
             "--model-path",
             str(model_dir),
             "--host",
-            HOST,
+            LOOPBACK,
             "--port",
             str(port),
             "--weight-version",
@@ -93,12 +92,3 @@ async def _has_module(name: str, *, python: Path | None) -> bool:
     except OSError as error:
         raise InvalidArgumentError(f"--engine-python {python} cannot be started: {error}") from error
     return await process.wait() == 0
-
-
-def free_port() -> int:
-    """A loopback port that nobody holds now. Another process may take it first: then the engine is started
-    again."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-    return port

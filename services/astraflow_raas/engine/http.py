@@ -24,7 +24,7 @@ from astraflow_raas.engine.base import (
     GenerateCall,
     Generation,
 )
-from astraflow_raas.engine.lanes import Lanes
+from astraflow_raas.engine.connection_pools import ConnectionPools
 
 log = get_logger(__name__)
 
@@ -42,7 +42,8 @@ class HttpEngine:
 
     def __init__(self, base_url: str, *, request_timeout_s: float = 600.0) -> None:
         self.base_url = base_url
-        self._lanes = Lanes(base_url, timeout=httpx.Timeout(request_timeout_s, connect=_CONNECT_TIMEOUT_S))
+        timeout = httpx.Timeout(request_timeout_s, connect=_CONNECT_TIMEOUT_S)
+        self._pools = ConnectionPools(base_url, timeout=timeout)
         self._open = asyncio.Event()
         self._open.set()
         self._cache_key = ""
@@ -61,9 +62,8 @@ class HttpEngine:
 
     async def swap(self, *, model_dir: Path, version: int) -> None:
         async with self._paused():
-            # flush_cache stays off: SGLang cannot flush below running requests. The cache key of new calls
-            # names the
-            # version instead, so keys and values of older weights are never reused.
+            # flush_cache stays off: SGLang cannot flush below running requests. The cache key of new calls names
+            # the version instead, so keys and values of older weights are never reused.
             body = {"model_path": str(model_dir), "weight_version": str(version), "flush_cache": False}
             answer = await self._post("/update_weights_from_disk", body, timeout_s=_SWAP_TIMEOUT_S)
             if not isinstance(answer, dict) or not answer.get("success"):
@@ -86,7 +86,7 @@ class HttpEngine:
 
     async def close(self) -> None:
         self._closed = True
-        await self._lanes.close()
+        await self._pools.close()
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -110,12 +110,11 @@ class HttpEngine:
 
     async def _send(self, method: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - JSON
         where = f"{method} {self.base_url}{path}"
-        if (
-            self._closed
-        ):  # the engine died, and whoever still holds it learns so like from a refused connection
+        if self._closed:
+            # The engine died: whoever still holds it learns so as from a refused connection.
             raise EngineUnavailable(f"{where}: the engine is gone, its connections are closed")
         try:
-            async with self._lanes.lane() as client:
+            async with self._pools.client() as client:
                 response = await client.request(method, path, **request)
         except httpx.TransportError as error:
             raise EngineUnavailable(f"{where}: {type(error).__name__}: {error}") from error

@@ -7,14 +7,15 @@ file. `host` starts one after another and decides when to give up on one.
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from astraflow_kit.log import get_logger
+from astraflow_kit.parent import dying_with_us
+from astraflow_kit.ports import LOOPBACK, free_port
 from astraflow_raas.engine.base import EngineUnavailable
-from astraflow_raas.engine.command import HOST, EngineCommand, free_port
+from astraflow_raas.engine.command import EngineCommand
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.settings import child_environment
 
@@ -69,7 +70,7 @@ class EngineProcess:
         # Helpers of the engine may outlive it: SGLang's scheduler would keep a core busy.
         self._signal_group(signal.SIGKILL)
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The end of the log, for error messages."""
         with self.log_path.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
@@ -85,9 +86,7 @@ class EngineProcess:
 
     async def _healthy(self) -> bool:
         if not self.alive:
-            raise EngineUnavailable(
-                f"the engine ended with code {self.child.returncode}:\n{self.last_words()}"
-            )
+            raise EngineUnavailable(f"the engine ended with code {self.child.returncode}:\n{self.log_tail()}")
         try:
             await self.engine.check_health()
         except EngineUnavailable:
@@ -108,11 +107,10 @@ async def start_engine(
     started."""
     port = choose_port()
     argv = command.argv(model_dir=model_dir, version=version, port=port)
-    leash = [sys.executable, "-m", "astraflow_raas.engine.leash", str(os.getpid()), *argv]
     with log_path.open("ab") as output:
         try:
             child = await asyncio.create_subprocess_exec(
-                *leash,
+                *dying_with_us(*argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -124,5 +122,5 @@ async def start_engine(
     log.info(
         "engine.started", pid=child.pid, port=port, kind=command.kind, version=version, log=str(log_path)
     )
-    engine = HttpEngine(f"http://{HOST}:{port}", request_timeout_s=request_timeout_s)
+    engine = HttpEngine(f"http://{LOOPBACK}:{port}", request_timeout_s=request_timeout_s)
     return EngineProcess(child=child, engine=engine, log_path=log_path)

@@ -8,6 +8,8 @@ accepted the node.
 import asyncio
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from astraflow.client import AsyncClient
@@ -17,15 +19,15 @@ from astraflow.plugins import Workflow
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.command import EngineCommand
 from astraflow_raas.engine.http import HttpEngine
-from astraflow_raas.engine.process import EngineProcess, start_engine
-from astraflow_raas.node.engine_host import ChildHost, HostSettings, RemoteHost
+from astraflow_raas.engine.process import start_engine
+from astraflow_raas.node.engine_host import ChildHost, HostSettings, Launch, RemoteHost
 from astraflow_raas.node.folder import NodeFolder
 from astraflow_raas.node.joining import FoundRun
-from astraflow_raas.node.mirror_place import MirrorPlace
-from astraflow_raas.node.node import Node, NodeState, PolicyParts, PolicyTable
+from astraflow_raas.node.mirror_folders import MirrorFolders
+from astraflow_raas.node.node import Node, PolicyParts, PolicyTable, node_state
 from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy
-from astraflow_raas.policies.weight_sync import FetchedVersion, WeightSync
+from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_raas.push.journal import PushJournal
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
@@ -33,7 +35,7 @@ from astraflow_raas.push.spool_files import SpoolFiles
 from astraflow_raas.settings import NodeSettings
 from astraflow_raas.timeline import Timeline
 from astraflow_raas.work.session import Session, SessionSettings
-from astraflow_raas.work.worker import Membership, Worker, WorkerHooks
+from astraflow_raas.work.worker import Worker, WorkerHooks
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
@@ -41,71 +43,51 @@ from astraflow_weights.versions.log import VersionLog
 _MAX_ENGINE_SLOTS = 1024
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodeInputs:
+    """What a joined node is made from."""
+
+    found: FoundRun
+    request: run_service_pb2.JoinRunRequest
+    joined: run_service_pb2.JoinRunResponse
+    client: AsyncClient
+    workflow: Workflow
+    settings: NodeSettings
+    metrics: Metrics
+    timeline: Timeline
+    drain_requested: Callable[[str], None]
+    """Called with the reason when the server asks the node to drain."""
+
+
 async def assemble_node(
-    found: FoundRun,
-    joined: run_service_pb2.JoinRunResponse,
-    *,
-    membership: Membership,
-    workflow: Workflow,
-    store: ObjectStore,
-    client: AsyncClient,
-    settings: NodeSettings,
-    folder: NodeFolder,
-    place: MirrorPlace,
-    metrics: Metrics,
-    timeline: Timeline,
-    told_to_drain: Callable[[str], None],
+    inputs: NodeInputs, *, store: ObjectStore, folder: NodeFolder, mirrors: MirrorFolders
 ) -> Node:
     """Return the node, not started. Raises MirrorMismatch, InvalidArgumentError."""
-    maker = _PolicyMaker(
-        found,
-        store=store,
-        membership=membership,
-        settings=settings,
-        folder=folder,
-        place=place,
-        metrics=metrics,
-        timeline=timeline,
+    maker = _PolicyMaker(inputs, store=store, folder=folder, mirrors=mirrors)
+    policies = PolicyTable({name: await maker.make(name) for name in inputs.found.recipe.policies})
+    settings = inputs.settings
+    pusher = Pusher(
+        inputs.client,
+        metrics=inputs.metrics,
+        limits=SpoolLimits(max_episodes=settings.spool_episodes, max_bytes=settings.spool_bytes),
+        files=SpoolFiles(folder.spool(inputs.request.run_id)),
+        journal=PushJournal(folder.push_journal if settings.push_journal else None),
     )
-    policies = PolicyTable({name: await maker.make(name) for name in found.recipe.policies})
-    limits = SpoolLimits(max_episodes=settings.spool_episodes, max_bytes=settings.spool_bytes)
-    files = SpoolFiles(folder.spool(membership.run_id))
-    journal = PushJournal(folder.push_journal if settings.push_journal else None)
-    pusher = Pusher(client, metrics=metrics, limits=limits, files=files, journal=journal)
-    session = Session(
-        workflow,
-        policies={name: part.policy for name, part in policies.parts.items()},
-        pusher=pusher,
-        settings=SessionSettings(
-            node_id=membership.node_id,
-            episode_timeout_s=found.recipe.raas.episode_timeout_s,
-            coalesce_max_new_tokens=settings.coalesce_max_new_tokens,
-        ),
-        metrics=metrics,
-    )
-    state = NodeState(policies=policies, pusher=pusher)
-    worker = Worker(
-        client,
-        membership,
-        joined=joined,
-        runner=session,
-        state=state,
-        hooks=WorkerHooks(
-            announce=policies.announce,
-            data_lost=pusher.push_recent_again,
-            durable=pusher.durable,
-            drained_by_server=told_to_drain,
-            reached=timeline.mark,
-        ),
-        default_sampling=found.sampling,
-        metrics=metrics,
-    )
-    state.tell_changes_to(worker.state_changed)
-    for version in joined.versions:
+    return connect_node(inputs, policies=policies, pusher=pusher)
+
+
+def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -> Node:
+    """Put a node together from its policies and its pusher, and let them hear of what was announced already."""
+    session = _session(inputs, policies, pusher)
+    worker = _worker(inputs, policies, pusher, session)
+    for part in policies.parts.values():
+        part.policy.on_change = worker.state_changed
+    pusher.on_change = worker.state_changed
+    for version in inputs.joined.versions:
         policies.announce(version)
     return Node(
-        run_id=membership.run_id,
-        node_id=membership.node_id,
+        run_id=inputs.request.run_id,
+        node_id=inputs.request.node_id,
         policies=policies,
         session=session,
         pusher=pusher,
@@ -113,102 +95,107 @@ async def assemble_node(
     )
 
 
+def _session(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher) -> Session:
+    settings = SessionSettings(
+        node_id=inputs.request.node_id,
+        episode_timeout_s=inputs.found.recipe.raas.episode_timeout_s,
+        coalesce_max_new_tokens=inputs.settings.coalesce_max_new_tokens,
+        sampling=inputs.found.sampling,
+    )
+    served = {name: part.policy for name, part in policies.parts.items()}
+    return Session(inputs.workflow, policies=served, pusher=pusher, settings=settings, metrics=inputs.metrics)
+
+
+def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: Session) -> Worker:
+    hooks = WorkerHooks(
+        announce=policies.announce,
+        data_lost=pusher.push_recent_again,
+        durable=pusher.durable,
+        drain_requested=inputs.drain_requested,
+        reached=inputs.timeline.mark,
+    )
+    return Worker(
+        inputs.client,
+        inputs.request,
+        joined=inputs.joined,
+        group_size=inputs.found.recipe.dataflow.group_size,
+        runner=session,
+        state=lambda: node_state(policies, pusher),
+        hooks=hooks,
+        metrics=inputs.metrics,
+    )
+
+
 class _PolicyMaker:
     """Makes what serves one policy after the other."""
 
     def __init__(
-        self,
-        found: FoundRun,
-        *,
-        store: ObjectStore,
-        membership: Membership,
-        settings: NodeSettings,
-        folder: NodeFolder,
-        place: MirrorPlace,
-        metrics: Metrics,
-        timeline: Timeline,
+        self, inputs: NodeInputs, *, store: ObjectStore, folder: NodeFolder, mirrors: MirrorFolders
     ) -> None:
-        self._timeline = timeline
-        self._found = found
+        self._inputs = inputs
+        self._settings = inputs.settings
         self._store = store
-        self._membership = membership
-        self._settings = settings
         self._folder = folder
-        self._place = place
-        self._metrics = metrics
-        self._host_settings = HostSettings(
-            start_timeout_s=settings.engine_start_timeout_s,
-            stall_s=settings.engine_stall_s,
-            first_backoff_s=settings.engine_restart_backoff_s,
-        )
+        self._mirrors = mirrors
 
     async def make(self, name: str) -> PolicyParts:
-        policy = ServedPolicy(name, timeline=self._timeline)
+        policy = ServedPolicy(name, timeline=self._inputs.timeline)
         weights = WeightSync(
             policy,
             source=await asyncio.to_thread(self._source, name),
-            metrics=self._metrics,
+            metrics=self._inputs.metrics,
             evaluation_hold_s=self._settings.evaluation_hold_s,
         )
         return PolicyParts(policy=policy, weights=weights, host=self._host(policy, weights))
 
     def _source(self, name: str) -> MirrorSource:
-        run_id = self._found.run.run_id
-        found = self._place.find(run_id, name)
+        run_id = self._inputs.request.run_id
+        found = self._mirrors.find(run_id, name)
 
         def open_mirror(model_bytes: int) -> Mirror:
-            return Mirror(self._place.choose(run_id, name, model_bytes=model_bytes))
+            return Mirror(self._mirrors.choose(run_id, name, model_bytes=model_bytes))
 
-        log_reader = VersionLog(self._store, run_id=run_id, policy_id=name)
         return MirrorSource(
             self._store,
-            log_reader=log_reader,
+            log_reader=VersionLog(self._store, run_id=run_id, policy_id=name),
             mirror=Mirror(found) if found is not None else None,
             open_mirror=open_mirror,
         )
 
     def _host(self, policy: ServedPolicy, weights: WeightSync) -> ChildHost | RemoteHost:
-        if "://" in self._settings.engine:
-            return RemoteHost(
-                policy, weights, connect=self._connect, settings=self._host_settings, metrics=self._metrics
-            )
-        return ChildHost(
-            policy,
-            weights,
-            launch=self._launcher(policy.policy_id),
-            settings=self._host_settings,
-            metrics=self._metrics,
+        settings = HostSettings(
+            start_timeout_s=self._settings.engine_start_timeout_s,
+            stall_s=self._settings.engine_stall_s,
+            first_backoff_s=self._settings.engine_restart_backoff_s,
         )
+        metrics = self._inputs.metrics
+        if "://" in self._settings.engine:
+            return RemoteHost(policy, weights, self._connect, settings=settings, metrics=metrics)
+        launch = self._launch(policy.policy_id)
+        return ChildHost(policy, weights, launch, settings=settings, metrics=metrics)
 
     def _connect(self) -> HttpEngine:
-        if len(self._found.recipe.policies) > 1:
+        policies = self._inputs.found.recipe.policies
+        if len(policies) > 1:
             raise InvalidArgumentError(
                 f"engine {self._settings.engine} serves one model, the run has the policies "
-                f"{', '.join(self._found.recipe.policies)}; let the node start its engines itself: --engine "
+                f"{', '.join(policies)}; let the node start its engines itself: --engine "
                 "astraflow_engine or sglang"
             )
         return HttpEngine(self._settings.engine, request_timeout_s=self._settings.engine_request_timeout_s)
 
-    def _launcher(self, name: str) -> Callable[[FetchedVersion], "asyncio.Future[EngineProcess]"]:
-        group_size = self._found.recipe.dataflow.group_size
+    def _launch(self, name: str) -> Launch:
         command = EngineCommand(
             kind=self._settings.engine,
             python=self._settings.engine_python or Path(sys.executable),
             extra_args=self._settings.engine_args,
-            max_running_requests=min(_MAX_ENGINE_SLOTS, self._membership.max_concurrent_tasks * group_size),
+            max_running_requests=min(_MAX_ENGINE_SLOTS, self._inputs.request.max_concurrent_tasks),
             num_threads=self._settings.engine_threads,
-            seed=self._found.recipe.run.seed,
+            seed=self._inputs.found.recipe.run.seed,
         )
-
-        def launch(version: FetchedVersion) -> "asyncio.Future[EngineProcess]":
-            return asyncio.ensure_future(
-                start_engine(
-                    command,
-                    model_dir=version.model_dir,
-                    version=version.version,
-                    log_path=self._folder.engine_log(name),
-                    request_timeout_s=self._settings.engine_request_timeout_s,
-                )
-            )
-
-        return launch
+        return partial(
+            start_engine,
+            command,
+            log_path=self._folder.engine_log(name),
+            request_timeout_s=self._settings.engine_request_timeout_s,
+        )

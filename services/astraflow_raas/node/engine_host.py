@@ -7,8 +7,10 @@ replaced with backoff and comes back with the weights that were served, while th
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from astraflow.client import RetryPolicy
 from astraflow.errors import AstraflowError
@@ -18,7 +20,7 @@ from astraflow_raas.engine.base import Engine, EngineFaulty, EngineUnavailable
 from astraflow_raas.engine.process import EngineProcess
 from astraflow_raas.loops import LoopService
 from astraflow_raas.policies.served_policy import ServedPolicy
-from astraflow_raas.policies.weight_sync import FetchedVersion, WeightSync
+from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_raas.timeline import Stage
 
 log = get_logger(__name__)
@@ -41,16 +43,30 @@ class HostSettings:
     """How often the engine is looked at."""
 
 
-Launch = Callable[[FetchedVersion], Awaitable[EngineProcess]]
+class Launch(Protocol):
+    """Starts an engine with a checkpoint folder; it is not healthy yet."""
+
+    async def __call__(self, *, model_dir: Path, version: int) -> EngineProcess:
+        """Raises EngineUnavailable when it cannot be started."""
 
 
-class _Host(LoopService):
-    """What both hosts share: the loop around one engine after the other."""
+StartT = TypeVar("StartT")
+
+
+class _Host(LoopService, Generic[StartT]):
+    """What both hosts share: the loop around one engine after the other, which `start` brings up."""
 
     def __init__(
-        self, policy: ServedPolicy, weights: WeightSync, *, settings: HostSettings, metrics: Metrics
+        self,
+        policy: ServedPolicy,
+        weights: WeightSync,
+        start: StartT,
+        *,
+        settings: HostSettings,
+        metrics: Metrics,
     ) -> None:
         super().__init__()
+        self._start = start
         self._policy = policy
         self._weights = weights
         self._settings = settings
@@ -110,30 +126,18 @@ class _Host(LoopService):
             await engine.check_health()
 
 
-class ChildHost(_Host):
-    """Runs the engine as a child process. `launch` starts one for a version."""
-
-    def __init__(
-        self,
-        policy: ServedPolicy,
-        weights: WeightSync,
-        *,
-        launch: Launch,
-        settings: HostSettings,
-        metrics: Metrics,
-    ) -> None:
-        super().__init__(policy, weights, settings=settings, metrics=metrics)
-        self._launch = launch
+class ChildHost(_Host[Launch]):
+    """Runs the engine as a child process; it is launched with the folder and number of a version."""
 
     async def _one_engine(self) -> None:
         process: EngineProcess | None = None
         try:
-            async with self._weights.loading() as fetched:
+            async with self._weights.loading() as held:
                 self._policy.timeline.mark(Stage.ENGINE_LAUNCHED)
-                process = await self._launch(fetched)
+                process = await self._start(model_dir=held.directory, version=held.version)
                 await process.wait_healthy(timeout_s=self._settings.start_timeout_s)
-                await _require_version(process.engine, fetched.version)
-                self._ready(process.engine, version=fetched.version)
+                await _require_version(process.engine, held.version)
+                self._ready(process.engine, version=held.version)
             await self._until_lost(process)
         finally:
             self._policy.engine_lost()
@@ -148,35 +152,22 @@ class ChildHost(_Host):
                 await self._prove_progress(process.engine)
         finally:
             ended.cancel()
-        raise EngineUnavailable(f"the engine ended with code {ended.result()}:\n{process.last_words()}")
+        raise EngineUnavailable(f"the engine ended with code {ended.result()}:\n{process.log_tail()}")
 
 
-class RemoteHost(_Host):
-    """Uses an engine that somebody else runs at an address; it must see the node's mirror under the same
-    path."""
-
-    def __init__(
-        self,
-        policy: ServedPolicy,
-        weights: WeightSync,
-        *,
-        connect: Callable[[], Engine],
-        settings: HostSettings,
-        metrics: Metrics,
-    ) -> None:
-        super().__init__(policy, weights, settings=settings, metrics=metrics)
-        self._connect = connect
+class RemoteHost(_Host[Callable[[], Engine]]):
+    """Uses an engine that somebody else runs, which sees the node's mirror under the same path; `start` connects."""
 
     async def _one_engine(self) -> None:
-        engine = self._connect()
+        engine = self._start()
         try:
-            async with self._weights.loading() as fetched:
+            async with self._weights.loading() as held:
                 # A node that was killed in the middle of a swap leaves its engine paused.
                 await engine.resume()
                 await engine.check_health()
-                if await engine.served_version() != fetched.version:
-                    await engine.swap(model_dir=fetched.model_dir, version=fetched.version)
-                self._ready(engine, version=fetched.version)
+                if await engine.served_version() != held.version:
+                    await engine.swap(model_dir=held.directory, version=held.version)
+                self._ready(engine, version=held.version)
             while True:
                 await asyncio.sleep(self._settings.watch_s)
                 await self._still_ours(engine)

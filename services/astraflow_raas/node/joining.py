@@ -26,15 +26,14 @@ from astraflow.errors import (
 )
 from astraflow.recipe import Recipe
 from astraflow.recipe_file import parse_recipe
+from astraflow.rollout.v1 import task_pb2
 from astraflow_kit.log import get_logger
 from astraflow_raas.settings import NodeSettings
-from astraflow_raas.work.lease import Sampling
-from astraflow_raas.work.worker import Membership, join_request
 
 log = get_logger(__name__)
 
-_KNOCK = RetryPolicy(first_wait_s=0.1, max_wait_s=1.0)
-_TELL_EVERY_S = 10.0
+_RETRY = RetryPolicy(first_wait_s=0.1, max_wait_s=1.0)
+_LOG_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +44,10 @@ class FoundRun:
     recipe: Recipe
 
     @property
-    def sampling(self) -> Mapping[str, Sampling]:
+    def sampling(self) -> Mapping[str, task_pb2.SamplingParams]:
         """The recipe's sampling parameters, per policy."""
         return {
-            name: Sampling(
-                temperature=policy.sampling.temperature,
-                top_p=policy.sampling.top_p,
-                top_k=policy.sampling.top_k,
-                max_new_tokens=policy.sampling.max_new_tokens,
-            )
+            name: task_pb2.SamplingParams(**policy.sampling.model_dump())
             for name, policy in self.recipe.policies.items()
         }
 
@@ -77,25 +71,25 @@ async def find_run(client: AsyncClient, run_id: str, *, patience_s: float) -> Fo
 
 async def _first_answer(client: AsyncClient, run_id: str, *, patience_s: float) -> run_pb2.Run:
     loop = asyncio.get_running_loop()
-    started_s, told_s, failures = loop.time(), -math.inf, 0
+    started_s, logged_s, failures = loop.time(), -math.inf, 0
     while True:
         try:
             return await _ask(client, run_id, timeout_s=min(DEFAULT_TIMEOUT_S, patience_s))
         except RetryableError as error:
             reason = "run" if isinstance(error, _NoRunYet) else "server"
             failures += 1
-            wait_s, waited_s = _KNOCK.wait_s(failures), loop.time() - started_s
+            wait_s, waited_s = _RETRY.wait_s(failures), loop.time() - started_s
             if waited_s + wait_s > patience_s:
                 raise UnavailableError(_gave_up(client, error, reason=reason, waited_s=waited_s)) from error
-            if loop.time() - told_s >= _TELL_EVERY_S:
-                told_s = loop.time()
+            if loop.time() - logged_s >= _LOG_EVERY_S:
+                logged_s = loop.time()
                 log.info("node.waits", waiting_for=reason, since_s=round(waited_s, 1), why=error.message)
         await asyncio.sleep(wait_s)
 
 
 async def _ask(client: AsyncClient, run_id: str, *, timeout_s: float) -> run_pb2.Run:
     request = run_service_pb2.GetRunRequest(run_id=run_id)
-    with _remedies(client):
+    with _suggesting_fixes(client):
         try:
             answer = await client.call(
                 client.runs.GetRun, request, timeout_s=timeout_s, retry=RetryPolicy(total_s=0)
@@ -108,8 +102,8 @@ async def _ask(client: AsyncClient, run_id: str, *, timeout_s: float) -> run_pb2
 
 
 @contextmanager
-def _remedies(client: AsyncClient) -> Iterator[None]:
-    """Say which option of the node mends a refusal."""
+def _suggesting_fixes(client: AsyncClient) -> Iterator[None]:
+    """Say which option of the node to change after a refusal."""
     try:
         yield
     except NotFoundError as error:
@@ -136,29 +130,29 @@ def _gave_up(client: AsyncClient, error: AstraflowError, *, reason: str, waited_
     )
 
 
-def membership_of(found: FoundRun, settings: NodeSettings, *, node_id: str, incarnation: int) -> Membership:
-    """Who the node will be in the run."""
-    kind = settings.engine if "://" not in settings.engine else "remote"
-    return Membership(
+def join_request(
+    found: FoundRun, settings: NodeSettings, *, node_id: str, incarnation: int
+) -> run_service_pb2.JoinRunRequest:
+    """Who the node will be in the run; the same at each reconnect."""
+    num_tasks = settings.max_concurrent_tasks or found.recipe.raas.max_concurrent_tasks
+    return run_service_pb2.JoinRunRequest(
         run_id=found.run.run_id,
         node_id=node_id,
         incarnation=incarnation,
         region=settings.region,
         pool=settings.pool,
-        engines=(kind,),
-        max_concurrent_tasks=settings.max_concurrent_tasks or found.recipe.raas.max_concurrent_tasks,
-        group_size=found.recipe.dataflow.group_size,
+        engines=[settings.engine if "://" not in settings.engine else "remote"],
+        # Tasks of one episode (evaluations) count here too; credits keep training tasks at their own bound.
+        max_concurrent_tasks=num_tasks * found.recipe.dataflow.group_size,
     )
 
 
 async def join_run(
-    client: AsyncClient, membership: Membership, *, patience_s: float
+    client: AsyncClient, request: run_service_pb2.JoinRunRequest, *, patience_s: float
 ) -> run_service_pb2.JoinRunResponse:
     """Register the node. Raises FencedError when a newer process uses its name."""
-    retry = replace(RetryPolicy(), total_s=patience_s)
-    with _remedies(client):
-        joined = await client.call(client.runs.JoinRun, join_request(membership), retry=retry)
-    log.info(
-        "run.joined", run_id=membership.run_id, node_id=membership.node_id, versions=len(joined.versions)
-    )
+    with _suggesting_fixes(client):
+        retry = replace(RetryPolicy(), total_s=patience_s)
+        joined = await client.call(client.runs.JoinRun, request, retry=retry)
+    log.info("run.joined", run_id=request.run_id, node_id=request.node_id, versions=len(joined.versions))
     return joined

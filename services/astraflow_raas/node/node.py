@@ -5,15 +5,15 @@ start, and its reverse the order of the end: no new work first, then the last pu
 by `server` once the node has joined; the status pages read it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from astraflow.dataflow.v1 import version_pb2
+from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow_kit.lifecycle import Service
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.node.engine_host import ChildHost, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
-from astraflow_raas.policies.weight_sync import AnnouncedVersion, WeightSync
+from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.work.session import Session
 from astraflow_raas.work.worker import Worker
@@ -36,19 +36,10 @@ class PolicyParts:
 
 
 class PolicyTable:
-    """All policies of the run on this node; what the worker tells the server about them."""
+    """All policies of the run on this node."""
 
     def __init__(self, parts: Mapping[str, PolicyParts]) -> None:
         self.parts = parts
-
-    @property
-    def serving_versions(self) -> Mapping[str, int]:
-        """Version each ready policy serves."""
-        return {
-            name: part.policy.version
-            for name, part in self.parts.items()
-            if part.policy.engine is not None and part.policy.version is not None
-        }
 
     @property
     def tokens_sampled(self) -> int:
@@ -61,72 +52,32 @@ class PolicyTable:
         return sum(part.host.num_restarts for part in self.parts.values())
 
     @property
-    def weight_faults(self) -> Sequence[version_pb2.WeightFault]:
-        """Versions that cannot be activated because their bytes are wrong."""
-        faults = (part.weights.fault for part in self.parts.values())
-        return [fault for fault in faults if fault is not None][:_MAX_WEIGHT_FAULTS]
-
-    @property
     def waiting_for(self) -> str:
         """What keeps the node from working, of the first policy that lacks something."""
         return next((part.waiting_for for part in self.parts.values() if part.waiting_for), "")
-
-    def tell_changes_to(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called whenever a policy is served, lost, or served at another version."""
-        for part in self.parts.values():
-            part.policy.on_change = listener
 
     def announce(self, version: version_pb2.Version) -> None:
         """Hand an announced version to its policy; versions of policies that this node does not serve are
         ignored."""
         part = self.parts.get(version.policy_id)
         if part is not None:
-            part.weights.announce(
-                AnnouncedVersion(
-                    policy_id=version.policy_id,
-                    version=version.version,
-                    sequence=version.sequence,
-                    manifest_sha256=version.manifest_sha256,
-                )
-            )
+            part.weights.announce(version)
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeState:
-    """What the worker tells the server: what is served, and what keeps the node from new work."""
-
-    policies: PolicyTable
-    pusher: Pusher
-
-    @property
-    def serving_versions(self) -> Mapping[str, int]:
-        """Version each ready policy serves."""
-        return self.policies.serving_versions
-
-    @property
-    def tokens_sampled(self) -> int:
-        """Tokens since the process started."""
-        return self.policies.tokens_sampled
-
-    @property
-    def engine_restarts(self) -> int:
-        """Engines lost since the process started."""
-        return self.policies.engine_restarts
-
-    @property
-    def weight_faults(self) -> Sequence[version_pb2.WeightFault]:
-        """Versions that cannot be activated because their bytes are wrong."""
-        return self.policies.weight_faults
-
-    @property
-    def waiting_for(self) -> str:
-        """What keeps the node from new work, a slug; empty when nothing does."""
-        return self.policies.waiting_for or self.pusher.waiting_for
-
-    def tell_changes_to(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called whenever one of these changes, but for the counts."""
-        self.policies.tell_changes_to(listener)
-        self.pusher.on_change = listener
+def node_state(policies: PolicyTable, pusher: Pusher) -> task_service_pb2.Credits:
+    """What the server learns of the node with its credits; their number is the worker's to add."""
+    faults = (part.weights.fault for part in policies.parts.values())
+    return task_service_pb2.Credits(
+        serving_versions={
+            name: part.policy.version
+            for name, part in policies.parts.items()
+            if part.policy.engine is not None and part.policy.version is not None
+        },
+        tokens_sampled=policies.tokens_sampled,
+        engine_restarts=policies.engine_restarts,
+        weight_faults=[fault for fault in faults if fault is not None][:_MAX_WEIGHT_FAULTS],
+        waiting_for=policies.waiting_for or pusher.waiting_for,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ calls it in a thread, one call at a time.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
+from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.log import get_logger
-from astraflow_raas.policies.weight_sync import AnnouncedVersion, FetchedVersion
 from astraflow_weights.errors import CorruptManifest, VerificationFailed
 from astraflow_weights.mirror.lock import Hold
 from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
@@ -53,32 +54,28 @@ class MirrorSource:
         """What is known to be wrong with the mirror and could not be repaired yet."""
         return self._mirror.damage if self._mirror else None
 
-    def versions(self) -> list[int]:
-        """The version that lies in the mirror whole, if any."""
-        return self._mirror.versions() if self._mirror else []
-
     def try_hold(self) -> Hold | None:
         """Keep the version as it is while an engine loads. Any thread."""
         return self._mirror.try_hold() if self._mirror else None
 
-    def prefetch(self, announced: AnnouncedVersion) -> None:
+    def prefetch(self, announced: version_pb2.Version) -> None:
         """Bring what the announced version is made of to this machine, and leave the mirror as it is.
 
         Raises as `fetch` does.
         """
         self._find(announced).prefetch(self._store, self._log, target=announced.version)
 
-    def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
-        """Bring the mirror to the announced version, verified tensor by tensor.
+    def fetch(self, announced: version_pb2.Version) -> Path:
+        """Bring the mirror to the announced version, verified tensor by tensor; returns its folder.
 
         Raises UnknownVersionError (retry) when the log does not list it yet, CorruptManifest when its entry
         is not the announced one, and what `Mirror.advance` raises.
         """
         result = self._find(announced).advance(self._store, self._log, target=announced.version)
         _report(result)
-        return FetchedVersion(version=result.version, model_dir=result.directory)
+        return result.directory
 
-    def _find(self, announced: AnnouncedVersion) -> Mirror:
+    def _find(self, announced: version_pb2.Version) -> Mirror:
         """Read the log and compare its entry with the announced one; returns the mirror that is to hold it."""
         self._log.refresh()
         record = self._log.record(announced.version)

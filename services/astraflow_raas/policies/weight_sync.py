@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -38,28 +37,10 @@ from astraflow_weights.versions.pull import PullCounts
 log = get_logger(__name__)
 
 # With nothing to serve meanwhile, waiting would hide these from whoever started the node.
-_HOPELESS = (IncompatibleError, MirrorMismatch, StoreRefused)
+_FATAL_AT_START = (IncompatibleError, MirrorMismatch, StoreRefused)
 _RETRY = RetryPolicy(first_wait_s=0.2, max_wait_s=10.0)
 _HOLD_POLL_S = 0.02
 _MAX_PROBLEM_CHARS = 512
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnnouncedVersion:
-    """A version as the server announced it: its number, its entry in the log, the sha256 of that entry."""
-
-    policy_id: str
-    version: int
-    sequence: int
-    manifest_sha256: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchedVersion:
-    """A verified version in the mirror: a folder that an engine can load."""
-
-    version: int
-    model_dir: Path
 
 
 class WeightSource(Protocol):
@@ -71,23 +52,20 @@ class WeightSource(Protocol):
 
     @property
     def version(self) -> int | None:
-        """Version the mirror holds."""
+        """Version the mirror holds whole."""
 
     @property
     def damage(self) -> VerificationFailed | None:
         """What is known to be wrong with the mirror and could not be repaired yet."""
 
-    def versions(self) -> list[int]:
-        """Versions that lie on this machine whole. Reads the disk; may be called from any thread."""
-
-    def prefetch(self, announced: AnnouncedVersion) -> None:
+    def prefetch(self, announced: version_pb2.Version) -> None:
         """Bring what the version is made of to this machine. Blocks; runs in a thread. The mirror does not change.
 
         Raises as `fetch` does.
         """
 
-    def fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
-        """Bring the mirror to the version, verified. Blocks; runs in a thread.
+    def fetch(self, announced: version_pb2.Version) -> Path:
+        """Bring the mirror to the version, verified, and return its folder. Blocks; runs in a thread.
 
         Raises RetryableError when the store does not answer, VerificationFailed and its kin for bad bytes.
         """
@@ -113,8 +91,7 @@ class WeightSync(LoopService):
         self._source = source
         self._metrics = metrics
         self._evaluation_hold_s = evaluation_hold_s
-        self._announced: AnnouncedVersion | None = None
-        self._current: FetchedVersion | None = None
+        self._announced: version_pb2.Version | None = None
         self._news = asyncio.Event()
         self._has_weights = asyncio.Event()
         self.num_verification_failures = 0
@@ -131,26 +108,22 @@ class WeightSync(LoopService):
 
     @property
     def mirror_version(self) -> int | None:
-        """Version the mirror holds; None before the first fetch."""
+        """Version the mirror holds whole; None before the first fetch."""
         return self._source.version
 
     @property
     def announced_version(self) -> int | None:
-        """Newest version this node was told of."""
+        """Newest version the server announced to this node."""
         return self._announced.version if self._announced is not None else None
-
-    def mirrored_versions(self) -> list[int]:
-        """Versions that lie in the mirror whole, ascending. Blocks."""
-        return self._source.versions()
 
     @property
     def waiting_for(self) -> str:
         """What the policy lacks before its first token: `version`, `weights`, or nothing."""
-        if self._current is not None:
+        if self._has_weights.is_set():
             return ""
         return "version" if self._announced is None else "weights"
 
-    def announce(self, announced: AnnouncedVersion) -> None:
+    def announce(self, announced: version_pb2.Version) -> None:
         """The server announced a version; one that is not newer than those known changes nothing."""
         if self._announced is None or announced.version > self._announced.version:
             if self._announced is None:
@@ -163,7 +136,7 @@ class WeightSync(LoopService):
         await self._has_weights.wait()
 
     @asynccontextmanager
-    async def loading(self) -> AsyncIterator[FetchedVersion]:
+    async def loading(self) -> AsyncIterator[Hold]:
         """The version to start an engine with: the mirror's. Waits for a whole one, which stays as it is, and nobody
         else changes engines, until the block ends.
         """
@@ -173,7 +146,7 @@ class WeightSync(LoopService):
                 held = self._source.try_hold()
                 if held is not None:
                     try:
-                        yield FetchedVersion(version=held.version, model_dir=held.directory)
+                        yield held
                     finally:
                         held.release()
                     return
@@ -188,13 +161,13 @@ class WeightSync(LoopService):
             self._news.clear()
             if await self._follow(self._announced):
                 failures = 0
-                self._mended()
+                self._clear_fault()
                 continue
             failures += 1
             await asyncio.sleep(_RETRY.wait_s(failures))
             self._news.set()
 
-    async def _follow(self, announced: AnnouncedVersion | None) -> bool:
+    async def _follow(self, announced: version_pb2.Version | None) -> bool:
         """One version, from the store into the engine; False when it should be tried again."""
         assert announced is not None, "woken without an announcement"
         with correlated(policy_id=announced.policy_id, version=announced.version):
@@ -203,9 +176,9 @@ class WeightSync(LoopService):
                 if self._policy.engine is not None or self._policy.num_pins:
                     await self._wait_for_evaluations()
                 async with self._policy.changing:
-                    await self._activate(await self._fetch(announced))
+                    await self._activate(announced.version, await self._fetch(announced))
             except AstraflowError as error:
-                if self._current is None and isinstance(error, _HOPELESS):
+                if not self._has_weights.is_set() and isinstance(error, _FATAL_AT_START):
                     raise
                 self._failed(announced, error)
                 return False
@@ -217,7 +190,7 @@ class WeightSync(LoopService):
                 return False
         return True
 
-    async def _prefetch(self, announced: AnnouncedVersion) -> None:
+    async def _prefetch(self, announced: version_pb2.Version) -> None:
         started_s = time.monotonic()
         try:
             await asyncio.to_thread(self._source.prefetch, announced)
@@ -227,22 +200,20 @@ class WeightSync(LoopService):
         took_s = time.monotonic() - started_s
         self._metrics.observe("astraflow_raas_fetch_seconds", took_s, policy=announced.policy_id)
 
-    async def _fetch(self, announced: AnnouncedVersion) -> FetchedVersion:
+    async def _fetch(self, announced: version_pb2.Version) -> Path:
         started_s = time.monotonic()
-        fetched = await asyncio.to_thread(self._source.fetch, announced)
+        model_dir = await asyncio.to_thread(self._source.fetch, announced)
         took_s = time.monotonic() - started_s
         self._metrics.observe("astraflow_raas_apply_seconds", took_s, policy=announced.policy_id)
-        log.info("weights.fetched", seconds=round(took_s, 4), model_dir=str(fetched.model_dir))
-        return fetched
+        log.info("weights.fetched", seconds=round(took_s, 4), model_dir=str(model_dir))
+        return model_dir
 
-    async def _activate(self, fetched: FetchedVersion) -> None:
-        if self._current is None:
-            await self._policy.read_tokenizer(fetched.model_dir)
+    async def _activate(self, version: int, model_dir: Path) -> None:
+        await self._policy.read_tokenizer(model_dir)
         engine = self._policy.engine
-        if engine is not None and self._policy.version != fetched.version:
-            await self._swap(engine)
         # Without an engine there is nothing to swap: the next one is started with what the mirror holds.
-        self._current = fetched
+        if engine is not None and self._policy.version != version:
+            await self._swap(engine)
         if not self._has_weights.is_set():
             self._policy.timeline.mark(Stage.WEIGHTS)
             self._has_weights.set()
@@ -289,12 +260,12 @@ class WeightSync(LoopService):
         except EngineUnavailable:
             return None
 
-    def _mended(self) -> None:
+    def _clear_fault(self) -> None:
         if self.fault is not None:
             self.fault = None
             self._policy.on_change()
 
-    def _failed(self, announced: AnnouncedVersion, error: AstraflowError) -> None:
+    def _failed(self, announced: version_pb2.Version, error: AstraflowError) -> None:
         """The old version keeps serving. Bad bytes are counted apart: they are somebody's fault to find."""
         damaged = isinstance(error, VerificationFailed | CorruptPart | CorruptManifest)
         if damaged:
@@ -311,8 +282,8 @@ class WeightSync(LoopService):
         )
 
 
-def _fault(announced: AnnouncedVersion, error: AstraflowError) -> version_pb2.WeightFault:
-    """What the server is told."""
+def _fault(announced: version_pb2.Version, error: AstraflowError) -> version_pb2.WeightFault:
+    """What is reported to the server."""
     fault = version_pb2.WeightFault(
         policy_id=announced.policy_id, version=announced.version, problem=error.message[:_MAX_PROBLEM_CHARS]
     )

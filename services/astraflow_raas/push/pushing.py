@@ -11,20 +11,18 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from astraflow.client import AsyncClient, RetryPolicy
+from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import trajectory_service_pb2
-from astraflow.errors import InternalError, RetryableError
+from astraflow.errors import AstraflowError, InternalError
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_kit.unit_of_work import task_correlation
-from astraflow_raas.loops import LoopService
-from astraflow_raas.push.journal import PushJournal
+from astraflow_raas.loops import StreamService, converse
+from astraflow_raas.push.journal import PushJournal, PushLog, outcome_name
 from astraflow_raas.push.spool import Spool, Spooled, SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
-from astraflow_raas.streams import converse
 
 if TYPE_CHECKING:
     import grpc
@@ -34,17 +32,13 @@ log = get_logger(__name__)
 PushCall: TypeAlias = (
     "grpc.aio.StreamStreamCall[trajectory_service_pb2.PushRequest, trajectory_service_pb2.PushResponse]"
 )
-_JOURNAL_S = 0.25
 _FLUSH_SHARE = 0.6
 """Of the time for stopping: the engines, which stop afterwards, need the rest."""
 _LOOK_AGAIN_S = 0.25
-"""How often a full spool lets go of what became safe by time alone."""
-_TELL_EVERY = 15
-"""Failed streams of which one is worth a line: one in half a minute."""
-_RECONNECT = RetryPolicy(first_wait_s=0.1, max_wait_s=2.0)
+"""How often a full spool releases what became safe by time alone."""
 
 
-class Pusher(LoopService):
+class Pusher(StreamService):
     """A lifecycle `Service`. `push` may be called by any number of tasks of the loop.
 
     What `files` hold from an earlier process is pushed first. Without `files` episodes are only in memory.
@@ -64,7 +58,7 @@ class Pusher(LoopService):
         self._client = client
         self._metrics = metrics
         self._files = files
-        self._record = journal or PushJournal()
+        self._journal = journal or PushJournal()
         self._spool = Spool(
             limits=limits or SpoolLimits(), clock=clock or SystemClock(), released=self._released
         )
@@ -75,7 +69,7 @@ class Pusher(LoopService):
         self._has_room = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._journal = _Journal()
+        self._log = PushLog()
         # What an earlier process finished goes first, before anything is leased anew.
         for number, episode in files.recover() if files else ():
             self._add(episode, size_bytes=episode.ByteSize(), file=number, repeated=True)
@@ -184,29 +178,14 @@ class Pusher(LoopService):
         give_up_s = loop.time() + deadline_s
         await self.flush(deadline_s=deadline_s * _FLUSH_SHARE)
         await super().stop(deadline_s=max(0.1, give_up_s - loop.time()))
-        self._journal.write()
+        self._log.write()
         if self._files is not None:
             self._files.close()
-        self._record.close()
-
-    async def _loop(self) -> None:
-        """Keep one stream from the first episode on. Raises when the server refuses the node."""
-        failures = 0
-        while True:
-            await self._to_send.wait()
-            hint_s = None
-            try:
-                await self._stream()
-                failures = 0
-            except (RetryableError, InternalError) as error:
-                failures, hint_s = failures + 1, error.retry_after_s
-                tell = log.info if failures % _TELL_EVERY == 1 else log.debug
-                tell("push.stream_failed", reason=error.reason, message=error.message)
-            await asyncio.sleep(_RECONNECT.wait_s(max(1, failures), hint_s=hint_s))
+        self._journal.close()
 
     async def _stream(self) -> None:
-        """One stream: write what fits the window, read acknowledgements; returns when the server closes
-        it."""
+        """One stream, from the first episode on: write what fits the window, read acknowledgements."""
+        await self._to_send.wait()
         call: PushCall = self._client.open(self._client.trajectories.Push)
         log.debug("push.stream_opened", episodes=self.num_unacked)
         try:
@@ -214,6 +193,9 @@ class Pusher(LoopService):
         finally:
             self._spool.stream_broke()
             self._to_send.set()
+
+    def _stream_failed(self, error: AstraflowError, *, report: Callable[..., None]) -> None:
+        report("push.stream_failed", reason=error.reason, message=error.message)
 
     async def _write(self, call: PushCall) -> None:
         sequence = 0
@@ -224,7 +206,7 @@ class Pusher(LoopService):
                 await self._to_send.wait()
                 continue
             sequence += 1
-            self._record.sent(spooled.episode)
+            self._journal.sent(spooled.episode)
             failpoints.hit("raas.push")
             await call.write(trajectory_service_pb2.PushRequest(sequence=sequence, episode=spooled.episode))
             failpoints.hit("raas.pushed")
@@ -242,6 +224,7 @@ class Pusher(LoopService):
         log.info("push.stream_closed", episodes=self.num_unacked)
 
     def _acknowledged(self, result: trajectory_service_pb2.PushResult) -> None:
+        self._failures = 0
         was_repeating = self._spool.num_repeated
         spooled = self._spool.acknowledge(result)
         if spooled is None:
@@ -249,10 +232,9 @@ class Pusher(LoopService):
         if was_repeating and not self._spool.num_repeated:
             log.info("push.repeated_all")
             self.on_change()
-        self._record.answered(spooled.episode, result)
-        outcome = trajectory_service_pb2.Outcome.Name(result.outcome).removeprefix("OUTCOME_").lower()
-        self._metrics.increment("astraflow_raas_pushes_total", outcome=outcome)
-        self._journal.note(spooled.episode, outcome=outcome, reason=result.reason)
+        self._journal.answered(spooled.episode, result)
+        self._log.note(spooled.episode, result)
+        self._metrics.increment("astraflow_raas_pushes_total", outcome=outcome_name(result))
         self._space_freed()
 
     def _space_freed(self) -> None:
@@ -260,31 +242,3 @@ class Pusher(LoopService):
         self._has_room.set()
         if not self._spool.num_waiting:
             self._idle.set()
-
-
-class _Journal:
-    """Logs what became of episodes, those of one task together: a line per episode cost a fifth of a node's time."""
-
-    def __init__(self) -> None:
-        self._noted: dict[tuple[str, str, str], list[trajectory_pb2.Episode]] = {}
-
-    def note(self, episode: trajectory_pb2.Episode, *, outcome: str, reason: str) -> None:
-        """Remember one answer; it is in the log within `_JOURNAL_S`."""
-        if not self._noted:
-            asyncio.get_running_loop().call_later(_JOURNAL_S, self.write)
-        self._noted.setdefault((episode.task_id, outcome, reason), []).append(episode)
-
-    def write(self) -> None:
-        """Log what was noted."""
-        noted, self._noted = self._noted, {}
-        for (task_id, outcome, reason), episodes in noted.items():
-            items = [item.header.trajectory_id for episode in episodes for item in episode.trajectories]
-            log.info(
-                "episode.pushed",
-                correlation_id=task_correlation(task_id),
-                task_id=task_id,
-                episode_ids=[episode.episode_id for episode in episodes],
-                trajectory_ids=items,
-                outcome=outcome,
-                reason=reason,
-            )

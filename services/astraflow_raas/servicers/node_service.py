@@ -1,7 +1,6 @@
 """`astraflow.raas.v1.NodeService`: looking at and draining this node. Reads the node, changes nothing but the
 drain."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ import grpc
 
 from astraflow.errors import NotFoundError
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
+from astraflow_kit.server_info import server_info
 from astraflow_raas.node.node import Node, PolicyParts
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -20,6 +20,12 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
     def __init__(self, node: Node, *, begin_drain: Callable[[], None]) -> None:
         self._node = node
         self._begin_drain = begin_drain
+
+    async def GetServerInfo(
+        self, request: node_service_pb2.GetServerInfoRequest, context: _Context
+    ) -> node_service_pb2.GetServerInfoResponse:
+        """Who this node is."""
+        return node_service_pb2.GetServerInfoResponse(server=server_info())
 
     async def Status(
         self, request: node_service_pb2.StatusRequest, context: _Context
@@ -45,21 +51,21 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
                 f"node {self._node.node_id} serves no policy {request.policy_id!r}; it serves {', '.join(parts)}"
             )
         names = [request.policy_id] if request.policy_id else sorted(parts)
-        found = [version for name in names for version in await _versions(name, parts[name])]
+        found = [version for name in names for version in _versions(name, parts[name])]
         return node_service_pb2.ListVersionsResponse(versions=found)
 
 
-async def _versions(name: str, part: PolicyParts) -> list[node_service_pb2.NodeVersion]:
-    mirrored = await asyncio.to_thread(part.weights.mirrored_versions)
+def _versions(name: str, part: PolicyParts) -> list[node_service_pb2.NodeVersion]:
+    mirrored = part.weights.mirror_version
     serving = part.policy.version if part.policy.engine is not None else None
     newest = part.weights.announced_version
-    known = {number for number in (*mirrored, serving, newest) if number is not None}
+    known = {number for number in (mirrored, serving, newest) if number is not None}
     return [
         node_service_pb2.NodeVersion(
             policy_id=name,
             version=number,
             serving=number == serving,
-            mirrored=number in mirrored,
+            mirrored=number == mirrored,
             newest_announced=number == newest,
         )
         for number in sorted(known, reverse=True)

@@ -12,11 +12,12 @@ from typing import Protocol
 
 from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import GenerateResult, Message
+from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_raas.engine.base import EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.policies.tokenizer import Tokenizer
-from astraflow_raas.work.lease import LeasedTask
+from astraflow_raas.work.lease import call_seed
 
 log = get_logger(__name__)
 
@@ -46,7 +47,7 @@ class PolicyHandle:
         name: str,
         *,
         sampler: Sampler,
-        lease: LeasedTask,
+        lease: task_pb2.Lease,
         member: int,
         episode_id: str,
         batch_key: Callable[[int], Hashable],
@@ -99,7 +100,7 @@ class PolicyHandle:
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
             top_k=self._sampling.top_k,
-            seed=self._lease.call_seed(self._member, self.name, number),
+            seed=call_seed(self._lease, member=self._member, policy=self.name, call=number),
             stop_token_ids=self._sampler.tokenizer.stop_token_ids,
         )
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from astraflow import plugins
 from astraflow.dataflow.v1 import trajectory_service_pb2
-from astraflow.errors import AstraflowError
-from astraflow.rollout.v1 import trajectory_pb2
+from astraflow.errors import AstraflowError, InvalidArgumentError
+from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+from astraflow.trajectories import BadTrajectory
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.ids import IdSource
 from astraflow_kit.log import correlated, get_logger
@@ -21,8 +22,8 @@ from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.push.pushing import Pusher
-from astraflow_raas.work.episode import EpisodeIds, EpisodeRefused, VersionMoved, build_episode
-from astraflow_raas.work.lease import LeasedTask
+from astraflow_raas.work.episode import EpisodeIds, VersionMoved, build_episode
+from astraflow_raas.work.lease import complete_lease, is_evaluation
 from astraflow_raas.work.policy_handle import PolicyHandle
 
 log = get_logger(__name__)
@@ -55,6 +56,8 @@ class SessionSettings:
     node_id: str
     episode_timeout_s: float
     coalesce_max_new_tokens: int
+    sampling: Mapping[str, task_pb2.SamplingParams]
+    """The recipe's sampling of each policy, for leases that leave it open."""
 
 
 class Session:
@@ -82,17 +85,20 @@ class Session:
         self.num_running = 0
         """Episodes running now."""
 
-    async def run(self, lease: LeasedTask) -> Failure | None:
+    async def run(self, lease: task_pb2.Lease) -> Failure | None:
         """Run the lease's members; None when the server answered for each. Never raises but for
         cancellation."""
         try:
+            task = complete_lease(lease, sampling=self._settings.sampling)
             with ExitStack() as pins:
                 for policy_id, version in lease.required_versions.items():
                     pins.enter_context(self._policy(policy_id).pinned(version))
                 stem = self._ids.new()
                 outcomes = await asyncio.gather(
-                    *(self._member(lease, member, f"{stem}.{member}") for member in lease.members)
+                    *(self._member(lease, task, member, f"{stem}.{member}") for member in lease.members)
                 )
+        except InvalidArgumentError as error:
+            return Failure(reason="workflow_error", detail=error.message, retryable=False)
         except VersionUnavailable as error:
             return Failure(reason="version_unavailable", detail=error.message, retryable=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
@@ -105,12 +111,14 @@ class Session:
             )
         return self._policies[policy_id]
 
-    async def _member(self, lease: LeasedTask, member: int, episode_id: str) -> Failure | None:
+    async def _member(
+        self, lease: task_pb2.Lease, task: plugins.TaskSpec, member: int, episode_id: str
+    ) -> Failure | None:
         self.num_running += 1
         started_s = self._clock.monotonic_s()
         try:
             with correlated(episode_id=episode_id):
-                message, failure = await self._episode(lease, member=member, episode_id=episode_id)
+                message, failure = await self._episode(lease, task, member=member, episode_id=episode_id)
         finally:
             self.num_running -= 1
             self._metrics.observe("astraflow_raas_episode_seconds", self._clock.monotonic_s() - started_s)
@@ -130,12 +138,12 @@ class Session:
         return _of_result(await self._pusher.push(message), member=member)
 
     async def _episode(
-        self, lease: LeasedTask, *, member: int, episode_id: str
+        self, lease: task_pb2.Lease, task: plugins.TaskSpec, *, member: int, episode_id: str
     ) -> tuple[trajectory_pb2.Episode | None, Failure | None]:
         handles = self._handles(lease, member=member, episode_id=episode_id)
         try:
             async with asyncio.timeout(self._settings.episode_timeout_s):
-                episode = await self._workflow.run(lease.task, handles)
+                episode = await self._workflow.run(task, handles)
             ids = EpisodeIds(episode_id=episode_id, node_id=self._settings.node_id, member=member)
             message = build_episode(episode, lease=lease, ids=ids)
             self._show(episode, handles=handles, member=member)
@@ -145,7 +153,7 @@ class Session:
         except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; it must not reach its neighbours
             return None, _of_error(error, member=member)
 
-    def _handles(self, lease: LeasedTask, *, member: int, episode_id: str) -> dict[str, PolicyHandle]:
+    def _handles(self, lease: task_pb2.Lease, *, member: int, episode_id: str) -> dict[str, PolicyHandle]:
         return {
             name: PolicyHandle(
                 name,
@@ -180,13 +188,13 @@ class Session:
                 text=handles[trajectory.policy].decode(trained)[:_MAX_TEXT_CHARS],
             )
 
-    def _batch_key(self, lease: LeasedTask, member: int) -> Callable[[int], Hashable]:
+    def _batch_key(self, lease: task_pb2.Lease, member: int) -> Callable[[int], Hashable]:
         """Which calls share an engine request: the short ones of all training tasks, or of all evaluations.
 
         A shared request is answered when its longest call is. While calls are short that costs less than a
         request of their own would; long calls go alone, else one would delay its neighbours' next turn.
         """
-        shared: Hashable = "evaluation" if lease.evaluation else "training"
+        shared: Hashable = "evaluation" if is_evaluation(lease) else "training"
         limit = self._settings.coalesce_max_new_tokens
         return lambda max_new_tokens: shared if max_new_tokens <= limit else (lease.lease_id, member)
 
@@ -213,7 +221,7 @@ def _of_error(error: Exception, *, member: int) -> Failure:
     if not isinstance(error, AstraflowError):
         # Only the log shows where the plug-in failed; the server and people elsewhere see the message.
         log.error("workflow.raised", member=member, exc_info=error)
-    return Failure(reason="workflow_error", detail=detail, retryable=not isinstance(error, EpisodeRefused))
+    return Failure(reason="workflow_error", detail=detail, retryable=not isinstance(error, BadTrajectory))
 
 
 def _of_result(result: trajectory_service_pb2.PushResult, *, member: int) -> Failure | None:

@@ -117,7 +117,7 @@ class RankBatches:
             num_tokens=sum(row.num_tokens for row in rows),
             num_spans_max=max((len(row.version_spans) for row in rows), default=0),
         )
-        everybody = self._ranks.share(json.dumps(asdict(mine)).encode())
+        everybody = self._ranks.all_gather(json.dumps(asdict(mine)).encode())
         self._received = [_Received(**json.loads(message)) for message in everybody]
         return rows
 
@@ -158,11 +158,11 @@ class RankBatches:
         return [batch.items[position] for position in mine]
 
     def _tell(self, turn: _Turn) -> None:
-        self._ranks.tell(turn.encode())
+        self._ranks.broadcast(turn.encode())
 
     def _follow(self, *, waiting: Callable[[str], None]) -> StepBatch | Orders:
         while True:
-            turn = _Turn.decode(self._ranks.tell(b""))
+            turn = _Turn.decode(self._ranks.broadcast(b""))
             if turn.kind is _Kind.STEP:
                 return step_batch(batch_service_pb2.AcquireBatchResponse.FromString(turn.batch))
             if turn.kind is _Kind.ORDERS:

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from astraflow.plugins import VersionSpan
+from astraflow.trajectories import check_columns, check_reward, check_trainable
 
 __all__ = ["TrainingRow", "VersionSpan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingRow:
-    """One trajectory of T tokens, exactly as sampled. Raises ValueError when its columns disagree."""
+    """One trajectory of T tokens, exactly as sampled. Raises BadTrajectory when a rule is broken."""
 
     trajectory_id: str
     group_id: str
@@ -36,11 +37,17 @@ class TrainingRow:
     """Temperature that the log-probs refer to; greater than 0."""
 
     def __post_init__(self) -> None:
-        problem = (
-            _length_problem(self) or _scalar_problem(self) or _token_problem(self) or _span_problem(self)
+        check_columns(
+            self.trajectory_id,
+            token_ids=self.token_ids,
+            loss_mask=self.loss_mask,
+            logprobs=self.behavior_logprobs,
+            version_spans=self.version_spans,
         )
-        if problem:
-            raise ValueError(f"trajectory {self.trajectory_id!r}: {problem}")
+        check_reward(self.trajectory_id, self.reward)
+        check_trainable(
+            self.trajectory_id, first_token_trained=bool(self.loss_mask[0]), temperature=self.temperature
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -61,54 +68,3 @@ class TrainingRow:
 def total_trained_tokens(rows: Sequence[TrainingRow]) -> int:
     """Tokens of `rows` that the loss covers."""
     return sum(row.num_trained_tokens for row in rows)
-
-
-def _length_problem(row: TrainingRow) -> str | None:
-    lengths = (len(row.token_ids), len(row.loss_mask), len(row.behavior_logprobs))
-    if len(set(lengths)) != 1:
-        return (
-            f"{lengths[0]} token ids, {lengths[1]} mask entries, {lengths[2]} log-probs; they must be equal"
-        )
-    if lengths[0] < 2:
-        return f"{lengths[0]} tokens; at least 2 are needed, one of them a prompt"
-    return None
-
-
-def _scalar_problem(row: TrainingRow) -> str | None:
-    if not np.isfinite(row.reward):
-        return f"reward {row.reward} is not finite; the dataflow server must refuse it at admission"
-    if not (np.isfinite(row.temperature) and row.temperature > 0):
-        return f"temperature {row.temperature} must be above 0; greedy samples have no distribution to train"
-    return None
-
-
-def _token_problem(row: TrainingRow) -> str | None:
-    mask = row.loss_mask
-    if mask[0]:
-        return "its first token is marked as trained, but nothing predicts it; clear the mask there"
-    if not mask.any():
-        return "no token is trained; drop it before batching"
-    if row.token_ids.min() < 0:
-        return f"token id {row.token_ids.min()} is negative"
-    trained = row.behavior_logprobs[mask]
-    if not np.isfinite(trained).all():
-        return f"{np.count_nonzero(~np.isfinite(trained))} log-probs of trained tokens are not finite"
-    if row.behavior_logprobs[~mask].any():
-        return "a token that was not generated carries a log-prob; it must be 0"
-    return None
-
-
-def _span_problem(row: TrainingRow) -> str | None:
-    covered = np.zeros(row.num_tokens, dtype=bool)
-    position = 0
-    for span in row.version_spans:
-        if not position <= span.start < span.end <= row.num_tokens or span.version < 0:
-            return (
-                f"version span [{span.start}, {span.end}) of version {span.version} is out of order or range"
-            )
-        covered[span.start : span.end] = True
-        position = span.end
-    missing = np.flatnonzero(row.loss_mask & ~covered)
-    if missing.size:
-        return f"trained token {missing[0]} has no weight version; spans must cover every trained token"
-    return None

@@ -139,7 +139,7 @@ class CheckpointStore:
         if at_most is not None:
             self.forget_after(at_most)
         wanted = max(self.steps(), default=-1) if step is None else step
-        wanted = int(self._ranks.tell(str(wanted).encode()))
+        wanted = int(self._ranks.broadcast(str(wanted).encode()))
         if wanted < 0:
             return None
         path = self._path(wanted)

@@ -16,7 +16,7 @@ from astraflow_kit.log import get_logger
 from astraflow_trainer.model.checkpoint import Position
 from astraflow_weights.codec.peers import Peers
 from astraflow_weights.codec.shards import ShardedModel
-from astraflow_weights.publish.agreement import led
+from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.version_writer import CommittedVersion
 
@@ -72,7 +72,7 @@ def take_up(
         positions = [position for position in learner.positions() if position.step <= finished_step]
         return way_back(publisher.committed_since(None), positions, durable_step=durable_step)
 
-    back = led(
+    back = on_first_rank(
         peers,
         decide,
         encode=lambda found: None if found is None else asdict(found),

@@ -21,7 +21,7 @@ from astraflow_weights.collection.collector import Collector
 from astraflow_weights.collection.server_roots import server_roots
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.agreement import led
+from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.sharded_snapshots import ShardedSnapshots
@@ -72,7 +72,7 @@ def open_publisher(
         )
         return _Opened(writer=writer, newest=_fetch_newest(store, writer, mirror_dir=mirror_dir))
 
-    opened = led(
+    opened = on_first_rank(
         peers,
         open_log,
         encode=lambda opened: opened.newest,
@@ -88,7 +88,7 @@ def open_publisher(
         base=same_shards(map_model(Path(opened.newest)), like=held) if opened.newest else None,
         assets=assets,
         inline_snapshots=False,
-        context=joined.recipe.trainer.publish.codec == "rice_ctx",
+        context=joined.policy.trainer.publish.codec == "rice_ctx",
     )
 
 
@@ -148,7 +148,7 @@ def _after_publication(snapshots: ShardedSnapshots, peers: Peers, *, compactor: 
 
 
 def _collector(store: ObjectStore, *, client: Client, joined: JoinedRun, log: VersionLog) -> Collector | None:
-    recipe = joined.recipe.trainer.publish
+    recipe = joined.policy.trainer.publish
     if recipe.keep_snapshots == 0:
         return None
     return Collector(
@@ -162,7 +162,7 @@ def _collector(store: ObjectStore, *, client: Client, joined: JoinedRun, log: Ve
 
 
 def _settings(joined: JoinedRun) -> PublishSettings:
-    recipe = joined.recipe.trainer.publish
+    recipe = joined.policy.trainer.publish
     return PublishSettings(snapshot_every_versions=recipe.snapshot_every_versions)
 
 

@@ -22,7 +22,7 @@ from astraflow_kit.log import get_logger
 from astraflow_trainer.ranks.reductions import GroupRanks, OneRank, Ranks
 from astraflow_trainer.ranks.watch import RankLostError, RankWatch
 from astraflow_trainer.settings import RankSettings
-from astraflow_weights.codec.peers import OnePeer, Peers
+from astraflow_weights.codec.peers import Peers
 
 log = get_logger(__name__)
 
@@ -138,8 +138,8 @@ def _alone() -> RankGroup:
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     return RankGroup(
         training=OneRank(),
-        publishing=OnePeer(),
-        snapshots=OnePeer(),
+        publishing=OneRank(),
+        snapshots=OneRank(),
         saving=OneRank(),
         saving_group=None,
         store=store,

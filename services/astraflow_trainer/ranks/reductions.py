@@ -12,17 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from astraflow_weights.codec.peers import OnePeer, Peers
 
-class Ranks(Protocol):
-    """Agreement among the processes that train one policy."""
 
-    @property
-    def index(self) -> int:
-        """This process, from 0."""
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
+class Ranks(Peers, Protocol):
+    """Agreement among the processes that train one policy: messages as `Peers` has them, and tensors."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise sum over ranks; equal shapes everywhere."""
@@ -31,20 +25,11 @@ class Ranks(Protocol):
         """Elementwise maximum over ranks; equal shapes everywhere."""
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """One-dimensional values of all ranks in rank order; lengths may differ."""
-
-    def tell(self, message: bytes) -> bytes:
-        """The first rank's message, on every rank; what the others pass is ignored."""
-
-    def share(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks in rank order."""
+        """One-dimensional values of all ranks, on every rank, in rank order; lengths may differ."""
 
 
-class OneRank:
+class OneRank(OnePeer):
     """A trainer of one process: everything is already known."""
-
-    index = 0
-    size = 1
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """`values` themselves."""
@@ -57,14 +42,6 @@ class OneRank:
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """`values` themselves."""
         return values
-
-    def tell(self, message: bytes) -> bytes:
-        """`message` itself."""
-        return message
-
-    def share(self, message: bytes) -> list[bytes]:
-        """`message` alone."""
-        return [message]
 
 
 class GroupRanks:
@@ -107,7 +84,7 @@ class GroupRanks:
         dist.all_gather(parts, padded, group=self._group)
         return torch.cat([part[:length] for part, length in zip(parts, lengths.tolist(), strict=True)])
 
-    def tell(self, message: bytes) -> bytes:
+    def broadcast(self, message: bytes) -> bytes:
         """The first rank's message, on every rank."""
         length = torch.tensor([len(message)], dtype=torch.int64)
         dist.broadcast(length, group=self._group, group_src=0)
@@ -115,7 +92,7 @@ class GroupRanks:
         dist.broadcast(values, group=self._group, group_src=0)
         return values.numpy().tobytes()
 
-    def share(self, message: bytes) -> list[bytes]:
+    def all_gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks in rank order."""
         values = _values(message)
         lengths = self.gather(torch.tensor([len(message)], dtype=torch.int64)).tolist()

@@ -7,65 +7,18 @@ is subtracted, and is flagged. Called by the training step once per batch.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from astraflow.algorithm import AdvantageSettings, Baseline, Scale
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
 # Rewards this close, relative to their size, are equal: averaging equal numbers leaves a residue of this
 # order.
 _EQUAL_RTOL = 1e-9
-
-
-class Baseline(StrEnum):
-    """What is subtracted from a reward."""
-
-    NONE = "none"
-    GROUP = "group"
-    """The group's mean."""
-    BATCH = "batch"
-    """The mean of all rewards of the batch."""
-    LEAVE_ONE_OUT = "leave_one_out"
-    """The mean of the group's other members; 0 for a group of one."""
-
-
-class Scale(StrEnum):
-    """What a centred reward is divided by."""
-
-    NONE = "none"
-    GROUP = "group"
-    """The group's standard deviation; 1 where it is 0 or the group has one member."""
-    BATCH = "batch"
-    """The standard deviation of all rewards of the batch; 1 where it is 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageSettings:
-    """Baseline and scale. The default is GRPO; see the named forms below."""
-
-    baseline: Baseline = Baseline.GROUP
-    scale: Scale = Scale.GROUP
-    unbiased: bool = True
-    """Divide the sum of squares by n − 1 (True) or n (False)."""
-    eps: float = 1e-4
-    """Added to the standard deviation."""
-
-    def __post_init__(self) -> None:
-        if not self.eps >= 0:
-            raise ValueError(f"eps {self.eps} must be at least 0")
-
-
-GRPO = AdvantageSettings()
-"""A = (r − mean_g) / (std_g + eps). DeepSeekMath, arXiv 2402.03300, section 4.1.2, with the n − 1 standard
-deviation.
-"""
-DR_GRPO = AdvantageSettings(scale=Scale.NONE)
-"""A = r − mean_g. "Understanding R1-Zero-like training", arXiv 2503.20783; use with constant aggregation."""
-RLOO = AdvantageSettings(baseline=Baseline.LEAVE_ONE_OUT, scale=Scale.NONE)
-"""A = r − mean of the others = G / (G − 1) · (r − mean_g). "Back to basics", arXiv 2402.14740."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +37,7 @@ def compute_advantages(
     rewards: Sequence[float] | FloatArray,
     *,
     group_keys: Sequence[Hashable],
-    settings: AdvantageSettings = GRPO,
+    settings: AdvantageSettings,
 ) -> Advantages:
     """Advantages of a whole batch. Raises ValueError when keys and rewards differ in number or a reward is
     not finite.

@@ -14,19 +14,17 @@ from enum import StrEnum
 
 import torch
 
+from astraflow.algorithm import AlgorithmSettings, KlReference, ProximalAnchor
 from astraflow_trainer.batches.packing import MicroBatch, filler, pack
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.model import PolicyModel, TokenScores
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
-from astraflow_trainer.step.advantages import GRPO, AdvantageSettings, compute_advantages
+from astraflow_trainer.step.advantages import compute_advantages
 from astraflow_trainer.step.losses import (
-    KlReference,
     LossInputs,
     LossMetrics,
-    LossSettings,
     LossStatistics,
-    ProximalAnchor,
     StepCounts,
     StepRegion,
     policy_loss,
@@ -39,17 +37,11 @@ from astraflow_trainer.step.losses import (
 class StepSettings:
     """How a batch becomes a step."""
 
-    advantages: AdvantageSettings = GRPO
-    loss: LossSettings = field(default_factory=LossSettings)
+    algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
     tokens_per_microbatch: int = 8192
     """Positions of one forward pass, padding included."""
     lane_tokens: int | None = None
     """Capacity of a lane; None takes the longest row of the step."""
-    drop_zero_advantage: bool = True
-    """Leave rows whose advantage is exactly 0 out of the step and of its denominators (as dynamic sampling
-    does).
-
-    They are kept when a KL term gives them a gradient."""
 
 
 class Outcome(StrEnum):
@@ -135,12 +127,12 @@ def train_step(
     missing, or when a row is longer than `tokens_per_microbatch`.
     """
     ranks = ranks or OneRank()
-    _check_reference(settings.loss, reference=reference)
+    _check_reference(settings.algorithm, reference=reference)
     plan = _plan(rows, settings=settings, ranks=ranks)
     if plan.counts.num_tokens == 0:
         return _metrics(plan, optimizer=optimizer, skip_reason=SkipReason.NO_SIGNAL)
     learning_rate = optimizer.learning_rate
-    computed = _compute(policy, plan=plan, settings=settings.loss, ranks=ranks, reference=reference)
+    computed = _compute(policy, plan=plan, settings=settings.algorithm, ranks=ranks, reference=reference)
     loss = computed.statistics.metrics()
     gradient_norm = optimizer.gradient_norm()
     skip_reason = _guard(loss.loss, gradient_norm=gradient_norm)
@@ -159,24 +151,25 @@ def train_step(
     )
 
 
-def _check_reference(settings: LossSettings, *, reference: PolicyModel | None) -> None:
+def _check_reference(settings: AlgorithmSettings, *, reference: PolicyModel | None) -> None:
     needed = settings.kl is not None and settings.kl.reference is KlReference.MODEL
     if needed and reference is None:
         raise ValueError("the KL term compares with a reference model; pass it, or use KlReference.BEHAVIOR")
 
 
 def _plan(rows: Sequence[TrainingRow], *, settings: StepSettings, ranks: Ranks) -> _Plan:
+    algorithm = settings.algorithm
     rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
     keys = torch.tensor([_group_key(row.group_id) for row in rows], dtype=torch.int64)
     # A group may be spread over ranks, and so may a batch-wide baseline: all ranks normalise all rewards.
     all_rewards = ranks.gather(rewards)
     all_advantages = compute_advantages(
-        all_rewards.numpy(), group_keys=ranks.gather(keys).tolist(), settings=settings.advantages
+        all_rewards.numpy(), group_keys=ranks.gather(keys).tolist(), settings=algorithm.advantage
     )
     mine = _slice_of_rank(len(rows), ranks=ranks)
     advantages = torch.from_numpy(all_advantages.values[mine])
     kept = torch.ones_like(advantages, dtype=torch.bool)
-    if settings.drop_zero_advantage and settings.loss.kl is None:
+    if algorithm.drop_zero_advantage and algorithm.kl is None:
         kept = advantages != 0
     kept_rows = [row for row, keep in zip(rows, kept.tolist(), strict=True) if keep]
     lengths = torch.tensor([row.num_trained_tokens for row in kept_rows], dtype=torch.int64)
@@ -185,7 +178,7 @@ def _plan(rows: Sequence[TrainingRow], *, settings: StepSettings, ranks: Ranks) 
     return _Plan(
         batches=_micro_batches(kept_rows, settings=settings, ranks=ranks),
         advantage_R=advantages[kept].float(),
-        weight_R=token_weights(lengths, counts=counts, settings=settings.loss).float()
+        weight_R=token_weights(lengths, counts=counts, aggregation=algorithm.aggregation).float()
         if num_tokens
         else torch.zeros(0),
         counts=counts,
@@ -218,7 +211,7 @@ def _compute(
     policy: PolicyModel,
     *,
     plan: _Plan,
-    settings: LossSettings,
+    settings: AlgorithmSettings,
     ranks: Ranks,
     reference: PolicyModel | None,
 ) -> _Computed:
@@ -249,7 +242,7 @@ def _compute(
     return _Computed(statistics=statistics.over_ranks(ranks), region=region)
 
 
-def _first_pass(policy: PolicyModel, *, plan: _Plan, settings: LossSettings) -> list[TokenScores]:
+def _first_pass(policy: PolicyModel, *, plan: _Plan, settings: AlgorithmSettings) -> list[TokenScores]:
     """Scores of all micro-batches under the weights of the step's start; empty when nothing needs them.
 
     With a single micro-batch on every rank the scores keep their graph and serve as the forward pass too.

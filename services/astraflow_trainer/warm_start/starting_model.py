@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import cast
 
 from huggingface_hub import snapshot_download
 
 from astraflow.errors import RecipeError
 from astraflow.plugins import Demonstration, Demonstrations, Message
-from astraflow.recipe import ArchitectureSettings, ModelSettings, WarmStartSettings
-from astraflow_kit import plugins
-from astraflow_kit.recipe_code import require_installed
+from astraflow.recipe import ArchitectureSettings, ModelSettings
+from astraflow_kit.plugins import make
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.model.model import Qwen3Shape
 from astraflow_trainer.model.tokenizer import TokenizerSettings, render_chat
@@ -69,7 +67,7 @@ def _warm_started(
     assert architecture is not None
     assert tokenizer is not None
     assert warm_start is not None
-    demonstrations = _load_demonstrations(warm_start, joined)
+    demonstrations = make(warm_start.demonstrations, protocol=Demonstrations, source=joined.source)
     seed = joined.recipe.run.seed
     initial = InitialModel(
         shape=_shape(architecture),
@@ -81,22 +79,16 @@ def _warm_started(
             learning_rate=warm_start.learning_rate,
         ),
         seed=seed,
-        demonstrations_digest=f"{joined.code_sha256}/{warm_start.demonstrations}/{seed}",
+        demonstrations_digest=f"{joined.code_sha256}/{warm_start.demonstrations.model_dump_json()}/{seed}",
     )
     needed = max(initial.warm_start.num_examples, tokenizer.num_texts)
     return prepare_initial_model(
         cache,
         initial=initial,
-        examples=lambda: _examples(demonstrations(seed), needed=needed, plugin=warm_start.demonstrations),
+        examples=lambda: _examples(demonstrations(seed), needed=needed, plugin=warm_start.demonstrations.use),
         num_threads=threads,
         progress=lambda step, loss: progress(step / warm_start.steps),
     )
-
-
-def _load_demonstrations(warm_start: WarmStartSettings, joined: JoinedRun) -> Demonstrations:
-    require_installed(warm_start.demonstrations, folder=joined.recipe_dir)
-    found = plugins.load(warm_start.demonstrations, protocol=Demonstrations, recipe_dir=joined.recipe_dir)
-    return cast("Demonstrations", found() if isinstance(found, type) else found)
 
 
 def _examples(stream: Iterator[Demonstration], *, needed: int, plugin: str) -> Iterator[Example]:

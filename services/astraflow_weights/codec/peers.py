@@ -1,6 +1,6 @@
 """The processes that publish one model together, as the publisher sees them.
 
-Invariant: `tell` and `share` are collectives, called by all in the same order with small messages; `send` and
+Invariant: `broadcast` and `all_gather` are collectives, called by all in the same order with small messages; `send` and
 `receive` move a bounded chunk between two of them. `OnePeer` is a publisher on its own; a sharded trainer
 passes its process group. The shard publisher calls it.
 """
@@ -19,10 +19,10 @@ class Peers(Protocol):
     def size(self) -> int:
         """Number of processes."""
 
-    def tell(self, message: bytes) -> bytes:
+    def broadcast(self, message: bytes) -> bytes:
         """The first process's message, everywhere; what the others pass is ignored."""
 
-    def share(self, message: bytes) -> list[bytes]:
+    def all_gather(self, message: bytes) -> list[bytes]:
         """The messages of all processes, in order."""
 
     def send(self, data: bytes | memoryview, *, to: int) -> None:
@@ -38,11 +38,11 @@ class OnePeer:
     index = 0
     size = 1
 
-    def tell(self, message: bytes) -> bytes:
+    def broadcast(self, message: bytes) -> bytes:
         """`message` itself."""
         return message
 
-    def share(self, message: bytes) -> list[bytes]:
+    def all_gather(self, message: bytes) -> list[bytes]:
         """`message` alone."""
         return [message]
 

@@ -111,7 +111,7 @@ class Cover:
 def check_cover(model: ShardedModel, *, peers: Peers) -> Cover:
     """Exchange who holds what; a collective. Raises ValueError where ranges lack, overlap or are out of order."""
     mine = {spec.name: (shard.start, shard.stop) for spec, shard in model.held()}
-    shared = [json.loads(message) for message in peers.share(json.dumps(mine).encode())]
+    shared = [json.loads(message) for message in peers.all_gather(json.dumps(mine).encode())]
     ranges = [{name: (start, stop) for name, (start, stop) in found.items()} for found in shared]
     for spec in model.specs:
         position = 0
@@ -145,7 +145,7 @@ def sharded_digests(model: ShardedModel, *, cover: Cover, peers: Peers) -> tuple
     size = TENSOR_DIGEST_BYTES
     owned = [
         iter([message[start : start + size] for start in range(0, len(message), size)])
-        for message in peers.share(mine)
+        for message in peers.all_gather(mine)
     ]
     return tuple(
         TensorDigest(spec=spec, digest=next(owned[owner]))

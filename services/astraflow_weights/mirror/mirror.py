@@ -99,10 +99,6 @@ class Mirror:
         """What is known to be wrong with what is here and could not be repaired yet; None when nothing is."""
         return self._content.damage
 
-    def versions(self) -> list[int]:
-        """Versions that lie here whole: one at most. Any thread."""
-        return [] if self.version is None else [self.version]
-
     def try_hold(self) -> Hold | None:
         """Keep the version as it is while an engine loads; None when it is being changed or is not whole. Any
         thread.

@@ -16,30 +16,38 @@ T = TypeVar("T")
 Encoded = Any
 
 
-def led(
-    peers: Peers, action: Callable[[], T], *, encode: Callable[[T], Encoded], decode: Callable[[Encoded], T]
+def _unchanged(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
+    return value
+
+
+def on_first_rank(
+    peers: Peers,
+    action: Callable[[], T],
+    *,
+    encode: Callable[[T], Encoded] = _unchanged,
+    decode: Callable[[Encoded], T] = _unchanged,
 ) -> T:
     """What `action` returned on the first process, everywhere; it runs only there.
 
-    Raises its error there, and one of the same kind elsewhere.
+    `encode` and `decode` are for results that are not JSON. Raises its error there, and one of the same kind elsewhere.
     """
     if peers.index == 0:
         found, outcome, failure = _attempt(action, encode=encode)
-        peers.tell(outcome)
+        peers.broadcast(outcome)
         if failure is not None:
             raise failure
         assert found is not None
         return found[0]
-    return decode(_opened(peers.tell(b""), process=0))
+    return decode(_opened(peers.broadcast(b""), process=0))
 
 
-def shared(peers: Peers, action: Callable[[], Encoded]) -> list[Encoded]:
+def on_every_rank(peers: Peers, action: Callable[[], Encoded]) -> list[Encoded]:
     """What `action` returned on each process, in order.
 
     Raises its error where it failed, elsewhere one of the same kind as the first process's that failed.
     """
-    _, outcome, failure = _attempt(action, encode=lambda found: found)
-    outcomes = peers.share(outcome)
+    _, outcome, failure = _attempt(action, encode=_unchanged)
+    outcomes = peers.all_gather(outcome)
     if failure is not None:
         raise failure
     return [_opened(message, process=number) for number, message in enumerate(outcomes)]
@@ -51,7 +59,7 @@ def _attempt(
     """The result, if there is one, the message for the others, and the failure, if there is one."""
     try:
         found = action()
-    except Exception as error:  # noqa: BLE001 - told to the others, then raised
+    except Exception as error:  # noqa: BLE001 - sent to the others, then raised
         reason = error.reason if isinstance(error, AstraflowError) else InternalError.reason
         return None, json.dumps({"reason": reason, "message": str(error)}).encode(), error
     return (found,), json.dumps({"found": encode(found)}).encode(), None

@@ -3,31 +3,37 @@
 Invariant: nothing is gathered; a version becomes visible only by the first process's manifest, after every
 process has stored its parts; a delta is only ever made against bytes that are in the log, because each
 process keeps its shards of the newest version, which are checked by their common root. Every call is a
-collective and ends alike everywhere. `Publisher` is the case of one process; `Compactor` adds cheaper ways
-behind it.
+collective and ends alike everywhere. One process is a group of one (`codec.peers.OnePeer`); `Compactor` adds cheaper
+paths behind it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from astraflow.errors import ConflictError
 from astraflow_kit import failpoints
 from astraflow_weights.codec.delta import encode_delta_tiles
 from astraflow_weights.codec.digest import TensorDigest, model_root
-from astraflow_weights.codec.parts.format import TARGET_PART_BYTES
-from astraflow_weights.codec.parts.writer import PartSetHead, Placed, TileGroups, group_tiles, seal_parts
+from astraflow_weights.codec.parts.writer import PartSetHead
 from astraflow_weights.codec.peers import Peers
 from astraflow_weights.codec.shards import Cover, ShardedModel, check_cover, sharded_digests
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
 from astraflow_weights.codec.tiles.grid import PartKind
-from astraflow_weights.publish.agreement import Encoded, led, shared
+from astraflow_weights.publish.agreement import Encoded, on_every_rank, on_first_rank
 from astraflow_weights.publish.kept import KeptVersion
-from astraflow_weights.publish.uploads import Uploads, upload_shares
+from astraflow_weights.publish.shard_parts import (
+    ShardParts,
+    announce_uploads,
+    encode_shard_parts,
+    upload_shard_parts,
+)
+from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.versions.log import VersionLog
-from astraflow_weights.versions.manifest import DeltaRef
+from astraflow_weights.versions.manifest import DeltaRef, PartRef
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +44,6 @@ class _Plan:
     """The version that these bytes have already for the step."""
     newest_root: bytes | None
     next_version: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PartSet:
-    """The parts of this process, and what they are in sum over all processes."""
-
-    parts: Sequence[bytes]
-    num_changed: int
-    size_bytes: int
 
 
 class ShardPublisher:
@@ -86,7 +83,7 @@ class ShardPublisher:
         self._context = context
         self.kept = KeptVersion()
         root = None if base is None else model_root(self._digests(base))
-        plan = self._led_plan(step=-1, root=b"")
+        plan = self._plan(step=-1, root=b"")
         _require_root(root, plan)
         if base is not None and root is not None:
             self.kept.keep(base, version=plan.next_version - 1, root=root)
@@ -94,7 +91,7 @@ class ShardPublisher:
     @property
     def newest(self) -> CommittedVersion | None:
         """The newest version in the log as last read; a collective. None when there is none."""
-        return self._led(lambda writer: writer.newest)
+        return self._on_first_rank(lambda writer: writer.newest)
 
     def log_copy(self) -> VersionLog:
         """What was read of the log, for another owner; only on the first process, no collective."""
@@ -118,7 +115,7 @@ class ShardPublisher:
         """
         tensors = self._digests(model)
         root = model_root(tensors)
-        plan = self._led_plan(step=step, root=root)
+        plan = self._plan(step=step, root=root)
         committed = plan.existing
         if committed is None:
             kept = self.kept.newest
@@ -139,13 +136,10 @@ class ShardPublisher:
         learning_rate: float | None,
     ) -> CommittedVersion:
         delta = self._encode_delta(model, version=plan.next_version)
-        snapshot = (
-            self._encode_snapshot(model, version=plan.next_version) if self._wants_snapshot(delta) else None
-        )
-        delta_refs = upload_shares(delta.parts, uploads=self._uploads, peers=self._peers) if delta else ()
-        snapshot_refs = (
-            upload_shares(snapshot.parts, uploads=self._uploads, peers=self._peers) if snapshot else None
-        )
+        wanted = self._wants_snapshot(delta)
+        snapshot = self._encode_snapshot(model, version=plan.next_version) if wanted else None
+        delta_refs = self._upload(delta) or ()
+        snapshot_refs = self._upload(snapshot)
         deltas = (DeltaRef(base_version=plan.next_version - 1, parts=delta_refs),) if delta_refs else ()
 
         def commit(writer: VersionWriter) -> CommittedVersion:
@@ -161,22 +155,28 @@ class ShardPublisher:
                 learning_rate=learning_rate,
             )
 
-        committed = self._led(commit)
+        committed = self._on_first_rank(commit)
         assert committed is not None
         return committed
+
+    def _upload(self, made: ShardParts | None) -> tuple[PartRef, ...] | None:
+        if made is None:
+            return None
+        return upload_shard_parts(made.parts, uploads=self._uploads, peers=self._peers)
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
         """Tell collectors of the uploads before the first part of any process, until they are named or given up."""
         try:
-            led(self._peers, lambda: self._require_writer().announce_uploads(), encode=bool, decode=bool)
-            shared(self._peers, lambda: bool(self._uploads.read_tombstones()))
+            announce_uploads(
+                lambda: self._require_writer().announce_uploads(), uploads=self._uploads, peers=self._peers
+            )
             yield
         finally:
             if self._writer is not None:
                 self._writer.end_uploads()
 
-    def _encode_delta(self, model: ShardedModel, *, version: int) -> _PartSet | None:
+    def _encode_delta(self, model: ShardedModel, *, version: int) -> ShardParts | None:
         kept = self.kept.newest
         if kept is None:
             return None
@@ -186,43 +186,22 @@ class ShardPublisher:
             # They lead here from something else than the newest version, as when a replay publishes again.
             model = replace(model, changes=None)
         head = PartSetHead(kind=PartKind.DELTA, base_version=version - 1, target_version=version)
-        return self._part_set(lambda: encode_delta_tiles(base, model, context=context), model, head=head)
+        tiles = partial(encode_delta_tiles, base, model, context=context)
+        return encode_shard_parts(tiles, head=head, specs=model.specs, peers=self._peers)
 
-    def _encode_snapshot(self, model: ShardedModel, *, version: int) -> _PartSet:
+    def _encode_snapshot(self, model: ShardedModel, *, version: int) -> ShardParts:
         head = PartSetHead(kind=PartKind.SNAPSHOT, base_version=version, target_version=version)
-        return self._part_set(lambda: encode_snapshot_tiles(model), model, head=head)
+        tiles = partial(encode_snapshot_tiles, model)
+        return encode_shard_parts(tiles, head=head, specs=model.specs, peers=self._peers)
 
-    def _part_set(
-        self, encode: Callable[[], Iterable[Placed]], model: ShardedModel, *, head: PartSetHead
-    ) -> _PartSet:
-        """Encode this process's tiles and number its parts after those of the processes before it."""
-        groups: TileGroups = []
-
-        def group() -> Encoded:
-            groups.extend(group_tiles(encode(), part_bytes=TARGET_PART_BYTES))
-            changed = sum(tile.num_changed for part in groups for _, tile in part if tile is not None)
-            return [len(groups), changed]
-
-        counts, changed = zip(*shared(self._peers, group), strict=True)
-        parts = seal_parts(
-            groups,
-            head=head,
-            specs=model.specs,
-            first=sum(counts[: self._peers.index]),
-            num_parts=sum(counts),
-        )
-        sizes = shared(self._peers, lambda: sum(map(len, parts)))
-        return _PartSet(parts=parts, num_changed=sum(changed), size_bytes=sum(sizes))
-
-    def _wants_snapshot(self, delta: _PartSet | None) -> bool:
+    def _wants_snapshot(self, delta: ShardParts | None) -> bool:
         if delta is not None and not self._inline_snapshots:
             return False
-        size_bytes = delta.size_bytes if delta else None
-        return led(
-            self._peers,
-            lambda: self._require_writer().wants_snapshot(delta_bytes=size_bytes),
-            encode=bool,
-            decode=bool,
+        size_bytes = None
+        if delta is not None:
+            size_bytes = sum(on_every_rank(self._peers, lambda: sum(map(len, delta.parts))))
+        return on_first_rank(
+            self._peers, lambda: self._require_writer().wants_snapshot(delta_bytes=size_bytes)
         )
 
     def _digests(self, model: ShardedModel) -> tuple[TensorDigest, ...]:
@@ -230,7 +209,7 @@ class ShardPublisher:
             self._cover = check_cover(model, peers=self._peers)
         return sharded_digests(model, cover=self._cover, peers=self._peers)
 
-    def _led_plan(self, *, step: int, root: bytes) -> _Plan:
+    def _plan(self, *, step: int, root: bytes) -> _Plan:
         """Refresh the log on the first process; what all must know of it. Raises Fenced."""
 
         def plan() -> _Plan:
@@ -243,14 +222,16 @@ class ShardPublisher:
                 next_version=len(writer.log.records),
             )
 
-        return led(self._peers, plan, encode=_encode_plan, decode=_decode_plan)
+        return on_first_rank(self._peers, plan, encode=_encode_plan, decode=_decode_plan)
 
     def _require_writer(self) -> VersionWriter:
         assert self._writer is not None
         return self._writer
 
-    def _led(self, action: Callable[[VersionWriter], CommittedVersion | None]) -> CommittedVersion | None:
-        return led(
+    def _on_first_rank(
+        self, action: Callable[[VersionWriter], CommittedVersion | None]
+    ) -> CommittedVersion | None:
+        return on_first_rank(
             self._peers,
             lambda: action(self._require_writer()),
             encode=_encode_committed,

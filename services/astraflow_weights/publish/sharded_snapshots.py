@@ -9,19 +9,20 @@ snapshots.
 
 import queue
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 from astraflow.errors import AstraflowError
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
-from astraflow_weights.codec.parts.format import TARGET_PART_BYTES
-from astraflow_weights.codec.parts.writer import PartSetHead, TileGroups, group_tiles, seal_parts
+from astraflow_weights.codec.parts.writer import PartSetHead, Placed
 from astraflow_weights.codec.peers import Peers
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
 from astraflow_weights.codec.tiles.grid import PartKind
-from astraflow_weights.publish.agreement import Encoded, led, shared
+from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.kept import Kept, KeptVersion
-from astraflow_weights.publish.uploads import Uploads, offer_way, upload_shares
+from astraflow_weights.publish.shard_parts import announce_uploads, encode_shard_parts, upload_shard_parts
+from astraflow_weights.publish.uploads import Uploads, offer_way
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.intents import UploadIntents
@@ -86,10 +87,7 @@ class ShardedSnapshots:
         """
         if self._failure is not None:
             raise self._failure
-        begins = led(
-            publishing, lambda: self._wanted.is_set() and self.idle.is_set(), encode=bool, decode=bool
-        )
-        if not begins:
+        if not on_first_rank(publishing, lambda: self._wanted.is_set() and self.idle.is_set()):
             return
         self._wanted.clear()
         self.idle.clear()
@@ -114,27 +112,19 @@ class ShardedSnapshots:
             self.idle.set()
 
     def _make(self, kept: Kept, lending: ExitStack) -> None:
-        groups: TileGroups = []
-
-        def encode() -> Encoded:
+        def tiles() -> Iterator[Placed]:
             # The copy is given back before anybody hears that this process is done with it.
             with lending:
-                groups.extend(group_tiles(encode_snapshot_tiles(kept.shards), part_bytes=TARGET_PART_BYTES))
-            return len(groups)
+                yield from encode_snapshot_tiles(kept.shards)
 
-        counts = shared(self._peers, encode)
-        parts = seal_parts(
-            groups,
-            head=PartSetHead(kind=PartKind.SNAPSHOT, base_version=kept.version, target_version=kept.version),
-            specs=kept.shards.specs,
-            first=sum(counts[: self._peers.index]),
-            num_parts=sum(counts),
-        )
+        head = PartSetHead(kind=PartKind.SNAPSHOT, base_version=kept.version, target_version=kept.version)
+        made = encode_shard_parts(tiles, head=head, specs=kept.shards.specs, peers=self._peers)
         try:
-            led(self._peers, lambda: self._intents.open(epoch=self._epoch), encode=bool, decode=bool)
-            shared(self._peers, lambda: bool(self._uploads.read_tombstones()))
-            refs = upload_shares(parts, uploads=self._uploads, peers=self._peers)
-            led(self._peers, lambda: self._offer(kept, refs), encode=bool, decode=bool)
+            announce_uploads(
+                lambda: self._intents.open(epoch=self._epoch), uploads=self._uploads, peers=self._peers
+            )
+            refs = upload_shard_parts(made.parts, uploads=self._uploads, peers=self._peers)
+            on_first_rank(self._peers, lambda: self._offer(kept, refs))
         finally:
             self._intents.close()
 

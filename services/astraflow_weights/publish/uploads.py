@@ -16,9 +16,7 @@ from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_weights.codec.digest import sha256
 from astraflow_weights.codec.parts.writer import salted
-from astraflow_weights.codec.peers import Peers
 from astraflow_weights.errors import CorruptPart
-from astraflow_weights.publish.agreement import Encoded, shared
 from astraflow_weights.store import ObjectStore, PutResult
 from astraflow_weights.store.layout import PolicyKeys, check_file_name
 from astraflow_weights.versions.log import way_key
@@ -106,18 +104,3 @@ def offer_way(store: ObjectStore, way: AddedWay) -> None:
     log.info(
         "compaction.added", version=way.version, base_version=way.base_version, size_bytes=way.size_bytes
     )
-
-
-def upload_shares(parts: Sequence[bytes], *, uploads: Uploads, peers: Peers) -> tuple[PartRef, ...]:
-    """Store this process's parts; the references of all processes' parts, in their order. A collective."""
-    stored = shared(peers, lambda: [_encode_ref(ref) for ref in uploads.upload_parts(parts)])
-    return tuple(_decode_ref(ref) for refs in stored for ref in refs)
-
-
-def _encode_ref(ref: PartRef) -> Encoded:
-    return [ref.key, ref.size_bytes, ref.sha256.hex()]
-
-
-def _decode_ref(content: Encoded) -> PartRef:
-    key, size_bytes, digest = content
-    return PartRef(key=key, size_bytes=size_bytes, sha256=bytes.fromhex(digest))

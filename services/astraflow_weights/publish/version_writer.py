@@ -2,7 +2,7 @@
 
 Invariant: a writer commits only while its fence is the newest; its manifests name only parts that exist and
 follow each other without gaps, however often it crashed or lost an answer. A trainer opens one writer per
-claimed epoch, `Publisher` drives it.
+claimed epoch, `ShardPublisher` drives it.
 """
 
 import contextlib

@@ -27,8 +27,8 @@ ERRORS = {
 }
 
 
-def test_every_public_name_is_a_protocol_a_value_or_an_error() -> None:
-    assert sorted(plugins.__all__) == sorted({**PROTOCOLS, **VALUES, **ERRORS})
+def test_every_public_name_is_a_protocol_a_value_an_error_or_the_state() -> None:
+    assert sorted(plugins.__all__) == sorted({**PROTOCOLS, **VALUES, **ERRORS, "PluginState": None})
 
 
 def test_importing_the_protocols_needs_only_the_standard_library() -> None:
@@ -62,7 +62,7 @@ def test_a_plain_class_and_a_plain_function_are_plugins() -> None:
         def heldout(self, index: int) -> plugins.TaskSpec | None:
             return None
 
-    def keep(rewards: list[float]) -> bool:
+    def keep(group: plugins.Group) -> bool:
         return True
 
     assert isinstance(Tasks(), plugins.Dataset)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
+from astraflow.algorithm import Gspo, KlSettings, M2po
 from astraflow.errors import RecipeError
-from astraflow.recipe import Recipe
-from astraflow.recipe_file import CodeFile, bundle_digest, load_recipe, parse_recipe
+from astraflow.plugin_settings import PluginSettings
+from astraflow.recipe import BatchSettings, Recipe
+from astraflow.recipe_file import CodeFile, bundle_digest, load_recipe, parse_recipe, place_of
 
 GOOD = """\
 run:
@@ -38,6 +42,42 @@ def test_a_good_recipe_is_reproduced_by_its_own_text() -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ("recipe:R", "recipe:R"),
+        ("{use: recipe:R}", "recipe:R"),
+        (
+            "{use: recipe:R, with: {a: null, b: .inf, c: [1, x]}}",
+            {"use": "recipe:R", "with": {"a": None, "b": inf, "c": [1, "x"]}},
+        ),
+    ],
+)
+def test_a_plug_in_is_kept_in_its_shortest_form_with_all_its_settings(written: str, kept: object) -> None:
+    loaded = parse_recipe(GOOD.replace("recipe:Reward", written))
+    assert YAML(typ="safe").load(loaded.yaml_text)["raas"]["reward"] == kept
+    assert parse_recipe(loaded.yaml_text).recipe == loaded.recipe
+
+
+@pytest.mark.parametrize(
+    ("plugin", "keys", "place"),
+    [
+        ("recipe:Data", (), "r.yaml:3: run.dataset"),
+        ({"use": "recipe:F", "with": {"low": {"x": 1}}}, (), "r.yaml:21: dataflow.filters.1"),
+        (
+            {"use": "recipe:F", "with": {"low": {"x": 1}}},
+            ("low", "x"),
+            "r.yaml:23: dataflow.filters.1.with.low.x",
+        ),
+        ("recipe:Elsewhere", ("x",), "r.yaml"),
+    ],
+)
+def test_the_place_of_a_plug_in_is_found(plugin: object, keys: tuple[str, ...], place: str) -> None:
+    filters = "dataflow:\n  filters:\n  - use: recipe:F\n    with:\n      low: {x: 1}\n"
+    text = GOOD + filters.replace("  - use", "  - recipe:F\n  - use")
+    assert place_of(PluginSettings.model_validate(plugin), text, source="r.yaml", keys=keys) == place
+
+
+@pytest.mark.parametrize(
     ("old", "new", "line", "words"),
     [
         ("name: tiny", "nmae: tiny", 2, "did you mean `name`"),
@@ -47,6 +87,9 @@ def test_a_good_recipe_is_reproduced_by_its_own_text() -> None:
         ("num_key_value_heads: 2", "num_key_value_heads: 3", 7, "remainder 1"),
         ("head_dim: 16", "head_dim: 15", 7, "odd"),
         ("recipe:Reward", "Reward", 17, "pattern"),
+        ("recipe:Reward", "7", 17, "write `module.path:Name`, or `{use: module.path:Name, with: {...}}`"),
+        ("recipe:Reward", "{use: recipe:R, wiht: {x: 1}}", 17, "did you mean `with`"),
+        ("raas:", "dataflow: {filters: [{us: recipe:F}]}\nraas:", 16, "did you mean `use`"),
         ("raas:", "rass:", 16, "did you mean `raas`"),
         ("steps: 5", "steps: 0", 15, "greater than or equal to 1"),
         ("      tokenizer: {vocab_size: 300}\n", "", 6, "also needs `tokenizer`"),
@@ -59,6 +102,94 @@ def test_a_wrong_recipe_names_line_and_remedy(old: str, new: str, line: int, wor
         parse_recipe(GOOD.replace(old, new, 1), source="recipe.yaml")
     assert words in caught.value.message
     assert f"recipe.yaml:{line}:" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("where", "line", "words"),
+    [
+        (
+            "trainer: {algorithm: {clip_high: 0.2}}",
+            20,
+            "write for example `loss: {kind: ppo_clip, high: 0.28}`",
+        ),
+        (
+            "trainer: {algorithm: {m2_budget: 0.2}}",
+            20,
+            "write for example `loss: {kind: m2po, budget: 0.04}`",
+        ),
+        ("trainer:\n  algorithm:\n    loss: {kind: gspo, lwo: 1}", 22, "did you mean `low`"),
+        ("trainer:\n  algorithm:\n    loss: {kind: gspo, low: 7}", 22, "trainer.algorithm.loss.low: "),
+        ("trainer:\n  algorithm:\n    loss: gpso", 22, "unknown kind 'gpso'; did you mean `gspo`"),
+        ("trainer:\n  algorithm:\n    aggregation: constant", 22, "aggregation.length: this key is required"),
+        ("trainer: {algorithm: {anchor: proximal}}", 1, "policies.solver: m2po bounds the distance"),
+    ],
+)
+def test_a_wrong_algorithm_names_line_and_remedy(where: str, line: int, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(GOOD + "# the algorithm\n# follows\n" + where, source="recipe.yaml")
+    assert words in caught.value.message
+    assert f"recipe.yaml:{line}:" in caught.value.message
+
+
+def _second_policy(*settings: str) -> str:
+    """The recipe with a policy `critic` of its own settings in front of `solver`."""
+    own = "".join(f"    {line}\n" for line in settings)
+    return GOOD.replace("policies:\n", f"policies:\n  critic:\n    model: {{path: some/model}}\n{own}")
+
+
+def test_a_policy_without_settings_of_its_own_has_those_of_the_run() -> None:
+    recipe = parse_recipe(GOOD, overrides=["run.steps=9", "dataflow.max_staleness=3"]).recipe
+    solver = recipe.policy("solver")
+    assert (solver.steps, solver.trainer) == (9, recipe.trainer)
+    assert (solver.batches.groups_per_step, solver.batches.max_staleness) == (16, 3)
+
+
+def test_a_policy_overrides_single_keys_at_any_depth_and_a_loss_as_a_whole() -> None:
+    text = _second_policy(
+        "steps: 5",
+        "dataflow: {groups_per_step: 4}",
+        "trainer: {optimizer: {learning_rate: 0.5}, algorithm: {loss: gspo, kl: null}}",
+    )
+    common = [
+        "trainer.optimizer.beta1=0.5",
+        "trainer.algorithm={loss: {kind: m2po, budget: 0.01}, kl: {coefficient: 0.1}}",
+    ]
+    loaded = parse_recipe(text, overrides=["dataflow.max_staleness=7", *common])
+    for recipe in (loaded.recipe, parse_recipe(loaded.yaml_text).recipe):
+        critic, solver = recipe.policy("critic"), recipe.policy("solver")
+        assert (critic.steps, solver.steps) == (5, 100)
+        assert critic.batches == BatchSettings(groups_per_step=4, max_staleness=7)
+        assert solver.batches == BatchSettings(groups_per_step=16, max_staleness=7)
+        assert (critic.trainer.optimizer.learning_rate, critic.trainer.optimizer.beta1) == (0.5, 0.5)
+        assert critic.trainer.algorithm.loss == Gspo()
+        assert critic.trainer.algorithm.kl is None
+        assert solver.trainer.algorithm.loss == M2po(budget=0.01)
+        assert solver.trainer.algorithm.kl == KlSettings(coefficient=0.1)
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ("dataflow: {max_stalenes: 1}", "dataflow.max_stalenes: unknown key; did you mean `max_staleness`"),
+        ("dataflow: {group_size: 4}", "it holds for all policies; set it in `dataflow`"),
+        ("trainer: {optimizer: {lr: 1}}", "trainer.optimizer.lr: unknown key; known keys: learning_rate"),
+        ("stpes: 4", "critic.stpes: unknown key; did you mean `steps`"),
+        ("steps: 0", "critic.steps: Input should be greater than or equal to 1"),
+    ],
+)
+def test_what_a_policy_cannot_override_is_refused_with_its_line(own: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(_second_policy(own), source="recipe.yaml")
+    assert words in caught.value.message
+    assert "recipe.yaml:7:" in caught.value.message
+
+
+def test_settings_of_a_policy_that_do_not_go_together_with_the_runs_are_refused() -> None:
+    text = _second_policy("trainer: {algorithm: {loss: m2po}}")
+    overrides = ["trainer.algorithm={loss: gspo, anchor: proximal}"]
+    with pytest.raises(RecipeError, match=r"policies\.critic: m2po bounds the distance"):
+        parse_recipe(text, overrides=overrides)
+    assert parse_recipe(GOOD, overrides=overrides).recipe.policy("solver").trainer.algorithm.loss == Gspo()
 
 
 def test_every_problem_is_reported_at_once() -> None:
@@ -119,7 +250,7 @@ def test_every_key_is_documented() -> None:
     undocumented = [
         f"{section}.{key}"
         for section, definition in sections.items()
-        for key, described in definition["properties"].items()
-        if "description" not in described
+        for key, described in definition.get("properties", {}).items()
+        if "description" not in described and "const" not in described  # `kind` is the name of its class
     ]
     assert undocumented == []

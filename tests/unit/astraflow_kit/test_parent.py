@@ -1,11 +1,14 @@
-"""A child that asked for it dies with its parent, also when the parent is already gone."""
+"""A child that asked for it, or was started for it, dies with its parent, also when that is already gone."""
 
 import os
 import select
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from astraflow_kit.parent import dying_with_us
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses prctl")
 
@@ -73,3 +76,27 @@ def test_a_child_armed_after_its_parent_died_ends_at_once() -> None:
         finally:
             parent.kill()
     assert b"armed" not in said
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=20)
+
+
+def test_another_program_keeps_the_pid_it_was_started_under_and_its_arguments() -> None:
+    command = dying_with_us("sh", "-c", 'echo "$$ $0 $1"; exit 3', "first", "two words")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        said, _ = process.communicate(timeout=20)
+    assert said == f"{process.pid} first two words\n"
+    assert process.returncode == 3
+
+
+def test_another_program_does_not_run_when_its_parent_is_gone() -> None:
+    command = dying_with_us("echo", "running")
+    done = _run(*(str(os.getppid()) if part == str(os.getpid()) else part for part in command))
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+
+
+def test_a_program_that_does_not_exist_is_named() -> None:
+    done = _run(*dying_with_us("/no/such/program"))
+    assert done.returncode != 0
+    assert "No such file or directory" in done.stderr

@@ -1,14 +1,16 @@
 """Plug-ins: found, checked against their Protocol, refused with the remedy."""
 
+import json
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
 from astraflow import plugins as public
 from astraflow.errors import PluginError
+from astraflow.plugin_settings import PluginSettings
 from astraflow_kit import plugins
-from astraflow_kit.plugins import load, mismatch
+from astraflow_kit.plugins import RecipeSource, load, make, mismatch, resolve
 
 _RECIPE = '''
 """A recipe's own code."""
@@ -41,6 +43,33 @@ class Blocking:
 
 class Empty:
     run = None
+
+from pydantic import BaseModel, Field
+
+class Shape(BaseModel):
+    width: int = Field(gt=0)
+    depth: int = 2
+
+class Modelled(Exact):
+    def __init__(self, settings: Shape, *, seed: int):
+        self.settings, self.seed = settings, seed
+
+class Tolerant(Exact):
+    def __init__(self, tolerance: "float", *, names: tuple[str, ...] = (), seed: int = -1):
+        if tolerance > 9:
+            raise ValueError("so wide a tolerance accepts anything")
+        self.seen = (tolerance, names, seed)
+
+class Open(Tolerant):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+
+class Unreadable(Exact):
+    def __init__(self, limit: "Missing"):
+        pass
+
+def within(task, completion, *, tolerance: float = 0.0):
+    return tolerance
 '''
 
 
@@ -94,14 +123,14 @@ def test_what_cannot_be_found_is_refused_with_the_remedy(recipe_dir: Path, spec:
 
 @pytest.mark.parametrize("folder", [None, "empty"])
 def test_a_recipe_without_code_says_so(tmp_path: Path, folder: str | None) -> None:
-    with pytest.raises(PluginError, match=r"needs a recipe\.py beside the recipe"):
+    with pytest.raises(PluginError, match="--allow-recipe-code" if folder is None else r"needs a recipe\.py"):
         load("recipe:X", protocol=public.Reward, recipe_dir=tmp_path / folder if folder else None)
 
 
 def test_an_import_that_raises_names_file_line_and_cause_and_may_be_fixed(tmp_path: Path) -> None:
     path = tmp_path / "recipe.py"
     path.write_text("x = 1\nraise ValueError('bad table')\n")
-    with pytest.raises(PluginError, match=r"recipe\.py:2: ValueError: bad table"):
+    with pytest.raises(PluginError, match=r"ValueError: bad table \(recipe\.py:2 in"):
         load("recipe:X", protocol=public.Reward, recipe_dir=tmp_path)
     path.write_text(_RECIPE)
     assert load("recipe:Exact", protocol=public.Reward, recipe_dir=tmp_path)
@@ -153,3 +182,64 @@ def test_static_and_class_methods_and_objects_fit() -> None:
 
     for fit in (Static, Klass, Static(), Klass()):
         assert mismatch(fit, protocol=public.Workflow) is None
+
+
+def made(recipe_dir: Path, name: str, text: str = "", **settings: Any) -> Any:
+    source = RecipeSource(name="recipe.yaml", text=text, folder=recipe_dir)
+    return make(plugin(name, **settings), protocol=public.Reward, source=source, seed=7)
+
+
+def plugin(name: str, **settings: Any) -> PluginSettings:
+    return PluginSettings.model_validate({"use": f"recipe:{name}", "with": settings})
+
+
+def test_a_class_is_made_with_its_settings_and_with_what_the_daemon_gives(recipe_dir: Path) -> None:
+    assert made(recipe_dir, "Tolerant", tolerance=1, names=["a"]).seen == (1.0, ("a",), 7)
+    assert made(recipe_dir, "Open", tolerance=1, names=["a"]).seen == (1, ["a"], 7)
+    modelled = made(recipe_dir, "Modelled", width=3)
+    assert (modelled.settings.width, modelled.settings.depth, modelled.seed) == (3, 2, 7)
+    assert made(recipe_dir, "Exact")(None, "4") == 1.0
+
+
+def test_a_function_gets_its_settings_at_every_call(recipe_dir: Path) -> None:
+    assert made(recipe_dir, "within", tolerance=0.5)(None, "") == 0.5
+    assert made(recipe_dir, "within")(None, "") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "complaint"),
+    [
+        ("Tolerant", {"tolerence": 1}, "has no setting 'tolerence'. Did you mean 'tolerance'"),
+        ("Tolerant", {}, "needs the setting 'tolerance'; add it under `with`"),
+        ("Tolerant", {"tolerance": "wide"}, r"with.tolerance: .* refuses 'wide': .* valid number"),
+        ("Tolerant", {"tolerance": 1, "seed": 3}, "has no setting 'seed'"),
+        ("Tolerant", {"tolerance": 1, "names": ["a", 2]}, r"with.names.1: .* refuses 2: .* valid string"),
+        (
+            "Tolerant",
+            {"tolerance": 10},
+            r"cannot be made with .*ValueError: so wide.*recipe\.py:\d+ in __init__",
+        ),
+        ("Modelled", {"widht": 1}, "has no setting 'widht'. Did you mean 'width'"),
+        ("Modelled", {"width": 0}, r"with.width: .* refuses 0: .* greater than 0"),
+        ("Modelled", {}, "needs the setting 'width'"),
+        ("Unreadable", {"limit": 1}, "annotations of its settings cannot be used"),
+        ("Exact", {"x": 1}, "has no setting 'x'. There are none"),
+        ("exact", {"x": 1}, "has no setting 'x'. There are none"),
+        ("within", {"tolerance": None}, "refuses None"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_where_they_stand(
+    recipe_dir: Path, name: str, settings: dict[str, Any], complaint: str
+) -> None:
+    text = f"raas:\n  reward:\n    use: recipe:{name}\n    with: {json.dumps(settings)}\n"
+    with pytest.raises(PluginError, match=complaint) as refused:
+        made(recipe_dir, name, text, **settings)
+    line = 4 if "with." in refused.value.message.split(" ")[1] else 2
+    assert refused.value.message.startswith(f"recipe.yaml:{line}: raas.reward")
+    assert f"'recipe:{name}'" in refused.value.message
+
+
+def test_settings_are_checked_without_making_anything(recipe_dir: Path) -> None:
+    source = RecipeSource(folder=recipe_dir)
+    _, settings = resolve(plugin("Tolerant", tolerance=10), protocol=public.Reward, source=source)
+    assert settings == {"tolerance": 10.0}

@@ -1,9 +1,9 @@
-"""The error of a failed bind."""
+"""A port is found, and a failed bind says who is in the way."""
 
 import os
 import socket
 
-from astraflow_kit.ports import bind_failure
+from astraflow_kit.ports import LOOPBACK, bind_failure, free_port
 
 
 def test_the_holder_of_a_port_is_named() -> None:
@@ -18,3 +18,8 @@ def test_without_a_holder_the_message_says_what_may_be_wrong() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     assert "not an address of this machine" in bind_failure("192.0.2.1", port, setting="http_port").message
+
+
+def test_a_free_port_can_be_bound() -> None:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, free_port()))

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from astraflow.dataflow.v1 import run_pb2
-from astraflow.errors import PluginError, RecipeError
+from astraflow.errors import RecipeError
 from astraflow.recipe_file import CodeFile, bundle_digest
-from astraflow_kit.recipe_code import install_code, require_installed
+from astraflow_kit.recipe_code import install_code
 
 CODE = "class Half: ..."
 
@@ -59,12 +59,3 @@ def test_paths_that_leave_the_folder_are_refused(tmp_path: Path, path: str) -> N
     with pytest.raises(RecipeError, match="relative paths"):
         install_code(code, into=tmp_path / "code", allowed=True)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_plug_ins_that_are_installed_need_no_code() -> None:
-    require_installed("some.package:Reward", folder=None)
-
-
-def test_plug_ins_of_the_recipe_itself_say_how_to_allow_them() -> None:
-    with pytest.raises(PluginError, match="--allow-recipe-code"):
-        require_installed("some.package:Reward", "recipe:Half", folder=None)

@@ -1,29 +1,38 @@
 """A recipe's workflow and reward are made once, and one that cannot be used is named."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import PluginError
-from astraflow.recipe import Recipe
+from astraflow.plugins import Workflow
 from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
-from astraflow_kit.recipe_code import install_code
 from astraflow_raas.recipe_code import load_workflow
 
+SINGLE_TURN = "astraflow_raas.workflows.single_turn:SingleTurn"
 CODE = """
 class Half:
     def __call__(self, task, completion):
         return 0.5
 
 class NeedsMore:
-    def __init__(self, threshold):
-        pass
+    def __init__(self, threshold: float):
+        self.threshold = threshold
     def __call__(self, task, completion):
-        return 0.5
+        return self.threshold
 
-def constant(task, completion):
-    return 1.0
+def constant(task, completion, *, value: float = 1.0):
+    return value
+
+class Scores:
+    def __init__(self, *, reward, text: str):
+        self.reward, self.text = reward, text
+    def score(self):
+        return self.reward(None, self.text)
+    async def run(self, task, policies):
+        return None
 
 class OddWorkflow:
     def __init__(self, *, reward):
@@ -33,51 +42,55 @@ class OddWorkflow:
 """
 
 
-def bundle(**files: str) -> run_pb2.CodeBundle:
-    listed = [
-        CodeFile(path.replace("__", "/") + ".py", text.encode()) for path, text in sorted(files.items())
-    ]
-    return run_pb2.CodeBundle(
-        files=[run_pb2.CodeFile(path=file.path, content=file.content) for file in listed],
-        sha256=bundle_digest(listed),
-    )
-
-
-def recipe(reward: str, workflow: str = "astraflow_raas.workflows.single_turn:SingleTurn") -> Recipe:
+def workflow_of(folder: Path, *, reward: str, workflow: str = SINGLE_TURN, allowed: bool = True) -> Workflow:
+    files = [CodeFile("recipe.py", CODE.encode())]
     text = f"""
 run: {{name: r, dataset: "recipe:D"}}
 policies: {{solver: {{model: {{path: x}}}}}}
-raas: {{reward: "{reward}", workflow: "{workflow}"}}
+raas: {{reward: {reward}, workflow: {workflow}}}
 """
-    return parse_recipe(text).recipe
-
-
-def test_plug_ins_of_the_recipe_are_loaded_from_its_folder(tmp_path: Path) -> None:
-    folder = install_code(bundle(recipe=CODE), into=tmp_path, allowed=True)
-    for name in ("Half", "constant"):
-        assert load_workflow(recipe(f"recipe:{name}"), folder=folder)
-
-
-def test_installed_plug_ins_need_no_code() -> None:
-    assert load_workflow(recipe("astraflow_raas.rewards.boxed_match:BoxedMatch"), folder=None)
-
-
-def test_a_recipe_that_needs_its_code_says_how_to_allow_it() -> None:
-    with pytest.raises(PluginError, match="--allow-recipe-code"):
-        load_workflow(recipe("recipe:Half"), folder=None)
+    code = run_pb2.CodeBundle(
+        files=[run_pb2.CodeFile(path=file.path, content=file.content) for file in files],
+        sha256=bundle_digest(files),
+    )
+    run = run_pb2.Run(run_id="r", recipe_yaml=text, code=code)
+    return load_workflow(run, parse_recipe(text).recipe.raas, into=folder, allowed=allowed)
 
 
 @pytest.mark.parametrize(
-    ("reward", "workflow", "complaint"),
+    ("reward", "earned"),
     [
-        ("recipe:NeedsMore", "astraflow_raas.workflows.single_turn:SingleTurn", "NeedsMore"),
-        ("recipe:Hal", "astraflow_raas.workflows.single_turn:SingleTurn", "Half"),
-        ("recipe:Half", "recipe:OddWorkflow", "async"),
+        ("recipe:Half", 0.5),
+        ("recipe:constant", 1.0),
+        ("{use: recipe:NeedsMore, with: {threshold: 0.25}}", 0.25),
+        ("{use: recipe:constant, with: {value: 3}}", 3.0),
+    ],
+)
+def test_the_workflow_scores_with_the_recipe_s_reward_and_its_settings(
+    tmp_path: Path, reward: str, earned: float
+) -> None:
+    workflow = workflow_of(tmp_path, reward=reward, workflow="{use: recipe:Scores, with: {text: hello}}")
+    assert cast("Any", workflow).score() == earned
+
+
+def test_installed_plug_ins_need_no_leave(tmp_path: Path) -> None:
+    assert workflow_of(tmp_path, reward="astraflow_raas.rewards.boxed_match:BoxedMatch", allowed=False)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "complaint"),
+    [
+        (
+            {"reward": "recipe:Half", "allowed": False},
+            "recipe of run r:4: raas.reward: .* --allow-recipe-code",
+        ),
+        ({"reward": "recipe:NeedsMore"}, "'recipe:NeedsMore' needs the setting 'threshold'"),
+        ({"reward": "recipe:Hal"}, "Did you mean 'Half'"),
+        ({"reward": "recipe:Half", "workflow": "recipe:OddWorkflow"}, "is not async"),
     ],
 )
 def test_a_plug_in_that_cannot_be_used_is_named(
-    tmp_path: Path, reward: str, workflow: str, complaint: str
+    tmp_path: Path, plugins: dict[str, Any], complaint: str
 ) -> None:
-    folder = install_code(bundle(recipe=CODE), into=tmp_path, allowed=True)
     with pytest.raises(PluginError, match=complaint):
-        load_workflow(recipe(reward, workflow), folder=folder)
+        workflow_of(tmp_path, **plugins)

@@ -44,7 +44,7 @@ def test_the_run_brings_its_recipe_its_store_and_its_only_policy(tmp_path: Path)
     assert (joined.run_id, joined.policy_id, joined.store_uri) == (RUN_ID, "solver", "s3://bucket/run")
     assert joined.recipe.run.steps == 3
     assert joined.policy.model.path == "somewhere"
-    assert joined.recipe_dir is None
+    assert joined.source.folder is None
 
 
 def test_a_run_can_be_named(tmp_path: Path) -> None:
@@ -67,10 +67,10 @@ def test_an_unknown_policy_is_refused_even_when_there_is_only_one(tmp_path: Path
 
 def test_recipe_code_is_written_only_with_leave(tmp_path: Path) -> None:
     refused = _join(ScriptedBatches(code=CODE), tmp_path)
-    assert (refused.recipe_dir, list(tmp_path.iterdir())) == (None, [])
+    assert (refused.source.folder, list(tmp_path.iterdir())) == (None, [])
     allowed = _join(ScriptedBatches(code=CODE), tmp_path, allow_recipe_code=True)
-    assert allowed.recipe_dir == tmp_path / "recipe" / DIGEST.hex()
-    assert (allowed.recipe_dir / "recipe.py").read_bytes() == SOURCE
+    assert allowed.source.folder == tmp_path / "recipe" / DIGEST.hex()
+    assert (allowed.source.folder / "recipe.py").read_bytes() == SOURCE
     assert refused.code_sha256 == allowed.code_sha256 == DIGEST.hex()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,25 +10,13 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from astraflow.recipe import AlgorithmSettings, Recipe
+from astraflow.recipe import ResolvedPolicy
 from astraflow.recipe_file import parse_recipe
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.learner import PolicyLearner, loss_settings, step_settings
+from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.model.model import Qwen3Shape, build_causal_lm, save_causal_lm
 from astraflow_trainer.ranks.group import join_rank_group
 from astraflow_trainer.settings import RankSettings
-from astraflow_trainer.step.advantages import DR_GRPO, GRPO, RLOO, AdvantageSettings
-from astraflow_trainer.step.losses import (
-    Aggregation,
-    Cispo,
-    Gspo,
-    M2po,
-    M2poClip,
-    M2poMask,
-    NoTrustRegion,
-    PpoClip,
-    TrustRegion,
-)
 from astraflow_trainer.step.step import Outcome
 from astraflow_weights.codec.shards import ShardedModel
 from support.scripted_dataflow import RECIPE
@@ -44,11 +32,10 @@ SHAPE = Qwen3Shape(
     intermediate_size=32,
     initializer_range=0.3,
 )
-AGGREGATIONS = AlgorithmSettings.model_json_schema()["properties"]["aggregation"]["enum"]
 
 
-def _recipe(*overrides: str) -> Recipe:
-    return parse_recipe(RECIPE, overrides=overrides).recipe
+def _policy(*overrides: str) -> ResolvedPolicy:
+    return parse_recipe(RECIPE, overrides=overrides).recipe.policy("solver")
 
 
 @dataclass
@@ -59,9 +46,8 @@ class Bench:
     checkpoint_dir: Path
 
     def learner(self, *overrides: str) -> PolicyLearner:
-        recipe = _recipe("trainer.optimizer.warmup_steps=0", *overrides)
         return PolicyLearner(
-            recipe,
+            _policy("trainer.optimizer.warmup_steps=0", *overrides),
             model_dir=self.model_dir,
             checkpoint_dir=self.checkpoint_dir,
             group=join_rank_group(RankSettings(), timeout_s=1.0),
@@ -93,42 +79,29 @@ def _differing(left: ShardedModel, right: ShardedModel) -> list[str]:
     ]
 
 
-REGIONS: Mapping[str, TrustRegion] = {
-    "none": NoTrustRegion(),
-    "ppo_clip": PpoClip(low=0.1, high=0.3),
-    "m2po": M2po(budget=0.02),
-    "m2po_clip": M2poClip(budget=0.02),
-    "m2po_mask": M2poMask(budget=0.02),
-    "gspo": Gspo(low=0.1, high=0.3),
-    "cispo": Cispo(max_ratio=1.3),
-}
+@pytest.mark.parametrize(
+    ("algorithm", "kl_after"),
+    [
+        ("{loss: dual_clip, anchor: proximal, aggregation: {kind: constant, length: 8}}", False),
+        ("{loss: gspo, advantage: rloo, kl: {coefficient: 0.1, estimator: k2, reference: model}}", True),
+        ("{loss: cispo, advantage: dr_grpo, kl: {coefficient: 0.1}, aggregation: seq_mean_token_mean}", True),
+    ],
+)
+def test_every_part_of_an_algorithm_is_reached_from_the_recipe(
+    algorithm: str, kl_after: bool, bench: Bench, make_rows: MakeRows
+) -> None:
+    learner = bench.learner(f"trainer.algorithm={algorithm}", "trainer.optimizer.learning_rate=0.01")
+    first, second = (learner.train(make_rows(seed=seed)) for seed in range(2))
+    assert (first.outcome, second.outcome) == (Outcome.COMMITTED, Outcome.COMMITTED)
+    assert second.loss is not None
+    assert (second.loss.kl > 1e-4) == kl_after
 
 
-@pytest.mark.parametrize("loss", REGIONS)
-def test_every_loss_of_a_recipe_is_a_trust_region_with_its_bounds(loss: str) -> None:
-    algorithm = AlgorithmSettings.model_validate(
-        {"loss": loss, "clip_low": 0.1, "clip_high": 0.3, "m2_budget": 0.02}
-    )
-    assert loss_settings(algorithm).trust_region == REGIONS[loss]
-
-
-def test_no_loss_of_the_recipe_is_left_out_of_the_table() -> None:
-    allowed = AlgorithmSettings.model_json_schema()["properties"]["loss"]["enum"]
-    assert set(allowed) == set(REGIONS)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_every_aggregation_has_the_recipes_name(aggregation: str) -> None:
-    algorithm = AlgorithmSettings.model_validate({"aggregation": aggregation})
-    assert loss_settings(algorithm).aggregation is Aggregation(aggregation)
-
-
-@pytest.mark.parametrize(("name", "settings"), [("grpo", GRPO), ("dr_grpo", DR_GRPO), ("rloo", RLOO)])
-def test_every_advantage_has_the_recipes_name(name: str, settings: AdvantageSettings) -> None:
-    recipe = _recipe(f"trainer.algorithm.advantage={name}", "trainer.tokens_per_microbatch=640")
-    translated = step_settings(recipe)
-    assert translated.advantages == settings
-    assert translated.tokens_per_microbatch == 640
+def test_a_reference_model_is_the_initial_one(bench: Bench, make_rows: MakeRows) -> None:
+    kl = "trainer.algorithm.kl={coefficient: 0.1, reference: model}"
+    metrics = bench.learner(kl).train(make_rows())
+    assert metrics.loss is not None
+    assert metrics.loss.kl == pytest.approx(0.0, abs=1e-6)
 
 
 def test_learning_rate_and_warm_up_come_from_the_recipe(bench: Bench, make_rows: MakeRows) -> None:

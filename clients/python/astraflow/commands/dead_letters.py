@@ -1,4 +1,4 @@
-"""`astraflow dead-letters`: the tasks that nobody will try again; list, requeue or forget them."""
+"""`astraflow dead-letters`: failed tasks that will not be retried; list, requeue or delete them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ from typing import Annotated
 
 import typer
 
-from astraflow.commands.server import (
-    DataDirOption,
-    JoinOption,
-    JsonOption,
-    RunIdOption,
-    TokenFileOption,
-    connected,
-)
+from astraflow.commands.option_groups import grouped_options
+from astraflow.commands.server import RunQuestion
 from astraflow.commands.wording import as_json, console, print_json, table
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, requeue or forget given-up tasks.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, requeue or delete failed tasks.")
 
 LetterArguments = Annotated[
     list[str] | None, typer.Argument(metavar="[LETTER]...", help="Letters, by the ids that `list` shows.")
@@ -27,24 +21,21 @@ AllOption = Annotated[bool, typer.Option("--all", help="Every letter instead of 
 
 
 @app.command("list")
+@grouped_options
 def list_(
+    asked: RunQuestion,
     limit: Annotated[int, typer.Option(min=1, max=500, help="Show at most this many, the oldest.")] = 50,
     tasks: Annotated[bool, typer.Option("--tasks", help="With --json: the tasks as submitted, too.")] = False,
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    run_id: RunIdOption = "",
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
 ) -> None:
-    """List the tasks that were given up, oldest first, and why."""
-    request = pb.ListDeadLettersRequest(run_id=run_id, page_size=limit, include_tasks=tasks)
-    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+    """List failed tasks that will not be retried, oldest first, and why."""
+    request = pb.ListDeadLettersRequest(run_id=asked.run_id, page_size=limit, include_tasks=tasks)
+    with asked.client() as client:
         answer = client.call(client.admin.ListDeadLetters, request)
-    if json_:
+    if asked.json_:
         print_json(as_json(answer))
         return
     if not answer.dead_letters:
-        typer.echo("no task was given up")
+        typer.echo("no dead letters")
         return
     shown = table("letter", "task", "reason", "attempt", "node", "detail", right=("attempt",))
     for letter in answer.dead_letters:
@@ -56,43 +47,31 @@ def list_(
 
 
 @app.command()
+@grouped_options
 def requeue(
+    asked: RunQuestion,
     letters: LetterArguments = None,
     all_: AllOption = False,
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    run_id: RunIdOption = "",
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
 ) -> None:
-    """Put given-up tasks back into the training lane, with all their episodes open."""
-    request = pb.RequeueDeadLettersRequest(run_id=run_id, dead_letter_ids=_chosen(letters, all_=all_))
-    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+    """Put failed tasks back into the training queue, with all their episodes open."""
+    request = pb.RequeueDeadLettersRequest(run_id=asked.run_id, dead_letter_ids=_chosen(letters, all_=all_))
+    with asked.client() as client:
         answer = client.call(client.admin.RequeueDeadLetters, request)
-    if json_:
-        print_json(as_json(answer))
-    else:
-        typer.echo(f"{answer.requeued} requeued, {answer.unknown} unknown, {answer.kept} kept as they are")
+    asked.show(answer, lambda it: f"{it.requeued} requeued, {it.unknown} unknown, {it.kept} kept as they are")
 
 
 @app.command()
+@grouped_options
 def purge(
+    asked: RunQuestion,
     letters: LetterArguments = None,
     all_: AllOption = False,
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    run_id: RunIdOption = "",
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
 ) -> None:
-    """Forget given-up tasks."""
-    request = pb.PurgeDeadLettersRequest(run_id=run_id, dead_letter_ids=_chosen(letters, all_=all_))
-    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+    """Delete failed tasks."""
+    request = pb.PurgeDeadLettersRequest(run_id=asked.run_id, dead_letter_ids=_chosen(letters, all_=all_))
+    with asked.client() as client:
         answer = client.call(client.admin.PurgeDeadLetters, request)
-    if json_:
-        print_json(as_json(answer))
-    else:
-        typer.echo(f"{answer.purged} forgotten")
+    asked.show(answer, lambda it: f"{it.purged} deleted")
 
 
 def _chosen(letters: list[str] | None, *, all_: bool) -> list[str]:

@@ -8,14 +8,8 @@ from typing import Annotated
 import typer
 
 from astraflow.client import Client
-from astraflow.commands.server import (
-    DataDirOption,
-    JoinOption,
-    JsonOption,
-    RunIdOption,
-    TokenFileOption,
-    connected,
-)
+from astraflow.commands.option_groups import grouped_options
+from astraflow.commands.server import RunQuestion
 from astraflow.commands.status import node_cells
 from astraflow.commands.wording import as_json, console, print_json, table
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
@@ -27,35 +21,22 @@ _PAGE = 1000
 
 
 @app.command("list")
+@grouped_options
 def list_(
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    run_id: RunIdOption = "",
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
+    asked: RunQuestion,
 ) -> None:
     """List the nodes that joined: what they can do, do and serve."""
-    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
-        nodes = list(all_nodes(client, run_id=run_id))
-    if json_:
+    with asked.client() as client:
+        nodes = list(all_nodes(client, run_id=asked.run_id))
+    if asked.json_:
         print_json([as_json(node) for node in nodes])
         return
     if not nodes:
         typer.echo("no node has joined; start one: astraflow raas --join HOST:PORT")
         return
     shown = table(
-        *(
-            "node",
-            "state",
-            "serves",
-            "leases",
-            "episodes",
-            "tokens",
-            "restarts",
-            "capacity",
-            "engine",
-            "pool",
-        ),
+        *("node", "state", "serves", "leases", "episodes"),
+        *("tokens", "restarts", "capacity", "engine", "pool"),
         right=("leases", "episodes", "tokens", "restarts", "capacity"),
     )
     for node in nodes:
@@ -70,24 +51,22 @@ def list_(
 
 
 @app.command()
+@grouped_options
 def drain(
+    asked: RunQuestion,
     node: Annotated[str, typer.Argument(metavar="NODE", help="Node to send home.")],
     reason: Annotated[str, typer.Option(help="Why, one word; the node logs it.")] = "operator",
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    run_id: RunIdOption = "",
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
 ) -> None:
     """Let NODE finish what it holds, give it nothing more and make it leave."""
-    request = pb.DrainNodeRequest(run_id=run_id, node_id=node, reason=reason)
-    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+    request = pb.DrainNodeRequest(run_id=asked.run_id, node_id=node, reason=reason)
+    with asked.client() as client:
         answer = client.call(client.admin.DrainNode, request)
-    if json_:
-        print_json(as_json(answer))
-        return
+    asked.show(answer, lambda drained: _drain_text(node, drained))
+
+
+def _drain_text(node: str, answer: pb.DrainNodeResponse) -> str:
     reached = "it knows" if answer.connected else "it is not connected and will be told when it is"
-    typer.echo(f"{node} finishes {answer.leases} tasks and leaves; {reached}")
+    return f"{node} finishes {answer.leases} tasks and leaves; {reached}"
 
 
 def _fault_text(fault: version_pb2.WeightFault) -> str:

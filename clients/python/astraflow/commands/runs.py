@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from astraflow.client import Client
-from astraflow.commands.server import DataDirOption, JoinOption, JsonOption, TokenFileOption, connected
+from astraflow.commands.option_groups import grouped_options
+from astraflow.commands.server import ServerQuestion
 from astraflow.commands.wording import as_json, console, count_text, enum_text, print_json, table
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as pb
@@ -20,16 +21,14 @@ _DELETE_TIMEOUT_S = 120.0
 
 
 @app.command("list")
+@grouped_options
 def list_(
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
+    asked: ServerQuestion,
 ) -> None:
     """List the server's runs, oldest first."""
-    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+    with asked.client() as client:
         runs = list(all_runs(client))
-    if json_:
+    if asked.json_:
         print_json([_without_content(run) for run in runs])
         return
     if not runs:
@@ -43,30 +42,27 @@ def list_(
 
 
 @app.command()
+@grouped_options
 def delete(
+    asked: ServerQuestion,
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run to delete.")],
     force: Annotated[
         bool, typer.Option("--force", help="Delete it although nodes or trainers work on it.")
     ] = False,
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
 ) -> None:
     """Delete RUN with everything the server stores for it; published weights stay in the object store."""
-    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+    with asked.client() as client:
         answer = client.call(
             client.runs.DeleteRun,
             pb.DeleteRunRequest(run_id=run_id, force=force),
             timeout_s=_DELETE_TIMEOUT_S,
         )
-    if json_:
-        print_json(as_json(answer))
-        return
+    asked.show(answer, lambda deleted: _deleted_text(run_id, deleted))
+
+
+def _deleted_text(run_id: str, answer: pb.DeleteRunResponse) -> str:
     trained = count_text(answer.trajectories.trained)
-    typer.echo(
-        f"run {run_id} is deleted: {trained} trajectories had been trained, {answer.deleted_keys} keys removed"
-    )
+    return f"run {run_id} is deleted: {trained} trajectories had been trained, {answer.deleted_keys} keys removed"
 
 
 def all_runs(client: Client) -> Iterator[run_pb2.Run]:

@@ -1,7 +1,8 @@
-"""Which server a command asks: the one named by an option, by ASTRAFLOW_JOIN, or by the newest run folder.
+"""Which server a command asks: the one named by an option, by ASTRAFLOW_JOIN, or by the newest run folder; and the
+options that say so.
 
 Invariant: a server that was not named on the command line is named on stderr, so that nobody looks at another
-run than they think; and a folder whose server has ended is told as such instead of as a refused connection.
+run than they think; and a folder whose server has ended is reported as such, not as a refused connection.
 Used by every command of this package.
 """
 
@@ -9,24 +10,30 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+from google.protobuf.message import Message
 
 from astraflow.client import Client, RetryPolicy
+from astraflow.commands.wording import as_json, console, print_json
 from astraflow.errors import InvalidArgumentError, NotFoundError, UnavailableError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 __all__ = [
     "RUNS",
     "DataDirOption",
     "JoinOption",
-    "JsonOption",
     "RunIdOption",
+    "RunQuestion",
     "Server",
+    "ServerQuestion",
     "TokenFileOption",
     "connected",
     "find_server",
@@ -38,6 +45,8 @@ RUNS = Path(".astraflow") / "runs"
 ADDRESS_FILE = Path("addresses") / "dataflow.json"
 JOIN_VARIABLE = "ASTRAFLOW_JOIN"
 _PATIENCE = RetryPolicy(total_s=3.0)
+
+M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,38 @@ TokenFileOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; docs/debugging.md says which fields.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerQuestion:
+    """What every command that asks a server takes: whom it asks, as whom, and in which form it answers."""
+
+    join: JoinOption = None
+    data_dir: DataDirOption = None
+    token_file: TokenFileOption = None
+    json_: JsonOption = False
+
+    @contextmanager
+    def client(self) -> Iterator[Client]:
+        """A client of the server to ask; see `connected`."""
+        with connected(self.join, data_dir=self.data_dir, token_file=self.token_file) as (client, _):
+            yield client
+
+    def show(self, answer: M, text: Callable[[M], RenderableType]) -> None:
+        """Print the answer as JSON, or what `text` makes of it: a line as it is, anything else as a page."""
+        if self.json_:
+            print_json(as_json(answer))
+        elif isinstance(made := text(answer), str):
+            typer.echo(made)
+        else:
+            console().print(made)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunQuestion(ServerQuestion):
+    """The same for commands about one run."""
+
+    run_id: RunIdOption = ""
+
+
 @dataclass(frozen=True)
 class _Published:
     """What a folder says about its server."""
@@ -128,12 +169,15 @@ def server_of_folder(folder: Path) -> Server:
 def connected(
     join: Server | None, *, data_dir: Path | None, token_file: Path | None
 ) -> Iterator[tuple[Client, Server]]:
-    """Yield a client of the server to ask. An unreachable server is told with its address and how it was found."""
+    """Yield a client of the server to ask. The error for an unreachable server names its address and how it was found;
+    IncompatibleError says that it speaks other contracts.
+    """
     server = find_server(join, data_dir=data_dir)
     if server.found_by != "--join":
         typer.echo(f"asking {server.address} ({server.found_by})", err=True)
     with Client(server.address, token=read_token(token_file), retry=_PATIENCE) as client:
         try:
+            client.server_info()
             yield client, server
         except UnavailableError as error:
             raise UnavailableError(

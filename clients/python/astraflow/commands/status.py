@@ -14,14 +14,8 @@ from rich.live import Live
 from rich.text import Text
 
 from astraflow.client import Client
-from astraflow.commands.server import (
-    DataDirOption,
-    JoinOption,
-    JsonOption,
-    RunIdOption,
-    TokenFileOption,
-    connected,
-)
+from astraflow.commands.option_groups import grouped_options
+from astraflow.commands.server import RunQuestion
 from astraflow.commands.wording import (
     as_json,
     console,
@@ -29,7 +23,6 @@ from astraflow.commands.wording import (
     enum_text,
     heading,
     number_text,
-    print_json,
     seconds_of,
     span_text,
     table,
@@ -59,24 +52,18 @@ WatchOption = Annotated[
 
 
 @app.command()
+@grouped_options
 def status(
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    run_id: RunIdOption = "",
-    token_file: TokenFileOption = None,
+    asked: RunQuestion,
     watch: WatchOption = False,
-    json_: JsonOption = False,
 ) -> None:
     """Show what a run has done and holds: policies, trajectories, nodes, evaluations, waits."""
-    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+    with asked.client() as client:
         if watch:
-            _show_all(follow(client, run_id=run_id), as_lines=json_)
+            _show_all(follow(client, run_id=asked.run_id), as_lines=asked.json_)
             return
-        answer = client.call(client.admin.Status, pb.StatusRequest(run_id=run_id))
-    if json_:
-        print_json(as_json(answer))
-    else:
-        console().print(status_page(answer))
+        answer = client.call(client.admin.Status, pb.StatusRequest(run_id=asked.run_id))
+    asked.show(answer, status_page)
 
 
 def follow(client: Client, *, run_id: str, pause_s: float = 1.0) -> Iterator[pb.StatusResponse]:
@@ -247,5 +234,5 @@ def wait_table(waits: Iterable[pb.Wait]) -> Table:
 def _dead_letters(status: pb.StatusResponse) -> list[RenderableType]:
     if not status.dead_letters:
         return []
-    text = f"\n{status.dead_letters} tasks were given up: `astraflow dead-letters list` says why"
+    text = f"\n{status.dead_letters} tasks failed and will not be retried: `astraflow dead-letters list` shows why"
     return [Text(text, style="yellow")]

@@ -9,15 +9,9 @@ import typer
 from rich.text import Text
 from rich.tree import Tree
 
-from astraflow.commands.server import (
-    DataDirOption,
-    JoinOption,
-    JsonOption,
-    RunIdOption,
-    TokenFileOption,
-    connected,
-)
-from astraflow.commands.wording import as_json, console, enum_text, print_json, span_text
+from astraflow.commands.option_groups import grouped_options
+from astraflow.commands.server import RunQuestion
+from astraflow.commands.wording import enum_text, span_text
 from astraflow.dataflow.v1 import admin_service_pb2, trace_pb2
 
 if TYPE_CHECKING:
@@ -29,7 +23,7 @@ TaskIdArgument = Annotated[
     str, typer.Argument(metavar="TASK_ID", help="Task, as logs name it in task_id or correlation_id.")
 ]
 _STATES = {
-    trace_pb2.TASK_STATE_QUEUED: "waits in its lane",
+    trace_pb2.TASK_STATE_QUEUED: "waits in its queue",
     trace_pb2.TASK_STATE_LEASED: "is being run",
     trace_pb2.TASK_STATE_RETRY: "waits to be run again",
     trace_pb2.TASK_STATE_COMPLETE: "is complete, its groups are being judged",
@@ -39,36 +33,30 @@ _STATES = {
 
 
 @app.command()
+@grouped_options
 def trace(
+    asked: RunQuestion,
     task_id: TaskIdArgument,
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    run_id: RunIdOption = "",
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
 ) -> None:
     """Follow one task: leases, node, episodes, trajectories, batch, step, version."""
-    request = admin_service_pb2.WhyRequest(run_id=run_id, task_id=task_id)
-    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
+    request = admin_service_pb2.WhyRequest(run_id=asked.run_id, task_id=task_id)
+    with asked.client() as client:
         task = client.call(client.admin.Why, request).task
-    if json_:
-        print_json(as_json(task))
-    else:
-        console().print(trace_tree(task))
+    asked.show(task, trace_tree)
 
 
 def trace_tree(task: trace_pb2.TaskTrace) -> Tree:
     """Return the task's tree; times count from when it was submitted."""
     tree = Tree(_title(task), guide_style="dim")
-    told: set[str] = set()
+    shown: set[str] = set()
     for lease in task.leases:
         branch = tree.add(_lease_text(lease, task))
         episodes = [
             item for item in task.episodes if (item.attempt, item.node_id) == (lease.attempt, lease.node_id)
         ]
-        told |= {item.episode_id for item in episodes}
+        shown |= {item.episode_id for item in episodes}
         _add_episodes(branch, episodes, task)
-    others = [item for item in task.episodes if item.episode_id not in told]
+    others = [item for item in task.episodes if item.episode_id not in shown]
     if others:
         _add_episodes(tree.add(Text("pushed outside of any lease that is kept")), others, task)
     for node_id in task.refused_by:

@@ -13,14 +13,8 @@ from rich.text import Text
 
 from astraflow.client import Client
 from astraflow.commands.bottleneck import Bound, Verdict, find_bottleneck
-from astraflow.commands.server import (
-    DataDirOption,
-    JoinOption,
-    JsonOption,
-    RunIdOption,
-    TokenFileOption,
-    connected,
-)
+from astraflow.commands.option_groups import grouped_options
+from astraflow.commands.server import RunQuestion
 from astraflow.commands.wording import (
     as_json,
     console,
@@ -54,20 +48,17 @@ SecondsOption = Annotated[
 
 
 @app.command()
+@grouped_options
 def why(
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    run_id: RunIdOption = "",
-    token_file: TokenFileOption = None,
+    asked: RunQuestion,
     seconds: SecondsOption = 3.0,
-    json_: JsonOption = False,
 ) -> None:
     """Say what each stage waits for, since when, what would release it, and what bounds the run."""
-    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
-        looks = list(look(client, run_id=run_id, for_s=seconds))
+    with asked.client() as client:
+        looks = list(look(client, run_id=asked.run_id, for_s=seconds))
     last = looks[-1]
     verdict = judge(looks, over_s=seconds)
-    if json_:
+    if asked.json_:
         print_json({"verdict": asdict(verdict), **as_json(last)})
     else:
         console().print(why_page(last, verdict))
@@ -80,8 +71,8 @@ def look(client: Client, *, run_id: str, for_s: float) -> Iterator[pb.WhyRespons
     while True:
         answer = client.call(client.admin.Why, request)
         yield answer
-        told = judge([answer], over_s=0.0).bound in (Bound.BLOCKED, Bound.FINISHED)
-        if told or time.monotonic() + 1 / _LOOKS_PER_S > until_s:
+        certain = judge([answer], over_s=0.0).bound in (Bound.BLOCKED, Bound.FINISHED)
+        if certain or time.monotonic() + 1 / _LOOKS_PER_S > until_s:
             return
         time.sleep(1 / _LOOKS_PER_S)
 

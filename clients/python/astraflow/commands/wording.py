@@ -1,4 +1,4 @@
-"""How answers of the contract are told: JSON with stable names for programs, aligned text for people.
+"""How answers of the contract are shown: JSON with stable names for programs, aligned text for people.
 
 Invariant: JSON has exactly the fields of the contract's message, by these rules: `x_duration` becomes `x_s` in
 seconds, times are RFC 3339, enum values lose their prefix and are lower case, bytes are hex, what is unset or

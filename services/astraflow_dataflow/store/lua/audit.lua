@@ -1,4 +1,4 @@
--- Accounts: the counters and, beside them, what the stored groups and batches really hold. One atomic snapshot.
+-- Conservation: the counters and, beside them, what the stored groups and batches really hold. One atomic snapshot.
 
 local function held_in_tasks(P)
   local n = 0

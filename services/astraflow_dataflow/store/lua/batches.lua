@@ -48,14 +48,14 @@ local function claim(keys, a)
   local current, held = tonumber(f[1]), tonumber(a[4])
   -- A claim of the same trainer that is newer than what it holds is one whose answer it did not get.
   if held > 0 and current > held and f[2] ~= a[2] then return fenced(P, a[1], held) end
-  local passing = a[7] == '1'
-  local refusal = passing and held_by_another(P, a[1], a[2], tonumber(a[6]))
+  local only_if_unheld = a[7] == '1'
+  local refusal = only_if_unheld and held_by_another(P, a[1], a[2], tonumber(a[6]))
   if refusal then return refusal end
   -- Another incarnation may have lost claims: skip more numbers than can have been given in the lost moments, so none is given twice.
   local skipped = f[3] and f[3] ~= a[5] and LOST_CLAIMS or 0
   local epoch = math.max(current + skipped, tonumber(a[3]), held) + 1
   call('HSET', Q, 'epoch', epoch, 'trainer', a[2], 'claim_ms', now_ms(), 'incarnation', a[5])
-  if passing then call('HDEL', Q, 'heard_ms') else note_heard(P, a[1]) end
+  if only_if_unheld then call('HDEL', Q, 'heard_ms') else note_heard(P, a[1]) end
   f = call('HMGET', Q, 'finished', 'durable', 'version')
   return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '' }
 end
@@ -68,8 +68,8 @@ local function hold(keys, a)
   return 1
 end
 
--- let_go: policy, epoch. The trainer ends: nobody holds the policy. Returns 1.
-local function let_go(keys, a)
+-- release_policy: policy, epoch. The trainer ends: nobody holds the policy. Returns 1.
+local function release_policy(keys, a)
   local refusal = fenced(keys[1], a[1], a[2])
   if refusal then return refusal end
   call('HDEL', K.policy(keys[1], a[1]), 'heard_ms')

@@ -1,6 +1,6 @@
 -- Runs, nodes and evaluations.
 
--- create_run: digest, group of fields..., see store_runs.py: run id, digest, recipe, code, store, max attempts, then per policy:
+-- create_run: run id, digest, recipe, code, store, max attempts, then per policy:
 -- name, window, floor, smoothing, max staleness, groups per step. Returns { '1' when new, digest stored }.
 local function create_run(keys, a)
   local P = keys[1]

@@ -1,17 +1,17 @@
 -- Groups: what becomes of a complete task. The server reads the members, asks the filters and calls settle; a crash in
 -- between leaves the task in `settling`, where any server finds it again.
 
--- A complete task as { why, credited, size, finished, { id, header, id, header... } }, or {} when it is not complete.
+-- A complete task as { why, credited, size, finished, { id, header, id, header... }, spec }, or {} when it is not complete.
 local function complete_task_of(P, task)
   local T = K.task(P, task)
-  local f = call('HMGET', T, 'state', 'why', 'credited', 'size')
+  local f = call('HMGET', T, 'state', 'why', 'credited', 'size', 'spec')
   if f[1] ~= 'complete' then return {} end
   local finished, names = 0, {}
   for i = 0, tonumber(f[4]) - 1 do names[#names + 1] = 'm' .. i end
   for _, member in ipairs(call('HMGET', T, unpack(names))) do
     if member and string.sub(member, 1, 1) == 'f' then finished = finished + 1 end
   end
-  return { f[2] or '', f[3] or '*', f[4], finished, call('HGETALL', K.members(P, task)) }
+  return { f[2] or '', f[3] or '*', f[4], finished, call('HGETALL', K.members(P, task)), f[5] }
 end
 
 -- members: task. Returns a complete task, or {}.

@@ -1,55 +1,15 @@
-"""Policy losses: settings, aggregation weights, step-wide bounds, the kernel and its statistics."""
+"""Policy losses: aggregation weights, step-wide bounds, the kernel and its statistics."""
 
 from astraflow_trainer.step.losses.aggregation import StepCounts, token_weights
 from astraflow_trainer.step.losses.kernel import LossInputs, StepRegion, policy_loss, resolve_region
-from astraflow_trainer.step.losses.settings import (
-    TRUST_REGIONS,
-    Aggregation,
-    Anchor,
-    BehaviorAnchor,
-    Cispo,
-    DualClip,
-    Gspo,
-    KlEstimator,
-    KlReference,
-    KlSettings,
-    LossSettings,
-    M2po,
-    M2poClip,
-    M2poMask,
-    NoTrustRegion,
-    PpoClip,
-    ProximalAnchor,
-    TrustRegion,
-    TrustRegionName,
-)
 from astraflow_trainer.step.losses.statistics import LossMetrics, LossStatistics
 
 __all__ = [
-    "TRUST_REGIONS",
-    "Aggregation",
-    "Anchor",
-    "BehaviorAnchor",
-    "Cispo",
-    "DualClip",
-    "Gspo",
-    "KlEstimator",
-    "KlReference",
-    "KlSettings",
     "LossInputs",
     "LossMetrics",
-    "LossSettings",
     "LossStatistics",
-    "M2po",
-    "M2poClip",
-    "M2poMask",
-    "NoTrustRegion",
-    "PpoClip",
-    "ProximalAnchor",
     "StepCounts",
     "StepRegion",
-    "TrustRegion",
-    "TrustRegionName",
     "policy_loss",
     "resolve_region",
     "token_weights",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from astraflow_trainer.step.losses.settings import Aggregation, LossSettings
+from astraflow.algorithm import Aggregation, Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,15 +19,17 @@ class StepCounts:
     num_rows: int
 
 
-def token_weights(row_lengths_R: torch.Tensor, *, counts: StepCounts, settings: LossSettings) -> torch.Tensor:
+def token_weights(
+    row_lengths_R: torch.Tensor, *, counts: StepCounts, aggregation: Aggregation
+) -> torch.Tensor:
     """float64[R]: the weight of each trained token of a row, given its trained-token count (int64[R])."""
     lengths = row_lengths_R.double()
-    match settings.aggregation:
-        case Aggregation.TOKEN_MEAN:
+    match aggregation:
+        case TokenMean():
             return torch.full_like(lengths, 1.0 / counts.num_tokens)
-        case Aggregation.SEQ_MEAN_TOKEN_MEAN:
+        case SeqMeanTokenMean():
             return 1.0 / (lengths * counts.num_rows)
-        case Aggregation.SEQ_MEAN_TOKEN_SUM:
+        case SeqMeanTokenSum():
             return torch.full_like(lengths, 1.0 / counts.num_rows)
-        case Aggregation.CONSTANT:
-            return torch.full_like(lengths, 1.0 / (counts.num_rows * settings.constant_length))
+        case Constant(length=length):
+            return torch.full_like(lengths, 1.0 / (counts.num_rows * length))

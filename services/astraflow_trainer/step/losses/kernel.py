@@ -4,7 +4,7 @@ KL.
 Invariant: the loss of a step is the sum of this function's values over any split of its rows, because weights
 and step-wide bounds are computed before and passed in. Called by the training step once per micro-batch.
 
-Shape legend: N trained tokens. Symbols as in `settings`.
+Shape legend: N trained tokens. Symbols as in `astraflow.algorithm`.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,20 @@ from typing import TypeAlias
 
 import torch
 
+from astraflow.algorithm import (
+    AlgorithmSettings,
+    BehaviorAnchor,
+    Cispo,
+    DualClip,
+    Gspo,
+    KlEstimator,
+    M2po,
+    M2poClip,
+    M2poMask,
+    NoTrustRegion,
+    PpoClip,
+    ProximalAnchor,
+)
 from astraflow_trainer.ranks.reductions import Ranks
 from astraflow_trainer.step.losses.kl import kl_estimate
 from astraflow_trainer.step.losses.second_moment import (
@@ -20,20 +34,6 @@ from astraflow_trainer.step.losses.second_moment import (
     mask_threshold,
     sorted_suffix_bounds,
     water_filling_bounds,
-)
-from astraflow_trainer.step.losses.settings import (
-    BehaviorAnchor,
-    Cispo,
-    DualClip,
-    Gspo,
-    KlEstimator,
-    LossSettings,
-    M2po,
-    M2poClip,
-    M2poMask,
-    NoTrustRegion,
-    PpoClip,
-    ProximalAnchor,
 )
 from astraflow_trainer.step.losses.statistics import LossStatistics
 
@@ -71,14 +71,14 @@ def resolve_region(
     *,
     behavior_N: torch.Tensor,
     advantage_N: torch.Tensor,
-    settings: LossSettings,
+    settings: AlgorithmSettings,
     ranks: Ranks,
 ) -> StepRegion:
     """The trust region with its bounds fixed, given the log-probs of all trained tokens of this rank's step.
 
     A collective when `settings.needs_step_bounds`: every rank calls it once, and all get the same bounds.
     """
-    region = settings.trust_region
+    region = settings.loss
     log_ratio = _log_ratio(logprob_N.detach(), anchor_N=behavior_N)
     squared = log_ratio.double().square()
     match region:
@@ -95,7 +95,7 @@ def resolve_region(
 
 
 def policy_loss(
-    logprob_N: torch.Tensor, *, inputs: LossInputs, region: StepRegion, settings: LossSettings
+    logprob_N: torch.Tensor, *, inputs: LossInputs, region: StepRegion, settings: AlgorithmSettings
 ) -> tuple[torch.Tensor, LossStatistics]:
     """This rank's share of the step's loss (a differentiable scalar) and its statistics."""
     anchor_N, anchor_weight_N = _anchor(inputs, settings=settings)
@@ -124,7 +124,7 @@ def _log_ratio(logprob_N: torch.Tensor, *, anchor_N: torch.Tensor) -> torch.Tens
     return (logprob_N - anchor_N).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
-def _anchor(inputs: LossInputs, *, settings: LossSettings) -> tuple[torch.Tensor, torch.Tensor | float]:
+def _anchor(inputs: LossInputs, *, settings: AlgorithmSettings) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Log-probs of the anchor, and the weight that corrects for the anchor not being the sampler."""
     match settings.anchor:
         case BehaviorAnchor():
@@ -172,7 +172,7 @@ def _clipped(ratio: torch.Tensor, *, advantage_N: torch.Tensor, low: float, high
     return torch.maximum(-ratio * advantage_N, -ratio.clamp(1 - low, 1 + high) * advantage_N)
 
 
-def _kl(logprob_N: torch.Tensor, *, inputs: LossInputs, settings: LossSettings) -> torch.Tensor | None:
+def _kl(logprob_N: torch.Tensor, *, inputs: LossInputs, settings: AlgorithmSettings) -> torch.Tensor | None:
     if settings.kl is None:
         return None
     reference = inputs.behavior_N if inputs.reference_N is None else inputs.reference_N

@@ -1,7 +1,7 @@
 """The byte layout of a part ("AFWD" container), in one place for its writer and its reader.
 
 Invariant: little endian, fixed sizes, no padding between fields; every number has the bound written here.
-`part_writer` and `part_reader` call it; docs/weights.md says the same in words.
+`parts.writer` and `parts.reader` call it; docs/weight-format.md says the same in words.
 
     header, 64 bytes | PartTable (protobuf) | tile rows, 48 bytes each | tile bodies | sha256 of all before
 """

@@ -6,13 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from astraflow.commands.server import Server, connected, find_server
+from astraflow.compatibility import CONTRACT_VERSION
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
-from astraflow.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from astraflow.dataflow.v1 import admin_service_pb2_grpc
+from astraflow.errors import IncompatibleError, InvalidArgumentError, NotFoundError, UnavailableError
+from astraflow.server.v1 import server_info_pb2
 
 
 def publish(folder: Path, *, address: str, pid: int, written_s: int) -> None:
@@ -79,6 +86,40 @@ def test_a_server_that_does_not_answer_is_named_with_how_it_was_found(
     ):
         client.call(client.admin.Status, pb.StatusRequest(), timeout_s=1.0)
     assert capsys.readouterr().err == f"asking 127.0.0.1:1 (run folder {tmp_path / 'a'})\n"
+
+
+class Later(admin_service_pb2_grpc.AdminServiceServicer):
+    """A server of a later release, which no longer understands this one's clients."""
+
+    def GetServerInfo(self, request: Any, context: Any) -> pb.GetServerInfoResponse:
+        later = CONTRACT_VERSION + 1
+        info = server_info_pb2.ServerInfo(
+            product_version="7.0.0", contract_version=later, oldest_contract_version=later
+        )
+        return pb.GetServerInfoResponse(server=info)
+
+
+@pytest.fixture
+def later_server() -> Iterator[Server]:
+    """Where a `Later` is served."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    admin_service_pb2_grpc.add_AdminServiceServicer_to_server(Later(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield Server(f"127.0.0.1:{port}", "--join")
+    server.stop(grace=None).wait()
+
+
+def test_a_server_of_another_contract_version_is_told_before_anything_is_asked_of_it(
+    later_server: Server,
+) -> None:
+    with (
+        pytest.raises(
+            IncompatibleError, match=r"astraflow 7\.0\.0\) speaks contract version .* update the client"
+        ),
+        connected(later_server, data_dir=None, token_file=None),
+    ):
+        pytest.fail("the command must not begin")
 
 
 def test_a_token_file_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_the_page_shows_every_part_of_a_working_run() -> None:
         "2 of 8 groups are ready",
     ):
         assert said in page, said
-    assert "given up" not in page
+    assert "not be retried" not in page
 
 
 def test_a_run_that_has_just_begun_shows_no_empty_tables() -> None:
@@ -92,7 +92,7 @@ def test_a_conservation_error_is_said_with_where_to_read_on() -> None:
 def test_given_up_tasks_are_said_with_the_command_that_lists_them() -> None:
     status = full_status()
     status.dead_letters = 2
-    assert "2 tasks were given up: `astraflow dead-letters list`" in text_of(status)
+    assert "2 tasks failed and will not be retried: `astraflow dead-letters list`" in text_of(status)
 
 
 def test_a_finished_run_waits_for_nothing_and_says_nothing_of_it() -> None:

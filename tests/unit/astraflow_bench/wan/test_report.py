@@ -10,7 +10,7 @@ import pytest
 
 from astraflow_bench.machine import Origin
 from astraflow_bench.wan import report
-from astraflow_bench.wan.report import Arrival, Report, delta_figures
+from astraflow_bench.wan.report import Arrival, WanReport, delta_figures
 from support.source_tree import REPOSITORY
 from support.wan_report import blocked_event, made_report
 
@@ -89,7 +89,7 @@ def test_the_page_has_every_table_and_the_object_beside_it(tmp_path: Path) -> No
     page = (tmp_path / "wan.md").read_text()
     assert "a machine" in page
     assert json.loads((tmp_path / "wan.json").read_text())["origin"]["commit"] == "abc"
-    assert all(f"## {title}\n" in page for title, _ in report.tables(Report()))
+    assert all(f"## {title}\n" in page for title, _ in report.tables(WanReport()))
 
 
 def test_every_field_is_documented_and_no_other() -> None:

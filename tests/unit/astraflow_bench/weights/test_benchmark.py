@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from astraflow_bench.commands.bench import app
-from astraflow_bench.weights.benchmark import Report, delta_bytes
+from astraflow_bench.weights.benchmark import WeightsReport, delta_bytes
 from astraflow_bench.weights.model_pairs import learning_rate_of, simulated, to_bf16, trained
 from astraflow_bench.weights.peer_encodings import PEERS, PeerEncoding
 from astraflow_bench.weights.targets import targets
@@ -113,7 +113,7 @@ def test_a_small_trained_model_is_judged_without_framing_and_a_large_one_by_its_
         "rice_ctx_over_bound": 0.8,
         "rice_ctx_over_context_bound": 1.2,
     }
-    report = Report(kernel="", num_elements=1)
+    report = WeightsReport(kernel="", num_elements=1)
     report.merge, report.snapshot = {"over_sum": 0.5}, {"over_safetensors": 0.7, "verify": 0.5}
     report.deltas = [figures | {"source": "simulated"}, figures | {"source": "trained", "num_elements": 5}]
     found = {target.name: target for target in targets(report)}

@@ -14,7 +14,7 @@ from astraflow_dataflow.records import Level
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.stores import Store
+from astraflow_dataflow.store.store import Store
 from astraflow_kit.metrics import Metrics
 from support.dataflow_world import make_episode
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from astraflow_dataflow.records import Audit, Life
-from astraflow_dataflow.rules.conservation import balance, drift, last_account
+from astraflow_dataflow.rules.conservation import drift, last_count, recount
 
 
 def audit(counters: dict[str, int], *, assembling: int = 0, ready: int = 0, in_batch: int = 0) -> Audit:
@@ -24,8 +24,8 @@ def audit(counters: dict[str, int], *, assembling: int = 0, ready: int = 0, in_b
 
 
 def test_an_empty_run_balances() -> None:
-    account = balance(audit({}), trained_in_log=0)
-    assert (account.ingested, account.error, dict(account.dropped)) == (0, 0, {})
+    account = recount(audit({}), trained_in_log=0)
+    assert (account.ingested, account.conservation_error, dict(account.dropped)) == (0, 0, {})
 
 
 def test_every_place_counts_once() -> None:
@@ -37,19 +37,19 @@ def test_every_place_counts_once() -> None:
         "ready": 4,
         "trained": 1,
     }
-    account = balance(audit(counters, assembling=3, ready=4, in_batch=2), trained_in_log=1)
-    assert account.error == 0
-    assert dict(account.dropped) == {"poison": 3, "stale": 2}
+    account = recount(audit(counters, assembling=3, ready=4, in_batch=2), trained_in_log=1)
+    assert account.conservation_error == 0
+    assert dict(dict(account.dropped)) == {"poison": 3, "stale": 2}
 
 
 def test_the_recount_and_not_the_counter_decides() -> None:
     snapshot = audit({"ingested": 4, "ready": 4}, ready=3)
-    assert balance(snapshot, trained_in_log=0).error == 1
+    assert recount(snapshot, trained_in_log=0).conservation_error == 1
     assert drift(snapshot, trained_in_log=0) == {"trained": 0, "in_batch": 0, "ready": 1, "assembling": 0}
 
 
 def test_a_deleted_run_balances_from_its_counters_alone() -> None:
     counters = {"ingested": 9, "trained": 4, "evaluated": 1, "dropped:stale": 1, "dropped:run_deleted": 3}
-    account = last_account(counters)
-    assert (account.error, account.dropped) == (0, {"run_deleted": 3, "stale": 1})
-    assert last_account({"ingested": 2}).error == 2
+    account = last_count(counters)
+    assert (account.conservation_error, dict(account.dropped)) == (0, {"run_deleted": 3, "stale": 1})
+    assert last_count({"ingested": 2}).conservation_error == 2

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow.dataflow.v1 import batch_pb2
-from astraflow.rollout.v1 import trajectory_pb2
+from astraflow.plugins import Filter, Group
+from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.plugins.drop_zero_advantage import DropZeroAdvantage
-from astraflow_dataflow.records import CompleteTask
-from astraflow_dataflow.rules.groups import Rules, incomplete_reason, judge
+from astraflow_dataflow.records import CompleteTask, GroupVerdict
+from astraflow_dataflow.rules.groups import SLOW_FILTER_S, Rules, groups_of, incomplete_reason
+from astraflow_dataflow.rules.groups import judge as judge_groups
 
 NO_RULES = Rules(min_members=None, filters=())
+
+
+def judge(task: CompleteTask, rules: Rules) -> list[GroupVerdict]:
+    """The verdicts on a task's groups."""
+    return judge_groups(task, groups_of(task), rules)
 
 
 def header(
@@ -108,11 +117,11 @@ def test_incomplete_tasks_are_used_only_as_the_recipe_allows(
 def test_filters_apply_in_order_and_the_first_refusal_decides() -> None:
     asked: list[str] = []
 
-    def refuse(rewards: Sequence[float]) -> bool:
+    def refuse(group: Group) -> bool:
         asked.append("refuse")
         return False
 
-    def never(rewards: Sequence[float]) -> bool:
+    def never(group: Group) -> bool:
         asked.append("never")
         return True
 
@@ -121,12 +130,51 @@ def test_filters_apply_in_order_and_the_first_refusal_decides() -> None:
     assert (verdict.verdict, verdict.judged, asked) == ("filtered", True, ["refuse"])
 
 
-def test_a_filter_that_raises_drops_the_group_under_its_own_reason_and_moves_no_average() -> None:
-    def broken(rewards: Sequence[float]) -> bool:
-        raise ZeroDivisionError
+def raises(group: Group) -> bool:
+    """No answer."""
+    raise ZeroDivisionError
 
-    (verdict,) = judge(complete([("a", header("a"))]), Rules(min_members=None, filters=(("broken", broken),)))
+
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        (raises, rf"ZeroDivisionError at {re.escape(__file__)}:\d+"),
+        (lambda group: None, "it returned NoneType, not True or False"),
+        (lambda group: "yes", "it returned str"),
+    ],
+)
+def test_a_filter_that_fails_drops_the_group_under_its_own_reason_and_moves_no_average(
+    broken: Filter, problem: str
+) -> None:
+    rules = Rules(min_members=None, filters=(("broken", broken),))
+    (verdict,) = judge(complete([("a", header("a"))]), rules)
     assert (verdict.verdict, verdict.judged) == ("filter_failed", False)
+    (fault,) = rules.faults.all()
+    assert (fault.kind, fault.name, fault.count) == ("filter", "broken", 1)
+    assert re.search(problem, fault.problem), fault.problem
+
+
+def test_a_slow_filter_is_heard_and_named() -> None:
+    ticks = iter([0.0, SLOW_FILTER_S * 2])
+    rules = Rules(min_members=None, filters=(("slow", lambda group: True),), clock=lambda: next(ticks))
+    (verdict,) = judge(complete([("a", header("a"))]), rules)
+    assert verdict.verdict == "ready"
+    assert "it took 0.2 s, at most 0.1 s; make it faster" in rules.faults.all()[0].problem
+
+
+def test_a_filter_sees_the_whole_group_and_its_task() -> None:
+    seen: list[Group] = []
+    spec = task_pb2.Task(task_id="t", source="gsm8k", data_json=b'{"gold": 3}')
+    facts = trajectory_pb2.TrajectoryHeader(
+        trajectory_id="a", policy_id="p", role="x", num_tokens=9, finish_reason="length", metrics={"turns": 2}
+    )
+    task = replace(complete([("a", facts.SerializeToString())]), spec=spec.SerializeToString())
+    judge(task, Rules(min_members=None, filters=(("see", lambda group: not seen.append(group)),)))
+    (group,) = seen
+    assert (group.policy, group.role, group.group_id, group.verdict) == ("p", "x", "t/p/x", "")
+    assert (group.task.source, dict(group.task.data)) == ("gsm8k", {"gold": 3})
+    (only,) = group.trajectories
+    assert (only.num_tokens, only.finish_reason, dict(only.metrics)) == (9, "length", {"turns": 2.0})
 
 
 @given(st.lists(st.tuples(st.sampled_from("pq"), st.sampled_from(["", "x"]), st.floats(0, 1)), max_size=24))

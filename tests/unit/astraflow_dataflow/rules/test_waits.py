@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from astraflow_dataflow.records import Audit, Life, Refused, StoredEvaluation, StoredNode, WeightFault
-from astraflow_dataflow.rules.waits import Plugged, Wait, WaitBook, current_waits
+from astraflow_dataflow.rules.waits import DatasetFault, Wait, WaitBook, current_waits
 from support.dataflow_snapshots import AUDIT, EVALUATION, NODE, POLICY
 
 
 def reasons(
-    audit: Audit, *nodes: StoredNode, evaluations: tuple[StoredEvaluation, ...] = (), complaint: str = ""
+    audit: Audit, *nodes: StoredNode, evaluations: tuple[StoredEvaluation, ...] = (), fault: str = ""
 ) -> list[tuple[str, str]]:
     """(stage, reason) of what waits."""
-    waits = current_waits(audit, nodes, evaluations, dataset_complaint=complaint)
+    waits = current_waits(audit, nodes, evaluations, dataset_fault=fault)
     return [(wait.stage, wait.reason) for wait in waits]
 
 
@@ -36,7 +36,7 @@ def test_each_reason_has_its_name() -> None:
     assert reasons(with_policy(version=None), NODE) == [("lease", "no_version")]
     assert reasons(with_policy(credit=0), NODE) == [("lease", "staleness_window")]
     assert reasons(dataclasses.replace(empty, exhausted=True), NODE) == [("lease", "dataset_exhausted")]
-    assert reasons(empty, NODE, complaint="it broke") == [("lease", "dataset_failed")]
+    assert reasons(empty, NODE, fault="it broke") == [("lease", "dataset_failed")]
     assert reasons(with_policy(epoch=0), NODE) == [("batch", "no_trainer")]
     assert reasons(with_policy(wait="ready_groups", wait_until_ms=1000), NODE) == [("batch", "ready_groups")]
     assert reasons(with_policy(wait="ready_groups", wait_until_ms=999), NODE) == []
@@ -94,10 +94,10 @@ def test_a_wait_that_redis_timed_keeps_that_time() -> None:
 
 
 def test_a_complaint_is_new_once() -> None:
-    plugged = Plugged()
-    assert [plugged.note("a"), plugged.note("a"), plugged.note("b")] == [True, False, True]
-    plugged.clear()
-    assert plugged.note("b")
+    dataset_fault = DatasetFault()
+    assert [dataset_fault.note("a"), dataset_fault.note("a"), dataset_fault.note("b")] == [True, False, True]
+    dataset_fault.clear()
+    assert dataset_fault.note("b")
 
 
 def test_tasks_that_every_connected_node_refused_wait_for_a_capable_one() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from astraflow_dataflow.store import function_library as library
+from astraflow_dataflow.store import function_library
 from astraflow_dataflow.store.keys import SCHEMA_VERSION, Keys, lua_table
 
 
@@ -20,7 +20,7 @@ def test_lua_knows_the_same_names() -> None:
 
 
 def test_the_library_carries_its_schema_version_in_every_name() -> None:
-    names = re.findall(r"function_name='([^']+)'", library.source())
+    names = re.findall(r"function_name='([^']+)'", function_library.source())
     assert names
     assert all(name.startswith(f"astraflow_{SCHEMA_VERSION}_") for name in names)
     assert len(names) == len(set(names))
@@ -28,12 +28,12 @@ def test_the_library_carries_its_schema_version_in_every_name() -> None:
 
 def test_every_function_that_the_stores_call_is_registered() -> None:
     registered = {
-        name.removeprefix(f"{library.LIBRARY}_")
-        for name in re.findall(r"function_name='([^']+)'", library.source())
+        name.removeprefix(f"{function_library.LIBRARY}_")
+        for name in re.findall(r"function_name='([^']+)'", function_library.source())
     }
     assert {"lease", "commit", "settle", "acquire", "ack", "publish", "audit"} <= registered
 
 
 def test_only_keys_and_the_library_name_redis_keys() -> None:
     known = "local RUNS, DELETING = 'af:runs', 'af:deleting'"
-    assert "'af:" not in library.source().replace(known, "")
+    assert "'af:" not in function_library.source().replace(known, "")

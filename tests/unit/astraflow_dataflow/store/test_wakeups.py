@@ -73,22 +73,22 @@ class Sessions:
 
     def __init__(self, *names: str) -> None:
         self.wakeups = Wakeups()
-        self.turns = self.wakeups.turns
+        self.work_waiters = self.wakeups.work_waiters
         self.inboxes = {name: self.wakeups.subscribe("node " + name) for name in names}
 
     def sleep(self, *names: str) -> None:
         for name in names:
-            self.turns.wait(self.inboxes[name])
+            self.work_waiters.wait(self.inboxes[name])
 
     def ask(self, name: str, *, more: bool) -> None:
-        self.turns.ask(self.inboxes[name])
-        self.turns.answered(self.inboxes[name], more=more)
+        self.work_waiters.ask(self.inboxes[name])
+        self.work_waiters.answered(self.inboxes[name], more=more)
 
     async def woken(self) -> set[str]:
         for inbox in self.inboxes.values():
             inbox.put(Event(topic="probe", fields={}))
         await asyncio.sleep(0)
-        return {name for name, inbox in self.inboxes.items() if inbox in self.turns._woken}
+        return {name for name, inbox in self.inboxes.items() if inbox in self.work_waiters._woken}
 
 
 async def test_news_wakes_the_one_that_waited_longest_and_no_other() -> None:
@@ -101,7 +101,7 @@ async def test_news_wakes_the_one_that_waited_longest_and_no_other() -> None:
 async def test_the_turn_goes_round_once_while_another_might_get_something() -> None:
     sessions = Sessions("a", "b")
     sessions.sleep("a", "b")
-    sessions.turns.news()
+    sessions.work_waiters.news()
     sessions.ask("a", more=True)
     assert await sessions.woken() == {"b"}
     sessions.sleep("a")
@@ -113,7 +113,7 @@ async def test_the_turn_goes_round_once_while_another_might_get_something() -> N
 async def test_the_turn_ends_when_nobody_else_can_get_anything() -> None:
     sessions = Sessions("a", "b")
     sessions.sleep("a", "b")
-    sessions.turns.news()
+    sessions.work_waiters.news()
     sessions.ask("a", more=False)
     assert await sessions.woken() == set()
 
@@ -121,7 +121,7 @@ async def test_the_turn_ends_when_nobody_else_can_get_anything() -> None:
 async def test_one_that_was_busy_when_news_came_has_its_turn_as_soon_as_it_sleeps() -> None:
     sessions = Sessions("a")
     sessions.ask("a", more=False)
-    sessions.turns.news()
+    sessions.work_waiters.news()
     assert await sessions.woken() == set()
     sessions.sleep("a")
     assert await sessions.woken() == {"a"}
@@ -130,10 +130,10 @@ async def test_one_that_was_busy_when_news_came_has_its_turn_as_soon_as_it_sleep
 async def test_an_answer_to_older_news_does_not_end_newer_news() -> None:
     sessions = Sessions("a", "b")
     sessions.sleep("a")
-    sessions.turns.news()
-    sessions.turns.ask(sessions.inboxes["a"])
-    sessions.turns.news()
-    sessions.turns.answered(sessions.inboxes["a"], more=False)
+    sessions.work_waiters.news()
+    sessions.work_waiters.ask(sessions.inboxes["a"])
+    sessions.work_waiters.news()
+    sessions.work_waiters.answered(sessions.inboxes["a"], more=False)
     sessions.sleep("b")
     assert await sessions.woken() == {"b"}
 
@@ -141,6 +141,6 @@ async def test_an_answer_to_older_news_does_not_end_newer_news() -> None:
 async def test_a_turn_that_is_not_used_goes_to_the_next() -> None:
     sessions = Sessions("a", "b")
     sessions.sleep("a", "b")
-    sessions.turns.news()
-    sessions.turns.leave(sessions.inboxes["a"])
+    sessions.work_waiters.news()
+    sessions.work_waiters.leave(sessions.inboxes["a"])
     assert await sessions.woken() == {"b"}

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from astraflow.errors import UnavailableError
+from astraflow_kit.ports import free_port
 from astraflow_launcher.run.embedded_redis import find_server, server_command, wait_until_answering
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_the_bundled_server_starts_and_answers(tmp_path: Path) -> None:
     binary = find_server()
     assert binary is not None
-    port = _free_port()
+    port = free_port()
     with subprocess.Popen(
         server_command(binary, port=port, folder=tmp_path), stdout=subprocess.DEVNULL
     ) as server:
@@ -34,7 +28,7 @@ def test_the_bundled_server_starts_and_answers(tmp_path: Path) -> None:
 
 def test_a_server_that_never_answers_is_reported() -> None:
     with pytest.raises(UnavailableError, match="did not answer PING"):
-        wait_until_answering(_free_port(), timeout_s=0.1)
+        wait_until_answering(free_port(), timeout_s=0.1)
 
 
 def test_the_command_keeps_data_and_never_evicts() -> None:

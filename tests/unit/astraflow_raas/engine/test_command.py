@@ -1,11 +1,10 @@
 """The command line of an engine: loopback, a numbered version, and what the operator added."""
 
-import socket
 from pathlib import Path
 
 import pytest
 
-from astraflow_raas.engine.command import EngineCommand, free_port
+from astraflow_raas.engine.command import EngineCommand
 
 
 def command(kind: str, *, threads: int = 1) -> EngineCommand:
@@ -48,8 +47,3 @@ def test_a_thread_count_of_zero_is_left_to_the_engine() -> None:
     )
     assert command("sglang", threads=0).environment({"A": "1"}) == {"A": "1"}
     assert command("sglang", threads=3).environment({"A": "1"}) == {"A": "1", "OMP_NUM_THREADS": "3"}
-
-
-def test_a_free_port_can_be_bound() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", free_port()))

@@ -74,7 +74,7 @@ async def test_an_engine_is_usable_once_it_is_healthy_and_ends_with_its_helpers(
     await process.end()
 
 
-async def test_an_engine_that_dies_says_its_last_words(tmp_path: Path) -> None:
+async def test_an_engine_that_dies_is_quoted_with_the_end_of_its_log(tmp_path: Path) -> None:
     process = await started(DIES, tmp_path)
     with pytest.raises(EngineUnavailable, match="no such model"):
         await process.wait_healthy(timeout_s=20.0)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineUnavailable, GenerateCall
 from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.node.engine_host import ChildHost, HostSettings, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
-from astraflow_raas.policies.weight_sync import AnnouncedVersion, FetchedVersion, WeightSync
+from astraflow_raas.policies.weight_sync import WeightSync
 from support.raas_node import BytelessWeights
 from support.raas_parts import write_tokenizer
 from support.scripted_dataflow import eventually
@@ -41,7 +42,7 @@ class FakeProcess:
     async def end(self) -> None:
         self.has_ended = True
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         return "out of memory"
 
 
@@ -60,8 +61,8 @@ class Setup:
         return self.started[number - 1][1]
 
 
-def announced(version: int) -> AnnouncedVersion:
-    return AnnouncedVersion(policy_id="solver", version=version, sequence=version, manifest_sha256=b"")
+def announced(version: int) -> version_pb2.Version:
+    return version_pb2.Version(policy_id="solver", version=version)
 
 
 @pytest.fixture
@@ -73,12 +74,12 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
     started: list[tuple[int, FakeProcess]] = []
     sick: list[bool] = []
 
-    async def launch(version: FetchedVersion) -> FakeProcess:
-        process = FakeProcess(FakeEngine(version=version.version), healthy=not (sick and sick.pop(0)))
-        started.append((version.version, process))
+    async def launch(*, model_dir: Path, version: int) -> FakeProcess:
+        process = FakeProcess(FakeEngine(version=version), healthy=not (sick and sick.pop(0)))
+        started.append((version, process))
         return process
 
-    host = ChildHost(policy, sync, launch=launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
+    host = ChildHost(policy, sync, launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
     tasks = [asyncio.create_task(service.run()) for service in (host, sync)]
     yield Setup(policy, sync, host, started, sick)
     for service in (sync, host):
@@ -123,7 +124,7 @@ async def test_calls_wait_for_the_next_engine(setup: Setup) -> None:
     assert setup.host.num_restarts == 2
 
 
-async def test_an_engine_that_never_comes_up_ends_the_node_with_the_engines_last_words(
+async def test_an_engine_that_never_comes_up_ends_the_node_with_the_end_of_its_log(
     tmp_path: Path,
 ) -> None:
     policy = ServedPolicy("solver")
@@ -131,10 +132,10 @@ async def test_an_engine_that_never_comes_up_ends_the_node_with_the_engines_last
         policy, source=BytelessWeights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
     )
 
-    async def launch(version: FetchedVersion) -> FakeProcess:
-        return FakeProcess(FakeEngine(version=version.version), healthy=False)
+    async def launch(*, model_dir: Path, version: int) -> FakeProcess:
+        return FakeProcess(FakeEngine(version=version), healthy=False)
 
-    host = ChildHost(policy, sync, launch=launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
+    host = ChildHost(policy, sync, launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
     following = asyncio.create_task(sync.run())
     sync.announce(announced(0))
     with pytest.raises(EngineUnavailable, match="never became healthy"):
@@ -181,7 +182,7 @@ async def test_a_remote_engine_is_given_the_nodes_version_and_checked(tmp_path: 
     sync = WeightSync(
         policy, source=BytelessWeights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
     )
-    host = RemoteHost(policy, sync, connect=lambda: engine, settings=FAST, metrics=Metrics())
+    host = RemoteHost(policy, sync, lambda: engine, settings=FAST, metrics=Metrics())
     tasks = [asyncio.create_task(service.run()) for service in (host, sync)]
     sync.announce(announced(6))
     await eventually(lambda: policy.engine is not None, what="the engine is ready")

@@ -19,7 +19,7 @@ from astraflow.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from astraflow_raas.node.joining import find_run, join_run, membership_of
+from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.settings import NodeSettings
 from support.scripted_dataflow import RUN_ID, RunningServer, ScriptedDataflow, eventually, running
 
@@ -34,6 +34,17 @@ async def test_the_run_is_found_with_its_recipe(server: RunningServer) -> None:
     async with AsyncClient(server.address) as client:
         found = await find_run(client, "", patience_s=5.0)
     assert (found.run.run_id, found.sampling["solver"].max_new_tokens) == (RUN_ID, 8)
+
+
+async def test_a_node_joins_with_places_that_count_episodes(server: RunningServer) -> None:
+    settings = NodeSettings(join=server.address, engine="http://10.0.0.7:30000", max_concurrent_tasks=3)
+    async with AsyncClient(server.address) as client:
+        found = await find_run(client, "", patience_s=5.0)
+        request = join_request(found, settings, node_id="node-1", incarnation=1)
+        await join_run(client, request, patience_s=5.0)
+    (joined,) = server.script.joins
+    # Three tasks of four episodes: an evaluation task has one.
+    assert (joined.node_id, joined.max_concurrent_tasks, list(joined.engines)) == ("node-1", 12, ["remote"])
 
 
 async def test_a_server_that_starts_later_is_waited_for_and_named(server: RunningServer) -> None:
@@ -92,10 +103,10 @@ async def test_a_name_that_another_process_uses_is_refused_with_the_remedy(serve
     settings = NodeSettings(join=server.address)
     async with AsyncClient(server.address) as client:
         found = await find_run(client, "", patience_s=5.0)
-        membership = membership_of(found, settings, node_id="node-1", incarnation=1)
+        request = join_request(found, settings, node_id="node-1", incarnation=1)
         server.script.join_error = FencedError("node-1 joined with a newer incarnation")
         with pytest.raises(FencedError, match="newer incarnation; choose another --node-id"):
-            await join_run(client, membership, patience_s=5.0)
+            await join_run(client, request, patience_s=5.0)
 
 
 def waits(lines: list[dict[str, object]]) -> list[object]:

@@ -4,25 +4,26 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit import log
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineFaulty, EngineUnavailable
 from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
-from astraflow_raas.policies.weight_sync import AnnouncedVersion, WeightSync
+from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_weights.codec.tensors import Model
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
+from support.published_models import ModelPublisher
 from support.raas_parts import write_tokenizer
 from support.scripted_dataflow import eventually
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
@@ -32,20 +33,17 @@ from support.weight_models import POLICY, RUN, make_model, same_model, trained
 class Trainer:
     """Publishes one version after the other."""
 
-    publisher: Publisher
+    publisher: ModelPublisher
     models: list[Model] = field(default_factory=list)
 
-    def publish(self) -> AnnouncedVersion:
+    def publish(self) -> version_pb2.Version:
         """Commit the next version and return its announcement."""
         step = len(self.models)
         model = trained(self.models[-1], step) if self.models else make_model()
         committed: CommittedVersion = self.publisher.publish(model, step=step)
         self.models.append(model)
-        return AnnouncedVersion(
-            policy_id=POLICY,
-            version=committed.version,
-            sequence=committed.sequence,
-            manifest_sha256=committed.manifest_sha256,
+        return version_pb2.Version(
+            policy_id=POLICY, version=committed.version, manifest_sha256=committed.manifest_sha256
         )
 
 
@@ -58,7 +56,7 @@ class Setup:
     sync: WeightSync
     engine: FakeEngine
 
-    async def serve(self, announced: AnnouncedVersion) -> None:
+    async def serve(self, announced: version_pb2.Version) -> None:
         """Announce a version and wait until the engine serves it."""
         self.sync.announce(announced)
         await eventually(
@@ -77,7 +75,7 @@ def trainer(tmp_path: Path) -> Trainer:
     store = FileStore(tmp_path / "store")
     assets = [path for path in write_tokenizer(tmp_path / "tokenizer").iterdir() if path.is_file()]
     writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1)
-    return Trainer(Publisher(writer, base=None, assets=assets))
+    return Trainer(ModelPublisher(writer, assets=assets))
 
 
 def never(model_bytes: int) -> Mirror:
@@ -106,7 +104,7 @@ async def test_the_first_version_starts_an_engine_and_brings_the_tokenizer(setup
     assert setup.sync.waiting_for == ""
     assert setup.policy.tokenizer.stop_token_ids == (2,)
     async with setup.sync.loading() as loadable:
-        assert same_model(map_model(loadable.model_dir), setup.trainer.models[0])
+        assert same_model(map_model(loadable.directory), setup.trainer.models[0])
 
 
 async def test_later_versions_are_fetched_as_deltas_and_swapped_in_while_the_engine_runs(
@@ -145,7 +143,8 @@ async def test_an_entry_that_is_not_the_announced_one_is_refused(setup: Setup) -
     setup.sync.announce(setup.trainer.publish())
     await setup.start_engine()
     honest = setup.trainer.publish()
-    setup.sync.announce(replace(honest, manifest_sha256=bytes(32)))
+    honest.manifest_sha256 = bytes(32)
+    setup.sync.announce(honest)
     await eventually(lambda: setup.sync.num_verification_failures, what="the refusal")
     assert setup.policy.version == 0
     # The next announcement is judged on its own.
@@ -240,7 +239,7 @@ async def test_damage_of_the_mirror_that_the_store_cannot_mend_is_told_until_it_
     setup.sync.announce(setup.trainer.publish())
     await setup.start_engine()
     async with setup.sync.loading() as loadable:
-        weights = loadable.model_dir / "model.safetensors"
+        weights = loadable.directory / "model.safetensors"
     rot(weights)
     snapshot = newest(setup.store, PART)
     away = snapshot.with_name("away")
@@ -259,7 +258,7 @@ async def test_damage_of_the_mirror_that_the_store_cannot_mend_is_told_until_it_
 async def test_a_version_the_store_does_not_list_yet_is_waited_for(setup: Setup) -> None:
     setup.sync.announce(setup.trainer.publish())
     await setup.start_engine()
-    setup.sync.announce(AnnouncedVersion(policy_id=POLICY, version=1, sequence=2, manifest_sha256=b""))
+    setup.sync.announce(version_pb2.Version(policy_id=POLICY, version=1))
     await asyncio.sleep(0.05)
     assert setup.sync.num_verification_failures == 0
     setup.trainer.publish()
@@ -329,7 +328,7 @@ async def test_a_version_is_fetched_and_not_applied_while_an_evaluation_needs_th
         setup.policy.engine_lost()
         async with setup.sync.loading() as loadable:
             assert loadable.version == 0, "an engine that restarts now must serve the evaluation"
-            assert same_model(map_model(loadable.model_dir), setup.trainer.models[0])
+            assert same_model(map_model(loadable.directory), setup.trainer.models[0])
     await eventually(lambda: setup.sync.mirror_version == 1, what="the new version is applied")
 
 
@@ -372,5 +371,5 @@ async def test_a_restarted_node_finds_its_mirror_and_fetches_nothing(setup: Setu
         setup.store, log_reader=log_reader, mirror=Mirror(tmp_path / "mirror"), open_mirror=never
     )
     assert again.version == 0
-    assert again.fetch(announced).version == 0
+    assert again.fetch(announced) == tmp_path / "mirror" / "checkpoint"
     assert again.counts.fetched_bytes == 0

@@ -12,7 +12,8 @@ from astraflow import plugins
 from astraflow.columns import decode_columns
 from astraflow.plugins import VersionSpan
 from astraflow.rollout.v1 import trajectory_pb2
-from astraflow_raas.work.episode import EpisodeIds, EpisodeRefused, VersionMoved, build_episode
+from astraflow.trajectories import BadTrajectory
+from astraflow_raas.work.episode import EpisodeIds, VersionMoved, build_episode
 from support.raas_parts import leased
 
 IDS = EpisodeIds(episode_id="episode-1", node_id="node-1", member=3)
@@ -74,32 +75,40 @@ def test_an_episode_without_trajectories_is_an_episode() -> None:
 @pytest.mark.parametrize(
     ("change", "slug"),
     [
-        ({"reward": math.nan}, "reward_not_finite"),
-        ({"reward": -math.inf}, "reward_not_finite"),
+        ({"reward": math.nan}, "nan_reward"),
+        ({"reward": -math.inf}, "nan_reward"),
         ({"policy": "critic"}, "unknown_policy"),
         ({"logprobs": (0.0, 0.0, -0.5)}, "length_mismatch"),
-        ({"token_ids": (), "loss_mask": (), "logprobs": ()}, "length_mismatch"),
-        ({"loss_mask": (False,) * 4, "logprobs": (0.0,) * 4}, "no_trainable_token"),
+        ({"token_ids": (), "loss_mask": (), "logprobs": ()}, "empty"),
+        ({"loss_mask": (False,) * 4, "logprobs": (0.0,) * 4}, "no_trainable_tokens"),
         ({"token_ids": (5, 6, -1, 8)}, "token_out_of_range"),
         ({"token_ids": (5, 6, 2**31, 8)}, "token_out_of_range"),
-        ({"logprobs": (0.0, 0.0, math.nan, -1.0)}, "bad_logprob"),
-        ({"logprobs": (0.0, 0.0, 0.5, -1.0)}, "bad_logprob"),
+        ({"logprobs": (0.0, 0.0, math.nan, -1.0)}, "nan_logprob"),
+        ({"logprobs": (0.0, 0.0, 0.5, -1.0)}, "positive_logprob"),
         ({"logprobs": (-0.1, 0.0, -0.5, -1.0)}, "logprob_outside_mask"),
-        ({"version_spans": ()}, "bad_spans"),
-        ({"version_spans": (VersionSpan(2, 3, 9),)}, "bad_spans"),
+        ({"version_spans": ()}, "spans_not_covering"),
+        ({"version_spans": (VersionSpan(2, 3, 9),)}, "spans_not_covering"),
         ({"version_spans": (VersionSpan(2, 5, 9),)}, "bad_spans"),
         ({"version_spans": (VersionSpan(3, 4, 9), VersionSpan(2, 3, 9))}, "bad_spans"),
         ({"version_spans": (VersionSpan(2, 4, -1),)}, "bad_spans"),
+        (
+            {
+                "loss_mask": (True, False, True, True),
+                "logprobs": (-1.0, 0.0, -1.0, -1.0),
+                "version_spans": (VersionSpan(0, 4, 9),),
+            },
+            "first_token_trained",
+        ),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_rule(change: dict[str, object], slug: str) -> None:
-    with pytest.raises(EpisodeRefused) as refused:
+    with pytest.raises(BadTrajectory) as refused:
         build(replace(GOOD, **change))  # type: ignore[arg-type]
     assert refused.value.slug == slug
 
 
 def test_more_than_64_trajectories_are_refused() -> None:
-    with pytest.raises(EpisodeRefused, match="65 trajectories"):
+    with pytest.raises(BadTrajectory, match="65 trajectories"):
         build(*[GOOD] * 65)
 
 
@@ -107,7 +116,7 @@ def test_an_episode_larger_than_a_message_is_refused(monkeypatch: pytest.MonkeyP
     size = build(GOOD, GOOD).ByteSize()
     monkeypatch.setattr("astraflow_raas.work.episode.MAX_EPISODE_BYTES", size)
     assert build(GOOD, GOOD).trajectories
-    with pytest.raises(EpisodeRefused, match=rf"too_large: \d+ bytes, the limit is {size} per episode"):
+    with pytest.raises(BadTrajectory, match=rf"too_large: \d+ bytes, the limit is {size} per episode"):
         build(GOOD, GOOD, GOOD)
 
 
@@ -118,10 +127,10 @@ def test_an_evaluation_must_hold_exactly_the_required_version() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans(), st.floats(-50, 0)), min_size=1, max_size=200)
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans(), st.floats(-50, 0)), min_size=2, max_size=200)
 )
 def test_any_well_formed_trajectory_survives_the_wire(rows: list[tuple[int, bool, float]]) -> None:
-    rows[0] = (rows[0][0], True, rows[0][2])
+    rows[0], rows[1] = (rows[0][0], False, rows[0][2]), (rows[1][0], True, rows[1][2])
     trajectory = plugins.Trajectory(
         policy="solver",
         token_ids=[token for token, _, _ in rows],

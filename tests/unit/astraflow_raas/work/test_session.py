@@ -11,13 +11,12 @@ import pytest
 from astraflow import plugins
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import trajectory_service_pb2
-from astraflow.plugins import MissingCapability, TaskSpec
-from astraflow.rollout.v1 import trajectory_pb2
+from astraflow.plugins import Message, MissingCapability, TaskSpec
+from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable
 from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.policies.served_policy import ServedPolicy
-from astraflow_raas.work.lease import LeasedTask
 from astraflow_raas.work.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
 from support.raas_parts import SAMPLING, ScriptedWorkflow, leased, served_policy
@@ -45,9 +44,14 @@ class Setup:
     workflow: ScriptedWorkflow
     pushed: Pushed
 
-    async def run(self, lease: LeasedTask, *, timeout_s: float = 20.0, coalesce: int = 128) -> Failure | None:
+    async def run(
+        self, lease: task_pb2.Lease, *, timeout_s: float = 20.0, coalesce: int = 128
+    ) -> Failure | None:
         settings = SessionSettings(
-            node_id="node-1", episode_timeout_s=timeout_s, coalesce_max_new_tokens=coalesce
+            node_id="node-1",
+            episode_timeout_s=timeout_s,
+            coalesce_max_new_tokens=coalesce,
+            sampling={"solver": SAMPLING},
         )
         session = Session(
             self.workflow,
@@ -80,7 +84,7 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
 async def test_every_member_is_pushed_with_prompt_and_completion_as_sampled(setup: Setup) -> None:
     assert await setup.run(leased(members=(0, 2, 5))) is None
     assert setup.members == [0, 2, 5]
-    prompt = setup.policy.tokenizer.encode(leased().task.messages)
+    prompt = setup.policy.tokenizer.encode([Message("user", "3 + 4?")])
     for episode in setup.pushed.episodes:
         columns = decode_columns(trajectory_pb2.Trajectory.FromString(episode.trajectories[0].body))
         assert tuple(columns.token_ids[: len(prompt)]) == prompt
@@ -88,6 +92,13 @@ async def test_every_member_is_pushed_with_prompt_and_completion_as_sampled(setu
         assert columns.version_spans == ((len(prompt), len(prompt) + 5, 7),)
     assert len({episode.episode_id for episode in setup.pushed.episodes}) == 3
     assert setup.policy.num_tokens == 15
+
+
+async def test_a_lease_that_cannot_be_read_is_given_back_for_good(setup: Setup) -> None:
+    failure = await setup.run(leased(data_json=b"["))
+    assert failure is not None
+    assert (failure.reason, failure.retryable) == ("workflow_error", False)
+    assert setup.workflow.runs == 0
 
 
 async def test_episodes_of_a_task_share_one_engine_request_and_differ_by_seed(setup: Setup) -> None:
@@ -178,7 +189,7 @@ async def test_a_reward_that_is_not_a_number_is_final(setup: Setup) -> None:
     assert setup.pushed.episodes == []
     assert failure is not None
     assert not failure.retryable
-    assert "reward_not_finite" in failure.detail
+    assert "nan_reward" in failure.detail
     assert "1 more" in failure.detail
 
 

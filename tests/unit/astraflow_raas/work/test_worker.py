@@ -1,7 +1,7 @@
 """The working session against a real server: credits, leases, renewals, cancels, lost streams, drains."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -9,24 +9,16 @@ import grpc
 import pytest
 
 from astraflow.client import AsyncClient, RetryPolicy
-from astraflow.dataflow.v1 import durability_pb2, task_service_pb2, version_pb2
+from astraflow.dataflow.v1 import durability_pb2, run_service_pb2, task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError
+from astraflow.rollout.v1 import task_pb2
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.work.lease import LeasedTask
 from astraflow_raas.work.session import Failure
-from astraflow_raas.work.worker import Membership, Worker, WorkerHooks, join_request
-from support.raas_parts import SAMPLING
+from astraflow_raas.work.worker import Worker, WorkerHooks
 from support.scripted_dataflow import RunningServer, ScriptedDataflow, eventually, lease, running
 
-MEMBERSHIP = Membership(
-    run_id="run-1",
-    node_id="node-1",
-    incarnation=5,
-    region="",
-    pool="",
-    engines=("astraflow_engine",),
-    max_concurrent_tasks=3,
-    group_size=4,
+ME = run_service_pb2.JoinRunRequest(
+    run_id="run-1", node_id="node-1", incarnation=5, engines=["astraflow_engine"], max_concurrent_tasks=12
 )
 
 
@@ -36,10 +28,10 @@ class ScriptedRunner:
 
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     outcomes: dict[str, Failure | Exception] = field(default_factory=dict)
-    started: list[LeasedTask] = field(default_factory=list)
+    started: list[task_pb2.Lease] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
 
-    async def run(self, leased: LeasedTask) -> Failure | None:
+    async def run(self, leased: task_pb2.Lease) -> Failure | None:
         self.started.append(leased)
         release = self.running.setdefault(leased.lease_id, asyncio.Event())
         try:
@@ -54,15 +46,6 @@ class ScriptedRunner:
 
     def finish(self, lease_id: str) -> None:
         self.running.setdefault(lease_id, asyncio.Event()).set()
-
-
-@dataclass
-class State:
-    serving_versions: Mapping[str, int] = field(default_factory=lambda: {"solver": 0})
-    tokens_sampled: int = 0
-    engine_restarts: int = 0
-    weight_faults: Sequence[version_pb2.WeightFault] = ()
-    waiting_for: str = ""
 
 
 @dataclass
@@ -81,7 +64,7 @@ class Setup:
     server: RunningServer
     script: ScriptedDataflow
     runner: ScriptedRunner
-    state: State
+    state: task_service_pb2.Credits
     heard: Heard
     worker: Worker
     task: "asyncio.Task[None]"
@@ -101,25 +84,25 @@ class Setup:
 
 @asynccontextmanager
 async def working(script: ScriptedDataflow) -> AsyncIterator[Setup]:
-    runner, state, heard = ScriptedRunner(), State(), Heard()
+    runner, state, heard = ScriptedRunner(), task_service_pb2.Credits(serving_versions={"solver": 0}), Heard()
     async with (
         running(script) as server,
         AsyncClient(server.address, retry=RetryPolicy(total_s=5.0)) as client,
     ):
-        joined = await client.call(client.runs.JoinRun, join_request(MEMBERSHIP))
+        joined = await client.call(client.runs.JoinRun, ME)
         worker = Worker(
             client,
-            MEMBERSHIP,
+            ME,
             joined=joined,
             runner=runner,
-            state=state,
+            group_size=4,
+            state=lambda: state,
             hooks=WorkerHooks(
                 announce=heard.versions.append,
                 data_lost=heard.lose,
                 durable=heard.durable.append,
-                drained_by_server=heard.drains.append,
+                drain_requested=heard.drains.append,
             ),
-            default_sampling={"solver": SAMPLING},
             metrics=Metrics(),
         )
         task = asyncio.create_task(worker.run())
@@ -143,8 +126,6 @@ async def test_a_session_opens_with_hello_and_credits_for_all_free_places(setup:
     assert (setup.script.hellos[0].node_id, setup.script.hellos[0].incarnation) == ("node-1", 5)
     assert setup.last_credits.tasks == 3
     assert dict(setup.last_credits.serving_versions) == {"solver": 0}
-    # Places count episodes: a node of 3 tasks of 4 can hold 12 tasks of one.
-    assert setup.script.joins[0].max_concurrent_tasks == 12
 
 
 async def test_credits_follow_what_is_held(setup: Setup) -> None:
@@ -163,7 +144,7 @@ async def test_credits_follow_what_is_held(setup: Setup) -> None:
     assert setup.script.failures == []
 
 
-async def test_leases_are_confirmed_and_told_again_by_the_next_session(setup: Setup) -> None:
+async def test_leases_are_confirmed_and_listed_again_by_the_next_session(setup: Setup) -> None:
     await setup.lease("a", "b")
     await eventually(lambda: setup.script.receipts == ["a#1", "b#1"], what="both are confirmed")
     assert not setup.script.hellos[0].held.lease_ids
@@ -209,7 +190,7 @@ async def test_a_node_that_waits_offers_nothing_and_says_why(setup: Setup) -> No
 
 
 async def test_a_new_version_is_reported_at_once(setup: Setup) -> None:
-    setup.state.serving_versions = {"solver": 4}
+    setup.state.serving_versions["solver"] = 4
     setup.worker.state_changed()
     await eventually(lambda: dict(setup.last_credits.serving_versions) == {"solver": 4}, what="version 4")
 
@@ -237,13 +218,6 @@ async def test_a_defect_while_running_gives_the_lease_back(setup: Setup) -> None
     await eventually(lambda: setup.script.failures, what="the report")
     assert setup.script.failures[0].retryable
     assert "RuntimeError: a bug" in setup.script.failures[0].detail
-
-
-async def test_a_lease_that_cannot_be_read_is_given_back(setup: Setup) -> None:
-    setup.script.send(lease=lease("broken", data_json=b"["))
-    await eventually(lambda: setup.script.failures, what="the report")
-    assert setup.script.failures[0].reason == "workflow_error"
-    assert setup.runner.started == []
 
 
 async def test_a_cancelled_lease_is_stopped_and_not_reported(setup: Setup) -> None:

@@ -33,7 +33,7 @@ def _on_ranks(
                 trainer_id="t",
                 ledger=Ledger(folder / f"{ranks.index}"),
             )
-            source.epoch = int(ranks.tell(str(source.claim().epoch if ranks.index == 0 else 0).encode()))
+            source.epoch = int(ranks.broadcast(str(source.claim().epoch if ranks.index == 0 else 0).encode()))
             return work(RankBatches(source, ranks), ranks.index)
 
         return run_ranks(size, one)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from astraflow.recipe_file import parse_recipe
+from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.model.model import PolicyModel
 from astraflow_trainer.publish.open_publisher import open_publisher
@@ -31,7 +32,7 @@ def test_deltas_are_coded_as_the_recipe_says(
     recipe = parse_recipe(RECIPE, overrides=overrides).recipe
     publisher = open_publisher(
         store,
-        joined=JoinedRun("run-1", recipe, "solver", store.uri, recipe_dir=None, code_sha256=""),
+        joined=JoinedRun("run-1", recipe, "solver", store.uri, source=RecipeSource(), code_sha256=""),
         epoch=1,
         peers=OnePeer(),
         held=HeldPart(make_policy()),

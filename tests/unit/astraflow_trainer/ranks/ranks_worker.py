@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from astraflow.algorithm import AlgorithmSettings, M2po
 from astraflow.plugins import VersionSpan
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.batches.shares import balanced_shares
@@ -26,7 +27,6 @@ from astraflow_trainer.publish.change_detection import DetectedChanges
 from astraflow_trainer.publish.published import WeightCopies
 from astraflow_trainer.ranks.group import RankGroup, join_rank_group
 from astraflow_trainer.settings import RankSettings
-from astraflow_trainer.step.losses import LossSettings, M2po
 from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
@@ -81,7 +81,7 @@ class Rank:
         rows = make_rows(seed)
         share = balanced_shares([row.num_tokens for row in rows], num_ranks=self.group.size)
         settings = StepSettings(
-            loss=LossSettings(trust_region=M2po(budget=0.02, floor_low=0.0, floor_high=0.0)),
+            algorithm=AlgorithmSettings(loss=M2po(budget=0.02, floor_low=0.0, floor_high=0.0)),
             tokens_per_microbatch=20,
         )
         return train_step(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from astraflow.errors import FencedError, UnavailableError
+from astraflow_kit.ports import free_port
 from astraflow_trainer.ranks.group import join_rank_group
 from astraflow_trainer.settings import RankSettings
 
@@ -21,12 +21,6 @@ def _no_process_group_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def test_one_rank_is_a_group_that_nobody_else_can_end() -> None:
     group = join_rank_group(RankSettings(), timeout_s=1.0)
     assert (group.index, group.size, group.watch) == (0, 1, None)
@@ -36,14 +30,14 @@ def test_one_rank_is_a_group_that_nobody_else_can_end() -> None:
 
 
 def test_a_rank_that_finds_no_first_one_says_where_it_looked() -> None:
-    port = _free_port()
+    port = free_port()
     settings = RankSettings(rank=1, world_size=2, master_addr="127.0.0.1", master_port=port)
     with pytest.raises(UnavailableError, match=f"rank 1 of 2 did not meet the others at 127.0.0.1:{port}"):
         join_rank_group(settings, timeout_s=1.0)
 
 
 def test_a_first_rank_whose_others_do_not_come_gives_up() -> None:
-    settings = RankSettings(rank=0, world_size=2, master_addr="127.0.0.1", master_port=_free_port())
+    settings = RankSettings(rank=0, world_size=2, master_addr="127.0.0.1", master_port=free_port())
     with pytest.raises(UnavailableError, match="rank 0 of 2 did not meet the others"):
         join_rank_group(settings, timeout_s=1.0)
 

@@ -139,4 +139,4 @@ def test_one_rank_agrees_with_itself() -> None:
     ranks = OneRank()
     assert (ranks.index, ranks.size) == (0, 1)
     assert all(torch.equal(method(values), values) for method in (ranks.sum, ranks.max, ranks.gather))
-    assert (ranks.tell(b"x"), ranks.share(b"x")) == (b"x", [b"x"])
+    assert (ranks.broadcast(b"x"), ranks.all_gather(b"x")) == (b"x", [b"x"])

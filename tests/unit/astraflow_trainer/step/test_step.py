@@ -7,24 +7,26 @@ import numpy as np
 import pytest
 import torch
 
-from astraflow_trainer.batches.packing import pack
-from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.model.model import PolicyModel, local_part
-from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings, ScheduleSettings
-from astraflow_trainer.step.losses import (
-    Aggregation,
+from astraflow.algorithm import (
+    AlgorithmSettings,
     Cispo,
+    Constant,
     Gspo,
     KlReference,
     KlSettings,
-    LossSettings,
     M2po,
     M2poClip,
     M2poMask,
     NoTrustRegion,
     PpoClip,
     ProximalAnchor,
+    SeqMeanTokenMean,
+    SeqMeanTokenSum,
 )
+from astraflow_trainer.batches.packing import pack
+from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.model.model import PolicyModel, local_part
+from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings, ScheduleSettings
 from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics, StepSettings, train_step
 
 pytestmark = pytest.mark.slow
@@ -33,16 +35,14 @@ MakePolicy = Callable[..., PolicyModel]
 MakeRows = Callable[..., list[TrainingRow]]
 
 LOSSES = {
-    "none": LossSettings(trust_region=NoTrustRegion(), aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM),
-    "ppo": LossSettings(trust_region=PpoClip(), aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN),
-    "m2po": LossSettings(trust_region=M2po(budget=0.1)),
-    "m2po_clip": LossSettings(trust_region=M2poClip(budget=0.1)),
-    "m2po_mask": LossSettings(trust_region=M2poMask(budget=0.1)),
-    "gspo": LossSettings(trust_region=Gspo(low=0.1, high=0.1), aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN),
-    "cispo": LossSettings(trust_region=Cispo(), aggregation=Aggregation.CONSTANT, constant_length=9),
-    "proximal_kl": LossSettings(
-        anchor=ProximalAnchor(), trust_region=PpoClip(), kl=KlSettings(coefficient=0.1)
-    ),
+    "none": AlgorithmSettings(loss=NoTrustRegion(), aggregation=SeqMeanTokenSum()),
+    "ppo": AlgorithmSettings(loss=PpoClip(), aggregation=SeqMeanTokenMean()),
+    "m2po": AlgorithmSettings(loss=M2po(budget=0.1)),
+    "m2po_clip": AlgorithmSettings(loss=M2poClip(budget=0.1)),
+    "m2po_mask": AlgorithmSettings(loss=M2poMask(budget=0.1)),
+    "gspo": AlgorithmSettings(loss=Gspo(low=0.1, high=0.1), aggregation=SeqMeanTokenMean()),
+    "cispo": AlgorithmSettings(loss=Cispo(), aggregation=Constant(length=9)),
+    "proximal_kl": AlgorithmSettings(anchor=ProximalAnchor(), loss=PpoClip(), kl=KlSettings(coefficient=0.1)),
 }
 
 
@@ -65,7 +65,7 @@ def test_loss_and_gradient_do_not_depend_on_packing_or_micro_batching(
     name: str, make_policy: MakePolicy, make_rows: MakeRows
 ) -> None:
     rows = make_rows(num_rows=16)
-    whole = StepSettings(loss=LOSSES[name], tokens_per_microbatch=1000)
+    whole = StepSettings(algorithm=LOSSES[name], tokens_per_microbatch=1000)
     metrics, gradient = _run(make_policy(), rows, whole)
     assert metrics.num_micro_batches == 1
     assert metrics.loss is not None
@@ -95,11 +95,11 @@ def test_the_order_of_rows_changes_nothing(make_policy: MakePolicy, make_rows: M
 
 def test_m2po_bounds_are_those_of_the_whole_step(make_policy: MakePolicy, make_rows: MakeRows) -> None:
     """Each micro-batch alone would get other bounds; the step has one pair, reported in its metrics."""
-    loss = LossSettings(trust_region=M2po(budget=0.02, floor_low=0.0, floor_high=0.0))
+    loss = AlgorithmSettings(loss=M2po(budget=0.02, floor_low=0.0, floor_high=0.0))
     rows = make_rows(num_rows=16)
-    whole, _ = _run(make_policy(), rows, StepSettings(loss=loss))
-    split, _ = _run(make_policy(), rows, StepSettings(loss=loss, tokens_per_microbatch=40))
-    alone, _ = _run(make_policy(), rows[:4], StepSettings(loss=loss))
+    whole, _ = _run(make_policy(), rows, StepSettings(algorithm=loss))
+    split, _ = _run(make_policy(), rows, StepSettings(algorithm=loss, tokens_per_microbatch=40))
+    alone, _ = _run(make_policy(), rows[:4], StepSettings(algorithm=loss))
     assert split.num_micro_batches > 2
     assert (split.clip_low, split.clip_high) == pytest.approx((whole.clip_low, whole.clip_high), rel=1e-4)
     assert alone.clip_low != pytest.approx(whole.clip_low, rel=1e-2)
@@ -111,13 +111,17 @@ def test_rows_with_zero_advantage_are_left_out_of_denominators_unless_told(
 ) -> None:
     rows = make_rows(num_rows=8)
     flat = [make_row([1, 2], [3, 4], reward=1.0, group="flat", name=f"f{index}") for index in range(4)]
-    loss = LossSettings(trust_region=NoTrustRegion())
-    metrics, gradient = _run(make_policy(), rows + flat, StepSettings(loss=loss))
-    same, expected = _run(make_policy(), rows, StepSettings(loss=loss))
+    loss = AlgorithmSettings(loss=NoTrustRegion())
+    metrics, gradient = _run(make_policy(), rows + flat, StepSettings(algorithm=loss))
+    same, expected = _run(make_policy(), rows, StepSettings(algorithm=loss))
     assert (metrics.num_rows, metrics.num_trained_rows, metrics.num_zero_variance_groups) == (12, 8, 1)
     for key, value in expected.items():
         torch.testing.assert_close(gradient[key], value)
-    kept, diluted = _run(make_policy(), rows + flat, StepSettings(loss=loss, drop_zero_advantage=False))
+    kept, diluted = _run(
+        make_policy(),
+        rows + flat,
+        StepSettings(algorithm=loss.model_copy(update={"drop_zero_advantage": False})),
+    )
     assert kept.loss is not None
     assert same.loss is not None
     share = same.loss.num_tokens / kept.loss.num_tokens
@@ -173,7 +177,7 @@ def test_kl_to_a_reference_model_needs_it_and_pulls_towards_it(
     make_policy: MakePolicy, make_rows: MakeRows
 ) -> None:
     kl = KlSettings(coefficient=1.0, reference=KlReference.MODEL)
-    settings = StepSettings(loss=LossSettings(trust_region=NoTrustRegion(), kl=kl))
+    settings = StepSettings(algorithm=AlgorithmSettings(loss=NoTrustRegion(), kl=kl))
     with pytest.raises(ValueError, match="pass it, or use"):
         _run(make_policy(), make_rows(), settings)
     same, _ = _run(make_policy(), make_rows(), settings, reference=_rounded(make_policy(sharded=False)))

@@ -10,6 +10,7 @@ import pytest
 
 from astraflow.errors import PluginError, RecipeError
 from astraflow.recipe_file import parse_recipe
+from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.model.model import load_causal_lm
 from astraflow_trainer.warm_start.starting_model import asset_files, starting_model
@@ -74,7 +75,7 @@ def _joined(
         recipe=parse_recipe(text, overrides=[f"run.seed={seed}"]).recipe,
         policy_id="solver",
         store_uri="file:///nowhere",
-        recipe_dir=recipe_dir,
+        source=RecipeSource(text=text, folder=recipe_dir),
         code_sha256=code_sha256,
     )
 
@@ -86,7 +87,7 @@ def _start(joined: JoinedRun, cache: Path, shares: list[float] | None = None) ->
 
 def test_a_model_folder_is_used_as_it_is(tmp_path: Path) -> None:
     recipe = parse_recipe(RECIPE.replace("path: somewhere", f"path: {tmp_path}")).recipe
-    joined = JoinedRun("run-1", recipe, "solver", "file:///nowhere", recipe_dir=None, code_sha256="")
+    joined = JoinedRun("run-1", recipe, "solver", "file:///nowhere", source=RecipeSource(), code_sha256="")
     assert _start(joined, tmp_path / "cache") == tmp_path
     assert not (tmp_path / "cache").exists()
 

@@ -15,7 +15,6 @@ from astraflow_weights.collection.collector import Collector, Stage
 from astraflow_weights.collection.retention import Roots, ways_of
 from astraflow_weights.collection.rounds import FORGET_S
 from astraflow_weights.errors import Edge, NoPath, Unavailable
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.store.file import FileStore
@@ -26,6 +25,7 @@ from astraflow_weights.versions.inspection import build_version, buildable
 from astraflow_weights.versions.intents import INTENT_S, UploadIntents
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
+from support.published_models import ModelPublisher
 from support.weight_models import POLICY, RUN, make_model, overwrite, same_model, trained
 
 KEYS = PolicyKeys(RUN, POLICY)
@@ -47,13 +47,13 @@ class Published:
         for step in range(LAST + 1):
             self.publish(step)
 
-    def open_publisher(self, *, epoch: int, version: int | None = None) -> Publisher:
+    def open_publisher(self, *, epoch: int, version: int | None = None) -> ModelPublisher:
         """`version` is the newest one that is in the log, if not that of the last model."""
         writer = VersionWriter.open(
             self.store, run_id=RUN, policy_id=POLICY, epoch=epoch, settings=SETTINGS, clock=self.clock
         )
         base = self.models[-1 if version is None else version] if self.models else None
-        return Publisher(writer, base=base)
+        return ModelPublisher(writer, base=base)
 
     def publish(self, step: int) -> None:
         self.models.append(trained(self.models[-1], step) if self.models else make_model())

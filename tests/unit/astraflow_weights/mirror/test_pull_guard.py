@@ -8,7 +8,6 @@ from astraflow_kit.clock import ManualClock
 from astraflow_weights.errors import Edge, NoPath, StoreRefused
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.mirror.pull_guard import PullGuard
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import PutResult
@@ -22,6 +21,7 @@ from astraflow_weights.versions.collection_records import (
 )
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import PullPlan, plan_pull
+from support.published_models import ModelPublisher
 from support.weight_models import POLICY, RUN, make_model, trained
 
 KEYS = PolicyKeys(RUN, POLICY)
@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> FileStore:
     store = FileStore(tmp_path / "store")
     settings = PublishSettings(snapshot_every_versions=1)
     writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=settings)
-    publisher = Publisher(writer, base=None)
+    publisher = ModelPublisher(writer)
     model = make_model()
     for step in range(4):
         publisher.publish(model, step=step)

@@ -4,7 +4,7 @@ import pytest
 
 from astraflow.errors import FencedError, InternalError, UnavailableError
 from astraflow_weights.errors import Fenced, Unavailable
-from astraflow_weights.publish.agreement import led, shared
+from astraflow_weights.publish.agreement import on_every_rank, on_first_rank
 from support.rank_threads import ThreadRanks, run_ranks
 
 
@@ -24,7 +24,7 @@ def test_what_the_first_process_found_is_known_everywhere() -> None:
             ran.append(ranks.index)
             return 7
 
-        return led(ranks, found, encode=int, decode=int)
+        return on_first_rank(ranks, found, encode=int, decode=int)
 
     assert run_ranks(3, act) == [7, 7, 7]
     assert ran == [0]
@@ -43,7 +43,7 @@ def test_a_failure_of_the_first_process_is_everybodys(error: Exception, kind: ty
         raise error
 
     first, second = run_ranks(
-        2, lambda ranks: outcome(ranks, lambda ranks: led(ranks, fail, encode=int, decode=int))
+        2, lambda ranks: outcome(ranks, lambda ranks: on_first_rank(ranks, fail, encode=int, decode=int))
     )
     assert first is error
     assert isinstance(second, kind)
@@ -51,7 +51,7 @@ def test_a_failure_of_the_first_process_is_everybodys(error: Exception, kind: ty
 
 
 def test_every_process_learns_what_all_did() -> None:
-    assert run_ranks(3, lambda ranks: shared(ranks, lambda: ranks.index * 10)) == [[0, 10, 20]] * 3
+    assert run_ranks(3, lambda ranks: on_every_rank(ranks, lambda: ranks.index * 10)) == [[0, 10, 20]] * 3
 
 
 def test_a_failure_of_any_process_is_everybodys() -> None:
@@ -60,6 +60,8 @@ def test_a_failure_of_any_process_is_everybodys() -> None:
             raise Unavailable("its disk is full")
         return 1
 
-    found = run_ranks(3, lambda ranks: outcome(ranks, lambda ranks: shared(ranks, lambda: upload(ranks))))
+    found = run_ranks(
+        3, lambda ranks: outcome(ranks, lambda ranks: on_every_rank(ranks, lambda: upload(ranks)))
+    )
     assert all(isinstance(error, UnavailableError) for error in found)
     assert "process 1 of the publishers failed: its disk is full" in str(found[0])

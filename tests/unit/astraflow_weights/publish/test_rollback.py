@@ -15,7 +15,6 @@ from astraflow_weights.collection.retention import Roots
 from astraflow_weights.errors import CorruptManifest, Edge, Fenced, Unavailable
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.compactor import Compactor
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.rollback import roll_back
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.settings import CollectionSettings, PublishSettings
@@ -27,6 +26,7 @@ from astraflow_weights.versions.inspection import build_version
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import DeltaRef
 from astraflow_weights.versions.planner import plan_pull
+from support.published_models import ModelPublisher
 from support.weight_models import POLICY, RUN, FaultyStore, make_model, same_model, trained
 
 SPARSE = PublishSettings(snapshot_every_versions=1000, snapshot_chain_ratio=100)
@@ -44,7 +44,7 @@ def opened(store: ObjectStore, epoch: int, settings: PublishSettings = SPARSE) -
 
 def published(store: ObjectStore, count: int, settings: PublishSettings = SPARSE) -> list[dict[str, Array]]:
     """Versions 0 to `count` - 1 of steps of the same numbers; their models."""
-    publisher, models = Publisher(opened(store, 1, settings), base=None), [make_model()]
+    publisher, models = ModelPublisher(opened(store, 1, settings)), [make_model()]
     while len(models) < count:
         models.append(trained(models[-1], len(models), density=0.01))
     for step, model in enumerate(models):
@@ -109,7 +109,7 @@ def test_who_holds_the_old_version_is_there_for_next_to_nothing(store: FileStore
 
 def test_deltas_of_classes_of_the_base_are_inverted_with_that_base(store: FileStore) -> None:
     models = [make_model()]
-    publisher = Publisher(opened(store, 1), base=None)
+    publisher = ModelPublisher(opened(store, 1))
     publisher.publish(models[0], step=0)
     for step in (1, 2):
         models.append(trained(models[-1], step, density=0.01))
@@ -198,7 +198,7 @@ def test_a_merged_delta_that_is_damaged_is_passed_over(store: FileStore) -> None
 
 def test_where_deltas_are_gone_the_models_are_compared(store: FileStore) -> None:
     models = published(store, 2)
-    publisher = Publisher(opened(store, 2, PublishSettings(snapshot_every_versions=1)), base=models[1])
+    publisher = ModelPublisher(opened(store, 2, PublishSettings(snapshot_every_versions=1)), base=models[1])
     models.append(trained(models[1], 7))
     publisher.publish(models[2], step=2)
     for part in read(store).record(2).deltas[0].parts:
@@ -231,7 +231,7 @@ def test_a_writer_that_was_fenced_goes_nowhere(store: FileStore) -> None:
 def test_publishing_goes_on_from_the_weights_that_were_gone_back_to(store: FileStore) -> None:
     models = published(store, 4)
     back(store, 1)
-    publisher = Publisher(opened(store, 3), base=models[1])
+    publisher = ModelPublisher(opened(store, 3), base=models[1])
     again = publisher.publish(models[1], step=3)
     assert (again.version, again.rollback_of, again.existed) == (5, None, False), (
         "the step is its own version"

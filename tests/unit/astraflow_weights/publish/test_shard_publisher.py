@@ -14,7 +14,6 @@ from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.errors import Unavailable
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
@@ -22,6 +21,7 @@ from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
+from support.published_models import ModelPublisher
 from support.rank_threads import ThreadRanks, run_ranks
 from support.weight_models import POLICY, RUN, FaultyStore, make_model, same_model, split_model, trained
 
@@ -237,7 +237,7 @@ def test_assets_are_sent_by_the_first_process_alone(store: FileStore, tmp_path: 
 def test_one_process_encodes_what_the_plain_publisher_does(store: FileStore, tmp_path: Path) -> None:
     steps = models(2)
     plain = FileStore(tmp_path / "plain")
-    publisher = Publisher(VersionWriter.open(plain, run_id=RUN, policy_id=POLICY, epoch=1), base=None)
+    publisher = ModelPublisher(VersionWriter.open(plain, run_id=RUN, policy_id=POLICY, epoch=1))
     for step, model in enumerate(steps):
         publisher.publish(model, step=step)
     publish_all(store, dict(enumerate(steps)), size=1)

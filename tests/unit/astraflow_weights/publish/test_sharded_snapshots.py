@@ -140,7 +140,7 @@ def test_versions_are_published_while_a_snapshot_is_being_stored_and_it_holds_no
                 one.publish(model)
             assert records(store).record(3).snapshot is None
             assert records(store).record(1).offered_snapshot is None
-            ranks.share(b"")
+            ranks.all_gather(b"")
             store.gate.set()
 
     run_ranks(2, work)
@@ -169,7 +169,7 @@ def test_a_snapshot_that_one_process_cannot_store_is_dropped_by_all_and_made_whe
             one.snapshots.want()
             one.publish(models[1])
             assert one.snapshots.idle.wait(PATIENCE_S)
-            ranks.share(b"")
+            ranks.all_gather(b"")
             one.snapshots.want()
             one.publish(models[2])
 

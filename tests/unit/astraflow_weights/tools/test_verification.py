@@ -8,7 +8,6 @@ from astraflow_weights.codec.delta import encode_delta
 from astraflow_weights.codec.merge import merge_deltas
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptManifest
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
@@ -18,6 +17,7 @@ from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.inspection import build_version
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import AddedWay, DeltaRef, encode_way
+from support.published_models import ModelPublisher
 from support.weight_models import POLICY, RUN, make_model, overwrite, trained
 
 LAST = 5
@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> FileStore:
     asset.write_text("{}")
     settings = PublishSettings(snapshot_every_versions=2, snapshot_chain_ratio=100)
     writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=settings)
-    publisher, model = Publisher(writer, base=None, assets=[asset]), make_model()
+    publisher, model = ModelPublisher(writer, assets=[asset]), make_model()
     for step in range(LAST + 1):
         publisher.publish(model, step=step)
         model = trained(model, step)

@@ -9,13 +9,13 @@ from astraflow_weights.codec.delta import summarize_delta
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import CorruptPart
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.inspection import build_version, changes_between, offered_ways, routes
 from astraflow_weights.versions.log import VersionLog
+from support.published_models import ModelPublisher
 from support.weight_models import POLICY, RUN, make_model, overwrite, same_model, trained
 
 
@@ -32,7 +32,7 @@ def store(tmp_path: Path, models: list[dict[str, Array]]) -> FileStore:
     store = FileStore(tmp_path / "store")
     settings = PublishSettings(snapshot_every_versions=100, snapshot_chain_ratio=100)
     writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=settings)
-    publisher = Publisher(writer, base=None)
+    publisher = ModelPublisher(writer)
     for step, model in enumerate(models):
         publisher.publish(model, step=step)
     return store

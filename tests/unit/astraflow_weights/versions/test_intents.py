@@ -7,7 +7,6 @@ import pytest
 
 from astraflow_kit.clock import ManualClock
 from astraflow_weights.errors import CorruptManifest, Unavailable
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store import ObjectStore, PutResult
 from astraflow_weights.store.file import FileStore
@@ -16,6 +15,7 @@ from astraflow_weights.versions.collection_records import Tombstone, encode_tomb
 from astraflow_weights.versions.intents import INTENT_S, RENEW_S, UploadIntents, find_intents
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.tombstones import Tombstones
+from support.published_models import ModelPublisher
 from support.weight_models import POLICY, RUN, make_model, overwrite, trained
 
 KEYS = PolicyKeys(RUN, POLICY)
@@ -71,7 +71,7 @@ def under(prefix: str, noted: dict[str, int]) -> Iterator[int]:
 def test_a_publication_is_announced_before_its_first_part_and_until_its_manifest(
     store: WatchedStore, clock: ManualClock
 ) -> None:
-    publisher = Publisher(opened(store, clock), base=None)
+    publisher = ModelPublisher(opened(store, clock))
     store.intents_at.clear()
     publisher.publish(MODEL, step=0)
     assert set(under(KEYS.parts, store.intents_at)) == {1}
@@ -80,7 +80,7 @@ def test_a_publication_is_announced_before_its_first_part_and_until_its_manifest
 
 
 def test_what_was_published_before_announces_nothing(store: WatchedStore, clock: ManualClock) -> None:
-    publisher = Publisher(opened(store, clock), base=None)
+    publisher = ModelPublisher(opened(store, clock))
     publisher.publish(MODEL, step=0)
     store.intents_at.clear()
     publisher.publish(MODEL, step=0)
@@ -90,7 +90,7 @@ def test_what_was_published_before_announces_nothing(store: WatchedStore, clock:
 def test_a_publication_that_fails_before_its_commit_ends_its_intent(
     store: WatchedStore, clock: ManualClock
 ) -> None:
-    publisher = Publisher(opened(store, clock), base=None)
+    publisher = ModelPublisher(opened(store, clock))
     store.lost_answers = KEYS.parts
     with pytest.raises(Unavailable):
         publisher.publish(MODEL, step=0)
@@ -100,7 +100,7 @@ def test_a_publication_that_fails_before_its_commit_ends_its_intent(
 def test_while_it_is_open_whether_a_manifest_was_created_the_intent_stays_until_the_next_commit(
     store: WatchedStore, clock: ManualClock
 ) -> None:
-    publisher = Publisher(opened(store, clock), base=None)
+    publisher = ModelPublisher(opened(store, clock))
     store.lost_answers = KEYS.entries
     with pytest.raises(Unavailable):
         publisher.publish(MODEL, step=0)
@@ -113,7 +113,7 @@ def test_while_it_is_open_whether_a_manifest_was_created_the_intent_stays_until_
 def test_a_commit_after_a_long_upload_renews_the_intent_first(
     store: WatchedStore, clock: ManualClock
 ) -> None:
-    publisher = Publisher(opened(store, clock), base=None)
+    publisher = ModelPublisher(opened(store, clock))
     store.advance_at_parts = clock
     store.intents_at.clear()
     publisher.publish(MODEL, step=0)
@@ -124,7 +124,7 @@ def test_a_commit_after_a_long_upload_renews_the_intent_first(
 def test_a_commit_after_a_long_upload_refuses_names_that_were_given_up_meanwhile(
     store: WatchedStore, clock: ManualClock
 ) -> None:
-    publisher = Publisher(opened(store, clock), base=None)
+    publisher = ModelPublisher(opened(store, clock))
     publisher.publish(MODEL, step=0)
     publish_with_a_tombstone_at_the_renewal(store, clock, publisher)
     with pytest.raises(Unavailable, match="publish again"):
@@ -141,7 +141,7 @@ def test_a_commit_after_a_long_upload_refuses_names_that_were_given_up_meanwhile
 
 
 def publish_with_a_tombstone_at_the_renewal(
-    store: WatchedStore, clock: ManualClock, publisher: Publisher
+    store: WatchedStore, clock: ManualClock, publisher: ModelPublisher
 ) -> None:
     """Arrange that every part in the store is in a tombstone once the upload has taken long."""
     store.advance_at_parts = clock

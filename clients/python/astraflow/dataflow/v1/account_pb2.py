@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#astraflow/dataflow/v1/account.proto\x12\x15\x61straflow.dataflow.v1\"\x92\x02\n\x11TrajectoryAccount\x12\x10\n\x08ingested\x18\x01 \x01(\x04\x12\x0f\n\x07trained\x18\x02 \x01(\x04\x12\x10\n\x08in_batch\x18\x03 \x01(\x04\x12\r\n\x05ready\x18\x04 \x01(\x04\x12\x12\n\nassembling\x18\x05 \x01(\x04\x12\x46\n\x07\x64ropped\x18\x06 \x03(\x0b\x32\x35.astraflow.dataflow.v1.TrajectoryAccount.DroppedEntry\x12\x11\n\tevaluated\x18\x07 \x01(\x04\x12\x1a\n\x12\x63onservation_error\x18\x08 \x01(\x03\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#astraflow/dataflow/v1/account.proto\x12\x15\x61straflow.dataflow.v1\"\x92\x02\n\x11TrajectoryAccount\x12\x10\n\x08ingested\x18\x01 \x01(\x04\x12\x0f\n\x07trained\x18\x02 \x01(\x04\x12\x10\n\x08in_batch\x18\x03 \x01(\x04\x12\r\n\x05ready\x18\x04 \x01(\x04\x12\x12\n\nassembling\x18\x05 \x01(\x04\x12\x46\n\x07\x64ropped\x18\x06 \x03(\x0b\x32\x35.astraflow.dataflow.v1.TrajectoryAccount.DroppedEntry\x12\x11\n\tevaluated\x18\x07 \x01(\x04\x12\x1a\n\x12\x63onservation_error\x18\x08 \x01(\x03\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.dataflow.v1.account_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\030io.astraflow.dataflow.v1P\001ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\252\002\025Astraflow.Dataflow.V1'
   _globals['_TRAJECTORYACCOUNT_DROPPEDENTRY']._loaded_options = None
   _globals['_TRAJECTORYACCOUNT_DROPPEDENTRY']._serialized_options = b'8\001'
   _globals['_TRAJECTORYACCOUNT']._serialized_start=63

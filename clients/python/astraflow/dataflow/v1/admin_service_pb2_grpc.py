@@ -35,6 +35,11 @@ class AdminServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.GetServerInfo = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/GetServerInfo',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/astraflow.dataflow.v1.AdminService/Status',
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.StatusRequest.SerializeToString,
@@ -85,6 +90,13 @@ class AdminServiceStub:
 class AdminServiceServicer:
     """Status and care for people and tools.
     """
+
+    def GetServerInfo(self, request, context):
+        """Says who the server is: release, contract version, optional features, clock. Read only; needs no token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
         """Returns the state of a run: accounts, policies, nodes, evaluations and what each stage waits for. Read only; the accounts are one atomic snapshot.
@@ -156,6 +168,11 @@ class AdminServiceServicer:
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.GetServerInfoResponse.SerializeToString,
+            ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.StatusRequest.FromString,
@@ -212,6 +229,33 @@ def add_AdminServiceServicer_to_server(servicer, server):
 class AdminService:
     """Status and care for people and tools.
     """
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/GetServerInfo',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.GetServerInfoRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Status(request,

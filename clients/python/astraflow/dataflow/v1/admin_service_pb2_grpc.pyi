@@ -33,6 +33,8 @@ class AdminServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
+    GetServerInfo: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetServerInfoRequest, _admin_service_pb2.GetServerInfoResponse]
+    """Says who the server is: release, contract version, optional features, clock. Read only; needs no token."""
     Status: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.StatusRequest, _admin_service_pb2.StatusResponse]
     """Returns the state of a run: accounts, policies, nodes, evaluations and what each stage waits for. Read only; the accounts are one atomic snapshot."""
     Watch: _grpc.UnaryStreamMultiCallable[_admin_service_pb2.AdminServiceWatchRequest, _admin_service_pb2.AdminServiceWatchResponse]
@@ -65,6 +67,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Status and care for people and tools."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    GetServerInfo: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetServerInfoRequest, _admin_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
+    """Says who the server is: release, contract version, optional features, clock. Read only; needs no token."""
     Status: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.StatusRequest, _admin_service_pb2.StatusResponse]  # type: ignore[assignment]
     """Returns the state of a run: accounts, policies, nodes, evaluations and what each stage waits for. Read only; the accounts are one atomic snapshot."""
     Watch: _aio.UnaryStreamMultiCallable[_admin_service_pb2.AdminServiceWatchRequest, _admin_service_pb2.AdminServiceWatchResponse]  # type: ignore[assignment]
@@ -94,6 +98,13 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
 class AdminServiceServicer:
     """Status and care for people and tools."""
+
+    def GetServerInfo(
+        self,
+        request: _admin_service_pb2.GetServerInfoRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.GetServerInfoResponse, _abc.Awaitable[_admin_service_pb2.GetServerInfoResponse]]:
+        """Says who the server is: release, contract version, optional features, clock. Read only; needs no token."""
 
     def Status(
         self,

@@ -33,6 +33,7 @@ class BatchItem(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _builtins.int
     MAX_VERSION_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """The trajectory."""
     group_id: _builtins.str
@@ -51,6 +52,8 @@ class BatchItem(_message.Message):
     """Newest version in its trainable spans."""
     role: _builtins.str
     """Role of the policy."""
+    source: _builtins.str
+    """Source of its task."""
     def __init__(
         self,
         *,
@@ -63,10 +66,11 @@ class BatchItem(_message.Message):
         min_version: _builtins.int = ...,
         max_version: _builtins.int = ...,
         role: _builtins.str = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "max_version", b"max_version", "min_version", b"min_version", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "reward", b"reward", "role", b"role", "task_id", b"task_id", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "max_version", b"max_version", "min_version", b"min_version", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "reward", b"reward", "role", b"role", "source", b"source", "task_id", b"task_id", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&astraflow/dataflow/v1/durability.proto\x12\x15\x61straflow.dataflow.v1\"v\n\tWatermark\x12\x18\n\x10\x64urable_position\x18\x01 \x01(\x04\x12\x35\n\ndurability\x18\x02 \x01(\x0e\x32!.astraflow.dataflow.v1.Durability\x12\x18\n\x10\x64\x61ta_incarnation\x18\x03 \x01(\t*r\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x01\x12\x16\n\x12\x44URABILITY_FSYNCED\x10\x02\x12\x19\n\x15\x44URABILITY_REPLICATED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&astraflow/dataflow/v1/durability.proto\x12\x15\x61straflow.dataflow.v1\"v\n\tWatermark\x12\x18\n\x10\x64urable_position\x18\x01 \x01(\x04\x12\x35\n\ndurability\x18\x02 \x01(\x0e\x32!.astraflow.dataflow.v1.Durability\x12\x18\n\x10\x64\x61ta_incarnation\x18\x03 \x01(\t*r\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x01\x12\x16\n\x12\x44URABILITY_FSYNCED\x10\x02\x12\x19\n\x15\x44URABILITY_REPLICATED\x10\x03\x42\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.dataflow.v1.durability_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\030io.astraflow.dataflow.v1P\001ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\252\002\025Astraflow.Dataflow.V1'
   _globals['_DURABILITY']._serialized_start=185
   _globals['_DURABILITY']._serialized_end=299
   _globals['_WATERMARK']._serialized_start=65

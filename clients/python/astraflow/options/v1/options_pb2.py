@@ -25,19 +25,22 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"astraflow/options/v1/options.proto\x12\x14\x61straflow.options.v1\x1a google/protobuf/descriptor.proto\"\x19\n\x06\x45rrors\x12\x0f\n\x07reasons\x18\x01 \x03(\t\".\n\x07Missing\x12\x12\n\ncapability\x18\x01 \x01(\t\x12\x0f\n\x07instead\x18\x02 \x01(\t*t\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ROLLOUT\x10\x01\x12\x10\n\x0cROLE_TRAINER\x10\x02\x12\x11\n\rROLE_OPERATOR\x10\x03\x12\x0f\n\x0bROLE_VIEWER\x10\x04\x12\x0e\n\nROLE_AGENT\x10\x05*U\n\x05Retry\x12\x15\n\x11RETRY_UNSPECIFIED\x10\x00\x12\x0e\n\nRETRY_READ\x10\x01\x12\x14\n\x10RETRY_IDEMPOTENT\x10\x02\x12\x0f\n\x0bRETRY_NEVER\x10\x03:K\n\x05roles\x12\x1e.google.protobuf.MethodOptions\x18\xb9\x8e\x03 \x03(\x0e\x32\x1a.astraflow.options.v1.Role:L\n\x05retry\x12\x1e.google.protobuf.MethodOptions\x18\xba\x8e\x03 \x01(\x0e\x32\x1b.astraflow.options.v1.Retry:N\n\x06\x65rrors\x12\x1e.google.protobuf.MethodOptions\x18\xbb\x8e\x03 \x01(\x0b\x32\x1c.astraflow.options.v1.Errors:P\n\x07missing\x12\x1e.google.protobuf.MethodOptions\x18\xbc\x8e\x03 \x01(\x0b\x32\x1d.astraflow.options.v1.Missing:V\n\rcommon_errors\x12\x1f.google.protobuf.ServiceOptions\x18\xbd\x8e\x03 \x01(\x0b\x32\x1c.astraflow.options.v1.Errorsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"astraflow/options/v1/options.proto\x12\x14\x61straflow.options.v1\x1a google/protobuf/descriptor.proto\"\x19\n\x06\x45rrors\x12\x0f\n\x07reasons\x18\x01 \x03(\t\".\n\x07Missing\x12\x12\n\ncapability\x18\x01 \x01(\t\x12\x0f\n\x07instead\x18\x02 \x01(\t\"\xba\x02\n\x06\x42ounds\x12\x10\n\x03min\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03max\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x07min_len\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12\x14\n\x07max_len\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x16\n\tmin_bytes\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x16\n\tmax_bytes\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x16\n\tmin_items\x18\x07 \x01(\x04H\x06\x88\x01\x01\x12\x16\n\tmax_items\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x0f\n\x07pattern\x18\t \x01(\t\x12\x0f\n\x07\x63lamped\x18\n \x01(\x08\x42\x06\n\x04_minB\x06\n\x04_maxB\n\n\x08_min_lenB\n\n\x08_max_lenB\x0c\n\n_min_bytesB\x0c\n\n_max_bytesB\x0c\n\n_min_itemsB\x0c\n\n_max_items*\x85\x01\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ROLLOUT\x10\x01\x12\x10\n\x0cROLE_TRAINER\x10\x02\x12\x11\n\rROLE_OPERATOR\x10\x03\x12\x0f\n\x0bROLE_VIEWER\x10\x04\x12\x0e\n\nROLE_AGENT\x10\x05\x12\x0f\n\x0bROLE_ANYONE\x10\x06*U\n\x05Retry\x12\x15\n\x11RETRY_UNSPECIFIED\x10\x00\x12\x0e\n\nRETRY_READ\x10\x01\x12\x14\n\x10RETRY_IDEMPOTENT\x10\x02\x12\x0f\n\x0bRETRY_NEVER\x10\x03:M\n\x06\x62ounds\x12\x1d.google.protobuf.FieldOptions\x18\xbf\x8e\x03 \x01(\x0b\x32\x1c.astraflow.options.v1.Bounds:8\n\x10\x63ontract_version\x12\x1c.google.protobuf.FileOptions\x18\xbe\x8e\x03 \x01(\r:K\n\x05roles\x12\x1e.google.protobuf.MethodOptions\x18\xb9\x8e\x03 \x03(\x0e\x32\x1a.astraflow.options.v1.Role:L\n\x05retry\x12\x1e.google.protobuf.MethodOptions\x18\xba\x8e\x03 \x01(\x0e\x32\x1b.astraflow.options.v1.Retry:N\n\x06\x65rrors\x12\x1e.google.protobuf.MethodOptions\x18\xbb\x8e\x03 \x01(\x0b\x32\x1c.astraflow.options.v1.Errors:P\n\x07missing\x12\x1e.google.protobuf.MethodOptions\x18\xbc\x8e\x03 \x01(\x0b\x32\x1d.astraflow.options.v1.Missing:V\n\rcommon_errors\x12\x1f.google.protobuf.ServiceOptions\x18\xbd\x8e\x03 \x01(\x0b\x32\x1c.astraflow.options.v1.ErrorsB|\n\x17io.astraflow.options.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/options/v1;optionsv1\xaa\x02\x14\x41straflow.Options.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.options.v1.options_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=169
-  _globals['_ROLE']._serialized_end=285
-  _globals['_RETRY']._serialized_start=287
-  _globals['_RETRY']._serialized_end=372
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\027io.astraflow.options.v1P\001ZHgithub.com/astraflow/astraflow/clients/go/astraflow/options/v1;optionsv1\252\002\024Astraflow.Options.V1'
+  _globals['_ROLE']._serialized_start=487
+  _globals['_ROLE']._serialized_end=620
+  _globals['_RETRY']._serialized_start=622
+  _globals['_RETRY']._serialized_end=707
   _globals['_ERRORS']._serialized_start=94
   _globals['_ERRORS']._serialized_end=119
   _globals['_MISSING']._serialized_start=121
   _globals['_MISSING']._serialized_end=167
+  _globals['_BOUNDS']._serialized_start=170
+  _globals['_BOUNDS']._serialized_end=484
 # @@protoc_insertion_point(module_scope)

@@ -35,6 +35,11 @@ class NodeServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.GetServerInfo = channel.unary_unary(
+                '/astraflow.raas.v1.NodeService/GetServerInfo',
+                request_serializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/astraflow.raas.v1.NodeService/Status',
                 request_serializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.StatusRequest.SerializeToString,
@@ -55,6 +60,13 @@ class NodeServiceStub:
 class NodeServiceServicer:
     """Looking at and draining one node. Nodes dial out; this service is optional and for people on the node's own network.
     """
+
+    def GetServerInfo(self, request, context):
+        """Says who the server is: release, contract version, optional features, clock. Read only; needs no token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
         """Returns what the node does. Read only.
@@ -80,6 +92,11 @@ class NodeServiceServicer:
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.GetServerInfoResponse.SerializeToString,
+            ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
                     request_deserializer=astraflow_dot_raas_dot_v1_dot_node__service__pb2.StatusRequest.FromString,
@@ -106,6 +123,33 @@ def add_NodeServiceServicer_to_server(servicer, server):
 class NodeService:
     """Looking at and draining one node. Nodes dial out; this service is optional and for people on the node's own network.
     """
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.raas.v1.NodeService/GetServerInfo',
+            astraflow_dot_raas_dot_v1_dot_node__service__pb2.GetServerInfoRequest.SerializeToString,
+            astraflow_dot_raas_dot_v1_dot_node__service__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Status(request,

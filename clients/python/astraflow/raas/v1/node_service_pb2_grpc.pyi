@@ -33,6 +33,8 @@ class NodeServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> NodeServiceAsyncStub: ...
+    GetServerInfo: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.GetServerInfoRequest, _node_service_pb2.GetServerInfoResponse]
+    """Says who the server is: release, contract version, optional features, clock. Read only; needs no token."""
     Status: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.StatusRequest, _node_service_pb2.StatusResponse]
     """Returns what the node does. Read only."""
     Drain: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.DrainRequest, _node_service_pb2.DrainResponse]
@@ -45,6 +47,8 @@ class NodeServiceAsyncStub(NodeServiceStub):
     """Looking at and draining one node. Nodes dial out; this service is optional and for people on the node's own network."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    GetServerInfo: _aio.UnaryUnaryMultiCallable[_node_service_pb2.GetServerInfoRequest, _node_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
+    """Says who the server is: release, contract version, optional features, clock. Read only; needs no token."""
     Status: _aio.UnaryUnaryMultiCallable[_node_service_pb2.StatusRequest, _node_service_pb2.StatusResponse]  # type: ignore[assignment]
     """Returns what the node does. Read only."""
     Drain: _aio.UnaryUnaryMultiCallable[_node_service_pb2.DrainRequest, _node_service_pb2.DrainResponse]  # type: ignore[assignment]
@@ -54,6 +58,13 @@ class NodeServiceAsyncStub(NodeServiceStub):
 
 class NodeServiceServicer:
     """Looking at and draining one node. Nodes dial out; this service is optional and for people on the node's own network."""
+
+    def GetServerInfo(
+        self,
+        request: _node_service_pb2.GetServerInfoRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_service_pb2.GetServerInfoResponse, _abc.Awaitable[_node_service_pb2.GetServerInfoResponse]]:
+        """Says who the server is: release, contract version, optional features, clock. Read only; needs no token."""
 
     def Status(
         self,

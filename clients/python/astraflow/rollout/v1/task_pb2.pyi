@@ -81,6 +81,7 @@ class Task(_message.Message):
     DATA_JSON_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Unique in its run; 1–128 characters of [A-Za-z0-9._:-]. Submitting the same id twice is harmless."""
     data_json: _builtins.bytes
@@ -89,6 +90,8 @@ class Task(_message.Message):
     """Why the task is run."""
     group_size: _builtins.int
     """Number of episodes of the task; 0 means the run's default; at most 1,024."""
+    source: _builtins.str
+    """Which part of the data set it is from (`gsm8k`, say); empty when there is one. At most 128 characters."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The prompt; may be empty for tasks that start an environment."""
@@ -101,10 +104,11 @@ class Task(_message.Message):
         data_json: _builtins.bytes = ...,
         purpose: Global___Purpose.ValueType = ...,
         group_size: _builtins.int = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_json", b"data_json", "group_size", b"group_size", "messages", b"messages", "purpose", b"purpose", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_json", b"data_json", "group_size", b"group_size", "messages", b"messages", "purpose", b"purpose", "source", b"source", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -239,6 +239,26 @@ class TrajectoryHeader(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
     POLICY_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
@@ -248,6 +268,7 @@ class TrajectoryHeader(_message.Message):
     MAX_VERSION_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Equal to the body's trajectory_id."""
     policy_id: _builtins.str
@@ -266,6 +287,10 @@ class TrajectoryHeader(_message.Message):
     """Finite reward."""
     finish_reason: _builtins.str
     """`stop`, `length`, `abort`, …"""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Named numbers of this trajectory, for filters and curators; finite, at most 64."""
+
     def __init__(
         self,
         *,
@@ -278,10 +303,11 @@ class TrajectoryHeader(_message.Message):
         max_version: _builtins.int = ...,
         reward: _builtins.float = ...,
         finish_reason: _builtins.str = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "max_version", b"max_version", "min_version", b"min_version", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "policy_id", b"policy_id", "reward", b"reward", "role", b"role", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "max_version", b"max_version", "metrics", b"metrics", "min_version", b"min_version", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "policy_id", b"policy_id", "reward", b"reward", "role", b"role", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,6 +35,11 @@ class TrainerServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.GetServerInfo = channel.unary_unary(
+                '/astraflow.trainer.v1.TrainerService/GetServerInfo',
+                request_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/astraflow.trainer.v1.TrainerService/Status',
                 request_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.StatusRequest.SerializeToString,
@@ -75,6 +80,13 @@ class TrainerServiceStub:
 class TrainerServiceServicer:
     """Looking at and steering one trainer.
     """
+
+    def GetServerInfo(self, request, context):
+        """Says who the server is: release, contract version, optional features, clock. Read only; needs no token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
         """Returns the trainer's phase and last step. Read only.
@@ -131,6 +143,11 @@ class TrainerServiceServicer:
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.GetServerInfoResponse.SerializeToString,
+            ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
                     request_deserializer=astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.StatusRequest.FromString,
@@ -177,6 +194,33 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 class TrainerService:
     """Looking at and steering one trainer.
     """
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.trainer.v1.TrainerService/GetServerInfo',
+            astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.GetServerInfoRequest.SerializeToString,
+            astraflow_dot_trainer_dot_v1_dot_trainer__service__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Status(request,

@@ -33,6 +33,8 @@ class TrainerServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TrainerServiceAsyncStub: ...
+    GetServerInfo: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.GetServerInfoRequest, _trainer_service_pb2.GetServerInfoResponse]
+    """Says who the server is: release, contract version, optional features, clock. Read only; needs no token."""
     Status: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.StatusRequest, _trainer_service_pb2.StatusResponse]
     """Returns the trainer's phase and last step. Read only."""
     Pause: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.PauseRequest, _trainer_service_pb2.PauseResponse]
@@ -59,6 +61,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Looking at and steering one trainer."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    GetServerInfo: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.GetServerInfoRequest, _trainer_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
+    """Says who the server is: release, contract version, optional features, clock. Read only; needs no token."""
     Status: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.StatusRequest, _trainer_service_pb2.StatusResponse]  # type: ignore[assignment]
     """Returns the trainer's phase and last step. Read only."""
     Pause: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.PauseRequest, _trainer_service_pb2.PauseResponse]  # type: ignore[assignment]
@@ -82,6 +86,13 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
 
 class TrainerServiceServicer:
     """Looking at and steering one trainer."""
+
+    def GetServerInfo(
+        self,
+        request: _trainer_service_pb2.GetServerInfoRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_service_pb2.GetServerInfoResponse, _abc.Awaitable[_trainer_service_pb2.GetServerInfoResponse]]:
+        """Says who the server is: release, contract version, optional features, clock. Read only; needs no token."""
 
     def Status(
         self,

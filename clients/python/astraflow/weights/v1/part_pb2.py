@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61straflow/weights/v1/part.proto\x12\x14\x61straflow.weights.v1\"L\n\tPartTable\x12\x31\n\x07tensors\x18\x01 \x03(\x0b\x32 .astraflow.weights.v1.PartTensor\x12\x0c\n\x04salt\x18\x02 \x01(\r\"_\n\nPartTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x12\n\nfirst_tile\x18\x04 \x01(\r\x12\x11\n\tnum_tiles\x18\x05 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61straflow/weights/v1/part.proto\x12\x14\x61straflow.weights.v1\"L\n\tPartTable\x12\x31\n\x07tensors\x18\x01 \x03(\x0b\x32 .astraflow.weights.v1.PartTensor\x12\x0c\n\x04salt\x18\x02 \x01(\r\"_\n\nPartTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x12\n\nfirst_tile\x18\x04 \x01(\r\x12\x11\n\tnum_tiles\x18\x05 \x01(\rB|\n\x17io.astraflow.weights.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/weights/v1;weightsv1\xaa\x02\x14\x41straflow.Weights.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.weights.v1.part_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\027io.astraflow.weights.v1P\001ZHgithub.com/astraflow/astraflow/clients/go/astraflow/weights/v1;weightsv1\252\002\024Astraflow.Weights.V1'
   _globals['_PARTTABLE']._serialized_start=57
   _globals['_PARTTABLE']._serialized_end=133
   _globals['_PARTTENSOR']._serialized_start=135

@@ -1,29 +1,29 @@
 """Golden values and gradients of every trust region and anchor, by hand from ratios and advantages."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-from astraflow_trainer.ranks.reductions import OneRank
-from astraflow_trainer.step.losses import (
-    BehaviorAnchor,
+from astraflow.algorithm import (
+    AlgorithmSettings,
     Cispo,
     DualClip,
     Gspo,
     KlEstimator,
     KlReference,
     KlSettings,
-    LossInputs,
-    LossSettings,
-    LossStatistics,
     M2po,
     M2poClip,
     M2poMask,
     NoTrustRegion,
     PpoClip,
     ProximalAnchor,
+)
+from astraflow_trainer.ranks.reductions import OneRank
+from astraflow_trainer.step.losses import (
+    LossInputs,
+    LossStatistics,
     StepRegion,
     policy_loss,
     resolve_region,
@@ -41,7 +41,7 @@ def _loss(
     ratios: list[float] = RATIOS,
     advantages: list[float] = ADVANTAGES,
     behavior: list[float] = BEHAVIOR,
-    settings: LossSettings | None = None,
+    settings: AlgorithmSettings | None = None,
     weights: list[float] | None = None,
     rows: list[int] | None = None,
     proximal: list[float] | None = None,
@@ -59,7 +59,7 @@ def _loss(
         proximal_N=None if proximal is None else torch.tensor(proximal),
         reference_N=None if reference is None else torch.tensor(reference),
     )
-    settings = settings or LossSettings(trust_region=NoTrustRegion())
+    settings = settings or AlgorithmSettings(loss=NoTrustRegion())
     loss, statistics = policy_loss(logprobs, inputs=inputs, region=region, settings=settings)
     loss.backward()
     assert logprobs.grad is not None
@@ -131,7 +131,7 @@ def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
         weight_N=torch.full((3,), 1 / 3),
         behavior_N=behavior,
     )
-    loss, _ = policy_loss(logprobs, inputs=inputs, region=Gspo(), settings=LossSettings(trust_region=Gspo()))
+    loss, _ = policy_loss(logprobs, inputs=inputs, region=Gspo(), settings=AlgorithmSettings(loss=Gspo()))
     (gradient,) = torch.autograd.grad(loss, [logprobs])
     torch.testing.assert_close(gradient, expected)
 
@@ -153,7 +153,7 @@ def test_proximal_anchor_weighs_by_the_bounded_mismatch() -> None:
         advantages=[1.0, 1.0],
         behavior=[-2.0, -1.0],
         proximal=proximal,
-        settings=LossSettings(anchor=ProximalAnchor(weight_cap=2.0), trust_region=PpoClip(low=0.2, high=0.2)),
+        settings=AlgorithmSettings(anchor=ProximalAnchor(weight_cap=2.0), loss=PpoClip(low=0.2, high=0.2)),
     )
     # Token 0: ratio 1.1 to the anchor, weight min(4, 2); token 1: ratio 0.9, weight 1.
     assert value == pytest.approx(-2.0 * 1.1 - 0.9)
@@ -161,7 +161,7 @@ def test_proximal_anchor_weighs_by_the_bounded_mismatch() -> None:
 
 
 def test_proximal_anchor_without_its_log_probs_is_refused() -> None:
-    settings = LossSettings(anchor=ProximalAnchor(), trust_region=NoTrustRegion())
+    settings = AlgorithmSettings(anchor=ProximalAnchor(), loss=NoTrustRegion())
     with pytest.raises(ValueError, match="pass proximal_N"):
         _loss(NoTrustRegion(), settings=settings)
 
@@ -182,7 +182,7 @@ def test_kl_term_is_added_with_its_coefficient(estimator: KlEstimator, estimate:
         advantages=[1.0],
         behavior=[-2.0],
         reference=[-1.5],
-        settings=LossSettings(trust_region=NoTrustRegion(), kl=kl),
+        settings=AlgorithmSettings(loss=NoTrustRegion(), kl=kl),
     )
     assert value == pytest.approx(-1.0 + 0.1 * estimate)
     assert gradient == pytest.approx([-1.0 + 0.1 * slope])
@@ -225,7 +225,7 @@ def test_step_wide_bounds_do_not_depend_on_token_order(region: M2po | M2poClip |
     logprobs = behavior + torch.randn(200, generator=generator)
     advantages = torch.randn(200, generator=generator)
     order = torch.randperm(200, generator=generator)
-    settings = LossSettings(trust_region=region)
+    settings = AlgorithmSettings(loss=region)
     first, second = (
         resolve_region(
             logprobs[chosen],
@@ -242,7 +242,7 @@ def test_step_wide_bounds_do_not_depend_on_token_order(region: M2po | M2poClip |
 
 def test_m2po_takes_bounds_over_tokens_that_moved_away_only() -> None:
     """A restoring token, however far, neither counts nor is cut."""
-    settings = LossSettings(trust_region=M2po(budget=0.04))
+    settings = AlgorithmSettings(loss=M2po(budget=0.04))
     logprobs, behavior = torch.tensor([-1.0, -3.0]), torch.tensor([-1.1, -1.0])
     region = resolve_region(
         logprobs,
@@ -254,7 +254,38 @@ def test_m2po_takes_bounds_over_tokens_that_moved_away_only() -> None:
     assert region == PpoClip(low=1.0, high=1e5)
 
 
-def test_second_moment_forms_refuse_a_proximal_anchor() -> None:
-    with pytest.raises(ValueError, match="Use the behaviour anchor"):
-        LossSettings(anchor=ProximalAnchor(), trust_region=M2po())
-    assert replace(LossSettings(), anchor=BehaviorAnchor()).needs_step_bounds
+GOLDEN = {
+    "none": 1.848,
+    "ppo_clip": 9.038,
+    "dual_clip": 7.038,
+    "m2po": 8.548,
+    "m2po_clip": 9.994,
+    "m2po_mask": 1.998,
+    "gspo": 6.02972,
+    "cispo": 7.42901,
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_loss_by_name_has_its_value_on_a_fixed_batch(name: str) -> None:
+    """Tokens far off and near, pushed up and down. Other bounds than published ones change it."""
+    settings = AlgorithmSettings.model_validate({"loss": name})
+    behavior, advantages = [-9.0, -1.0, -0.5, -3.0, -4.0], [1.0, 1.0, -2.0, -2.0, -2.0]
+    ratios = [8.0, 1.35, 0.6, 0.999, 4.0]
+    logprobs = torch.tensor(behavior) + torch.tensor(ratios).log()
+    region = resolve_region(
+        logprobs,
+        behavior_N=torch.tensor(behavior),
+        advantage_N=torch.tensor(advantages),
+        settings=settings,
+        ranks=OneRank(),
+    )
+    value, _, _ = _loss(
+        region,
+        ratios=ratios,
+        advantages=advantages,
+        behavior=behavior,
+        rows=[0, 0, 1, 1, 1],
+        settings=settings,
+    )
+    assert value == pytest.approx(GOLDEN[name], rel=1e-5)

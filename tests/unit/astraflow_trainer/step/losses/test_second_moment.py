@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from astraflow.algorithm import M2po, M2poClip, M2poMask, PpoClip
 from astraflow_trainer.step.losses.second_moment import (
     UNCLIPPED,
     mask_threshold,
     sorted_suffix_bounds,
     water_filling_bounds,
 )
-from astraflow_trainer.step.losses.settings import M2po, M2poClip, M2poMask, PpoClip
 
 distances = st.lists(st.floats(0, 3), min_size=1, max_size=30)
 budgets = st.floats(1e-3, 2)

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from astraflow.algorithm import AlgorithmSettings, PpoClip
 from astraflow_trainer.ranks.reductions import OneRank
-from astraflow_trainer.step.losses import LossInputs, LossSettings, LossStatistics, PpoClip, policy_loss
+from astraflow_trainer.step.losses import LossInputs, LossStatistics, policy_loss
 
 
 def _statistics(chosen: slice) -> LossStatistics:
@@ -22,7 +23,7 @@ def _statistics(chosen: slice) -> LossStatistics:
         entropy_N=torch.rand(20, generator=generator)[chosen],
     )
     region = PpoClip()
-    return policy_loss(logprobs, inputs=inputs, region=region, settings=LossSettings(trust_region=region))[1]
+    return policy_loss(logprobs, inputs=inputs, region=region, settings=AlgorithmSettings(loss=region))[1]
 
 
 def test_adding_parts_gives_the_whole() -> None:

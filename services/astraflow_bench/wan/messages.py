@@ -1,7 +1,7 @@
 """How the processes of the experiment talk: one JSON object per line, orders on stdin, what happened on stdout.
 
 Invariant: nothing but these lines reaches stdout (logs go to stderr), and a process ends when its orders do. The
-roles use `orders` and `say`; `cast` holds the other end.
+roles use `orders` and `say`; `role_processes` holds the other end.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Where this node keeps its mirrors: in shared memory where there is room, else in its work folder.
 
 Invariant: a restarted node finds the mirror of its earlier life, and what nobody will ask for again does not stay in
-memory: a node keeps mirrors of one run there, takes them along when that run is over, and removes those of nodes whose
-work folder is gone or that have not run for a day. `server` makes one; `assembly` asks it for each policy.
+memory: a node keeps mirrors of one run there, removes them when that run is over, and removes those of nodes whose
+work folder is gone or that have not run for a day. `server` makes one; `assembly` asks it
+for each policy.
 """
 
 import fcntl
@@ -25,7 +26,7 @@ _SLACK_BYTES = 64 * 2**20
 _STALE_S = 86_400.0
 
 
-class MirrorPlace:
+class MirrorFolders:
     """The mirrors of one node. `root`, when given, decides; `shared_memory` is for tests."""
 
     def __init__(
@@ -62,14 +63,14 @@ class MirrorPlace:
         log.info("mirror.in_shared_memory", folder=str(place), needed_bytes=needed)
         return place
 
-    def tidy(self, run_id: str) -> None:
+    def remove_stale(self, run_id: str) -> None:
         """Remove from shared memory what nobody asks for any more."""
         for folder in self._stale(run_id):
             log.info("mirror.removed", folder=str(folder))
             shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """The node ends: take the mirrors along when the run is over, else leave them for its next life."""
+        """The node ends: remove the mirrors when the run is over, else leave them for its next life."""
         if self.run_is_over:
             shutil.rmtree(self._shared, ignore_errors=True)
 

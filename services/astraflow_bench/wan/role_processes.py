@@ -1,6 +1,6 @@
 """The processes of the experiment, seen from outside: given orders, and what they say.
 
-Invariant: every wait ends: with the event, with the process, or at the deadline. `experiment` owns the cast; its
+Invariant: every wait ends: with the event, with the process, or at the deadline. `experiment` owns them; its
 processes end with the block.
 """
 
@@ -18,15 +18,15 @@ from typing import Any
 
 from astraflow.errors import DeadlineError, UnavailableError
 from astraflow_bench.wan.links import Place
+from astraflow_bench.wan.messages import Message
 from astraflow_bench.wan.network import Network
-from astraflow_bench.wan.talk import Message
 
 _END_S = 20.0
 _POLL_S = 0.5
 _LOG_TAIL = 1500
 
 
-class Cast:
+class RoleProcesses:
     """Processes by name. Use as a context manager, in the main thread."""
 
     def __init__(self, network: Network, *, folder: Path, deadline_s: float) -> None:
@@ -114,7 +114,7 @@ class Cast:
             self._events.put((name, json.loads(line)))
         self._events.put((name, None))
 
-    def __enter__(self) -> "Cast":
+    def __enter__(self) -> "RoleProcesses":
         return self
 
     def __exit__(

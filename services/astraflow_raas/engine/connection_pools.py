@@ -10,17 +10,17 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-LANE_CONNECTIONS = 4
+POOL_CONNECTIONS = 4
 
 
-class Lanes:
+class ConnectionPools:
     """Small httpx clients of one base URL, made as they are needed. Owned by one event loop."""
 
     def __init__(self, base_url: str, *, timeout: httpx.Timeout) -> None:
         self._base_url = base_url
         self._timeout = timeout
         self._limits = httpx.Limits(
-            max_connections=LANE_CONNECTIONS, max_keepalive_connections=LANE_CONNECTIONS
+            max_connections=POOL_CONNECTIONS, max_keepalive_connections=POOL_CONNECTIONS
         )
         # One context for all: reading the certificates takes 20 ms, and plain HTTP needs none.
         self._verify = httpx.create_ssl_context() if base_url.startswith("https://") else False
@@ -28,9 +28,9 @@ class Lanes:
         self._in_use: list[int] = []
 
     @asynccontextmanager
-    async def lane(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
         """A client with a free connection, for one request."""
-        index = self._free_lane()
+        index = self._free_pool()
         self._in_use[index] += 1
         try:
             yield self._clients[index]
@@ -42,10 +42,10 @@ class Lanes:
         for client in self._clients:
             await client.aclose()
 
-    def _free_lane(self) -> int:
+    def _free_pool(self) -> int:
         # The first ones first, so that connections beyond the usual need fall idle and are closed.
         for index, in_use in enumerate(self._in_use):
-            if in_use < LANE_CONNECTIONS:
+            if in_use < POOL_CONNECTIONS:
                 return index
         client = httpx.AsyncClient(
             base_url=self._base_url,

@@ -11,11 +11,11 @@ from astraflow_kit.failpoints import FailpointRaised
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.errors import Fenced, ModelMismatch
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.publisher import Publisher
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
+from support.published_models import ModelPublisher
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
 
 
@@ -51,7 +51,7 @@ def pulled(store: FileStore, folder: Path, version: int) -> dict[str, Array]:
 
 def test_every_published_model_can_be_pulled_bit_by_bit(store: FileStore, tmp_path: Path) -> None:
     models = steps(5)
-    publisher = Publisher(open_writer(store, 1), base=None)
+    publisher = ModelPublisher(open_writer(store, 1))
     for step, model in enumerate(models):
         committed = publisher.publish(model, step=step)
         assert (committed.version, committed.step, committed.existed) == (step, step, False)
@@ -60,7 +60,7 @@ def test_every_published_model_can_be_pulled_bit_by_bit(store: FileStore, tmp_pa
 
 
 def test_the_first_version_is_a_snapshot_and_the_next_are_deltas(store: FileStore) -> None:
-    publisher = Publisher(open_writer(store, 1), base=None)
+    publisher = ModelPublisher(open_writer(store, 1))
     first, second = (publisher.publish(model, step=step) for step, model in enumerate(steps(2)))
     assert first.snapshot_bytes > 0
     assert (first.delta_bytes, first.density) == (0, 0.0)
@@ -70,7 +70,7 @@ def test_the_first_version_is_a_snapshot_and_the_next_are_deltas(store: FileStor
 
 
 def test_snapshots_come_back_at_the_latest_after_the_set_number(store: FileStore) -> None:
-    publisher = Publisher(
+    publisher = ModelPublisher(
         open_writer(store, 1, snapshot_every_versions=3, snapshot_chain_ratio=100), base=None
     )
     committed = [publisher.publish(model, step=step) for step, model in enumerate(steps(8))]
@@ -81,7 +81,7 @@ def test_snapshots_come_back_at_the_latest_after_the_set_number(store: FileStore
 def test_the_model_may_change_after_the_call(store: FileStore, tmp_path: Path) -> None:
     before, after = steps(2)
     live = {name: array.copy() for name, array in before.items()}
-    publisher = Publisher(open_writer(store, 1), base=None)
+    publisher = ModelPublisher(open_writer(store, 1))
     publisher.publish(live, step=0)
     for name, array in after.items():
         live[name][...] = array
@@ -91,7 +91,7 @@ def test_the_model_may_change_after_the_call(store: FileStore, tmp_path: Path) -
 
 def test_a_step_that_changes_nothing_is_a_version(store: FileStore) -> None:
     model = make_model()
-    publisher = Publisher(open_writer(store, 1), base=None)
+    publisher = ModelPublisher(open_writer(store, 1))
     publisher.publish(model, step=0)
     committed = publisher.publish(model, step=1)
     assert (committed.version, committed.num_changed) == (1, 0)
@@ -105,7 +105,7 @@ def test_a_publication_cut_off_anywhere_is_completed_by_repeating_it(
     store: FileStore, tmp_path: Path, window: str
 ) -> None:
     models = steps(3)
-    publisher = Publisher(open_writer(store, 1), base=None)
+    publisher = ModelPublisher(open_writer(store, 1))
     publisher.publish(models[0], step=0)
     log = tmp_path / "failpoints.log"
     failpoints.arm(f"{window}=raise@1", log_path=log)
@@ -125,7 +125,7 @@ def test_a_publication_cut_off_anywhere_is_completed_by_repeating_it(
 def test_going_on_after_a_publication_of_unknown_outcome_is_refused(store: FileStore) -> None:
     """Version 1 is in the log, but the publisher never learnt it: its base is version 0."""
     models = steps(3)
-    publisher = Publisher(open_writer(store, 1), base=None)
+    publisher = ModelPublisher(open_writer(store, 1))
     publisher.publish(models[0], step=0)
     failpoints.arm("weights.publish.after_manifest=raise@1")
     try:
@@ -140,10 +140,10 @@ def test_going_on_after_a_publication_of_unknown_outcome_is_refused(store: FileS
 def test_a_resumed_trainer_repeats_its_steps_and_goes_on(store: FileStore, tmp_path: Path) -> None:
     """Steps 1 and 2 are recomputed: the first gives the same bytes, the second differs."""
     models = steps(3)
-    publisher = Publisher(open_writer(store, 1), base=None)
+    publisher = ModelPublisher(open_writer(store, 1))
     for step, model in enumerate(models):
         publisher.publish(model, step=step)
-    resumed = Publisher(open_writer(store, 2), base=pulled(store, tmp_path / "trainer", 2))
+    resumed = ModelPublisher(open_writer(store, 2), base=pulled(store, tmp_path / "trainer", 2))
     same = resumed.publish(models[1], step=1)
     assert (same.version, same.existed) == (1, True)
     other = trained(models[1], 77)
@@ -158,15 +158,15 @@ def test_a_resumed_trainer_repeats_its_steps_and_goes_on(store: FileStore, tmp_p
 @pytest.mark.parametrize("base_version", [None, 0])
 def test_a_base_that_is_not_the_newest_version_is_refused(store: FileStore, base_version: int | None) -> None:
     models = steps(2)
-    publisher = Publisher(open_writer(store, 1), base=None)
+    publisher = ModelPublisher(open_writer(store, 1))
     for step, model in enumerate(models):
         publisher.publish(model, step=step)
     with pytest.raises(ConflictError, match="fetch that with a Mirror"):
-        Publisher(open_writer(store, 2), base=None if base_version is None else models[base_version])
+        ModelPublisher(open_writer(store, 2), base=None if base_version is None else models[base_version])
 
 
 def test_another_architecture_is_refused_and_changes_nothing(store: FileStore) -> None:
-    publisher = Publisher(open_writer(store, 1), base=None)
+    publisher = ModelPublisher(open_writer(store, 1))
     publisher.publish(make_model(), step=0)
     with pytest.raises(ModelMismatch, match="publish this model as a new policy"):
         publisher.publish(make_model(rows=25), step=1)
@@ -176,7 +176,7 @@ def test_another_architecture_is_refused_and_changes_nothing(store: FileStore) -
 def test_assets_stand_beside_the_weights(store: FileStore, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "qwen3"}')
-    publisher = Publisher(open_writer(store, 1), base=None, assets=[config])
+    publisher = ModelPublisher(open_writer(store, 1), assets=[config])
     publisher.publish(make_model(), step=0)
     pulled(store, tmp_path / "mirror", 0)
     assert (tmp_path / "mirror" / "checkpoint" / "config.json").read_text() == config.read_text()
@@ -184,7 +184,7 @@ def test_assets_stand_beside_the_weights(store: FileStore, tmp_path: Path) -> No
 
 def test_learning_rate_and_counts_are_in_the_manifest(store: FileStore) -> None:
     before, after = steps(2)
-    publisher = Publisher(open_writer(store, 1), base=None)
+    publisher = ModelPublisher(open_writer(store, 1))
     publisher.publish(before, step=0)
     committed = publisher.publish(after, step=1, learning_rate=3e-6)
     log = VersionLog(store, run_id=RUN, policy_id=POLICY)

@@ -1,0 +1,72 @@
+"""The state of a plug-in that survives the server: a small mapping of JSON values.
+
+A class whose constructor names a parameter `state` is given one. The dataflow server saves what a call changed
+when the call is over, and loads it again after a restart. Tests of a plug-in make an empty one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, TypeAlias
+
+JsonValue: TypeAlias = Any
+MAX_STATE_BYTES = 16 * 1024 * 1024
+MAX_VALUE_BYTES = 64 * 1024
+MAX_KEY_BYTES = 256
+
+
+class PluginState(MutableMapping[str, JsonValue]):
+    """Keys are text, values anything JSON can hold; what is read is a copy, so set a key again to change it.
+
+    Setting raises ValueError beyond the bounds, TypeError for a value that is not JSON.
+    """
+
+    def __init__(self, entries: Mapping[str, bytes] | None = None) -> None:
+        """`entries` are encoded values, as `changes` returns them."""
+        self.replace(entries or {})
+
+    def replace(self, entries: Mapping[str, bytes]) -> None:
+        """Hold exactly these encoded values, none of them changed."""
+        self._entries = dict(entries)
+        self._num_bytes = sum(len(key.encode()) + len(value) for key, value in entries.items())
+        self._changed: set[str] = set()
+
+    def changes(self) -> dict[str, bytes]:
+        """Return the encoded values set since the last `saved` or `replace`; a deleted key's is empty."""
+        return {key: self._entries.get(key, b"") for key in self._changed}
+
+    def saved(self) -> None:
+        """Count all changes as saved."""
+        self._changed.clear()
+
+    def __getitem__(self, key: str) -> JsonValue:
+        return json.loads(self._entries[key])
+
+    def __setitem__(self, key: str, value: JsonValue) -> None:
+        encoded = json.dumps(value, separators=(",", ":")).encode()
+        key_bytes = len(key.encode())
+        if not 0 < key_bytes <= MAX_KEY_BYTES or len(encoded) > MAX_VALUE_BYTES:
+            raise ValueError(
+                f"key {key[:64]!r} has {key_bytes} bytes and its value {len(encoded)}; a state takes keys of 1 to "
+                f"{MAX_KEY_BYTES} bytes and values of at most {MAX_VALUE_BYTES}: split the value over several keys"
+            )
+        before = key_bytes + len(self._entries[key]) if key in self._entries else 0
+        num_bytes = self._num_bytes - before + key_bytes + len(encoded)
+        if num_bytes > MAX_STATE_BYTES:
+            raise ValueError(
+                f"the state would hold {num_bytes} bytes, at most {MAX_STATE_BYTES}; delete keys that are not needed"
+            )
+        self._num_bytes = num_bytes
+        self._entries[key] = encoded
+        self._changed.add(key)
+
+    def __delitem__(self, key: str) -> None:
+        self._num_bytes -= len(key.encode()) + len(self._entries.pop(key))
+        self._changed.add(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -1,0 +1,242 @@
+"""What a trajectory must be to be trained on: one set of rules for nodes, the server and trainers.
+
+A node checks before it pushes, the server before it counts, a trainer before it packs; all three call these functions,
+so what one lets pass the next does not refuse. Columns are read, never copied. The first rule that is broken is
+raised as `BadTrajectory` with its slug from `REASONS` and a sentence that says value, limit and remedy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from astraflow.errors import InvalidTrajectoryError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "MAX_METRICS",
+    "MAX_TOKENS",
+    "MAX_TRAJECTORIES",
+    "REASONS",
+    "BadTrajectory",
+    "Trained",
+    "check_columns",
+    "check_reward",
+    "check_spans",
+    "check_trainable",
+]
+
+MAX_TOKENS = 1_048_576
+"""Of one trajectory."""
+MAX_TRAJECTORIES = 64
+"""Of one episode."""
+MAX_METRICS = 64
+"""Of one episode."""
+_MAX_TOKEN_ID = 2**31 - 1
+
+REASONS: Mapping[str, str] = {
+    "bad_blob": "a reference to side data names another run or store, or is not whole",
+    "bad_body": "the body is not a serialized Trajectory",
+    "bad_id": "an id is not 1–128 printable characters without spaces",
+    "bad_metrics": "more than 64 metrics, or one that is not finite",
+    "bad_role": "the role is not at most 64 printable characters without spaces",
+    "bad_spans": "spans overlap, descend, or leave the tokens",
+    "bad_status": "the episode is neither finished nor failed",
+    "bad_temperature": "training tasks are sampled at a finite temperature above 0",
+    "duplicate_id": "a trajectory id is used twice",
+    "empty": "no tokens",
+    "failed_with_trajectories": "a failed episode carries trajectories",
+    "first_token_trained": "token 0 is in the loss mask; nothing predicts it",
+    "future_version": "the version cannot have been announced",
+    "id_mismatch": "body and header name different trajectories",
+    "inf_logprob": "a log-prob is infinite",
+    "length_mismatch": "columns, or body and header, have different lengths",
+    "logprob_outside_mask": "a token outside the loss mask has a log-prob",
+    "mask_mismatch": "body and header count different trainable tokens",
+    "mask_padding": "bits after the last token are set",
+    "nan_logprob": "a log-prob is NaN",
+    "nan_reward": "the reward is not finite",
+    "no_trainable_tokens": "no token is in the loss mask",
+    "positive_logprob": "a log-prob is above 0",
+    "spans_not_covering": "a trainable token has no version",
+    "token_out_of_range": "a token id is not in [0, 2^31)",
+    "too_large": "the message is larger than one push may be",
+    "too_long": "more than 1,048,576 tokens",
+    "too_many_media": "more than 256 media",
+    "too_many_trajectories": "more than 64 trajectories in an episode",
+    "unknown_policy": "the run has no such policy",
+    "version_mismatch": "body and header name different versions",
+    "wrong_version": "an evaluation holds tokens of another version than it demands",
+}
+"""Every rule by its slug. Slugs are stable: they are kept with refused episodes, counted and logged."""
+
+
+class BadTrajectory(InvalidTrajectoryError):
+    """A rule is broken: `slug` names it, `detail` says with which values."""
+
+    def __init__(self, slug: str, detail: str) -> None:
+        super().__init__(f"{slug}: {detail}", metadata={"reason": slug})
+        self.slug, self.detail = slug, detail
+
+
+class Span(Protocol):
+    """Tokens [start, end)."""
+
+    @property
+    def start(self) -> int:
+        """First token."""
+
+    @property
+    def end(self) -> int:
+        """One after the last token."""
+
+
+class VersionedSpan(Span, Protocol):
+    """Tokens [start, end) that were sampled under weight `version`."""
+
+    @property
+    def version(self) -> int:
+        """Weight version, at least 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The trainable part of a good trajectory."""
+
+    num_tokens: int
+    min_version: int
+    max_version: int
+
+
+def check_columns(
+    name: str,
+    *,
+    token_ids: NDArray[np.integer],
+    loss_mask: NDArray[np.bool_],
+    logprobs: NDArray[np.float32],
+    version_spans: Iterable[VersionedSpan],
+    num_trainable: int | None = None,
+) -> Trained:
+    """Return what is trainable of the columns [T] of trajectory `name`; `num_trainable` is what a header claims.
+
+    O(T). Raises BadTrajectory.
+    """
+    num_tokens = len(token_ids)
+    if num_tokens == 0:
+        raise BadTrajectory("empty", f"{name}: no tokens; an episode without a trajectory sends none")
+    if num_tokens > MAX_TOKENS:
+        raise BadTrajectory("too_long", f"{name}: {num_tokens} tokens, at most {MAX_TOKENS}")
+    if not len(loss_mask) == len(logprobs) == num_tokens:
+        raise BadTrajectory(
+            "length_mismatch",
+            f"{name}: {num_tokens} token ids, {len(loss_mask)} mask entries, {len(logprobs)} log-probs; they must be "
+            "equal",
+        )
+    _check_token_ids(name, token_ids)
+    trainable = int(np.count_nonzero(loss_mask))
+    if num_trainable is not None and trainable != num_trainable:
+        raise BadTrajectory(
+            "mask_mismatch", f"{name}: {trainable} mask bits are set, the header says {num_trainable}"
+        )
+    if trainable == 0:
+        raise BadTrajectory(
+            "no_trainable_tokens", f"{name}: no token is trainable; leave such a trajectory out"
+        )
+    _check_logprobs(name, logprobs, loss_mask)
+    return _check_versions(name, version_spans, loss_mask, trainable=trainable)
+
+
+def check_reward(name: str, reward: float) -> None:
+    """Raise BadTrajectory unless the reward is a finite number."""
+    if not math.isfinite(reward):
+        raise BadTrajectory(
+            "nan_reward",
+            f"{name}: reward {reward} is not finite; let the reward plug-in fail the episode instead",
+        )
+
+
+def check_trainable(name: str, *, first_token_trained: bool, temperature: float) -> None:
+    """Raise BadTrajectory for what only training refuses: an evaluation may be greedy and begin anywhere."""
+    if not 0 < temperature < math.inf:
+        raise BadTrajectory(
+            "bad_temperature",
+            f"{name}: sampling.temperature is {temperature}; the log-probs of training refer to one above 0: sample "
+            "training tasks at a temperature above 0 and send it",
+        )
+    if first_token_trained:
+        raise BadTrajectory(
+            "first_token_trained",
+            f"{name}: token 0 is in the loss mask, but nothing predicts it; begin with a prompt, or clear its bit",
+        )
+
+
+def check_spans(name: str, spans: Iterable[Span], *, num_tokens: int, what: str) -> None:
+    """Raise BadTrajectory unless spans are ascending and disjoint within the tokens."""
+    end = 0
+    for span in spans:
+        if not end <= span.start < span.end <= num_tokens:
+            raise _bad_span(name, span, num_tokens=num_tokens, what=what)
+        end = span.end
+
+
+def _bad_span(name: str, span: Span, *, num_tokens: int, what: str) -> BadTrajectory:
+    return BadTrajectory(
+        "bad_spans",
+        f"{name}: {what} span [{span.start}, {span.end}) is not ascending and disjoint within {num_tokens} tokens",
+    )
+
+
+def _check_token_ids(name: str, token_ids: NDArray[np.integer]) -> None:
+    worst = int(token_ids.min())
+    if worst >= 0 and token_ids.itemsize > 4:
+        worst = int(token_ids.max())
+    if not 0 <= worst <= _MAX_TOKEN_ID:
+        raise BadTrajectory("token_out_of_range", f"{name}: token id {worst}; ids are in [0, 2^31)")
+
+
+def _check_logprobs(name: str, logprobs: NDArray[np.float32], loss_mask: NDArray[np.bool_]) -> None:
+    # One pass each for the largest and the smallest value: NaN wins both, infinities win one.
+    largest, smallest = float(logprobs.max()), float(logprobs.min())
+    if math.isnan(largest):
+        raise BadTrajectory(
+            "nan_logprob", f"{name}: log-prob of token {int(np.isnan(logprobs).argmax())} is NaN"
+        )
+    if math.isinf(largest) or math.isinf(smallest):
+        raise BadTrajectory(
+            "inf_logprob", f"{name}: log-probs span {smallest} to {largest}; they must be finite"
+        )
+    if largest > 0:
+        raise BadTrajectory(
+            "positive_logprob", f"{name}: log-prob {largest} of token {int(logprobs.argmax())} is above 0"
+        )
+    if np.count_nonzero(logprobs) != np.count_nonzero(logprobs[loss_mask]):
+        raise BadTrajectory(
+            "logprob_outside_mask", f"{name}: a token outside the loss mask has a log-prob; write 0 there"
+        )
+
+
+def _check_versions(
+    name: str, spans: Iterable[VersionedSpan], loss_mask: NDArray[np.bool_], *, trainable: int
+) -> Trained:
+    end, covered, versions = 0, 0, []
+    for span in spans:
+        start, last, end = span.start, end, span.end
+        if not last <= start < end <= len(loss_mask) or span.version < 0:
+            raise _bad_span(
+                name, span, num_tokens=len(loss_mask), what=f"version (here version {span.version})"
+            )
+        within = int(np.count_nonzero(loss_mask[start:end]))
+        if within:
+            covered += within
+            versions.append(span.version)
+    if covered != trainable:
+        raise BadTrajectory(
+            "spans_not_covering", f"{name}: version spans cover {covered} of {trainable} trainable tokens"
+        )
+    return Trained(trainable, min(versions), max(versions))

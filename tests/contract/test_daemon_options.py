@@ -1,0 +1,79 @@
+"""The options of the four daemons: every setting is one, named like it, explained, in a panel."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import typer
+
+from astraflow_dataflow.settings import DataflowServerSettings
+from astraflow_engine.settings import EngineSettings
+from astraflow_kit.settings import ProcessSettings
+from astraflow_raas.settings import NodeSettings
+from astraflow_trainer.settings import TrainerSettings
+
+DAEMONS: dict[str, type[ProcessSettings]] = {
+    "dataflow": DataflowServerSettings,
+    "raas": NodeSettings,
+    "trainer": TrainerSettings,
+    "engine": EngineSettings,
+}
+HIDDEN = {"failpoints", "failpoints_seed", "failpoints_log"}
+# Names that are not the setting's own with dashes: people and scripts use them.
+OTHER_NAMES = {
+    **{(name, "grpc_port"): ["--port", "--grpc-port"] for name in ("dataflow", "raas", "trainer")},
+    ("raas", "engine_args"): ["--engine-arg"],
+}
+
+
+def options(name: str) -> dict[str, Any]:
+    """The options of `astraflow NAME` by parameter."""
+    app = importlib.import_module(f"astraflow_{name}.__main__").app
+    return {parameter.name: parameter for parameter in typer.main.get_command(app).params}
+
+
+@pytest.mark.parametrize("name", DAEMONS)
+def test_every_setting_is_an_option_named_like_it(name: str) -> None:
+    found = {setting: option.opts for setting, option in options(name).items() if setting != "check"}
+    assert found == {
+        setting: OTHER_NAMES.get((name, setting), [f"--{setting.replace('_', '-')}"])
+        for setting in DAEMONS[name].model_fields
+    }
+
+
+@pytest.mark.parametrize("name", DAEMONS)
+def test_only_failpoints_are_hidden(name: str) -> None:
+    assert {setting for setting, option in options(name).items() if option.hidden} == HIDDEN
+
+
+@pytest.mark.parametrize("name", DAEMONS)
+def test_every_option_is_explained_in_a_panel(name: str) -> None:
+    bare = [
+        key for key, option in options(name).items() if len(option.help) < 8 or not option.rich_help_panel
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize("name", DAEMONS)
+def test_help_and_wrong_settings_wait_for_nothing_heavy(name: str) -> None:
+    code = f"""
+import json, sys
+from astraflow_{name}.__main__ import app
+for arguments in (["--help"], ["--log-level", "loud"]):
+    try:
+        app(arguments)
+    except SystemExit as ended:
+        print(ended.code, file=sys.stderr)
+loaded = [heavy for heavy in ("torch", "grpc", "numpy", "transformers", "boto3", "redis") if heavy in sys.modules]
+print(json.dumps(loaded), file=sys.stderr)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    *said, loaded = ended.stderr.splitlines()
+    assert (said[0], said[-1]) == ("0", "2")
+    assert json.loads(loaded) == []

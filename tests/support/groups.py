@@ -1,0 +1,11 @@
+"""Groups as a plug-in sees them, in one line."""
+
+from __future__ import annotations
+
+from astraflow.plugins import Group, TaskSpec, TrajectorySummary
+
+
+def group(*rewards: float, task: TaskSpec | None = None, verdict: str = "", **facts: object) -> Group:
+    """A group whose trajectories earned `rewards`; `facts` are the same for each of them."""
+    trajectories = tuple(TrajectorySummary(reward=reward, **facts) for reward in rewards)  # type: ignore[arg-type]
+    return Group(task=task or TaskSpec("t", ()), trajectories=trajectories, verdict=verdict)

@@ -1,0 +1,107 @@
+"""A name means its published defaults, impossible values are refused, and the docs' table says the same."""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from astraflow.algorithm import (
+    AlgorithmSettings,
+    AnyAdvantage,
+    BehaviorAnchor,
+    Loss,
+    M2po,
+    PpoClip,
+    ProximalAnchor,
+    TokenMean,
+)
+from support.source_tree import REPOSITORY
+
+PUBLISHED = {
+    "none": {},
+    "ppo_clip": {"low": 0.2, "high": 0.28},
+    "dual_clip": {"low": 0.2, "high": 0.28, "cap": 3.0},
+    "m2po": {"budget": 0.04, "floor_low": 0.3, "floor_high": 0.5},
+    "m2po_clip": {"budget": 0.01, "cap_low": 0.95, "cap_high": 20.0},
+    "m2po_mask": {"budget": 0.04},
+    "gspo": {"low": 3e-4, "high": 4e-4},
+    "cispo": {"min_ratio": 0.0, "max_ratio": 5.0},
+}
+ADVANTAGES = {"grpo": ("group", "group"), "dr_grpo": ("group", "none"), "rloo": ("leave_one_out", "none")}
+
+
+def _kinds(union: object) -> set[str]:
+    return {member.model_fields["kind"].default for member in get_args(union)}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_loss_by_name_has_its_published_defaults(name: str) -> None:
+    loss = AlgorithmSettings.model_validate({"loss": name}).loss
+    assert loss.model_dump() == {"kind": name, **PUBLISHED[name]}
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_advantage_by_name_has_its_published_form(name: str) -> None:
+    advantage = AlgorithmSettings.model_validate({"advantage": name}).advantage
+    assert (advantage.baseline, advantage.scale) == ADVANTAGES[name]
+    assert (advantage.unbiased, advantage.eps) == (True, 1e-4)
+
+
+def test_no_name_is_left_out() -> None:
+    assert (_kinds(Loss), _kinds(AnyAdvantage)) == (set(PUBLISHED), set(ADVANTAGES))
+
+
+def test_without_settings_it_is_the_authors_m2po_over_tokens() -> None:
+    settings = AlgorithmSettings()
+    assert (settings.loss, settings.anchor) == (M2po(), BehaviorAnchor())
+    assert (settings.aggregation, settings.kl) == (TokenMean(), None)
+
+
+def test_a_mapping_changes_single_values_of_a_loss() -> None:
+    algorithm = AlgorithmSettings.model_validate({"loss": {"kind": "ppo_clip", "low": 0.1}})
+    assert algorithm.loss == PpoClip(low=0.1, high=0.28)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"loss": "gsop"}, "unknown kind 'gsop'; did you mean `gspo`"),
+        ({"loss": 3}, "give a name, or a mapping with `kind`; known: none, ppo_clip"),
+        ({"loss": {"kind": "ppo_clip", "low": 1.5}}, "less than or equal to 1"),
+        ({"loss": {"kind": "dual_clip", "cap": 1.0}}, "greater than 1"),
+        ({"loss": {"kind": "m2po", "budget": 0.0}}, "greater than 0"),
+        ({"loss": {"kind": "cispo", "min_ratio": 2.0}}, "less than or equal to 1"),
+        ({"anchor": {"kind": "proximal", "weight_cap": 0.0}}, "greater than 0"),
+        ({"aggregation": "constant"}, "Field required"),
+        ({"aggregation": {"kind": "constant", "length": 0}}, "greater than or equal to 1"),
+        ({"kl": {"coefficient": 0.0}}, "greater than 0"),
+        ({"advantage": {"kind": "grpo", "eps": -1.0}}, "greater than or equal to 0"),
+    ],
+)
+def test_bounds_are_checked(given: dict[str, object], words: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        AlgorithmSettings.model_validate(given)
+
+
+def test_second_moment_forms_refuse_a_proximal_anchor() -> None:
+    with pytest.raises(ValueError, match="Use the behaviour anchor"):
+        AlgorithmSettings(anchor=ProximalAnchor(), loss=M2po()).require_consistent()
+
+
+def test_the_docs_table_has_every_loss_with_its_defaults() -> None:
+    text = (REPOSITORY / "docs" / "trainer.md").read_text()
+    rows = re.findall(
+        r"^\| `(\w+)`(?: \(default\))? \| ([\w ,.]*?) ?\| ", text.split("| Loss |")[1], re.MULTILINE
+    )
+    members: list[type[BaseModel]] = list(get_args(Loss))
+    expected = [
+        (
+            fields["kind"].default,
+            ", ".join(f"{name} {field.default}" for name, field in fields.items() if name != "kind"),
+        )
+        for fields in (member.model_fields for member in members)
+    ]
+    assert rows[: len(expected)] == expected

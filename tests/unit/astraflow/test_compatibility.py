@@ -1,0 +1,37 @@
+"""Which contract versions can talk, and what is said when they cannot."""
+
+import pytest
+
+from astraflow.compatibility import CONTRACT_VERSION as OURS
+from astraflow.compatibility import require_compatible
+from astraflow.errors import IncompatibleError
+from astraflow.server.v1 import server_info_pb2
+
+
+def server(oldest: int, newest: int) -> server_info_pb2.ServerInfo:
+    return server_info_pb2.ServerInfo(
+        product_version="9.8.7", oldest_contract_version=oldest, contract_version=newest
+    )
+
+
+@pytest.mark.parametrize(("oldest", "newest"), [(OURS, OURS), (OURS, OURS + 3), (OURS - 1, OURS)])
+def test_a_server_that_speaks_our_version_is_taken(oldest: int, newest: int) -> None:
+    require_compatible(server(oldest, newest), address="host:1")
+
+
+@pytest.mark.parametrize(
+    ("oldest", "newest", "spoken", "older"),
+    [
+        (OURS + 1, OURS + 1, f"contract version {OURS + 1},", "update the client"),
+        (OURS + 1, OURS + 2, f"contract version {OURS + 1} to {OURS + 2},", "update the client"),
+        (OURS - 1, OURS - 1, f"contract version {OURS - 1},", "update the server"),
+    ],
+)
+def test_a_server_of_other_versions_is_refused_with_both_and_the_remedy(
+    oldest: int, newest: int, spoken: str, older: str
+) -> None:
+    with pytest.raises(IncompatibleError) as refused:
+        require_compatible(server(oldest, newest), address="host:1")
+    message = refused.value.message
+    words = ("host:1 (astraflow 9.8.7)", spoken, f") {OURS}:", older, "install astraflow==9.8.7")
+    assert [word for word in words if word not in message] == [], message

@@ -1,0 +1,19 @@
+"""What a daemon says of itself."""
+
+import time
+
+from astraflow import __version__
+from astraflow.compatibility import CONTRACT_VERSION, require_compatible
+from astraflow_kit.server_info import server_info
+
+
+def test_a_daemon_names_its_release_its_features_in_order_and_its_clock() -> None:
+    info = server_info(["recipe_code", "durable_acknowledgements"])
+    assert (info.product_version, info.contract_version) == (__version__, CONTRACT_VERSION)
+    assert list(info.capabilities) == ["durable_acknowledgements", "recipe_code"]
+    assert abs(info.server_time.ToNanoseconds() / 1e9 - time.time()) < 60
+
+
+def test_a_client_of_this_release_understands_it() -> None:
+    assert CONTRACT_VERSION >= 1
+    require_compatible(server_info(), address="host:1")
