@@ -1,4 +1,5 @@
-"""Writes the text of `docs/contracts.md`: every rpc with its state, what repeating it does, roles and errors.
+"""Writes the text of `docs/contracts.md`: every rpc with its state, what repeating it does, roles and errors, and
+the bounds of fields.
 
 Everything on the page comes from the contracts, comments included; the kit refuses to serve an rpc that is
 not what its options say. Called by `generate.py`.
@@ -16,7 +17,7 @@ _SERVICE, _RPC = 6, 2  # field numbers of descriptor.proto, from which paths int
 _REPEATS = {"RETRY_READ": "reads", "RETRY_IDEMPOTENT": "idempotent", "RETRY_NEVER": "acts again"}
 _STREAMS = {(False, False): "", (True, False): " ⇈", (False, True): " ⇊", (True, True): " ⇅"}
 _TABLE = "| rpc | purpose | state | repeat | roles | errors |\n|---|---|---|---|---|---|"
-_HEAD = """# Contracts: every rpc
+_HEAD = """# Contracts: every rpc, and the bounds of fields
 
 Generated from [`proto/`](../proto) by `make proto`; do not edit. The comments of the `.proto` files say more. Streams
 are marked ⇈ (requests), ⇊ (responses), ⇅ (both).
@@ -33,12 +34,31 @@ Call `GetServerInfo` first: it needs no token and says which contract version th
 which optional features are on. A caller made for version N may call a server whose `oldest_contract_version` ≤ N ≤
 `contract_version`. The number rises with each change that breaks callers of the one before; additions leave it.
 
+[`clients/descriptors/astraflow.binpb`](../clients/descriptors/astraflow.binpb) holds all contracts as one
+`FileDescriptorSet`, with imports, options and comments, for tools and generators; servers answer reflection with the
+same. Try either:
+
+```bash
+grpcurl -protoset clients/descriptors/astraflow.binpb describe astraflow.dataflow.v1.BatchService
+grpcurl -plaintext 127.0.0.1:7070 astraflow.dataflow.v1.AdminService/GetServerInfo
+buf curl --http2-prior-knowledge --protocol grpc --schema clients/descriptors/astraflow.binpb \\
+  http://127.0.0.1:7070/astraflow.dataflow.v1.AdminService/GetServerInfo
+```
+
 In other languages package `astraflow.NAME.v1` is called
 
 * Go: `github.com/astraflow/astraflow/clients/go/astraflow/NAME/v1`, imported as `NAMEv1`,
 * Java: `io.astraflow.NAME.v1`, a file per message,
 * C#: `Astraflow.Name.V1`.
 """
+
+_BOUNDS_HEAD = """## Bounds of fields
+
+A value outside is refused, with value and limit; where the table says *cut*, it is brought to its bound instead. In a
+`repeated` field the bounds hold for each element, in a map for each key; for a field with presence, when it is set.
+
+| field | bounds |
+|---|---|"""
 
 Options = dict[str, Any]
 _AnyOptions = (
@@ -54,6 +74,7 @@ def page(described: descriptor_pb2.FileDescriptorSet) -> str:
     reader = _OptionsReader(described)
     files = sorted(described.file, key=lambda file: (file.package, file.name))
     sections = [section for file in files for section in _sections(file, reader)]
+    sections.append(_bounds_section(files, reader))
     version = max(reader.read(file.options).get("contract_version", 0) for file in files)
     return "\n".join([_HEAD.format(every_rpc=_quoted(EVERY_RPC), version=version), *sections])
 
@@ -70,7 +91,7 @@ class _OptionsReader:
         """The options of one file, service, rpc or field by their short names."""
         found = self._pool.FindMessageTypeByName(options.DESCRIPTOR.full_name)
         read = message_factory.GetMessageClass(found).FromString(options.SerializeToString())
-        values = json_format.MessageToDict(read, descriptor_pool=self._pool)
+        values = json_format.MessageToDict(read, descriptor_pool=self._pool, preserving_proto_field_name=True)
         return {name.strip("[]").rpartition(".")[2]: value for name, value in values.items()}
 
 
@@ -99,6 +120,39 @@ def _row(method: descriptor_pb2.MethodDescriptorProto, options: Options, comment
         _reasons(options, "errors"),
     )
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _bounds_section(files: Iterable[descriptor_pb2.FileDescriptorProto], reader: _OptionsReader) -> str:
+    rows = [
+        f"| `{file.package.removeprefix('astraflow.')}.{message.name}.{field.name}` | {_in_words(bounds, field)} |"
+        for file in files
+        for message in file.message_type
+        for field in message.field
+        if (bounds := reader.read(field.options).get("bounds"))
+    ]
+    return "\n".join([_BOUNDS_HEAD, *rows]) + "\n"
+
+
+def _in_words(bounds: Options, field: descriptor_pb2.FieldDescriptorProto) -> str:
+    seconds = " s" if field.type_name == ".google.protobuf.Duration" else ""
+    words = [
+        _range(bounds, "min_items", "max_items", " elements"),
+        _range(bounds, "min", "max", seconds),
+        _range(bounds, "min_len", "max_len", " characters"),
+        _range(bounds, "min_bytes", "max_bytes", " bytes"),
+        f"matches `{pattern}`".replace("|", r"\|") if (pattern := bounds.get("pattern")) else "",
+        "*cut*" if bounds.get("clamped") else "",
+    ]
+    return ", ".join(filter(None, words))
+
+
+def _range(bounds: Options, least: str, most: str, unit: str) -> str:
+    low, high = (f"{float(bounds[name]):,.10g}" if name in bounds else "" for name in (least, most))
+    if low == high:
+        return low and f"{low}{unit}"
+    if low and high:
+        return f"{low}–{high}{unit}"
+    return f"≥ {low}{unit}" if low else f"≤ {high}{unit}"
 
 
 def _reasons(options: Options, name: str) -> str:

@@ -1,4 +1,5 @@
-"""Generates the Python side of the contracts (messages, services and their stubs) and docs/contracts.md.
+"""Generates the Python side of the contracts (messages, services and their stubs), their descriptors for tools and
+other languages, and docs/contracts.md.
 
 The output is committed, so that nobody needs protoc; it depends only on the .proto files and the pinned
 generators, and `--check` proves that it is fresh. `make proto` and `make proto-check` call this.
@@ -19,6 +20,7 @@ from google.protobuf import descriptor_pb2
 PROTO_ROOT = Path(__file__).resolve().parent
 PYTHON_ROOT = PROTO_ROOT.parent / "clients" / "python"
 PAGE = PROTO_ROOT.parent / "docs" / "contracts.md"
+DESCRIPTORS = PROTO_ROOT.parent / "clients" / "descriptors" / "astraflow.binpb"
 GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
@@ -28,16 +30,23 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and list what differs")
     parser.add_argument("--into", type=Path, default=PYTHON_ROOT, help="source root to write or check")
     parser.add_argument("--page", type=Path, default=PAGE, help="page of all rpcs to write or check")
+    parser.add_argument("--descriptors", type=Path, default=DESCRIPTORS, help="descriptors to write or check")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         fresh = generate(Path(scratch))
-        text = page_of_rpcs()
-        stale = differences(fresh, into=arguments.into) + stale_page(text, arguments.page)
+        described = describe()
+        singles = {
+            arguments.page: page_of_rpcs(described).encode(),
+            arguments.descriptors: described.SerializeToString(deterministic=True),
+        }
+        stale = differences(fresh, into=arguments.into) + stale_files(singles)
         if arguments.check:
             return report(stale)
         install(fresh, into=arguments.into)
-        arguments.page.write_text(text)
-        print(f"proto: {len(fresh) + 1} files, {len(stale)} changed, in {arguments.into}")
+        for path, content in singles.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        print(f"proto: {len(fresh) + len(singles)} files, {len(stale)} changed, in {arguments.into}")
     return 0
 
 
@@ -65,25 +74,30 @@ def protoc(*options: str) -> None:
 
 
 def describe() -> descriptor_pb2.FileDescriptorSet:
-    """Return the contracts as protoc reads them, with imports and comments."""
+    """Return the contracts as protoc reads them, with imports; ours with their comments."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "all.pb"
         protoc(f"--descriptor_set_out={output}", "--include_imports", "--include_source_info")
-        return descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes())
+        described = descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes())
+    for file in described.file:
+        if not (PROTO_ROOT / file.name).exists():
+            file.ClearField("source_code_info")
+    return described
 
 
-def page_of_rpcs() -> str:
+def page_of_rpcs(described: descriptor_pb2.FileDescriptorSet) -> str:
     """Return the text of docs/contracts.md."""
     sys.path.insert(0, str(PROTO_ROOT))
     from contracts_page import page
 
-    return page(describe())
+    return page(described)
 
 
-def stale_page(text: str, committed: Path) -> list[str]:
-    """Name the committed page when it is not `text`."""
-    is_fresh = committed.exists() and committed.read_text() == text
-    return [] if is_fresh else [str(committed)]
+def stale_files(wanted: dict[Path, bytes]) -> list[str]:
+    """Name the committed files whose content is not the wanted one."""
+    return [
+        str(path) for path, content in wanted.items() if not path.exists() or path.read_bytes() != content
+    ]
 
 
 def include_paths() -> list[str]:

@@ -1,14 +1,17 @@
 """The plain values that travel between store, domain and servicers.
 
-Everything here is frozen and free of Redis and gRPC: adapters translate at their edge. Times are milliseconds of Redis'
-clock unless a name says otherwise; ids are the contract's ids.
+What the contract has a message for travels as that message; here is the rest, frozen and free of Redis. Times are
+milliseconds of Redis' clock unless a name says otherwise; ids are the contract's ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+from astraflow.dataflow.v1.trajectory_service_pb2 import PushResult
+from astraflow.rollout.v1.task_pb2 import Lease
 
 
 class Life(Enum):
@@ -25,18 +28,6 @@ class Level(Enum):
     MEMORY = "memory"
     FSYNCED = "fsynced"
     REPLICATED = "replicated"
-
-
-class Outcome(Enum):
-    """What became of a pushed episode; the names are those of the contract."""
-
-    ACCEPTED = "ACCEPTED"
-    ACCEPTED_LATE = "ACCEPTED_LATE"
-    DUPLICATE = "DUPLICATE"
-    SUPERSEDED = "SUPERSEDED"
-    FENCED = "FENCED"
-    LATE_CLOSED = "LATE_CLOSED"
-    POISON = "POISON"
 
 
 class Stage(Enum):
@@ -61,83 +52,6 @@ class StoredRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewTask:
-    """A task to add to a lane; `spec` is a serialized Task."""
-
-    task_id: str
-    group_size: int
-    spec: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grant:
-    """A lease just given: `spec` is a serialized Task, `evaluation_id` empty for training."""
-
-    task_id: str
-    attempt: int
-    spec: bytes
-    evaluation_id: str
-    members: tuple[int, ...]
-
-    @property
-    def lease_id(self) -> str:
-        """The lease's id: unique per (task, attempt)."""
-        return f"{self.task_id}#{self.attempt}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeaseReply:
-    """Leases, or the reason why there are none; `more` when another node might get something."""
-
-    grants: tuple[Grant, ...]
-    waiting_for: str
-    more: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushedItem:
-    """One trajectory of an episode to commit; `header` and `body` are the bytes as pushed."""
-
-    trajectory_id: str
-    policy_id: str
-    role: str
-    min_version: int
-    max_version: int
-    reward: float
-    header: bytes
-    body: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushedEpisode:
-    """An episode that passed validation."""
-
-    task_id: str
-    episode_id: str
-    member: int
-    attempt: int
-    node_id: str
-    failed: bool
-    hedge: bool
-    items: tuple[PushedItem, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """An episode that did not pass, with what to keep of it."""
-
-    task_id: str
-    episode_id: str
-    member: int
-    attempt: int
-    node_id: str
-    reason: str
-    detail: str
-    num_trajectories: int
-    sample: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
 class CompleteTask:
     """A complete task before its groups are judged: `headers` are serialized TrajectoryHeaders by trajectory id."""
 
@@ -154,15 +68,20 @@ class CompleteTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommitReply:
-    """What became of a commit; `outcome` None means that the payload is gone and the push must be repeated."""
+class Committed:
+    """What became of a pushed episode, with the task when this completed it and it waits to be settled."""
 
-    outcome: Outcome | None
-    detail: str = ""
-    position: int = 0
-    """Position of the commit in the run."""
+    result: PushResult
     completed: CompleteTask | None = None
-    """The task, when this commit completed it and it waits to be settled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a node gets: leases, why there are not more, and whether another node might get something."""
+
+    leases: Sequence[Lease]
+    waiting_for: str
+    more: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +112,26 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What a selector wants of `acquire`: `offer` asks for the ready groups, `take` binds the chosen ones, `wait` notes
+    that it wants others.
+    """
+
+    mode: str
+    chosen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Ready groups as (id, score, serialized Batch of items), nearest deadline first; a score is the oldest version
+    × 2^32 + the arrival. `outstanding` counts groups still leased.
+    """
+
+    outstanding: int
+    groups: tuple[tuple[str, float, bytes], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class AcquireReply:
     """`batch_id` when bound; else why not. `more` asks for another call at once (stale groups were dropped)."""
 
@@ -201,6 +140,7 @@ class AcquireReply:
     waiting_for: str = ""
     detail: str = ""
     more: bool = False
+    candidates: Candidates | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from astraflow.errors import AstraflowError, NotFoundError, PluginError
 from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Life, StoredEvaluation
 from astraflow_dataflow.rules import evaluation
-from astraflow_dataflow.rules.waits import DatasetFault
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.curation import Curation
@@ -52,8 +51,6 @@ class RunLoop:
     clock: Clock
     patience_s: float
     """Time without progress after which a superseded evaluation is given up."""
-    dataset_fault: DatasetFault = field(default_factory=DatasetFault)
-    """What a broken plug-in says, for `why`."""
     _planned: dict[str, int] = field(default_factory=dict)
     _progress: dict[str, _Progress] = field(default_factory=dict)
     _late: set[str] = field(default_factory=set)
@@ -123,10 +120,11 @@ class RunLoop:
         except PluginError as error:
             self._report_plugin(error)
         else:
-            self.dataset_fault.clear()
+            self.context.plugins.faults.clear("dataset", self.context.recipe.run.dataset.use)
 
     def _report_plugin(self, error: PluginError) -> None:
-        if self.dataset_fault.note(error.message):
+        name = self.context.recipe.run.dataset.use
+        if self.context.plugins.faults.note("dataset", name, error):
             log.error("dataset.failed", run_id=self.context.run_id, message=error.message)
 
     async def _alarm_late_batches(self) -> None:

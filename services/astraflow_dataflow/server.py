@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from google.protobuf.json_format import MessageToDict
 
@@ -23,10 +23,9 @@ from astraflow.dataflow.v1 import (
 )
 from astraflow.errors import AstraflowError
 from astraflow_dataflow.batches.binding import Batching
-from astraflow_dataflow.episodes.ingests import Ingests
+from astraflow_dataflow.episodes.ingest import Ingest
 from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Event
-from astraflow_dataflow.rules.waits import DatasetFault
 from astraflow_dataflow.run_loop import RunLoop
 from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
@@ -43,6 +42,7 @@ from astraflow_dataflow.store.durability import Durability, choose_method
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.curation import Curation
 from astraflow_dataflow.tasks.leasing import Leasing
+from astraflow_dataflow.tasks.observing import Observing
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit import lifecycle
 from astraflow_kit.clock import SystemClock
@@ -70,7 +70,6 @@ class Dataflow:
     reporting: Reporting
     settling: Settling
     durability: Durability
-    dataset_faults: dict[str, DatasetFault] = field(default_factory=dict)
 
     @classmethod
     def assemble(cls, settings: DataflowServerSettings) -> Dataflow:
@@ -78,7 +77,6 @@ class Dataflow:
         metrics = Metrics()
         connection = Connection(settings.redis, allow_volatile=settings.allow_volatile)
         store = Store.over(connection)
-        dataset_faults: dict[str, DatasetFault] = {}
         versions = Versions(store)
         dataflow = cls(
             settings=settings,
@@ -89,12 +87,9 @@ class Dataflow:
                 store, code_dir=settings.work_dir / "code" if settings.allow_recipe_code else None
             ),
             versions=versions,
-            reporting=Reporting(
-                store=store, versions=versions, metrics=metrics, dataset_faults=dataset_faults
-            ),
+            reporting=Reporting(store=store, versions=versions, metrics=metrics),
             settling=Settling(store, metrics),
             durability=Durability(connection, settings.durability),
-            dataset_faults=dataset_faults,
         )
         dataflow.registry.on_loaded = dataflow.start_run_loop
         dataflow.registry.on_forgotten = dataflow.forget
@@ -114,12 +109,13 @@ class Dataflow:
             clock=SystemClock(),
             patience_s=self.settings.evaluation_patience_s,
         )
-        self.dataset_faults[context.run_id] = run_loop.dataset_fault
         context.tasks.append(background.start(run_loop.run, name="run_loop", run_id=context.run_id))
+        if context.plugins.curators:
+            observing = Observing(context, self.store)
+            context.tasks.append(background.start(observing.run, name="observing", run_id=context.run_id))
 
     def forget(self, run_id: str) -> None:
         """A run was deleted: drop what is remembered of it."""
-        self.dataset_faults.pop(run_id, None)
         self.durability.forget(run_id)
         self.reporting.forget(run_id)
 
@@ -134,7 +130,7 @@ class Dataflow:
         store, registry, versions, durability = self.store, self.registry, self.versions, self.durability
         runs = RunServicer(store, registry, versions, durability)
         tasks = TaskServicer(store, registry, Leasing(store, self.metrics), versions, durability)
-        ingests = Ingests(
+        ingest = Ingest(
             store=store,
             registry=registry,
             settling=self.settling,
@@ -148,7 +144,7 @@ class Dataflow:
             (task_service_pb2_grpc.add_TaskServiceServicer_to_server, tasks),
             (
                 trajectory_service_pb2_grpc.add_TrajectoryServiceServicer_to_server,
-                TrajectoryServicer(ingests),
+                TrajectoryServicer(registry, ingest, durability),
             ),
             (batch_service_pb2_grpc.add_BatchServiceServicer_to_server, batches),
             (

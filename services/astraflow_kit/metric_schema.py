@@ -65,6 +65,7 @@ _ENTRIES = (
         "Trajectories unaccounted for; not 0 is a defect.",
     ),
     Metric("astraflow_dataflow_weight_faults", Kind.GAUGE, "Faulty weight versions that nodes report."),
+    Metric("astraflow_dataflow_plugin_faults", Kind.GAUGE, "Faults of a plug-in so far.", ("kind", "plugin")),
     Metric("astraflow_dataflow_nodes_connected", Kind.GAUGE, "Nodes with an open working session."),
     # raas
     Metric("astraflow_raas_leases_total", Kind.COUNTER, "Leases taken, by task's purpose.", ("purpose",)),

@@ -14,15 +14,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+from astraflow._contract import bounds_of
 from astraflow.errors import AstraflowError, InvalidArgumentError, PreconditionError
+from astraflow.trainer.v1 import trainer_service_pb2
 
 __all__ = ["PAUSED", "Controls", "Orders", "RateChange"]
 
 PAUSED = "paused"
-MAX_LEARNING_RATE = 1.0
 Answer = TypeVar("Answer")
 
-_MAX_REASON_CHARS = 200
+_MAX_REASON = bounds_of(trainer_service_pb2.PauseRequest, "reason").max_len
+_MAX_LEARNING_RATE = bounds_of(trainer_service_pb2.SetLearningRateRequest, "learning_rate").max
 _PAUSE_POLL_S = 2.0  # how often waiting is told while paused, so that other ranks do not wait in silence
 
 
@@ -71,9 +73,9 @@ class Controls:
 
     def pause(self, reason: str) -> int:
         """Ask for a pause after the step in hand; returns that step. Raises InvalidArgumentError."""
-        if len(reason) > _MAX_REASON_CHARS:
+        if len(reason) > _MAX_REASON:
             raise InvalidArgumentError(
-                f"the reason has {len(reason)} characters, at most {_MAX_REASON_CHARS}; shorten it"
+                f"the reason has {len(reason)} characters, at most {_MAX_REASON}; shorten it"
             )
         with self._changed:
             if self._stop or self._ended:
@@ -100,9 +102,9 @@ class Controls:
 
     def set_learning_rate(self, peak: float) -> Future[RateChange]:
         """Ask for another peak learning rate. Raises InvalidArgumentError, PreconditionError."""
-        if not (math.isfinite(peak) and 0.0 <= peak <= MAX_LEARNING_RATE):
+        if not (math.isfinite(peak) and 0.0 <= peak <= _MAX_LEARNING_RATE):
             raise InvalidArgumentError(
-                f"learning rate {peak} must be a number in [0, {MAX_LEARNING_RATE:g}]; 1e-7 to 1e-3 is usual"
+                f"learning rate {peak} must be a number in [0, {_MAX_LEARNING_RATE:g}]; 1e-7 to 1e-3 is usual"
             )
         asked: Future[RateChange] = Future()
         with self._changed:

@@ -94,7 +94,7 @@ class CorruptManifest(AstraflowError):
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """One way to a version in the log: from `base_version`, or from nothing (a snapshot) when that is
+    """One path to a version in the log: from `base_version`, or from nothing (a snapshot) when that is
     None.
     """
 
@@ -106,7 +106,7 @@ class VerificationFailed(AstraflowError):
     """A version could not be reproduced exactly; what was held before is intact, or known to be damaged.
 
     `tensor` is empty when the fault is in a part rather than in one tensor, `tile` None unless it is in one tile of
-    it. `edges` are the suspected ways in the log.
+    it. `edges` are the suspected paths in the log.
     """
 
     reason, code = "VERIFICATION_FAILED", "DATA_LOSS"

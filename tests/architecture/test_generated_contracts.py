@@ -1,4 +1,4 @@
-"""The committed Python contracts and docs/contracts.md are what proto/ makes; the check that says so can fail."""
+"""The committed Python contracts, descriptors and docs/contracts.md are what proto/ makes; the check can fail."""
 
 import subprocess
 import sys
@@ -19,8 +19,14 @@ def generate(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generated")
-    assert generate("--into", str(folder), "--page", str(folder / "contracts.md")).returncode == 0
+    assert generate(*into(folder)).returncode == 0
     return folder
+
+
+def into(folder: Path) -> list[str]:
+    """The options that keep a run within `folder`."""
+    single = ["--page", str(folder / "contracts.md"), "--descriptors", str(folder / "all.binpb")]
+    return ["--into", str(folder), *single]
 
 
 def test_the_committed_contracts_are_fresh() -> None:
@@ -35,9 +41,11 @@ def test_an_edited_and_an_orphaned_file_are_named(generated: Path) -> None:
     orphan.write_text("")
     page = generated / "contracts.md"
     page.write_text(page.read_text() + "by hand\n")
-    finished = generate("--check", "--into", str(generated), "--page", str(page))
+    descriptors = generated / "all.binpb"
+    descriptors.write_bytes(descriptors.read_bytes()[:-1])
+    finished = generate("--check", *into(generated))
     assert finished.returncode == 1
-    for stale in (edited, orphan, page):
+    for stale in (edited, orphan, page, descriptors):
         assert stale.name in finished.stdout
 
 

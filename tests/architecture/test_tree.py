@@ -64,5 +64,5 @@ def test_every_relative_link_leads_somewhere() -> None:
 
 def texts() -> list[Path]:
     """Tracked text files, the licence aside."""
-    binary = {".png", ".safetensors", ".bin", ".gz", ".zst"}
+    binary = {".binpb", ".png", ".safetensors", ".bin", ".gz", ".zst"}
     return [path for path in tracked_files() if path.suffix not in binary and path.name != "LICENSE"]

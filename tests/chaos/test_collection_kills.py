@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_weights.collection.retention import ways_of
+from astraflow_weights.collection.retention import paths_of
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.store.layout import PolicyKeys
@@ -117,7 +117,7 @@ def check(store: ObjectStore, folder: Path) -> None:
     for version in kept:
         assert log.record(version).model_root == root_of(version)
         assert verify_version(store, log, version=version, threads=2).faults == ()
-    named = {part.key for record in log.records for _, parts in ways_of(record) for part in parts}
+    named = {part.key for record in log.records for _, parts in paths_of(record) for part in parts}
     assert {info.key for info in store.list(KEYS.parts)} == named
     assert list(store.list(KEYS.intents)) == []
     mirror = Mirror(folder / "cold")

@@ -32,7 +32,7 @@ PULLED_VERSIONS = 14
 
 
 def parts_without_version(store: FileStore) -> int:
-    """Parts that no version or added way names yet: what a publisher or its compactor leaves that is killed
+    """Parts that no version or added path names yet: what a publisher or its compactor leaves that is killed
     between upload and commit.
     """
     refs = [
@@ -59,11 +59,11 @@ def kill_publishers(folder: Path, *, times: int, seed: int) -> int:
     cold = Mirror(folder / "cold")
     cold.advance(store, read_log(store), target=before + 1)
     check_mirror(cold)
-    check_added_ways(store)
+    check_added_paths(store)
     return met
 
 
-def check_added_ways(store: FileStore) -> None:
+def check_added_paths(store: FileStore) -> None:
     """Merged deltas and snapshots that were made beside the publisher lead to the versions' bits."""
     log = read_log(store)
     for version in [record.version for record in log.records if record.added]:

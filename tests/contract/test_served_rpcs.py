@@ -4,6 +4,9 @@ refusal has details, and only reasons that callers were told of.
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -12,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from google.protobuf import descriptor_pool, message_factory
-from google.protobuf.descriptor_pb2 import FileDescriptorProto, MethodOptions
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet, MethodOptions
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from astraflow._contract import read_contract
 from astraflow._status import from_status
+from astraflow.compatibility import CONTRACT_VERSION
 from astraflow.errors import ERRORS_BY_REASON, EVERY_RPC, AstraflowError, UnimplementedError
 from astraflow.options.v1 import options_pb2
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
@@ -31,12 +35,14 @@ from astraflow_trainer.progress import Phase, Progress
 from astraflow_trainer.servicer import TrainerServicer
 from support.dataflow_world import World
 from support.raas_node import local_node
+from support.source_tree import REPOSITORY
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor
 
 pytestmark = pytest.mark.slow
 
+DESCRIPTORS = REPOSITORY / "clients" / "descriptors" / "astraflow.binpb"
 ANSWER_S = 20.0
 SERVED = (
     *("dataflow.v1.AdminService", "dataflow.v1.BatchService", "dataflow.v1.RunService"),
@@ -171,6 +177,28 @@ async def test_reflection_serves_the_contracts_with_our_options(addresses: list[
                     options = MethodOptions.FromString(method.GetOptions().SerializeToString())
                     assert options == known.GetOptions(), method.full_name
                     assert options.Extensions[options_pb2.roles], method.full_name
+
+
+@pytest.mark.parametrize("schema", [[], ["--schema", str(DESCRIPTORS)]], ids=["reflection", "descriptors"])
+async def test_a_tool_that_knows_nothing_of_us_can_call(world: World, schema: list[str]) -> None:
+    url = f"http://{world.address}/astraflow.dataflow.v1.AdminService/GetServerInfo"
+    options = ["--http2-prior-knowledge", "--protocol", "grpc", *schema]
+    curl = await asyncio.create_subprocess_exec(
+        str(Path(sys.executable).parent / "buf"), "curl", *options, url, stdout=asyncio.subprocess.PIPE
+    )
+    answer, _ = await curl.communicate()
+    assert json.loads(answer)["server"]["contractVersion"] == CONTRACT_VERSION
+
+
+def test_the_published_descriptors_hold_our_options_comments_and_all_imports() -> None:
+    published = FileDescriptorSet.FromString(DESCRIPTORS.read_bytes())
+    files = {file.name: file for file in published.file}
+    assert {name for file in published.file for name in file.dependency} <= set(files)
+    admin = files["astraflow/dataflow/v1/admin_service.proto"]
+    assert admin.service[0].method[0].options.Extensions[options_pb2.roles] == [options_pb2.ROLE_ANYONE]
+    assert any(
+        "Says who the server is" in place.leading_comments for place in admin.source_code_info.location
+    )
 
 
 def in_order_of_imports(files: dict[str, FileDescriptorProto]) -> list[FileDescriptorProto]:

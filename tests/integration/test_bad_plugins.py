@@ -6,29 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, run_service_pb2
+from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow.errors import PluginError
 from support.broken_plugins import Data
-from support.dataflow_world import World, recipe_text, until
+from support.dataflow_world import World, until
 from support.raas_node import local_node
 from support.redis_content import redis_content
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
-async def create_run(world: World, *, dataset: str = "", **recipe: object) -> None:
-    """A run of a recipe with a broken part; `dataset` is one of ours instead of the world's."""
-    text = recipe_text(**recipe)  # type: ignore[arg-type]
-    if dataset:
-        text = text.replace("support.dataflow_world:Empty", f"support.broken_plugins:{dataset}")
-    run = run_pb2.Run(run_id="run", recipe_yaml=text, store_uri="file:///nowhere")
-    await world.client.call(world.client.runs.CreateRun, run_service_pb2.CreateRunRequest(run=run))
-    world.run_id = "run"
-
-
 async def test_a_data_set_that_raises_stops_leasing_by_name_until_it_is_mended(world: World) -> None:
     Data.mended = False
-    await create_run(world, dataset="Data")
+    await world.create_run(dataset="support.broken_plugins:Data")
     trainer, node = await world.trainer(), await world.node()
     for lease in await node.lease(2):
         await node.complete(lease)
@@ -53,7 +43,7 @@ async def test_a_data_set_that_raises_stops_leasing_by_name_until_it_is_mended(w
 async def test_a_filter_that_raises_drops_the_group_under_its_own_reason(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await create_run(world, filters='["support.broken_plugins:Filter"]')
+    await world.create_run(filters='["support.broken_plugins:Filter"]')
     await world.trainer()
     node = await world.node()
     await world.submit("t1")
@@ -90,7 +80,7 @@ async def test_a_task_no_node_can_finish_ends_as_a_letter_that_says_why(
     world: World, tmp_path: Path, row: str
 ) -> None:
     raas, words, tries = ON_NODES[row]
-    await create_run(world, raas=raas, max_attempts=2)
+    await world.create_run(raas=raas, max_attempts=2)
     await world.trainer()
     await world.submit("t1")
 
@@ -120,6 +110,6 @@ async def test_a_run_whose_data_set_is_none_is_not_created(
 ) -> None:
     before = redis_content(redis_url)
     with pytest.raises(PluginError) as refused:
-        await create_run(world, dataset=plugin)
+        await world.create_run(dataset=f"support.broken_plugins:{plugin}")
     assert [word for word in words if word not in refused.value.message] == [], refused.value.message
     assert redis_content(redis_url) == before

@@ -131,7 +131,7 @@ async def test_watch_follows_until_the_run_is_finished(world: World) -> None:
     assert states[-1] == "finished"
 
 
-async def test_why_names_what_blocks_the_run_and_the_way_out(world: World) -> None:
+async def test_why_names_what_blocks_the_run_and_the_path_out(world: World) -> None:
     await world.create_run()
     told, parsed = await astraflow(world, "why"), await astraflow(world, "why", "--json")
     assert told.status == 0, told.errors

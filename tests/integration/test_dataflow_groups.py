@@ -6,8 +6,7 @@ import asyncio
 
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.rollout.v1 import task_pb2
-from astraflow_dataflow.episodes.ingest import pushed_episode
-from astraflow_dataflow.records import CommitReply, CompleteTask
+from astraflow_dataflow.records import Committed, CompleteTask
 from support.dataflow_world import Node, Trainer, World, make_trajectory
 
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
@@ -124,11 +123,9 @@ def _in_role(episode_id: str, role: str) -> object:
 
 async def committed(world: World, node: Node, lease: task_pb2.Lease) -> CompleteTask:
     """What a server holds that dies between the last commit and the settling."""
-    episodes = [pushed_episode(node.episode(lease, member)) for member in lease.members]
-    replies = await world.dataflow.store.episodes.commit(
-        "run", episodes, evaluations=[False] * len(episodes), horizon_s=60.0
-    )
-    completed = [reply.completed for reply in replies if isinstance(reply, CommitReply)]
+    episodes = [node.episode(lease, member) for member in lease.members]
+    replies = await world.dataflow.store.episodes.commit("run", episodes, horizon_s=60.0)
+    completed = [reply.completed for reply in replies if isinstance(reply, Committed)]
     assert completed[:-1] == [None] * (len(episodes) - 1)
     assert completed[-1] is not None
     return completed[-1]

@@ -15,11 +15,10 @@ from astraflow_bench.wan.radosgw import RadosGateway, missing_programs
 from astraflow_weights.codec.digest import sha256
 from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import StoreSettings
 from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult, open_store, probe_create_only
 from astraflow_weights.versions.log import VersionLog
-from support.published_models import ModelPublisher
+from support.published_models import ModelPublisher, open_writer, read_log
 from support.s3_server import S3Server
 from support.store_proxy import Fault, StoreProxy
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
@@ -190,7 +189,7 @@ def test_keys_that_leave_the_store_are_refused(store: ObjectStore, key: str) -> 
 
 
 def test_versions_travel_from_publisher_to_mirror(store: ObjectStore, tmp_path: Path) -> None:
-    publisher = ModelPublisher(VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1))
+    publisher = ModelPublisher(open_writer(store))
     model = make_model()
     for step in range(4):
         model = trained(model, step) if step else model
@@ -456,14 +455,12 @@ def test_a_refusal_is_not_retried(faulty: ObjectStore, proxy: StoreProxy, status
 
 def published(store: ObjectStore, *, versions: int) -> VersionLog:
     """A log of so many versions in the store."""
-    publisher = ModelPublisher(VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1))
+    publisher = ModelPublisher(open_writer(store))
     model = make_model()
     for step in range(versions):
         model = trained(model, step) if step else model
         publisher.publish(model, step=step)
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    return log
+    return read_log(store)
 
 
 def test_a_part_that_arrives_wrong_once_is_fetched_again(
@@ -491,7 +488,7 @@ def test_a_store_that_sends_wrong_parts_leaves_the_old_version(
 def test_versions_are_published_once_over_a_bad_network(
     faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, tmp_path: Path
 ) -> None:
-    publisher = ModelPublisher(VersionWriter.open(faulty, run_id=RUN, policy_id=POLICY, epoch=1))
+    publisher = ModelPublisher(open_writer(faulty, epoch=1))
     model = make_model()
     for step, fault in enumerate([Fault.LOST, 503, Fault.RESET, Fault.LATE]):
         model = trained(model, step) if step else model

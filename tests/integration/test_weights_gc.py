@@ -124,10 +124,13 @@ async def test_a_server_is_asked_for_pins_and_for_what_nodes_serve(
         await session.credits(0, solver=0)
         await until(lambda: _serves(world, 0))
         done = await _collect_asking(world)
-    assert _reasons(done) >= {"pinned", "the way on for nodes"}
+    assert _reasons(done) >= {"pinned", "the path of nodes to the newest version"}
     assert kept(store) >= {0, 4, 5, 6, 7}
     await asyncio.to_thread(cli.run, "weights", "unpin", "0", "--join", world.address)
-    assert _reasons(await _collect_asking(world)) >= {"newest announced", "the way on for nodes"}
+    assert _reasons(await _collect_asking(world)) >= {
+        "newest announced",
+        "the path of nodes to the newest version",
+    }
     assert kept(store) >= {0, 4, 5, 6, 7}
 
 

@@ -64,3 +64,23 @@ class Unmakeable:
 
     def heldout(self, index: int) -> object:
         """Never asked."""
+
+
+class Curator:
+    """A curator that raises for every draw and every group."""
+
+    def propose(self, tasks: object) -> object:
+        """Never answers."""
+        raise LookupError("no table of difficulties")
+
+    def observe(self, group: Group) -> None:
+        """Never learns."""
+        raise LookupError("no table of difficulties")
+
+
+class Selector:
+    """A selector that chooses groups nobody has."""
+
+    def select(self, candidates: object, request: object) -> object:
+        """Never right."""
+        return ["t9/solver", "t9/solver"]

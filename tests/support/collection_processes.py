@@ -17,20 +17,16 @@ from astraflow_kit import failpoints
 from astraflow_kit.failpoints import read_hits
 from astraflow_kit.settings import load
 from astraflow_weights.codec.digest import model_root
-from astraflow_weights.codec.peers import OnePeer
-from astraflow_weights.codec.shards import whole
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.collection.collector import Collector, Stage
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.publish.compactor import Compactor
-from astraflow_weights.publish.shard_publisher import ShardPublisher
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.versions.inspection import build_version
-from astraflow_weights.versions.log import VersionLog
+from support.published_models import ModelPublisher, open_writer, read_log
 from support.weight_models import POLICY, RUN, make_model, trained
 
 SETTINGS = PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=100)
@@ -49,27 +45,14 @@ def root_of(version: int) -> bytes:
     return model_root(tensor_digests(model_of(version)))
 
 
-def read_log(store: ObjectStore) -> VersionLog:
-    """The log as it is now."""
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    return log
-
-
 def publish(store: ObjectStore, *, epoch: int, versions: int, collecting: bool = True) -> None:
     """Fence, take up the newest version, and publish until there are so many versions, with a compactor beside, which
     collects unless told not to.
     """
-    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch, settings=SETTINGS)
+    writer = open_writer(store, epoch=epoch, settings=SETTINGS)
     newest = writer.log.latest()
     base = None if newest is None else build_version(store, writer.log, target=newest.version, threads=2)
-    publisher = ShardPublisher(
-        writer,
-        uploads=writer.uploads,
-        peers=OnePeer(),
-        base=None if base is None else whole(base),
-        inline_snapshots=False,
-    )
+    publisher = ModelPublisher(writer, base=base, inline_snapshots=False)
     with Compactor(
         store,
         run_id=RUN,
@@ -79,7 +62,7 @@ def publish(store: ObjectStore, *, epoch: int, versions: int, collecting: bool =
         collector=collector_of(store) if collecting else None,
     ) as compactor:
         while (version := len(writer.log.records)) < versions:
-            publisher.publish(whole(model_of(version)), step=version)
+            publisher.publish(model_of(version), step=version)
             compactor.notify()
 
 

@@ -36,7 +36,7 @@ from astraflow_dataflow.settings import DataflowServerSettings
 from astraflow_kit.serve import GrpcServer
 
 RECIPE = """
-run: {{name: {name}, dataset: "support.dataflow_world:{dataset}"}}
+run: {{name: {name}, dataset: "{dataset}"}}
 policies:
 {policies}
 dataflow: {{{dataflow}}}
@@ -129,7 +129,7 @@ def recipe_text(
     merged = settings | {"evaluation": "{every_versions: 0, num_samples: 2, final_samples: 2}"} | dataflow
     text = RECIPE.format(
         name=name,
-        dataset=dataset,
+        dataset=dataset if ":" in dataset else f"support.dataflow_world:{dataset}",
         policies="\n".join(POLICY.format(name=policy) for policy in policies),
         dataflow=", ".join(f"{key}: {value}" for key, value in merged.items()),
         raas=", ".join(f"{key}: {value}" for key, value in {"reward": REWARD, **(raas or {})}.items()),

@@ -11,6 +11,8 @@ from astraflow_engine.weights import load_weights
 from astraflow_engine.worker import EngineWorker
 from astraflow_kit.clock import SystemClock
 
+DEADLINE_S = 20.0
+
 
 def make_worker(folder: Path, *, max_in_flight: int = 16, num_slots: int = 4) -> EngineWorker:
     """A worker that is not started yet."""

@@ -13,8 +13,7 @@ from pathlib import Path
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store.file import FileStore
-from astraflow_weights.versions.log import VersionLog
-from support.weight_models import POLICY, RUN
+from support.published_models import read_log
 
 
 def private_bytes() -> int:
@@ -27,8 +26,7 @@ def main() -> None:
     """Advance while another thread looks."""
     folder, target, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     store = FileStore(folder / "store")
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
+    log = read_log(store)
     settings = MirrorSettings(fetch_threads=threads, apply_threads=threads)
     mirror = Mirror(folder / "mirror", settings=settings)
     before, peak, ended = private_bytes(), [0], threading.Event()

@@ -4,7 +4,7 @@ Owns the short way from a model in memory to a committed version through the pro
 a version back to the bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from astraflow_kit.clock import Clock
@@ -54,33 +54,36 @@ def open_writer(
     store: ObjectStore,
     epoch: int = 1,
     *,
-    clock: Clock | None = None,
     nonce: bytes | None = None,
-    **settings: float,
+    settings: PublishSettings | None = None,
+    clock: Clock | None = None,
 ) -> VersionWriter:
-    """The writer of an epoch; `settings` are those of `PublishSettings`."""
+    """The writer of an epoch."""
     return VersionWriter.open(
-        store,
-        run_id=RUN,
-        policy_id=POLICY,
-        epoch=epoch,
-        nonce=nonce,
-        settings=PublishSettings(**settings),  # type: ignore[arg-type]
-        clock=clock,
+        store, run_id=RUN, policy_id=POLICY, epoch=epoch, nonce=nonce, settings=settings, clock=clock
     )
 
 
-def steps(count: int, *, density: float = 0.01) -> list[dict[str, Array]]:
+def steps(count: int, *, density: float = 0.01, seed: int = 0) -> list[dict[str, Array]]:
     """A model and what training makes of it, `count` models in all."""
-    models = [make_model()]
-    for seed in range(1, count):
-        models.append(trained(models[-1], seed, density=density))
+    models = [make_model(seed)]
+    for step in range(1, count):
+        models.append(trained(models[-1], step, density=density))
     return models
 
 
-def publish_all(publisher: ShardPublisher, models: Sequence[Mapping[str, Array]]) -> list[CommittedVersion]:
+def publish_all(publisher: ModelPublisher, models: Sequence[Model]) -> list[CommittedVersion]:
     """Publish the models as the versions of steps 0, 1, …"""
-    return [publisher.publish(whole(model), step=step) for step, model in enumerate(models)]
+    return [publisher.publish(model, step=step) for step, model in enumerate(models)]
+
+
+def published(
+    store: ObjectStore, count: int, *, settings: PublishSettings | None = None, density: float = 0.01
+) -> list[dict[str, Array]]:
+    """Versions 0 to `count` - 1 of the first writer; their models."""
+    models = steps(count, density=density)
+    publish_all(ModelPublisher(open_writer(store, settings=settings)), models)
+    return models
 
 
 def read_log(store: ObjectStore) -> VersionLog:

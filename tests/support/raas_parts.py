@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from astraflow.plugins import Episode, Policy, TaskSpec
 from astraflow.rollout.v1 import task_pb2
+from astraflow_raas.engine.base import GenerateCall
 from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.policies.served_policy import ServedPolicy
 from support.scripted_dataflow import POLICY, lease
@@ -58,6 +59,19 @@ async def served_policy(folder: Path, engine: FakeEngine, *, version: int = 0) -
     engine.version = version
     policy.engine_ready(engine, version=version)
     return policy
+
+
+def generate_call(rid: str = "r0", **differing: Any) -> GenerateCall:
+    """A call of one sequence."""
+    given: dict[str, Any] = {
+        "prompt_ids": (1, 2),
+        "max_new_tokens": 8,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "seed": 1,
+    }
+    return GenerateCall(rid=rid, **(given | differing))
 
 
 def leased(*, members: Sequence[int] = (0, 1), **differing: Any) -> task_pb2.Lease:

@@ -57,14 +57,14 @@ def take(store: ObjectStore, *, run_id: str, policy_id: str) -> Census:
         *_sequence_faults(listed, keys=keys, log=log),
         *_epoch_faults(log.records, entries),
         *(fault for manifest in manifests for fault in _object_faults(store, manifest)),
-        *(f"added way {key} is damaged or leads elsewhere" for key in log.damaged_ways),
+        *(f"added path {key} is damaged or leads elsewhere" for key in log.damaged_paths),
         *(fault for record in log.records for fault in _added_faults(store, record)),
     ]
     assert not wrong, "\n".join(wrong)
     wrong = list(_chain_faults(store, manifests))
     assert not wrong, "\n".join(wrong)
     named = {part.key for manifest in manifests for part in _parts(manifest)}
-    named |= {part.key for record in log.records for way in record.added for part in way.parts}
+    named |= {part.key for record in log.records for path in record.added for part in path.parts}
     stray = [info.key for info in store.list(keys.parts) if info.key not in named]
     return Census(
         records=log.records, entries=entries, num_ignored=log.num_ignored, num_stray_parts=len(stray)
@@ -99,8 +99,8 @@ def _object_faults(store: ObjectStore, manifest: Manifest) -> Iterator[str]:
 
 
 def _added_faults(store: ObjectStore, record: VersionRecord) -> Iterator[str]:
-    for way in record.added:
-        yield from _ref_faults(store, way.parts, version=record.version)
+    for path in record.added:
+        yield from _ref_faults(store, path.parts, version=record.version)
 
 
 def _ref_faults(store: ObjectStore, refs: Sequence[PartRef], *, version: int) -> Iterator[str]:

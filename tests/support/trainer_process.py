@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -58,13 +58,16 @@ trainer:
 class TrainerProcess:
     """One trainer: a work folder over any number of lives."""
 
-    def __init__(self, address: str, folder: Path, *, name: str = "trainer", run_id: str = "run") -> None:
+    def __init__(
+        self, address: str, folder: Path, *, name: str = "trainer", run_id: str = "run", policy: str = POLICY
+    ) -> None:
         self.work_dir = folder / name
         self.failpoints_log = folder / f"{name}.failpoints.jsonl"
         self._log = folder / f"{name}.log"
         self._address_file = folder / f"{name}.json"
         self._address = address
         self._run_id = run_id
+        self._policy = policy
         self._process: ForkServerProcess | None = None
 
     @property
@@ -89,6 +92,7 @@ class TrainerProcess:
         options = {
             "join": self._address,
             "run_id": self._run_id,
+            "policy": self._policy,
             "work_dir": str(self.work_dir),
             "failpoints": failpoints,
             "failpoints_log": str(self.failpoints_log),
@@ -166,7 +170,13 @@ def _live(options: dict[str, str], log_path: str) -> None:
 
 
 async def create_run(
-    world: World, *, folder: Path, name: str = "run", steps: int = 6, checkpoint_every_steps: int = 2
+    world: World,
+    *,
+    folder: Path,
+    name: str = "run",
+    steps: int = 6,
+    checkpoint_every_steps: int = 2,
+    overrides: Sequence[str] = (),
 ) -> run_pb2.Run:
     """Create a run over the tiny model of `folder`, with a store of its own."""
     text = RECIPE.format(
@@ -178,7 +188,9 @@ async def create_run(
         checkpoint_every_steps=checkpoint_every_steps,
     )
     run = run_pb2.Run(
-        run_id=name, recipe_yaml=parse_recipe(text).yaml_text, store_uri=(folder / f"{name}.store").as_uri()
+        run_id=name,
+        recipe_yaml=parse_recipe(text, overrides=overrides).yaml_text,
+        store_uri=(folder / f"{name}.store").as_uri(),
     )
     request = run_service_pb2.CreateRunRequest(run=run)
     created = (await world.client.call(world.client.runs.CreateRun, request)).run

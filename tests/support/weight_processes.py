@@ -18,19 +18,15 @@ from functools import lru_cache
 from pathlib import Path
 
 from astraflow_weights.codec.digest import model_root
-from astraflow_weights.codec.peers import OnePeer
-from astraflow_weights.codec.shards import whole
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.lock import try_hold
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.compactor import Compactor
-from astraflow_weights.publish.shard_publisher import ShardPublisher
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
-from astraflow_weights.versions.log import VersionLog
+from support.published_models import ModelPublisher, open_writer, read_log
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
 
 _ROWS = 12_000
@@ -52,37 +48,24 @@ def root_of(version: int) -> bytes:
     return model_root(tensor_digests(model_of(version)))
 
 
-def read_log(store: FileStore) -> VersionLog:
-    """The log as it is now."""
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    return log
-
-
 def publish(folder: Path, *, epoch: int, versions: int | None = None) -> None:
     """Fence, take up the newest version, and publish until killed, or until there are so many versions; merged
     deltas and snapshots are made beside it, as in a trainer.
     """
     store = FileStore(folder / "store")
-    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch, settings=SETTINGS)
+    writer = open_writer(store, epoch=epoch, settings=SETTINGS)
     newest = writer.log.latest()
     base = None
     if newest is not None:
         mirror = Mirror(folder / "publisher")
         mirror.advance(store, writer.log, target=newest.version)
         base = mirror.load()
-    publisher = ShardPublisher(
-        writer,
-        uploads=writer.uploads,
-        peers=OnePeer(),
-        base=None if base is None else whole(base),
-        inline_snapshots=False,
-    )
+    publisher = ModelPublisher(writer, base=base, inline_snapshots=False)
     compactor = Compactor(store, run_id=RUN, policy_id=POLICY, kept=publisher.kept, settings=SETTINGS)
     with compactor:
         while versions is None or len(writer.log.records) < versions:
             version = len(writer.log.records)
-            publisher.publish(whole(model_of(version)), step=version)
+            publisher.publish(model_of(version), step=version)
             compactor.notify()
 
 

@@ -1,4 +1,4 @@
-"""What the contract says of one rpc: who may call it, how it refuses, what it lacks.
+"""What the contract says of one rpc (who may call it, how it refuses, what it lacks) and of one field (its bounds).
 
 Invariant: all of it comes from the options of the `.proto` files and nowhere else. Called by the kit, which
 serves nothing that is not so, and by tests.
@@ -14,8 +14,9 @@ from astraflow.options.v1 import options_pb2
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor
+    from google.protobuf.message import Message
 
-__all__ = ["ContractError", "RpcContract", "read_contract"]
+__all__ = ["ContractError", "RpcContract", "bounds_of", "read_contract"]
 
 
 class ContractError(Exception):
@@ -43,6 +44,14 @@ class RpcContract:
         if self.capability:
             message = f"{self.name} needs {self.capability}, which this release does not have; {self.instead}"
             raise UnimplementedError(message, metadata={"capability": self.capability})
+
+
+def bounds_of(message: type[Message], field: str) -> options_pb2.Bounds:
+    """The values that a field may have; an empty message when it takes every value of its type."""
+    bounds: options_pb2.Bounds = (
+        message.DESCRIPTOR.fields_by_name[field].GetOptions().Extensions[options_pb2.bounds]
+    )
+    return bounds
 
 
 def read_contract(method: MethodDescriptor) -> RpcContract:

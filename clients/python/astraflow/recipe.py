@@ -185,6 +185,10 @@ class DataflowSettings(BatchSettings):
     """Episodes per task (G)."""
     filters: tuple[PluginSettings, ...] = ()
     """`Filter` plug-ins, applied in order to each complete group."""
+    curators: tuple[PluginSettings, ...] = ()
+    """`Curator` plug-ins, asked in order about drawn tasks; each sees what those before it left."""
+    selector: PluginSettings | None = None
+    """`Selector` plug-in that chooses the groups of a batch; unset: those whose staleness deadline is nearest."""
     min_acceptance: float = Field(default=0.1, gt=0, le=1)
     """Floor of the moving average of groups surviving filters, used by admission."""
     lease_ttl_s: float = Field(default=20.0, ge=0.5, le=3600)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from astraflow._contract import bounds_of
 from astraflow.errors import InvalidTrajectoryError
+from astraflow.rollout.v1 import trajectory_pb2
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,11 +34,11 @@ __all__ = [
     "check_trainable",
 ]
 
-MAX_TOKENS = 1_048_576
+MAX_TOKENS = bounds_of(trajectory_pb2.Trajectory, "token_ids").max_bytes // 4
 """Of one trajectory."""
-MAX_TRAJECTORIES = 64
+MAX_TRAJECTORIES = bounds_of(trajectory_pb2.Episode, "trajectories").max_items
 """Of one episode."""
-MAX_METRICS = 64
+MAX_METRICS = bounds_of(trajectory_pb2.Episode, "metrics").max_items
 """Of one episode."""
 _MAX_TOKEN_ID = 2**31 - 1
 

@@ -10,10 +10,13 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.errors import ConflictError, InvalidArgumentError
-from astraflow_dataflow.records import AcquireReply, BoundBatch, Stage
+from astraflow.plugins import StepRequest
+from astraflow_dataflow.batches.selecting import selection
+from astraflow_dataflow.records import AcquireReply, BoundBatch, Selection, Stage
 from astraflow_dataflow.rules.staleness import histogram
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
@@ -75,7 +78,8 @@ class Batching:
     async def _try(
         self, context: RunContext, policy_id: str, *, epoch: int, step: int, base_version: int, wait_s: float
     ) -> AcquireReply:
-        return await self.store.batches.acquire(
+        acquire = partial(
+            self.store.batches.acquire,
             context.run_id,
             policy_id,
             epoch=epoch,
@@ -85,6 +89,22 @@ class Batching:
             lease_s=self.lease_s,
             wait_s=wait_s,
         )
+        selector, flow = context.plugins.selector, context.recipe.dataflow
+        if selector is None:
+            return await acquire()
+        reply = await acquire(selection=Selection(mode="offer"))
+        if reply.candidates is None:
+            return reply
+        request = StepRequest(
+            policy=policy_id,
+            step=step,
+            base_version=base_version,
+            num_groups=flow.groups_per_step,
+            max_staleness=flow.max_staleness,
+            num_outstanding=reply.candidates.outstanding,
+        )
+        chosen = await selection(self.store, context, selector, ready=reply.candidates, request=request)
+        return await acquire(selection=chosen)
 
     async def manifest(
         self, context: RunContext, policy_id: str, *, epoch: int, step: int

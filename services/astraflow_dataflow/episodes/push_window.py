@@ -9,28 +9,29 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from astraflow_dataflow.episodes.ingest import PushOutcome
+from astraflow.dataflow.v1.trajectory_service_pb2 import PushResult
 
+Key = TypeVar("Key")
 MAX_REQUESTS = 64
 MAX_BYTES = 16 * 2**20
 
 
-class PushWindow:
-    """Pushes in flight, oldest first."""
+class PushWindow(Generic[Key]):
+    """Pushes in flight, oldest first, each under what its answer needs to know of it."""
 
     def __init__(self) -> None:
-        self._inside: deque[tuple[int, int, asyncio.Task[PushOutcome]]] = deque()
+        self._inside: deque[tuple[Key, int, asyncio.Task[PushResult]]] = deque()
         self._bytes = 0
         self._ended = False
         self._changed = asyncio.Condition()
 
-    async def add(self, sequence: int, size_bytes: int, push: Coroutine[Any, Any, PushOutcome]) -> None:
+    async def add(self, key: Key, size_bytes: int, push: Coroutine[Any, Any, PushResult]) -> None:
         """Start a push once there is room."""
-        task = asyncio.create_task(push, name=f"push {sequence}")
+        task = asyncio.create_task(push, name=f"push {key}")
         async with self._changed:
-            self._inside.append((sequence, size_bytes, task))
+            self._inside.append((key, size_bytes, task))
             self._bytes += size_bytes
             self._changed.notify_all()
             await self._changed.wait_for(self._has_room)
@@ -41,20 +42,20 @@ class PushWindow:
             self._ended = True
             self._changed.notify_all()
 
-    async def answers(self) -> AsyncIterator[tuple[int, PushOutcome]]:
-        """Yield (sequence, outcome) in order until the last push was answered. Raises a push's error in its turn."""
+    async def answers(self) -> AsyncIterator[tuple[Key, PushResult]]:
+        """Yield (key, result) in order until the last push was answered. Raises a push's error in its turn."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._inside or self._ended)
                 if not self._inside:
                     return
-                sequence, size_bytes, task = self._inside[0]
-            outcome = await task
+                key, size_bytes, task = self._inside[0]
+            result = await task
             async with self._changed:
                 self._inside.popleft()
                 self._bytes -= size_bytes
                 self._changed.notify_all()
-            yield sequence, outcome
+            yield key, result
 
     def close(self) -> None:
         """Cancel what is still inside; committed pushes stay committed."""

@@ -7,10 +7,14 @@ server settles it. Called by ingest and by the run loop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from astraflow_dataflow.records import CompleteTask
+from astraflow.plugins import Group
+from astraflow_dataflow.records import CompleteTask, GroupVerdict
 from astraflow_dataflow.rules.groups import groups_of, judge
+from astraflow_dataflow.runs.data_plugins import with_states
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
@@ -33,7 +37,8 @@ class Settling:
 
     async def settle(self, context: RunContext, task: CompleteTask) -> bool:
         """Settle one complete task. Returns False when another server was first."""
-        verdicts = judge(task, groups_of(task), context.rules)
+        groups = groups_of(task)
+        verdicts = await self._judge(context, task, groups)
         acted = await self.store.episodes.settle(
             context.run_id, task.task_id, verdicts, tombstone_s=TOMBSTONE_S
         )
@@ -45,7 +50,16 @@ class Settling:
                 log.info(
                     "group.settled", task_id=task.task_id, group_id=verdict.group_id, verdict=verdict.verdict
                 )
+            _tell_curators(context, groups, verdicts)
         return acted
+
+    async def _judge(
+        self, context: RunContext, task: CompleteTask, groups: Sequence[Group]
+    ) -> list[GroupVerdict]:
+        async def work() -> list[GroupVerdict]:
+            return judge(task, groups, context.rules)
+
+        return await with_states(self.store.plugin_states, context.run_id, context.plugins.filters, work)
 
     async def settle_left_behind(self, context: RunContext, *, least_age_s: float = _LEFT_BEHIND_S) -> int:
         """Settle tasks that whoever completed them did not. Returns how many."""
@@ -55,3 +69,15 @@ class Settling:
             if task is not None:
                 await self.settle(context, task)
         return len(left)
+
+
+def _tell_curators(context: RunContext, groups: Sequence[Group], verdicts: Sequence[GroupVerdict]) -> None:
+    plugins = context.plugins
+    for group, verdict in zip(groups if plugins.curators else (), verdicts, strict=False):
+        try:
+            plugins.unobserved.put_nowait(replace(group, verdict=verdict.verdict))
+        except asyncio.QueueFull:
+            slow = TimeoutError(
+                f"{plugins.unobserved.maxsize} groups wait for `observe`; others are not observed"
+            )
+            plugins.faults.note("curator", plugins.curators[0].name, slow)

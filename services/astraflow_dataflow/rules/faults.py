@@ -7,12 +7,17 @@ calls a plug-in, shown by reporting as a wait of the run and as a gauge.
 from __future__ import annotations
 
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from astraflow.errors import PluginError
+from astraflow_kit.plugins import describe
 
 SHOWN_S = 60.0
 """A fault is shown this long after it last happened."""
+SLOW_S = 1.0
+"""A call in a thread that takes longer is a fault."""
 
 
 @dataclass
@@ -33,11 +38,33 @@ class PluginFaults:
     monotonic_s: Callable[[], float] = time.monotonic
     _faults: dict[tuple[str, str], PluginFault] = field(default_factory=dict)
 
-    def note(self, kind: str, name: str, error: Exception) -> None:
-        """Count a fault."""
+    def note(self, kind: str, name: str, error: Exception) -> bool:
+        """Count a fault; return whether it is another than the plug-in's last one."""
         fault = self._faults.setdefault((kind, name), PluginFault(kind, name))
+        before, fault.problem = (
+            fault.problem,
+            error.message if isinstance(error, PluginError) else describe(error),
+        )
+        fault.seen_s = self.monotonic_s()
         fault.count += 1
-        fault.problem, fault.seen_s = describe(error), self.monotonic_s()
+        return fault.problem != before
+
+    def note_slow(self, kind: str, name: str, took_s: float, *, limit_s: float) -> None:
+        """Count a call that took longer than it may."""
+        self.note(kind, name, TimeoutError(f"it took {took_s:.2g} s, at most {limit_s:g} s; make it faster"))
+
+    @contextmanager
+    def timed(self, kind: str, name: str) -> Iterator[None]:
+        """Count what is inside as a fault when it is slow."""
+        started_s = self.monotonic_s()
+        yield
+        took_s = self.monotonic_s() - started_s
+        if took_s > SLOW_S:
+            self.note_slow(kind, name, took_s, limit_s=SLOW_S)
+
+    def clear(self, kind: str, name: str) -> None:
+        """The plug-in works again."""
+        self._faults.pop((kind, name), None)
 
     def all(self) -> list[PluginFault]:
         """Return the last fault of each plug-in that ever had one."""
@@ -47,10 +74,3 @@ class PluginFaults:
         """Return those that happened lately."""
         since_s = self.monotonic_s() - SHOWN_S
         return [fault for fault in self._faults.values() if fault.seen_s >= since_s]
-
-
-def describe(error: Exception) -> str:
-    """Return what was raised and where, for a person."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{where}: {error}"

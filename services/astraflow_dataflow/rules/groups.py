@@ -96,8 +96,7 @@ def filter_reason(group: Group, *, rules: Rules) -> str:
             return "filter_failed"
         took_s = rules.clock() - started_s
         if took_s > SLOW_FILTER_S:
-            slow = TimeoutError(f"it took {took_s:.2g} s, at most {SLOW_FILTER_S:g} s; make it faster")
-            rules.faults.note("filter", name, slow)
+            rules.faults.note_slow("filter", name, took_s, limit_s=SLOW_FILTER_S)
         if not kept:
             return "filtered"
     return ""

@@ -10,21 +10,22 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
+from astraflow._contract import bounds_of
 from astraflow.plugins import Message, TaskSpec
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
 
-MAX_GROUP_SIZE = 1024
-MAX_DATA_BYTES = 64 * 1024
-MAX_PROMPT_BYTES = 1024 * 1024
+_TASK_ID = bounds_of(task_pb2.Task, "task_id").pattern
+MAX_GROUP_SIZE = int(bounds_of(task_pb2.Task, "group_size").max)
+MAX_DATA_BYTES = bounds_of(task_pb2.Task, "data_json").max_bytes
+MAX_PROMPT_BYTES = bounds_of(task_pb2.Message, "content").max_bytes
 ROLES = frozenset({"system", "user", "assistant", "tool"})
-MAX_SOURCE_CHARACTERS = 128
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MAX_SOURCE_CHARACTERS = bounds_of(task_pb2.Task, "source").max_len
 
 
 def task_problem(task: task_pb2.Task, *, allow_evaluation: bool = False) -> str | None:
     """Return why a task cannot be used, or None. Only the server itself submits evaluation tasks."""
-    if not _ID.fullmatch(task.task_id):
+    if not re.fullmatch(_TASK_ID, task.task_id):
         return f"task_id {task.task_id!r} must be 1–128 characters of [A-Za-z0-9._:-]"
     if not allow_evaluation and (
         is_evaluation_task(task.task_id) or task.purpose == task_pb2.PURPOSE_EVALUATION

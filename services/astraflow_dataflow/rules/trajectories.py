@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from astraflow._contract import bounds_of
 from astraflow.blobs import blob_problem
 from astraflow.columns import decode_logprobs, unpack_mask
 from astraflow.rollout.v1 import trajectory_pb2
@@ -30,15 +31,15 @@ from astraflow.trajectories import (
 )
 from astraflow_dataflow.rules.evaluation import Demand
 
-MAX_BODY_BYTES = 32 * 2**20
-MAX_MEDIA = 256
+MAX_BODY_BYTES = bounds_of(trajectory_pb2.TrajectoryItem, "body").max_bytes
+MAX_MEDIA = bounds_of(trajectory_pb2.Trajectory, "media").max_items
 LOST_VERSIONS = 16
 """How many announced versions a Redis that lost its last seconds may have forgotten; versions further
 ahead cannot exist.
 """
 
-_ID = re.compile(r"[!-~]{1,128}")
-_ROLE = re.compile(r"[!-~]{0,64}")
+_ID = re.compile(bounds_of(trajectory_pb2.Episode, "episode_id").pattern)
+_ROLE = re.compile(bounds_of(trajectory_pb2.TrajectoryHeader, "role").pattern)
 _FINISHED = trajectory_pb2.EPISODE_STATUS_FINISHED
 _FAILED = trajectory_pb2.EPISODE_STATUS_FAILED
 

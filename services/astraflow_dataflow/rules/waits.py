@@ -10,11 +10,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from astraflow_dataflow.records import Audit, Life, PolicyState, Refused, StoredEvaluation, StoredNode
+from astraflow_dataflow.rules.faults import PluginFault
 
 _BATCH_RELEASES = {
     "ready_groups": "nodes finish the outstanding groups; see what `lease` waits for when there are none",
     "publish": "the trainer announces the versions it has trained",
+    "selector": "the selector takes groups; it is asked again when another one is ready",
 }
+
+# Kind of a failed plug-in: the stage that shows it, and what becomes of the stage's work.
+_PLUGIN_FAULTS = {
+    "curator": ("lease", "tasks are leased as they were drawn"),
+    "filter": ("batch", "groups it fails on are dropped as filter_failed"),
+    "selector": ("batch", "batches take the groups whose deadline is nearest"),
+}
+_MANY_SKIPPED = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,22 +37,6 @@ class Wait:
     released_by: str
     policy_id: str = ""
     since_ms: int | None = None
-
-
-@dataclass
-class DatasetFault:
-    """What the data set last complained of; empty when it works."""
-
-    message: str = ""
-
-    def note(self, message: str) -> bool:
-        """Remember a fault; return whether it is new."""
-        is_new, self.message = message != self.message, message
-        return is_new
-
-    def clear(self) -> None:
-        """The data set works again."""
-        self.message = ""
 
 
 class WaitBook:
@@ -66,7 +60,8 @@ def current_waits(
     nodes: Sequence[StoredNode],
     evaluations: Sequence[StoredEvaluation],
     *,
-    dataset_fault: str = "",
+    faults: Sequence[PluginFault] = (),
+    skipped: int = 0,
     refused: Refused | None = None,
 ) -> list[Wait]:
     """Return what waits now; empty when all flows."""
@@ -77,7 +72,8 @@ def current_waits(
     if refused is not None and refused.count:
         waits.append(_refused(refused, connected))
     if audit.life is Life.ACTIVE:
-        waits += _lease_waits(audit, connected, dataset_fault)
+        waits += _lease_waits(audit, connected, faults, skipped)
+    waits += _plugin_faults(faults)
     waits += _weight_faults(connected)
     for policy in audit.policies:
         waits += _batch_waits(policy, now_ms=audit.now_ms)
@@ -101,7 +97,23 @@ def _weight_faults(connected: Sequence[StoredNode]) -> Iterator[Wait]:
         )
 
 
-def _lease_waits(audit: Audit, connected: Sequence[StoredNode], fault: str) -> list[Wait]:
+def _plugin_faults(faults: Sequence[PluginFault]) -> Iterator[Wait]:
+    """One wait per kind of plug-in that failed lately."""
+    for kind, (stage, meanwhile) in _PLUGIN_FAULTS.items():
+        own = [fault for fault in faults if fault.kind == kind]
+        for fault in own[:1]:
+            more = f" (and {len(own) - 1} more of these)" if len(own) > 1 else ""
+            yield Wait(
+                stage=stage,
+                reason=f"{kind}_failed",
+                detail=f"{fault.name} failed {fault.count} times, last: {fault.problem}{more}; {meanwhile} meanwhile",
+                released_by="correct it and start the server again, or create a run of the corrected recipe",
+            )
+
+
+def _lease_waits(
+    audit: Audit, connected: Sequence[StoredNode], faults: Sequence[PluginFault], skipped: int
+) -> list[Wait]:
     if not connected:
         return [
             _lease(
@@ -124,11 +136,18 @@ def _lease_waits(audit: Audit, connected: Sequence[StoredNode], fault: str) -> l
         return [_full(policy) for policy in full]
     if audit.queued_tasks or audit.retries:
         return []
-    if fault:
-        return [_lease("dataset_failed", fault, "correct the data set; it is asked again at each sweep")]
+    for fault in faults:
+        if fault.kind == "dataset":
+            remedy = "correct the data set; it is asked again at each sweep"
+            return [_lease("dataset_failed", fault.problem, remedy)]
     if audit.exhausted:
         return [
             _lease("dataset_exhausted", "the data set has no more tasks", "submit tasks, or finish the run")
+        ]
+    if skipped >= _MANY_SKIPPED:
+        detail = f"curators skipped the last {skipped} tasks of the data set"
+        return [
+            _lease("tasks_skipped", detail, "a curator proposes one; lower its threshold if it never will")
         ]
     return []
 

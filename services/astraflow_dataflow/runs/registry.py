@@ -14,17 +14,17 @@ from pathlib import Path
 from astraflow.blobs import blob_prefix
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import NotFoundError, PreconditionError, RecipeError
-from astraflow.plugins import Dataset, Filter
 from astraflow.recipe import Recipe
 from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
 from astraflow_dataflow.records import StoredRun
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.window import Window
 from astraflow_dataflow.runs import background
+from astraflow_dataflow.runs.data_plugins import DataPlugins
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import EventReader, Wakeups
 from astraflow_kit.log import get_logger
-from astraflow_kit.plugins import RecipeSource, make
+from astraflow_kit.plugins import RecipeSource
 from astraflow_kit.recipe_code import install_code
 
 log = get_logger(__name__)
@@ -40,8 +40,10 @@ class RunContext:
     recipe_yaml: str
     code: run_pb2.CodeBundle
     create_ms: int
-    dataset: Dataset
+    plugins: DataPlugins
     rules: Rules
+    skipped: int = 0
+    """Tasks that curators skipped since they last proposed one."""
     newest_versions: dict[str, int] = field(default_factory=dict)
     """Newest announced version of each policy, -1 before the first; refreshed on `version` events and on demand."""
     data_incarnation: str = ""
@@ -157,7 +159,7 @@ class RunRegistry:
         recipe = parse_recipe(stored.recipe_yaml, source=f"recipe of run {run_id}").recipe
         code = run_pb2.CodeBundle.FromString(stored.code)
         run = run_pb2.Run(run_id=run_id, recipe_yaml=stored.recipe_yaml, code=code)
-        dataset, rules = self._plugins(run, recipe)
+        plugins = self._plugins(run, recipe)
         context = RunContext(
             run_id=run_id,
             recipe=recipe,
@@ -165,8 +167,8 @@ class RunRegistry:
             recipe_yaml=stored.recipe_yaml,
             code=code,
             create_ms=stored.create_ms,
-            dataset=dataset,
-            rules=rules,
+            plugins=plugins,
+            rules=plugins.rules(min_members=recipe.dataflow.min_members),
         )
 
         async def after_outage() -> None:
@@ -187,14 +189,10 @@ class RunRegistry:
         context.data_incarnation = await self._store.connection.data_incarnation()
         context.wakeups.wake_all()
 
-    def _plugins(self, run: run_pb2.Run, recipe: Recipe) -> tuple[Dataset, Rules]:
+    def _plugins(self, run: run_pb2.Run, recipe: Recipe) -> DataPlugins:
         folder = self._code_dir and install_code(run.code, into=self._code_dir, allowed=True)
         source = RecipeSource(name=f"recipe of run {run.run_id}", text=run.recipe_yaml, folder=folder)
-        filters = tuple(
-            (plugin.use, make(plugin, protocol=Filter, source=source)) for plugin in recipe.dataflow.filters
-        )
-        dataset = make(recipe.run.dataset, protocol=Dataset, source=source, seed=recipe.run.seed)
-        return dataset, Rules(min_members=recipe.dataflow.min_members, filters=filters)
+        return DataPlugins.make(recipe, source)
 
 
 def windows_of(recipe: Recipe) -> list[Window]:

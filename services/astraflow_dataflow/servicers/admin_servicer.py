@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import admin_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
@@ -24,11 +25,8 @@ from astraflow_kit.server_info import server_info
 
 log = get_logger(__name__)
 
-_LETTER_ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
-_REASON = re.compile(r"[a-z0-9_]{1,64}")
-_MAX_LETTERS = 500
-_MAX_NODES = 1000
-_LEAST_INTERVAL_S = 0.1
+_LETTERS = bounds_of(pb.RequeueDeadLettersRequest, "dead_letter_ids")
+_LEAST_INTERVAL_S = bounds_of(pb.AdminServiceWatchRequest, "interval_duration").min
 _INTERVAL_S = 1.0
 
 
@@ -64,7 +62,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesResponse:
         run = await self.registry.get(request.run_id)
-        size = page_size(request.page_size, default=50, most=_MAX_NODES)
+        size = page_size(request)
         nodes = [node for node in await self.reporting.nodes(run) if node.node_id > request.page_token]
         token = nodes[size - 1].node_id if len(nodes) > size else ""
         return pb.ListNodesResponse(nodes=nodes[:size], next_page_token=token)
@@ -72,7 +70,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.DrainNodeResponse:
         run = await self.registry.get(request.run_id)
         reason = request.reason or "operator"
-        if not _REASON.fullmatch(reason):
+        if not re.fullmatch(bounds_of(pb.DrainNodeRequest, "reason").pattern, reason):
             raise InvalidArgumentError(f"reason {reason!r} must be a slug: 1–64 characters of [a-z0-9_]")
         leases, connected = await self.store.nodes.drain(run.run_id, node_id=request.node_id, reason=reason)
         await self.durability.barrier()
@@ -85,7 +83,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         run = await self.registry.get(request.run_id)
         if request.page_token:
             _require_letters([request.page_token])
-        size = page_size(request.page_size, default=50, most=_MAX_LETTERS)
+        size = page_size(request)
         found = await self.store.admin.dead_letters(run.run_id, after=request.page_token, limit=size + 1)
         return pb.ListDeadLettersResponse(
             dead_letters=[letter_message(item, with_task=request.include_tasks) for item in found[:size]],
@@ -136,11 +134,11 @@ def letter_message(letter: StoredDeadLetter, *, with_task: bool) -> pb.DeadLette
 
 
 def _require_letters(letter_ids: Sequence[str]) -> None:
-    if len(letter_ids) > _MAX_LETTERS:
+    if len(letter_ids) > _LETTERS.max_items:
         raise InvalidArgumentError(
-            f"{len(letter_ids)} letters in one call, at most {_MAX_LETTERS}; send several"
+            f"{len(letter_ids)} letters in one call, at most {_LETTERS.max_items}; send several"
         )
-    strange = [letter_id for letter_id in letter_ids if not _LETTER_ID.fullmatch(letter_id)]
+    strange = [letter_id for letter_id in letter_ids if not re.fullmatch(_LETTERS.pattern, letter_id)]
     if strange:
         raise InvalidArgumentError(
             f"{strange[0]!r} is not the id of a dead letter; ListDeadLetters shows them, for example 1712000000000-0"

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 
+from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1 import batch_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
 from astraflow_dataflow.batches.binding import Batching
 from astraflow_dataflow.records import Stage
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
-from astraflow_dataflow.servicers.bounds import MAX_REASON, require_short, wait_seconds
+from astraflow_dataflow.servicers.bounds import require_short_reason, wait_seconds
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
@@ -21,6 +22,8 @@ from astraflow_kit.metrics import Metrics
 from astraflow_kit.serve import Context
 
 log = get_logger(__name__)
+
+_MAX_REASON = bounds_of(pb.NackBatchRequest, "reason").max_len
 
 _STAGES = {
     pb.BATCH_STAGE_INTENT: Stage.INTENT,
@@ -96,7 +99,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             epoch=request.trainer_epoch,
             step=request.step,
             base_version=request.base_version,
-            wait_s=wait_seconds(request.wait_duration),
+            wait_s=wait_seconds(request),
         )
         if handed.batch is not None:
             await self.durability.barrier()
@@ -147,7 +150,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             "batch.given_back",
             policy_id=request.policy_id,
             step=request.step,
-            reason=request.reason[:64],
+            reason=request.reason[:_MAX_REASON],
             groups=returned,
         )
         return pb.NackBatchResponse(returned_groups=returned)
@@ -158,7 +161,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             raise InvalidArgumentError(
                 f"action {request.action} is not VOID_ACTION_RETURN or VOID_ACTION_DISCARD"
             )
-        require_short(request.reason, name="reason", limit=MAX_REASON)
+        require_short_reason(request)
         returned, dropped = await self.store.batches.void(
             run.run_id,
             request.policy_id,

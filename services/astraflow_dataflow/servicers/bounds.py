@@ -1,37 +1,45 @@
-"""Bounds that several requests share. Pure; called by the servicers."""
+"""Bounds that several requests share, read from the contract. Pure; called by the servicers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from astraflow._contract import bounds_of
 from astraflow.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from google.protobuf import duration_pb2
+    from astraflow.dataflow.v1.admin_service_pb2 import ListDeadLettersRequest, ListNodesRequest
+    from astraflow.dataflow.v1.batch_service_pb2 import AcquireBatchRequest, VoidBatchRequest
+    from astraflow.dataflow.v1.run_service_pb2 import ListRunsRequest
+    from astraflow.dataflow.v1.task_service_pb2 import LeaseTasksRequest
+    from astraflow.dataflow.v1.version_service_pb2 import ListVersionsRequest, PinVersionRequest
 
-MAX_WAIT_S = 30.0
-MAX_REASON = 256
+_DEFAULT_PAGE = 50
 
 
-def wait_seconds(duration: duration_pb2.Duration) -> float:
-    """Return a long poll's wait. Raises InvalidArgumentError when it is negative or above 30 s."""
-    seconds = duration.ToNanoseconds() / 1e9
-    if not 0 <= seconds <= MAX_WAIT_S:
+def wait_seconds(request: AcquireBatchRequest | LeaseTasksRequest) -> float:
+    """Return a long poll's wait. Raises InvalidArgumentError when it is negative or too long."""
+    seconds = request.wait_duration.ToNanoseconds() / 1e9
+    most = bounds_of(type(request), "wait_duration").max
+    if not 0 <= seconds <= most:
         raise InvalidArgumentError(
-            f"wait_duration {seconds} s must be 0–{MAX_WAIT_S:g} s; call again to wait longer"
+            f"wait_duration {seconds} s must be 0–{most:g} s; call again to wait longer"
         )
     return seconds
 
 
-def require_short(text: str, *, name: str, limit: int) -> None:
-    """Raise InvalidArgumentError for a text beyond its bound."""
-    if len(text) > limit:
-        raise InvalidArgumentError(f"{name} has {len(text)} characters, at most {limit}")
+def require_short_reason(request: VoidBatchRequest | PinVersionRequest) -> None:
+    """Raise InvalidArgumentError for a reason beyond its bound."""
+    limit = bounds_of(type(request), "reason").max_len
+    if len(request.reason) > limit:
+        raise InvalidArgumentError(f"reason has {len(request.reason)} characters, at most {limit}")
 
 
-def page_size(asked: int, *, default: int, most: int) -> int:
+def page_size(
+    request: ListRunsRequest | ListVersionsRequest | ListNodesRequest | ListDeadLettersRequest,
+) -> int:
     """Return how many items a page has."""
-    return min(asked or default, most)
+    return min(request.page_size or _DEFAULT_PAGE, int(bounds_of(type(request), "page_size").max))
 
 
 def page_number(token: str) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 
+from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
@@ -25,9 +26,8 @@ from astraflow_kit.serve import Context
 
 log = get_logger(__name__)
 
-_RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_DEFAULT_PAGE, _MAX_PAGE = 50, 500
+_RUN_ID = re.compile(bounds_of(run_pb2.Run, "run_id").pattern)
+_NODE_ID = re.compile(bounds_of(pb.JoinRunRequest, "node_id").pattern)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return pb.GetRunResponse(run=run_message(await self.store.runs.get(run_id)))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
-        size = page_size(request.page_size, default=_DEFAULT_PAGE, most=_MAX_PAGE)
+        size = page_size(request)
         offset = page_number(request.page_token) or 0
         ids = await self.store.runs.ids(offset=offset, limit=size + 1)
         runs = [run_message(await self.store.runs.get(run_id)) for run_id in ids[:size]]

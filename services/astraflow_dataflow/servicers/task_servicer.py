@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.dataflow.v1 import task_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
-from astraflow_dataflow.records import NewTask
+from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.rules.tasks import task_problem
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.bounds import wait_seconds
@@ -21,9 +22,9 @@ from astraflow_dataflow.tasks.sessions import WorkSession
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit.serve import Context
 
-_MAX_TASKS = 1000
-_MAX_LEASES = 256
-_MAX_RENEWALS = 4096
+_MAX_TASKS = bounds_of(pb.SubmitTasksRequest, "tasks").max_items
+_MAX_LEASES = int(bounds_of(pb.LeaseTasksRequest, "max_tasks").max)
+_MAX_RENEWALS = bounds_of(pb.RenewLeasesRequest, "lease_ids").max_items
 _LOOK_AGAIN_S = 5.0
 
 
@@ -66,7 +67,7 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
         if not 1 <= request.max_tasks <= _MAX_LEASES:
             raise InvalidArgumentError(f"max_tasks {request.max_tasks} must be 1–{_MAX_LEASES}")
         run = await self.registry.get(request.run_id)
-        wait_s = wait_seconds(request.wait_duration)
+        wait_s = wait_seconds(request)
         await self.store.nodes.report(
             run.run_id,
             node_id=request.node_id,
@@ -118,15 +119,13 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
         return pb.FailTaskResponse(requeued=requeued)
 
 
-def new_tasks(request: pb.SubmitTasksRequest, *, default_group_size: int) -> list[NewTask]:
-    """Return the stored form of submitted tasks. Raises InvalidArgumentError for the first one that breaks a bound."""
+def new_tasks(request: pb.SubmitTasksRequest, *, default_group_size: int) -> Sequence[task_pb2.Task]:
+    """Return submitted tasks with their group size. Raises InvalidArgumentError for the first that breaks a bound."""
     if not 1 <= len(request.tasks) <= _MAX_TASKS:
         raise InvalidArgumentError(f"{len(request.tasks)} tasks in one call; send 1–{_MAX_TASKS}")
-    tasks = []
     for task in request.tasks:
         problem = task_problem(task)
         if problem:
             raise InvalidArgumentError(problem)
         task.group_size = task.group_size or default_group_size
-        tasks.append(NewTask(task_id=task.task_id, group_size=task.group_size, spec=task.SerializeToString()))
-    return tasks
+    return request.tasks

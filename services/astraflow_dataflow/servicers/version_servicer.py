@@ -9,13 +9,11 @@ from astraflow.dataflow.v1 import version_pb2, version_service_pb2_grpc
 from astraflow.dataflow.v1 import version_service_pb2 as pb
 from astraflow_dataflow.records import StoredPin
 from astraflow_dataflow.runs.registry import RunRegistry
-from astraflow_dataflow.servicers.bounds import MAX_REASON, page_number, page_size, require_short
+from astraflow_dataflow.servicers.bounds import page_number, page_size, require_short_reason
 from astraflow_dataflow.status.reporting import timestamp
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit.serve import Context
-
-_DEFAULT_PAGE, _MAX_PAGE = 50, 1000
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
         run = await self.registry.get(request.run_id)
         run.require_policy(request.policy_id)
         await self.registry.refresh_versions(run)
-        size = page_size(request.page_size, default=_DEFAULT_PAGE, most=_MAX_PAGE)
+        size = page_size(request)
         newest, asked = run.newest_versions[request.policy_id], page_number(request.page_token)
         first = newest if asked is None else min(newest, asked)
         numbers = range(first, max(-1, first - size), -1)
@@ -60,7 +58,7 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
     async def PinVersion(self, request: pb.PinVersionRequest, context: Context) -> pb.PinVersionResponse:
         run = await self.registry.get(request.run_id)
         run.require_policy(request.policy_id)
-        require_short(request.reason, name="reason", limit=MAX_REASON)
+        require_short_reason(request)
         pin = await self.versions.store.versions.pin(
             run.run_id, request.policy_id, version=request.version, reason=request.reason
         )

@@ -7,7 +7,7 @@ costs time proportional to what the run holds. Called by the admin service, the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from google.protobuf.duration_pb2 import Duration
@@ -19,7 +19,7 @@ from astraflow.errors import NotFoundError
 from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
 from astraflow_dataflow.rules.conservation import drift, recount
 from astraflow_dataflow.rules.staleness import summarize
-from astraflow_dataflow.rules.waits import DatasetFault, Wait, WaitBook, current_waits
+from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
 from astraflow_dataflow.store.store import Store
@@ -44,8 +44,6 @@ class Reporting:
     store: Store
     versions: Versions
     metrics: Metrics
-    dataset_faults: Mapping[str, DatasetFault]
-    """Data set dataset_faults by run id, owned by the run loops."""
     _books: dict[str, WaitBook] = field(default_factory=dict)
 
     async def status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
@@ -117,8 +115,14 @@ class Reporting:
     ) -> list[admin_service_pb2.Wait]:
         connected = [node.node_id for node in nodes if node.connected_until_ms > audit.now_ms]
         refused = await self.store.admin.refused(context.run_id, connected)
-        fault = self.dataset_faults[context.run_id].message if context.run_id in self.dataset_faults else ""
-        waits = current_waits(audit, nodes, evaluations, dataset_fault=fault, refused=refused)
+        faults = context.plugins.faults
+        for fault in faults.all():
+            self.metrics.set(
+                "astraflow_dataflow_plugin_faults", fault.count, kind=fault.kind, plugin=fault.name
+            )
+        waits = current_waits(
+            audit, nodes, evaluations, faults=faults.current(), skipped=context.skipped, refused=refused
+        )
         book = self._books.setdefault(context.run_id, WaitBook())
         waited = book.waited_ms(waits, now_ms=audit.now_ms)
         return [wait_message(wait, waited_ms, now_ms=audit.now_ms) for wait, waited_ms in waited]

@@ -9,10 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from astraflow.errors import NotFoundError
-from astraflow_dataflow.records import AcquireReply, BoundBatch, Claim, Stage, StoredPin, StoredVersion
+from astraflow_dataflow.records import (
+    AcquireReply,
+    BoundBatch,
+    Candidates,
+    Claim,
+    Selection,
+    Stage,
+    StoredPin,
+    StoredVersion,
+)
 from astraflow_dataflow.store.connection import (
     Argument,
     Connection,
+    Reply,
     as_bytes,
     as_int,
     as_list,
@@ -22,6 +32,8 @@ from astraflow_dataflow.store.connection import (
 from astraflow_dataflow.store.keys import Keys
 
 STALE_GROUPS_PER_CALL = 64
+OFFERED_GROUPS = 1024
+"""Ready groups a selector chooses from at most, or as many as the step needs."""
 
 
 class BatchStore:
@@ -80,10 +92,14 @@ class BatchStore:
         max_behind: int,
         lease_s: float,
         wait_s: float,
+        selection: Selection | None = None,
     ) -> AcquireReply:
-        """Return the step's batch, binding one when it can. Raises FencedError, NotFoundError, InvalidArgumentError."""
+        """Return the step's batch, binding one when it can. Raises FencedError, NotFoundError, InvalidArgumentError.
+
+        With a `selection`, what it says: an offer of ready groups, a wait, or exactly the chosen groups, all or none.
+        """
         lease_ms, wait_ms = int(lease_s * 1000), int(wait_s * 1000)
-        arguments = (
+        arguments: tuple[Argument, ...] = (
             policy_id,
             epoch,
             step,
@@ -93,7 +109,11 @@ class BatchStore:
             lease_ms,
             wait_ms,
         )
+        if selection is not None:
+            arguments += (selection.mode, OFFERED_GROUPS, *selection.chosen)
         kind, *rest = as_list(await self._connection.call(Keys(run_id), "acquire", *arguments))
+        if as_text(kind) == "offer":
+            return AcquireReply(candidates=_candidates(rest))
         if as_text(kind) == "bound":
             return AcquireReply(batch_id=as_text(rest[0]), stage=Stage(as_text(rest[1])))
         if as_text(kind) == "more":
@@ -258,6 +278,14 @@ class VersionStore:
         """Return the pins, newest version first."""
         stored = as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of("pins", policy_id)))
         return [_pin(version, stored[version]) for version in sorted(stored, key=int, reverse=True)]
+
+
+def _candidates(fields: list[Reply]) -> Candidates:
+    groups = [as_list(group) for group in fields[1:]]
+    return Candidates(
+        outstanding=as_int(fields[0]),
+        groups=tuple((as_text(gid), float(as_text(score)), as_bytes(items)) for gid, score, items in groups),
+    )
 
 
 def _stored_version(text: bytes) -> StoredVersion:

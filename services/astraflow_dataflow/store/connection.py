@@ -326,6 +326,11 @@ def _shown(url: str) -> str:
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
+def flag(value: bool) -> str:  # noqa: FBT001 - a conversion, as bool() is
+    """Return a truth value as the functions read it."""
+    return "1" if value else "0"
+
+
 def as_text(reply: object) -> str:
     """Return a bulk reply as text; empty for nil."""
     if reply is None:

@@ -12,7 +12,19 @@ from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, SCHEMA_VERSION
 
 LIBRARY = f"astraflow_{SCHEMA_VERSION}"
 
-_ORDER = ("prelude", "trace", "tasks", "settle", "pushes", "batches", "versions", "admin", "runs", "audit")
+_ORDER = (
+    "prelude",
+    "trace",
+    "tasks",
+    "settle",
+    "pushes",
+    "batches",
+    "versions",
+    "plugins",
+    "admin",
+    "runs",
+    "audit",
+)
 
 # Read only: allowed on replicas and when memory is full.
 _READS = (
@@ -51,6 +63,7 @@ _RELEASES = (
     "void",
     "unpin",
     "purge",
+    "save_states",
 )
 _WRITES = (
     "submit",

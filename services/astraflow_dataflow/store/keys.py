@@ -61,6 +61,9 @@ _SUFFIXES = {
     "versions": "versions:%s",
     "version_steps": "version_steps:%s",
     "pins": "pins:%s",
+    # plug-ins
+    "plugin_state": "plugin_state:%s",
+    "plugin_revisions": "plugin_revisions",
     # nodes
     "nodes": "nodes",
     "node": "node:%s",

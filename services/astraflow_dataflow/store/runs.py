@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping, Sequence
 
 from astraflow.errors import ConflictError, NotFoundError
+from astraflow.rollout.v1.task_pb2 import Task
 from astraflow_dataflow.records import (
     Life,
-    NewTask,
     StoredEvaluation,
     StoredNode,
     StoredRun,
@@ -28,8 +28,10 @@ from astraflow_dataflow.store.connection import (
     as_list,
     as_mapping,
     as_text,
+    flag,
 )
 from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, Keys
+from astraflow_dataflow.store.tasks import flat
 
 _GONE = ("", "deleting")
 """States of a run that is not there, or not for long."""
@@ -103,7 +105,7 @@ class RunStore:
 
         Raises NotFoundError, and without `force` PreconditionError naming who works on it.
         """
-        reply = await self._connection.call(Keys(run_id), "begin_delete", run_id, "1" if force else "0")
+        reply = await self._connection.call(Keys(run_id), "begin_delete", run_id, flag(force))
         return {name: int(value) for name, value in as_mapping(reply).items()}
 
     async def delete_keys(self, run_id: str) -> int:
@@ -186,7 +188,7 @@ class NodeStore:
             node_id,
             _incarnation(incarnation),
             connected_ms,
-            "1" if heard else "0",
+            flag(heard),
             *pairs,
         )
 
@@ -243,18 +245,15 @@ class EvaluationStore:
         self, run_id: str, evaluation_id: str, *, policy_id: str, version: int, planned: int, final: bool
     ) -> bool:
         """Plan an evaluation once. Returns whether it is new."""
-        arguments = (evaluation_id, policy_id, version, planned, "1" if final else "0")
+        arguments = (evaluation_id, policy_id, version, planned, flag(final))
         return as_int(await self._connection.call(Keys(run_id), "plan_evaluation", *arguments)) == 1
 
     async def feed(
-        self, run_id: str, evaluation_id: str, *, expected_fed: int, planned: int, tasks: Sequence[NewTask]
+        self, run_id: str, evaluation_id: str, *, expected_fed: int, planned: int, tasks: Sequence[Task]
     ) -> bool:
         """Add held-out tasks after the first `expected_fed`. Returns False when another server was first."""
-        pairs: list[Argument] = []
-        for task in tasks:
-            pairs += [task.task_id, task.spec]
         reply = await self._connection.call(
-            Keys(run_id), "feed_evaluation", evaluation_id, expected_fed, planned, *pairs
+            Keys(run_id), "feed_evaluation", evaluation_id, expected_fed, planned, *flat(tasks)
         )
         return as_int(reply) >= 0
 

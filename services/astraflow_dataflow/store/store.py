@@ -12,6 +12,7 @@ from astraflow_dataflow.store.admin import AdminStore
 from astraflow_dataflow.store.audit import AuditStore
 from astraflow_dataflow.store.batches import BatchStore, VersionStore
 from astraflow_dataflow.store.connection import Connection
+from astraflow_dataflow.store.plugin_states import PluginStateStore
 from astraflow_dataflow.store.runs import EvaluationStore, NodeStore, RunStore
 from astraflow_dataflow.store.tasks import EpisodeStore, TaskStore
 
@@ -30,6 +31,7 @@ class Store:
     versions: VersionStore
     audits: AuditStore
     admin: AdminStore
+    plugin_states: PluginStateStore
 
     @classmethod
     def over(cls, connection: Connection) -> Store:
@@ -45,4 +47,5 @@ class Store:
             versions=VersionStore(connection),
             audits=AuditStore(connection),
             admin=AdminStore(connection),
+            plugin_states=PluginStateStore(connection),
         )

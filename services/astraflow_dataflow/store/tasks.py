@@ -9,20 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from astraflow.errors import AstraflowError, NotFoundError
-from astraflow_dataflow.records import (
-    CommitReply,
-    CompleteTask,
-    Grant,
-    GroupVerdict,
-    LeaseReply,
-    NewTask,
-    Outcome,
-    PushedEpisode,
-    PushedItem,
-    Refusal,
-    Supply,
-)
+from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome, PushResult
+from astraflow.errors import AstraflowError, NotFoundError, PayloadMissingError
+from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+from astraflow_dataflow.records import Committed, CompleteTask, GroupVerdict, Offer, Supply
+from astraflow_dataflow.rules.evaluation import is_evaluation_task
 from astraflow_dataflow.store.connection import (
     Argument,
     Call,
@@ -32,11 +23,14 @@ from astraflow_dataflow.store.connection import (
     as_int,
     as_list,
     as_text,
+    flag,
 )
 from astraflow_dataflow.store.keys import TRAIN_LANE, Keys
 
 PAYLOAD_TTL_S = 3600
 """Life of a payload whose commit never came."""
+MAX_SAMPLE_BYTES = 64 * 1024
+"""Of an episode that is kept in quarantine."""
 
 
 class TaskStore:
@@ -45,9 +39,9 @@ class TaskStore:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def submit(self, run_id: str, tasks: Sequence[NewTask]) -> int:
+    async def submit(self, run_id: str, tasks: Sequence[task_pb2.Task]) -> int:
         """Add tasks to the training lane. Returns how many were new. Raises PreconditionError when the run finishes."""
-        return as_int(await self._connection.call(Keys(run_id), "submit", TRAIN_LANE, *_flat(tasks)))
+        return as_int(await self._connection.call(Keys(run_id), "submit", TRAIN_LANE, *flat(tasks)))
 
     async def feed(
         self,
@@ -56,11 +50,11 @@ class TaskStore:
         expected_cursor: int,
         next_cursor: int,
         exhausted: bool,
-        tasks: Sequence[NewTask],
+        tasks: Sequence[task_pb2.Task],
     ) -> bool:
         """Add the data set's next tasks and move its cursor. Returns False when another server was first."""
         reply = await self._connection.call(
-            Keys(run_id), "feed", expected_cursor, next_cursor, "1" if exhausted else "0", *_flat(tasks)
+            Keys(run_id), "feed", expected_cursor, next_cursor, flag(exhausted), *flat(tasks)
         )
         return as_int(reply) >= 0
 
@@ -86,9 +80,9 @@ class TaskStore:
         max_held: int,
         serving: Mapping[str, int],
         session: str = "",
-    ) -> LeaseReply:
+    ) -> Offer:
         """Lease at most `want` tasks: evaluations of exactly the versions served first, then training
-        within admission.
+        within admission. What the recipe says of a lease is left out.
         """
         pairs: list[Argument] = [part for item in serving.items() for part in item]
         reply = as_list(
@@ -96,8 +90,8 @@ class TaskStore:
                 Keys(run_id), "lease", node_id, want, _ms(ttl_s), _ms(horizon_s), max_held, session, *pairs
             )
         )
-        return LeaseReply(
-            grants=tuple(_grant(item) for item in as_list(reply[1])),
+        return Offer(
+            leases=[_lease(item) for item in as_list(reply[1])],
             waiting_for=as_text(reply[0]),
             more=as_text(reply[2]) == "1",
         )
@@ -124,7 +118,7 @@ class TaskStore:
         backoff_s: float,
     ) -> bool:
         """Give a lease back; `free` costs no attempt. Returns whether the task will be leased again."""
-        flags = ("1" if retryable else "0", "1" if free else "0")
+        flags = (flag(retryable), flag(free))
         reply = await self._connection.call(
             Keys(run_id), "fail", node_id, lease_id, reason, detail, *flags, _ms(backoff_s)
         )
@@ -147,51 +141,54 @@ class EpisodeStore:
         self._connection = connection
 
     async def commit(
-        self, run_id: str, episodes: Sequence[PushedEpisode], *, evaluations: Sequence[bool], horizon_s: float
-    ) -> list[CommitReply | AstraflowError]:
-        """Store payloads and commit episodes in one pipeline; payloads of evaluation episodes are not kept.
+        self, run_id: str, episodes: Sequence[trajectory_pb2.Episode], *, horizon_s: float
+    ) -> list[Committed | AstraflowError]:
+        """Store payloads and commit valid episodes in one pipeline; payloads of evaluation episodes are not kept.
 
-        Returns one reply, or typed error, per episode. Raises UnavailableError when Redis is away.
+        Returns one reply, or typed error, per episode: PayloadMissingError when it must be pushed again. Raises
+        UnavailableError when Redis is away.
         """
         keys = Keys(run_id)
         calls: list[Call] = [
             ("commit", _commit_arguments(episode, horizon_s=horizon_s)) for episode in episodes
         ]
         payloads = [
-            (keys.of("payload", episode.episode_id, item.trajectory_id), item.body, PAYLOAD_TTL_S)
-            for episode, is_evaluation in zip(episodes, evaluations, strict=True)
-            if not is_evaluation
-            for item in episode.items
+            (keys.of("payload", episode.episode_id, item.header.trajectory_id), item.body, PAYLOAD_TTL_S)
+            for episode in episodes
+            if not is_evaluation_task(episode.task_id)
+            for item in episode.trajectories
         ]
         replies = await self._connection.call_many(keys, calls, payloads=payloads)
         if payloads and any(isinstance(reply, NotFoundError) for reply in replies):
             # The run was deleted meanwhile: it must leave nothing behind.
             await self._connection.raw("UNLINK", *(key for key, _, _ in payloads))
         return [
-            reply if isinstance(reply, AstraflowError) else _commit_reply(episode.task_id, reply)
+            reply if isinstance(reply, AstraflowError) else _committed(episode, reply)
             for episode, reply in zip(episodes, replies, strict=True)
         ]
 
-    async def quarantine(self, run_id: str, refusal: Refusal) -> tuple[Outcome, str, int]:
-        """Count and keep a refused episode. Returns (outcome, reason, position): a repeated one keeps its first
-        answer.
-        """
-        reply = as_list(
-            await self._connection.call(
-                Keys(run_id),
-                "quarantine",
-                refusal.task_id,
-                refusal.member,
-                refusal.episode_id,
-                refusal.node_id,
-                refusal.reason,
-                refusal.detail,
-                refusal.num_trajectories,
-                refusal.sample,
-                refusal.attempt,
-            )
+    async def quarantine(
+        self, run_id: str, episode: trajectory_pb2.Episode, *, reason: str, detail: str
+    ) -> PushResult:
+        """Count and keep a refused episode with a sample of it; a repeated one gets its first answer."""
+        reply = await self._connection.call(
+            Keys(run_id),
+            "quarantine",
+            episode.task_id,
+            episode.member,
+            episode.episode_id[:128],
+            episode.node_id[:64],
+            reason,
+            detail[:2048],
+            len(episode.trajectories),
+            episode.SerializeToString()[:MAX_SAMPLE_BYTES],
+            episode.attempt,
         )
-        return Outcome(as_text(reply[0])), as_text(reply[1]), as_int(reply[2])
+        outcome, kept_reason, position = as_list(reply)
+        result = _result(outcome, kept_reason, position)
+        if result.reason == reason:
+            result.detail = detail[:2048]
+        return result
 
     async def complete_task(self, run_id: str, task_id: str) -> CompleteTask | None:
         """Return a complete task that waits to be settled, or None when it does not."""
@@ -208,7 +205,7 @@ class EpisodeStore:
                 verdict.group_id,
                 verdict.policy_id,
                 verdict.verdict,
-                "1" if verdict.judged else "0",
+                flag(verdict.judged),
             ]
             arguments += [len(verdict.trajectory_ids), verdict.oldest_version, repr(verdict.reward_sum)]
             arguments += [verdict.items, "\n".join(verdict.trajectory_ids)]
@@ -224,36 +221,36 @@ def _ms(seconds: float) -> int:
     return int(seconds * 1000)
 
 
-def _flat(tasks: Sequence[NewTask]) -> list[Argument]:
-    flat: list[Argument] = []
-    for task in tasks:
-        flat += [task.task_id, task.group_size, task.spec]
-    return flat
+def flat(tasks: Sequence[task_pb2.Task]) -> list[Argument]:
+    """Return id, group size and specification of each task, as the functions that add tasks take them."""
+    return [part for task in tasks for part in (task.task_id, task.group_size, task.SerializeToString())]
 
 
-def _grant(reply: Reply) -> Grant:
-    fields = as_list(reply)
-    missing = as_text(fields[4])
-    return Grant(
-        task_id=as_text(fields[0]),
-        attempt=as_int(fields[1]),
-        spec=as_bytes(fields[2]),
-        evaluation_id=as_text(fields[3]),
-        members=tuple(int(part) for part in missing.split(",") if part),
+def _lease(reply: Reply) -> task_pb2.Lease:
+    task_id, attempt, spec, missing = as_list(reply)
+    return task_pb2.Lease(
+        lease_id=f"{as_text(task_id)}#{as_int(attempt)}",
+        task=task_pb2.Task.FromString(as_bytes(spec)),
+        attempt=as_int(attempt),
+        members=[int(part) for part in as_text(missing).split(",") if part],
     )
 
 
-def _commit_arguments(episode: PushedEpisode, *, horizon_s: float) -> tuple[Argument, ...]:
+def _commit_arguments(episode: trajectory_pb2.Episode, *, horizon_s: float) -> tuple[Argument, ...]:
     arguments: list[Argument] = [
         episode.task_id,
         episode.member,
         episode.attempt,
         episode.episode_id,
         episode.node_id,
+        flag(episode.hedge),
+        flag(episode.status == trajectory_pb2.EPISODE_STATUS_FAILED),
+        _ms(horizon_s),
     ]
-    arguments += ["1" if episode.hedge else "0", "1" if episode.failed else "0", _ms(horizon_s)]
-    for item in episode.items:
-        arguments += [item.trajectory_id, item.policy_id, repr(item.reward), item.header, _traced(item)]
+    for item in episode.trajectories:
+        header = item.header
+        arguments += [header.trajectory_id, header.policy_id, repr(header.reward)]
+        arguments += [header.SerializeToString(), _traced(header)]
     return tuple(arguments)
 
 
@@ -272,17 +269,26 @@ def _complete_task(task_id: str, fields: list[Reply]) -> CompleteTask | None:
     )
 
 
-def _commit_reply(task_id: str, reply: Reply) -> CommitReply:
-    fields = as_list(reply)
-    outcome = as_text(fields[0])
-    return CommitReply(
-        outcome=None if outcome == "RETRY" else Outcome(outcome),
-        detail=as_text(fields[1]),
-        completed=_complete_task(task_id, as_list(fields[2])),
-        position=as_int(fields[3]),
+def _committed(episode: trajectory_pb2.Episode, reply: Reply) -> Committed | AstraflowError:
+    outcome, detail, completed, position = as_list(reply)
+    if outcome == b"RETRY":
+        return PayloadMissingError(
+            f"the payload of episode {episode.episode_id} is gone; push it again", retry_after_s=0.1
+        )
+    return Committed(
+        result=_result(outcome, detail, position),
+        completed=_complete_task(episode.task_id, as_list(completed)),
     )
 
 
-def _traced(item: PushedItem) -> str:
-    versions = f"{item.min_version}\t{item.max_version}"
-    return f"{item.trajectory_id}\t{item.policy_id}\t{item.role}\t{versions}\t{item.reward!r}"
+def _result(outcome: Reply, reason: Reply, position: Reply) -> PushResult:
+    return PushResult(
+        outcome=Outcome.Value(f"OUTCOME_{as_text(outcome)}"),
+        reason=as_text(reason),
+        position=as_int(position),
+    )
+
+
+def _traced(header: trajectory_pb2.TrajectoryHeader) -> str:
+    versions = f"{header.min_version}\t{header.max_version}"
+    return f"{header.trajectory_id}\t{header.policy_id}\t{header.role}\t{versions}\t{header.reward!r}"

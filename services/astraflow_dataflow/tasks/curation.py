@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 
 from astraflow.errors import PluginError
-from astraflow.plugins import TaskSpec
+from astraflow.plugins import Curator, Dataset, TaskSpec
 from astraflow.rollout.v1 import task_pb2
-from astraflow_dataflow.records import NewTask, StoredEvaluation, Supply
+from astraflow_dataflow.records import StoredEvaluation, Supply
 from astraflow_dataflow.rules import evaluation
+from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.rules.tasks import task_problem
+from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
+from astraflow_kit.log import get_logger
+from astraflow_kit.plugins import describe
+
+log = get_logger(__name__)
 
 TASKS_PER_FEED = 64
+FEEDS_PER_CALL = 16
+"""Draws at once, so that curators that skip everything hold up nothing else."""
 HELD_OUT_AHEAD = 1024
 """Held-out tasks queued beyond those that are done."""
 
@@ -35,11 +44,18 @@ class Curation:
     async def feed_training(self, context: RunContext) -> Supply:
         """Queue training tasks until they cover the credit; return the figures found first. Raises PluginError."""
         first = supply = await self.store.tasks.supply(context.run_id)
-        while missing_tasks(supply) > 0:
-            count = min(TASKS_PER_FEED, missing_tasks(supply))
-            specs, ended = await asyncio.to_thread(
-                draw, context.dataset.train, start=supply.cursor, count=count
+        dataset = context.plugins.dataset
+        for draws in range(FEEDS_PER_CALL):
+            missing = missing_tasks(supply)
+            if missing <= 0:
+                break
+            # Each draw is larger than the one before, for curators may skip most of it.
+            count = min(TASKS_PER_FEED, missing << draws)
+            drawn, ended = await asyncio.to_thread(
+                draw, dataset.train, start=supply.cursor, count=count, end=length(dataset)
             )
+            specs = await self._proposed(context, drawn)
+            context.skipped = 0 if specs else context.skipped + len(drawn)
             flow = context.recipe.dataflow
             tasks = [
                 new_task(spec, purpose=task_pb2.PURPOSE_TRAINING, group_size=flow.group_size)
@@ -48,12 +64,20 @@ class Curation:
             await self.store.tasks.feed(
                 context.run_id,
                 expected_cursor=supply.cursor,
-                next_cursor=supply.cursor + len(specs),
+                next_cursor=supply.cursor + len(drawn),
                 exhausted=ended,
                 tasks=tasks,
             )
             supply = await self.store.tasks.supply(context.run_id)
         return first
+
+    async def _proposed(self, context: RunContext, drawn: Sequence[TaskSpec]) -> Sequence[TaskSpec]:
+        """What the curators leave of drawn tasks, each asked about what those before it left."""
+        chosen = drawn
+        for curator in context.plugins.curators:
+            work = partial(asyncio.to_thread, propose, curator, chosen, context.plugins.faults)
+            chosen = await with_states(self.store.plugin_states, context.run_id, [curator], work)
+        return chosen
 
     async def feed_evaluation(self, context: RunContext, planned: StoredEvaluation) -> None:
         """Queue held-out tasks of an evaluation, not too far ahead of what is done. Raises PluginError."""
@@ -61,7 +85,9 @@ class Curation:
         count = min(planned.planned, finished + HELD_OUT_AHEAD) - planned.fed
         if count <= 0:
             return
-        specs, ended = await asyncio.to_thread(draw, context.dataset.heldout, start=planned.fed, count=count)
+        specs, ended = await asyncio.to_thread(
+            draw, context.plugins.dataset.heldout, start=planned.fed, count=count
+        )
         tasks = [
             new_task(
                 spec,
@@ -84,10 +110,46 @@ def missing_tasks(supply: Supply) -> int:
     return max(0, supply.credit - supply.queued)
 
 
-def draw(source: Callable[[int], TaskSpec | None], *, start: int, count: int) -> tuple[list[TaskSpec], bool]:
-    """Return (tasks from index `start`, whether the data set ended). Raises PluginError when the plug-in does."""
+def length(dataset: Dataset) -> int | None:
+    """Return how many training tasks a data set says it has; None when it does not say. Raises PluginError."""
+    if not isinstance(dataset, Sized):
+        return None
+    try:
+        return len(dataset)
+    except Exception as error:
+        raise PluginError(f"the data set's __len__ raised: {describe(error)}; correct it") from error
+
+
+def propose(
+    curator: DataPlugin[Curator], tasks: Sequence[TaskSpec], faults: PluginFaults
+) -> Sequence[TaskSpec]:
+    """Return the tasks a curator wants, in its order; all of them when it raises or answers something else."""
+    given = {task.task_id: task for task in tasks}
+    try:
+        with faults.timed("curator", curator.name):
+            chosen: object = curator.made.propose(tuple(tasks))
+        if not isinstance(chosen, Sequence) or not all(isinstance(task, TaskSpec) for task in chosen):
+            raise TypeError(f"`propose` returned {type(chosen).__name__}, not a sequence of tasks")
+        names = [task.task_id for task in chosen]
+        if len(set(names) & given.keys()) != len(names):
+            raise ValueError(f"`propose` returned tasks that were not drawn, or one twice: {names[:5]}")
+    except Exception as error:  # a plug-in must not stop the run
+        log.exception("curator.failed", curator=curator.name, task_ids=list(given)[:5])
+        faults.note("curator", curator.name, error)
+        return tasks
+    return [given[name] for name in names]
+
+
+def draw(
+    source: Callable[[int], TaskSpec | None], *, start: int, count: int, end: int | None = None
+) -> tuple[list[TaskSpec], bool]:
+    """Return (tasks from index `start`, whether the data set ended, at `end` at the latest). Raises PluginError when
+    the plug-in does.
+    """
     specs: list[TaskSpec] = []
     for index in range(start, start + count):
+        if end is not None and index >= end:
+            return specs, True
         try:
             spec = source(index)
         except Exception as error:
@@ -105,8 +167,8 @@ def draw(source: Callable[[int], TaskSpec | None], *, start: int, count: int) ->
 
 def new_task(
     spec: TaskSpec, *, purpose: task_pb2.Purpose.ValueType, group_size: int, task_id: str = ""
-) -> NewTask:
-    """Return the stored form of a data set's task. Raises PluginError when it breaks the contract's bounds."""
+) -> task_pb2.Task:
+    """Return the contract's form of a data set's task. Raises PluginError when it breaks the contract's bounds."""
     message = task_pb2.Task(
         task_id=task_id or spec.task_id,
         messages=[task_pb2.Message(role=message.role, content=message.content) for message in spec.messages],
@@ -118,7 +180,7 @@ def new_task(
     problem = task_problem(message, allow_evaluation=bool(task_id))
     if problem:
         raise PluginError(f"the data set's task {spec.task_id!r} cannot be used: {problem}")
-    return NewTask(task_id=message.task_id, group_size=group_size, spec=message.SerializeToString())
+    return message
 
 
 def _name_of(source: Callable[[int], TaskSpec | None]) -> str:

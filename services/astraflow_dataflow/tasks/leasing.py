@@ -11,11 +11,11 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from google.protobuf.duration_pb2 import Duration
-
+from astraflow._contract import bounds_of
+from astraflow.dataflow.v1 import task_service_pb2
 from astraflow.errors import FencedError
 from astraflow.rollout.v1 import task_pb2
-from astraflow_dataflow.records import Grant
+from astraflow_dataflow.records import Offer
 from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
@@ -31,16 +31,7 @@ FREE_REASONS = frozenset({"missing_capability", "drain", "version_unavailable"})
 """Failures that cost no attempt: the node cannot help it."""
 _BACKOFF_S = {"version_unavailable": 0.2, "missing_capability": 0.0, "drain": 0.0}
 _RETRY_BACKOFF_S = 0.1
-_MAX_DETAIL_CHARS = 2048
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offer:
-    """What a node gets: leases, why there are not more, and whether another node might get something."""
-
-    leases: list[task_pb2.Lease]
-    waiting_for: str
-    more: bool
+_MAX_DETAIL = bounds_of(task_service_pb2.LeaseFailure, "detail").max_len
 
 
 @dataclass(frozen=True)
@@ -62,7 +53,7 @@ class Leasing:
     ) -> Offer:
         """Return leases and why there are not more. Raises FencedError when another stream took the session over."""
         flow = context.recipe.dataflow
-        reply = await self.store.tasks.lease(
+        offer = await self.store.tasks.lease(
             context.run_id,
             node_id=node_id,
             want=min(want, LEASES_PER_CALL),
@@ -72,17 +63,18 @@ class Leasing:
             serving=serving,
             session=session,
         )
-        if reply.waiting_for == "session_replaced":
+        if offer.waiting_for == "session_replaced":
             raise FencedError(
                 f"node {node_id} opened another working session; this one is over, use one stream per node"
             )
-        for grant in reply.grants:
-            purpose = "evaluation" if grant.evaluation_id else "training"
+        for lease in offer.leases:
+            is_evaluation = lease.task.purpose == task_pb2.PURPOSE_EVALUATION
+            purpose = "evaluation" if is_evaluation else "training"
             self.metrics.increment("astraflow_dataflow_leases_total", purpose=purpose)
-        if reply.grants:
+            complete(lease, context)
+        if offer.leases:
             failpoints.hit("dataflow.leased")
-        leases = [lease_message(context, grant) for grant in reply.grants]
-        return Offer(leases=leases, waiting_for=reply.waiting_for, more=reply.more)
+        return offer
 
     async def renew(self, context: RunContext, *, node_id: str, lease_ids: list[str]) -> list[str]:
         """Extend leases; return those that are lost."""
@@ -98,7 +90,7 @@ class Leasing:
             node_id=node_id,
             lease_id=lease_id,
             reason=reason or "unspecified",
-            detail=detail[:_MAX_DETAIL_CHARS],
+            detail=detail[:_MAX_DETAIL],
             retryable=retryable,
             free=reason in FREE_REASONS,
             backoff_s=_BACKOFF_S.get(reason, _RETRY_BACKOFF_S),
@@ -107,22 +99,16 @@ class Leasing:
         return requeued
 
 
-def lease_message(context: RunContext, grant: Grant) -> task_pb2.Lease:
-    """Return the contract's form of a grant."""
-    ttl = Duration()
-    ttl.FromMilliseconds(int(context.recipe.dataflow.lease_ttl_s * 1000))
-    demand = evaluation.demand_of(grant.task_id) if grant.evaluation_id else None
-    return task_pb2.Lease(
-        lease_id=grant.lease_id,
-        run_id=context.run_id,
-        task=task_pb2.Task.FromString(grant.spec),
-        attempt=grant.attempt,
-        members=grant.members,
-        ttl_duration=ttl,
-        sampling=sampling_params(context),
-        required_versions={demand.policy_id: demand.version} if demand else {},
-        seed=task_seed(context.recipe.run.seed, grant.task_id),
-    )
+def complete(lease: task_pb2.Lease, context: RunContext) -> None:
+    """Fill in what the run says of a lease: sampling, seed, time to live and the versions it demands."""
+    lease.run_id = context.run_id
+    lease.ttl_duration.FromMilliseconds(int(context.recipe.dataflow.lease_ttl_s * 1000))
+    lease.seed = task_seed(context.recipe.run.seed, lease.task.task_id)
+    demand = evaluation.demand_of(lease.task.task_id)
+    if demand is not None:
+        lease.required_versions[demand.policy_id] = demand.version
+    for policy_id, params in sampling_params(context).items():
+        lease.sampling[policy_id].CopyFrom(params)
 
 
 def sampling_params(context: RunContext) -> dict[str, task_pb2.SamplingParams]:

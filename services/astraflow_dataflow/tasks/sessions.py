@@ -14,14 +14,15 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 
+from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError, UnavailableError
-from astraflow_dataflow.records import Event, Life, WeightFault
+from astraflow_dataflow.records import Event, Life, Offer, WeightFault
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import Subscription
-from astraflow_dataflow.tasks.leasing import Leasing, Offer
+from astraflow_dataflow.tasks.leasing import Leasing
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit.log import get_logger
 
@@ -32,8 +33,12 @@ Response = task_service_pb2.WorkResponse
 
 HEARTBEAT_S = 5.0
 _CONNECTED_MS = 15_000
-_MAX_RENEWALS = 4096
-_MAX_WEIGHT_FAULTS = 16
+_MAX_RENEWALS = bounds_of(task_service_pb2.Renewal, "lease_ids").max_items
+_MAX_WAITING_FOR = bounds_of(task_service_pb2.Credits, "waiting_for").max_len
+_MAX_WEIGHT_FAULTS = bounds_of(task_service_pb2.Credits, "weight_faults").max_items
+_MAX_FAULT_TEXT = {
+    name: bounds_of(version_pb2.WeightFault, name).max_len for name in ("policy_id", "tensor", "problem")
+}
 # Wake-ups of many groups arrive in bursts: one lease call answers them together.
 _SETTLE_S = 0.002
 
@@ -181,7 +186,7 @@ class WorkSession:
                 "serving": json.dumps(self._serving),
                 "tokens": credits_given.tokens_sampled,
                 "engine_restarts": credits_given.engine_restarts,
-                "waiting_for": credits_given.waiting_for[:64],
+                "waiting_for": credits_given.waiting_for[:_MAX_WAITING_FOR],
                 "weight_faults": self._weight_faults(credits_given.weight_faults[:_MAX_WEIGHT_FAULTS]),
             }
         )
@@ -190,11 +195,11 @@ class WorkSession:
         """What is kept of a node's faults; each new one is logged once."""
         faults = [
             WeightFault(
-                policy_id=fault.policy_id[:128],
+                policy_id=fault.policy_id[: _MAX_FAULT_TEXT["policy_id"]],
                 version=fault.version,
-                tensor=fault.tensor[:512],
+                tensor=fault.tensor[: _MAX_FAULT_TEXT["tensor"]],
                 tile=fault.tile if fault.HasField("tile") else None,
-                problem=fault.problem[:512],
+                problem=fault.problem[: _MAX_FAULT_TEXT["problem"]],
             )
             for fault in reported
         ]

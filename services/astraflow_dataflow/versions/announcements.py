@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import version_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow_dataflow.records import StoredVersion
@@ -22,8 +23,9 @@ from astraflow_kit.log import get_logger
 log = get_logger(__name__)
 
 _LOOK_AGAIN_S = 15.0
-_DIGEST_BYTES = 32
-_MAX_VERSION = 2**21 - 1  # the ready set's order keeps versions in 21 bits of a double
+_DIGEST_BYTES = bounds_of(version_pb2.Version, "manifest_sha256").max_bytes
+# The ready set's order keeps versions in 21 bits of a double.
+_MAX_VERSION = int(bounds_of(version_pb2.Version, "version").max)
 
 
 @dataclass(frozen=True)

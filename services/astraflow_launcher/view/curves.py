@@ -21,7 +21,7 @@ def draw_curves(observation: Observation, path: Path, *, title: str) -> None:
     FigureCanvasAgg(figure)
     reward, staleness, density = figure.subplots(3, 1, height_ratios=(3, 1, 1))
     for policy in observation.policies():
-        points = [point for point in observation.steps if point.policy == policy]
+        points = observation.steps_of(policy)
         steps = [point.step for point in points]
         reward.plot(
             steps,

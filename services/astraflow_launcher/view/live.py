@@ -17,6 +17,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from astraflow.commands.status import node_parts, trajectory_parts, wait_parts
+from astraflow.commands.wording import number_text
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
 from astraflow_launcher.view.observation import Observation, StepPoint
@@ -129,7 +131,7 @@ def render(observation: Observation, *, title: str, doing: str) -> RenderableTyp
     """Return the whole view as something rich can print."""
     parts: list[RenderableType] = [Text(f"{doing}  ·  {observation.seconds:.0f} s", style="bold")]
     parts += [_policy_panel(observation, policy) for policy in _policy_ids(observation)]
-    parts += [_flow_line(observation), _node_table(observation), _wait_lines(observation)]
+    parts += [*_run_parts(observation), *_unreachable_lines(observation)]
     parts.append(Text(observation.server, style="dim"))
     return Panel(Group(*parts), title=f"astraflow · {title}", title_align="left", border_style="cyan")
 
@@ -154,16 +156,12 @@ def _policy_ids(observation: Observation) -> list[str]:
 def _policy_panel(observation: Observation, policy: str) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_row(*_trainer_cells(observation, policy))
-    rewards = [
-        point.metrics.get("reward_mean", math.nan) for point in observation.steps if point.policy == policy
-    ]
+    rewards = [point.metrics.get("reward_mean", math.nan) for point in observation.steps_of(policy)]
     heldout = [item.mean_reward for item in observation.evaluations(policy)]
-    grid.add_row(
-        "train reward", _number(rewards[-1] if rewards else math.nan), Text(sparkline(rewards), style="green")
-    )
-    grid.add_row(
-        "held-out", _number(heldout[-1] if heldout else math.nan), Text(sparkline(heldout), style="yellow")
-    )
+    for name, values, style in (("train reward", rewards, "green"), ("held-out", heldout, "yellow")):
+        grid.add_row(
+            name, number_text(values[-1] if values else math.nan), Text(sparkline(values), style=style)
+        )
     grid.add_row("weights", *_weight_cells(observation, policy))
     return Panel(grid, title=f"policy {policy}", title_align="left", border_style="dim")
 
@@ -197,44 +195,19 @@ def _weight_cells(observation: Observation, policy: str) -> tuple[str, str]:
     return (f"version {last.version}", f"{size} · staleness {stale:.1f}")
 
 
-def _flow_line(observation: Observation) -> Text:
-    if observation.status is None:
-        return Text("dataflow: starting", style="dim")
-    account = observation.status.trajectories
-    rate = account.ingested / observation.seconds if observation.seconds else 0.0
-    text = (
-        f"trajectories: {account.ingested} in ({rate:.0f}/s), "
-        f"{account.assembling} assembling, "
-        f"{account.ready} ready, {account.in_batch} in batch, "
-        f"{account.trained} trained, {sum(account.dropped.values())} dropped"
-    )
-    return Text(text, style="red" if account.conservation_error else "")
+def _run_parts(observation: Observation) -> list[RenderableType]:
+    """What `astraflow status` shows of trajectories, nodes and waits."""
+    status = observation.status
+    if status is None:
+        return [Text("dataflow: starting", style="dim")]
+    return [*trajectory_parts(status), *node_parts(status), *wait_parts(status)]
 
 
-def _node_table(observation: Observation) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for column in ("node", "version", "leases", "episodes", "tokens", "restarts", ""):
-        table.add_column(column)
-    for node in observation.status.nodes if observation.status else ():
-        versions = ", ".join(str(version) for _, version in sorted(node.serving_versions.items())) or "–"
-        state = node.waiting_for and f"waits for {node.waiting_for}"
-        table.add_row(
-            node.node_id,
-            versions,
-            str(node.leases),
-            str(node.episodes),
-            str(node.tokens),
-            str(node.restarts),
-            state or ("" if node.connected else "not connected"),
-        )
-    return table
-
-
-def _wait_lines(observation: Observation) -> Text:
-    waits = list(observation.status.waits) if observation.status else []
-    lines = [f"{wait.stage} waits: {wait.reason} — {wait.detail}" for wait in waits]
-    lines += [f"{name} does not answer: {why}" for name, why in sorted(observation.unreachable.items())]
-    return Text("\n".join(lines) or "nothing waits", style="dim")
+def _unreachable_lines(observation: Observation) -> list[RenderableType]:
+    return [
+        Text(f"{name} does not answer: {why}", style="dim")
+        for name, why in sorted(observation.unreachable.items())
+    ]
 
 
 def _wait_key(wait: admin_service_pb2.Wait) -> tuple[str, str, str]:
@@ -258,7 +231,3 @@ def _evaluation_line(item: admin_service_pb2.Evaluation) -> str:
     kind = "final evaluation" if item.final else "evaluation"
     result = f"held-out {item.mean_reward:.3f} ({item.num_samples} samples)"
     return f"{item.policy_id} {kind} of version {item.version}: {result}"
-
-
-def _number(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.3f}"

@@ -69,9 +69,13 @@ class Observation:
         """Policy ids of the run, sorted."""
         return sorted(item.policy_id for item in self.status.policies) if self.status else []
 
+    def steps_of(self, policy: str) -> list[StepPoint]:
+        """Finished steps of a policy, oldest first."""
+        return [point for point in self.steps if point.policy == policy]
+
     def last_step(self, policy: str) -> StepPoint | None:
         """The newest finished step of a policy."""
-        return next((point for point in reversed(self.steps) if point.policy == policy), None)
+        return next(reversed(self.steps_of(policy)), None)
 
     def deltas(self) -> list[version_pb2.Version]:
         """Announced versions of every policy that have a delta."""
@@ -104,9 +108,7 @@ class Goal:
     def _points(self, observation: Observation, policy: str) -> list[float]:
         if self.measure == "heldout":
             return [item.mean_reward for item in observation.evaluations(policy)]
-        return [
-            point.metrics.get("reward_mean", 0.0) for point in observation.steps if point.policy == policy
-        ]
+        return [point.metrics.get("reward_mean", 0.0) for point in observation.steps_of(policy)]
 
 
 def parse_goal(text: str) -> Goal:

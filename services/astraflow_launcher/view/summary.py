@@ -9,26 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import Any
 
 from rich.table import Table
 
-from astraflow.dataflow.v1 import account_pb2, admin_service_pb2
+from astraflow.commands import wording
+from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow_launcher.view.observation import Observation
 
-__all__ = ["NodeSummary", "Staleness", "Summary", "Trajectories", "as_json", "as_table", "summarize"]
-
-
-@dataclass(frozen=True)
-class Trajectories:
-    """Where every ingested trajectory ended; the conservation law's terms."""
-
-    ingested: int
-    trained: int
-    in_batch: int
-    ready: int
-    assembling: int
-    dropped: dict[str, int]
-    evaluated: int
+__all__ = ["NodeSummary", "Staleness", "Summary", "as_json", "as_table", "summarize"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +46,7 @@ class Summary:
     """
 
     steps: int
+    steps_by_policy: dict[str, int]
     reward_first: float | None
     reward_last: float | None
     heldout_first: float | None
@@ -64,7 +54,8 @@ class Summary:
     heldout_n: int
     wall_s: float
     first_reward_s: float | None
-    trajectories: Trajectories
+    trajectories: dict[str, Any]
+    """Where every ingested trajectory ended: the fields of the contract's TrajectoryAccount."""
     conservation_error: int
     staleness: Staleness
     trainer_wait_fraction: float
@@ -90,6 +81,7 @@ def summarize(
     deltas = observation.deltas()
     return Summary(
         steps=min((item.last_finished_step for item in status.policies), default=0),
+        steps_by_policy={item.policy_id: item.last_finished_step for item in status.policies},
         reward_first=_mean(_step_reward(observation, policy, first=True) for policy in policies),
         reward_last=_mean(_step_reward(observation, policy, first=False) for policy in policies),
         heldout_first=_mean(items[0].mean_reward if items else None for items in evaluations),
@@ -97,7 +89,7 @@ def summarize(
         heldout_n=min((items[-1].num_samples for items in evaluations if items), default=0),
         wall_s=round(wall_s, 2),
         first_reward_s=observation.first_reward_s and round(observation.first_reward_s, 2),
-        trajectories=_trajectories(status.trajectories),
+        trajectories=wording.as_json(status.trajectories),
         conservation_error=status.trajectories.conservation_error,
         staleness=_staleness(status),
         trainer_wait_fraction=_mean(item.wait_fraction for item in observation.trainers.values()) or 0.0,
@@ -135,14 +127,14 @@ def as_table(summary: Summary) -> Table:
 
 def _rows(summary: Summary) -> list[tuple[str, str]]:
     account, staleness = summary.trajectories, summary.staleness
-    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(account.dropped.items())) or "none"
+    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(account["dropped"].items())) or "none"
     share = summary.delta_bytes_mean / summary.snapshot_bytes if summary.snapshot_bytes else 0.0
     heldout = f"{_text(summary.heldout_first)} → {_text(summary.heldout_last)} ({summary.heldout_n} samples)"
     delta_kb, density = summary.delta_bytes_mean / 1e3, summary.density_mean
     nodes = [f"{node.id}: {node.tokens} tokens, {node.trajectories} trajectories" for node in summary.nodes]
-    counts = f"{account.ingested} ingested, {account.trained} trained, {account.evaluated} evaluated"
+    counts = ", ".join(f"{account[name]} {name}" for name in ("ingested", "trained", "evaluated"))
     return [
-        ("steps", f"{summary.steps} in {summary.wall_s:.0f} s"),
+        ("steps", f"{_steps(summary)} in {summary.wall_s:.0f} s"),
         ("first reward", f"after {_text(summary.first_reward_s)} s"),
         ("held-out reward", heldout),
         ("training reward", f"{_text(summary.reward_first)} → {_text(summary.reward_last)}"),
@@ -159,21 +151,15 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
+def _steps(summary: Summary) -> str:
+    if len(set(summary.steps_by_policy.values())) < 2:
+        return str(summary.steps)
+    return ", ".join(f"{policy_id} {steps}" for policy_id, steps in summary.steps_by_policy.items())
+
+
 def _step_reward(observation: Observation, policy: str, *, first: bool) -> float | None:
-    points = [point for point in observation.steps if point.policy == policy]
+    points = observation.steps_of(policy)
     return points[0 if first else -1].metrics.get("reward_mean") if points else None
-
-
-def _trajectories(account: account_pb2.TrajectoryAccount) -> Trajectories:
-    return Trajectories(
-        ingested=account.ingested,
-        trained=account.trained,
-        in_batch=account.in_batch,
-        ready=account.ready,
-        assembling=account.assembling,
-        dropped=dict(account.dropped),
-        evaluated=account.evaluated,
-    )
 
 
 def _staleness(status: admin_service_pb2.StatusResponse) -> Staleness:

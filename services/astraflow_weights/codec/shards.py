@@ -133,7 +133,7 @@ def sharded_digests(model: ShardedModel, *, cover: Cover, peers: Peers) -> tuple
 
     The process that holds most of a tensor hashes the shards of the others as they arrive, in chunks: nobody ever
     holds a tensor of which it does not hold the shard, and a tensor that one process holds whole does not travel.
-    Of tensors spread evenly all but the owner's shard does, together less than one gathering of the model: a
+    Of tensors spread evenly all but the owner's shard does, together less than one all-gather of the model: a
     small part of what a sharded forward pass moves.
     """
     owners = [_owner(spec, number, cover=cover) for number, spec in enumerate(model.specs)]

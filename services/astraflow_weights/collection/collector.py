@@ -1,7 +1,7 @@
 """Collects the parts that nobody needs any more, in rounds: mark, tombstone, grace, decide, sweep.
 
 Invariant: a part is deleted only after everything that could have come to need it since it was marked has been
-asked for again: the log, the added ways, upload intents, pull leases and the roots. Between two steps nothing is
+asked for again: the log, the added paths, upload intents, pull leases and the roots. Between two steps nothing is
 held that matters: a collector that dies is followed up by the next one, and any number may work at once.
 `step` never waits; the compactor calls it beside training, `astraflow weights gc` in a loop.
 """
@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 
-from astraflow.errors import IncompatibleError
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
 from astraflow_weights.collection.retention import Retention, Roots, retained
 from astraflow_weights.collection.rounds import OpenRound, Rounds
-from astraflow_weights.errors import CorruptManifest, Edge, ObjectNotFound
+from astraflow_weights.errors import Edge
 from astraflow_weights.settings import CollectionSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
-from astraflow_weights.versions.collection_records import Sweep, decode_lease
+from astraflow_weights.versions.collection_records import Sweep, stored_leases
 from astraflow_weights.versions.intents import FoundIntents, find_intents
-from astraflow_weights.versions.log import VersionLog, VersionRecord, way_key
+from astraflow_weights.versions.log import VersionLog, VersionRecord, path_key
 from astraflow_weights.versions.manifest import PartRef
 
 log = get_logger(__name__)
@@ -48,7 +47,7 @@ class Share:
     """Parts that are there for one reason."""
 
     why: str
-    ways: int
+    paths: int
     parts: int
     size_bytes: int
 
@@ -63,8 +62,8 @@ class Survey:
     unnamed: Mapping[bytes, int]
     """Parts that nothing names: a writer may be about to."""
     lost: tuple[int, ...]
-    broken_ways: int
-    """Added ways that name parts which are gone; a round deletes them."""
+    broken_paths: int
+    """Added paths that name parts which are gone; a round deletes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +148,11 @@ class Collector:
         named = self._named()
         return Survey(
             horizon=retention.horizon,
-            kept=_shares(kept, present=present, ways=retention.ways),
+            kept=_shares(kept, present=present, paths=retention.paths),
             garbage={name: size for name, size in present.items() if name in named and name not in kept},
             unnamed={name: size for name, size in present.items() if name not in named and name not in kept},
             lost=retention.lost,
-            broken_ways=len(self._ways_without(present.keys())),
+            broken_paths=len(self._paths_without(present.keys())),
         )
 
     def _begin(self) -> Step:
@@ -163,7 +162,7 @@ class Collector:
         strays = self._confirmed(survey, before)
         self._suspects = self._suspected(survey)
         garbage = {**survey.garbage, **strays}
-        if not garbage and not survey.broken_ways:
+        if not garbage and not survey.broken_paths:
             stage = Stage.LOOK_AGAIN if survey.unnamed else Stage.NOTHING
             return Step(stage=stage, wait_s=_POLL_S if self._suspects else self._settings.grace_s)
         self._rounds.begin(frozenset(garbage))
@@ -240,25 +239,25 @@ class Collector:
         gone = frozenset(
             Edge(version=record.version, base_version=base)
             for record in self._log.records
-            for base, refs in _manifest_ways(record)
+            for base, refs in _manifest_paths(record)
             if any(ref.sha256 in deleted for ref in refs)
         )
         return Sweep(
             number=found.tombstone.number,
             kept_parts=kept,
-            ways=gone,
-            added_ways=tuple(self._ways_without(present.keys() - deleted)),
+            paths=gone,
+            added_paths=tuple(self._paths_without(present.keys() - deleted)),
             tombstone_sha256=found.sha256,
             created_time_s=self._clock.wall_time_s(),
         )
 
-    def _ways_without(self, there: Set[bytes]) -> list[str]:
-        """Keys of added ways with a part that is not there: about to go, or made by a writer that had been given up."""
+    def _paths_without(self, there: Set[bytes]) -> list[str]:
+        """Keys of added paths with a part that is not there: about to go, or of a writer that had been given up."""
         return sorted(
-            way_key(self._keys, way)
+            path_key(self._keys, path)
             for record in self._log.records
-            for way in record.added
-            if any(ref.sha256 not in there for ref in way.parts)
+            for path in record.added
+            if any(ref.sha256 not in there for ref in path.parts)
         )
 
     def _retention(self, present: Mapping[bytes, int]) -> Retention:
@@ -281,12 +280,12 @@ class Collector:
         return found
 
     def _named(self) -> set[bytes]:
-        """Parts that a manifest or an added way names, collected or not."""
+        """Parts that a manifest or an added path names, collected or not."""
         named: set[bytes] = set()
         for record in self._log.records:
             named.update(part.sha256 for part in record.snapshot or ())
             named.update(part.sha256 for delta in record.deltas for part in delta.parts)
-            named.update(part.sha256 for way in record.added for part in way.parts)
+            named.update(part.sha256 for path in record.added for part in path.parts)
         return named
 
     def _intents(self) -> FoundIntents:
@@ -296,25 +295,16 @@ class Collector:
     def _leased(self) -> frozenset[bytes]:
         """Parts that nodes are fetching; leases that ended by themselves are removed."""
         names: set[bytes] = set()
-        for info in self._store.list(self._keys.leases):
-            try:
-                lease = decode_lease(self._keys, self._store.get(info.key))
-            except ObjectNotFound:
-                # Ended since it was listed.
-                continue
-            except (CorruptManifest, IncompatibleError) as error:
-                # It protects nobody knows what, and its puller plans around what is missing.
-                log.warning("pull_lease.unreadable", key=info.key, message=str(error))
-                continue
+        for key, lease in stored_leases(self._store, keys=self._keys):
             if self._clock.wall_time_s() - lease.expires_time_s > _LEASE_SLACK_S:
-                self._store.delete(info.key)
+                self._store.delete(key)
             else:
                 names |= lease.parts
         return frozenset(names)
 
 
-def _manifest_ways(record: VersionRecord) -> Iterator[tuple[int | None, tuple[PartRef, ...]]]:
-    """Base and parts of each way of the manifest that was not collected."""
+def _manifest_paths(record: VersionRecord) -> Iterator[tuple[int | None, tuple[PartRef, ...]]]:
+    """Base and parts of each path of the manifest that was not collected."""
     if record.snapshot is not None and None not in record.swept:
         yield None, record.snapshot
     for delta in record.deltas:
@@ -323,13 +313,13 @@ def _manifest_ways(record: VersionRecord) -> Iterator[tuple[int | None, tuple[Pa
 
 
 def _shares(
-    kept: Mapping[bytes, str], *, present: Mapping[bytes, int], ways: Mapping[Edge, str]
+    kept: Mapping[bytes, str], *, present: Mapping[bytes, int], paths: Mapping[Edge, str]
 ) -> tuple[Share, ...]:
-    num_ways = Counter(ways.values())
+    num_paths = Counter(paths.values())
     return tuple(
         Share(
             why=why,
-            ways=num_ways[why],
+            paths=num_paths[why],
             parts=sum(found == why for found in kept.values()),
             size_bytes=sum(present[name] for name, found in kept.items() if found == why),
         )

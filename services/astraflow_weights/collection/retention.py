@@ -1,7 +1,7 @@
 """Which parts of a policy must stay, and why.
 
 Invariant: pure. From what is kept every version after the horizon, and every root before it that can be built
-at all, can be built from nothing; the horizon is the older of the newest whole snapshots. A way is never
+at all, can be built from nothing; the horizon is the older of the newest whole snapshots. A path is never
 relied upon when one of its parts is missing, nor, while there is another, when a round of collection that was
 begun may still delete one. The collector calls `retained` before and after each tombstone.
 """
@@ -29,25 +29,25 @@ class Roots:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Ways that stay, each with the reason. `lost` are roots that nothing leads to any more."""
+    """Paths that stay, each with the reason. `lost` are roots that nothing leads to any more."""
 
     horizon: int
-    ways: Mapping[Edge, str]
+    paths: Mapping[Edge, str]
     parts: Mapping[bytes, str]
     lost: tuple[int, ...]
 
 
 @dataclass(kw_only=True)
 class _Kept:
-    """Ways kept so far, and what a way consists of."""
+    """Paths kept so far, and what a path consists of."""
 
     offered: Mapping[Edge, tuple[PartRef, ...]]
-    ways: dict[Edge, str] = field(default_factory=dict)
+    paths: dict[Edge, str] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
 
     def add(self, edges: Iterable[Edge], *, why: str) -> None:
         for edge in edges:
-            self.ways.setdefault(edge, why)
+            self.paths.setdefault(edge, why)
 
 
 def retained(
@@ -61,7 +61,7 @@ def retained(
     """What must stay of a log that was read. `present` holds the size of each stored part by sha256, `doomed` the
     names in tombstones.
     """
-    offered = {edge: parts for record in log.records for edge, parts in ways_of(record)}
+    offered = {edge: parts for record in log.records for edge, parts in paths_of(record)}
     whole = {edge for edge, parts in offered.items() if _is_whole(parts, present)}
     uncertain = {edge for edge in whole if any(part.sha256 in doomed for part in offered[edge])}
     kept = _Kept(offered=offered)
@@ -72,12 +72,12 @@ def retained(
     planner = _Planner(log, broken=frozenset(set(offered) - whole), uncertain=frozenset(uncertain))
     _add_routes(log, roots, kept=kept, planner=planner, horizon=horizon)
     _add_merges(log, kept=kept)
-    parts = {part.sha256: why for edge, why in kept.ways.items() for part in offered[edge]}
-    return Retention(horizon=horizon, ways=kept.ways, parts=parts, lost=tuple(sorted(set(kept.lost))))
+    parts = {part.sha256: why for edge, why in kept.paths.items() for part in offered[edge]}
+    return Retention(horizon=horizon, paths=kept.paths, parts=parts, lost=tuple(sorted(set(kept.lost))))
 
 
-def ways_of(record: VersionRecord) -> Iterator[tuple[Edge, tuple[PartRef, ...]]]:
-    """Ways to a version that readers may take, and their parts."""
+def paths_of(record: VersionRecord) -> Iterator[tuple[Edge, tuple[PartRef, ...]]]:
+    """Paths to a version that readers may take, and their parts."""
     for base, parts in parts_by_base(record).items():
         yield Edge(version=record.version, base_version=base), parts
 
@@ -95,14 +95,14 @@ def _horizon(log: VersionLog, *, whole: set[Edge], keep_snapshots: int) -> int:
 
 @dataclass(frozen=True)
 class _Planner:
-    """Finds routes over ways that are whole, and if possible not in a tombstone."""
+    """Finds routes over paths that are whole, and if possible not in a tombstone."""
 
     log: VersionLog
     broken: frozenset[Edge]
     uncertain: frozenset[Edge]
 
     def route(self, *, held: int | None, target: int) -> list[Edge] | None:
-        """Ways of the cheapest route; None when there is none."""
+        """Paths of the cheapest route; None when there is none."""
         for avoid in (self.broken | self.uncertain, self.broken):
             try:
                 plan = plan_pull(self.log, held=held, target=target, avoid=avoid)
@@ -119,13 +119,13 @@ def _add_routes(log: VersionLog, roots: Roots, *, kept: _Kept, planner: _Planner
     for version in sorted(roots.served):
         # A node that serves what nothing leads away from takes a snapshot.
         if version < horizon and (route := planner.route(held=version, target=newest)) is not None:
-            kept.add(route, why="the way on for nodes")
+            kept.add(route, why="the path of nodes to the newest version")
     reached: set[int] = set()
     for record in log.records[horizon:]:
-        bases = {edge.base_version for edge, _ in ways_of(record) if edge not in planner.broken}
+        bases = {edge.base_version for edge, _ in paths_of(record) if edge not in planner.broken}
         if None not in bases and reached.isdisjoint(base for base in bases if base is not None):
             route = planner.route(held=None, target=record.version)
-            _add_route(kept, route, version=record.version, why="the way to a retained version")
+            _add_route(kept, route, version=record.version, why="the path to a retained version")
         reached.add(record.version)
 
 
@@ -148,8 +148,8 @@ def _add_merges(log: VersionLog, *, kept: _Kept) -> None:
     """A merged delta stays while every delta it was made of does, else it would be made again."""
     for edge in kept.offered:
         base = edge.base_version
-        if edge in kept.ways or base is None or base == edge.version - 1:
+        if edge in kept.paths or base is None or base == edge.version - 1:
             continue
         span = range(base + 1, edge.version + 1)
-        if all(Edge(version=version, base_version=version - 1) in kept.ways for version in span):
+        if all(Edge(version=version, base_version=version - 1) in kept.paths for version in span):
             kept.add([edge], why="merged from kept deltas")

@@ -71,7 +71,7 @@ class Rounds:
         return decode_sweep(self._keys, self._store.get(key))
 
     def carry_out(self, found: OpenRound, sweep: Sweep, *, stopping: Callable[[], bool]) -> int:
-        """Delete what the sweep says, ways before parts; the number of parts. What is left, because it stopped or
+        """Delete what the sweep says, paths before parts; the number of parts. What is left, because it stopped or
         stood still, is garbage for the next round.
         """
         if sweep.tombstone_sha256 != found.sha256:
@@ -92,7 +92,7 @@ class Rounds:
             return True
 
         ours = (self._keys.merged, self._keys.snapshots)
-        if not all(delete(key) for key in sweep.added_ways if key.startswith(ours)):
+        if not all(delete(key) for key in sweep.added_paths if key.startswith(ours)):
             return 0
         parts = sorted(found.tombstone.parts - sweep.kept_parts)
         with ThreadPoolExecutor(_DELETE_THREADS, thread_name_prefix="weights-collect") as pool:

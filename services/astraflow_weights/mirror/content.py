@@ -235,7 +235,7 @@ class MirrorContent:
         require_manifest(held.tiles, manifest, edges=frozenset(change.edges))
 
     def _back(self, writer: TileWriter, change: TileSteps, *, held: Held) -> None:
-        """Take the way back as far as it can be taken."""
+        """Take the path back as far as it can be taken."""
         self.damaged = writer.revert(change)
         if not self.damaged:
             self._write_state(held)

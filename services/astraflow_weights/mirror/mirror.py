@@ -42,7 +42,7 @@ _POLL_S = 0.01
 class AdvanceResult:
     """What `advance` did. `base_version` is the version it started from, None when it took a snapshot first.
 
-    `rejected` are ways in the log that proved bad and were gone around: report them.
+    `rejected` are paths in the log that proved bad and were gone around: report them.
     """
 
     version: int
@@ -152,7 +152,7 @@ class Mirror:
     def advance(self, store: ObjectStore, log_reader: VersionLog, *, target: int) -> AdvanceResult:
         """Hold version `target`, newer or older than the one held. Does not refresh the log.
 
-        Goes around ways that prove bad; raises VerificationFailed when no good one is left. Also raises
+        Goes around paths that prove bad; raises VerificationFailed when no good one is left. Also raises
         UnknownVersionError, NoPath, MirrorBusy, MirrorMismatch, CorruptManifest, Unavailable, StoreRefused,
         and OSError when there is no room. After any error what was held before is intact, or `version` is None and
         the next call repairs it.

@@ -1,6 +1,6 @@
-"""One pull: from what a mirror holds to a version, one way after the other, repairing on the way.
+"""One pull: from what a mirror holds to a version, one path after the other, repairing on the way.
 
-Invariant: nothing that engines load is written to before all that the change needs is in the journal; a way that
+Invariant: nothing that engines load is written to before all that the change needs is in the journal; a path that
 proves bad is gone around, and when none is left the mirror goes back to what it held. `mirror` makes one per call.
 """
 
@@ -13,7 +13,7 @@ from astraflow_weights.codec.parts.reader import PartSet
 from astraflow_weights.errors import Edge, NoPath, VerificationFailed
 from astraflow_weights.mirror import checkpoint
 from astraflow_weights.mirror.content import Fill, Heal, MirrorContent, require_manifest
-from astraflow_weights.mirror.gathering import Gatherer
+from astraflow_weights.mirror.fetching import Fetcher
 from astraflow_weights.mirror.journal import Journal
 from astraflow_weights.mirror.pull_guard import PullGuard
 from astraflow_weights.mirror.state import Holding, MirrorFiles, steps_in
@@ -65,26 +65,26 @@ class MirrorPull:
             return
         manifest = self._log.manifest(self._record.version)
         plan = self._plan(held=self.base, target=self._record.version, avoid=frozenset())
-        gatherer = self._gatherer()
+        fetcher = self._fetcher()
         try:
-            self._gather(gatherer, plan, manifest=manifest)
+            self._gather(fetcher, plan, manifest=manifest)
         finally:
-            self.counts += gatherer.received.counts
+            self.counts += fetcher.received.counts
 
     def run(self) -> tuple[int | None, frozenset[Edge]]:
-        """Try one way after the other; the version it began with, and what was rejected."""
+        """Try one path after the other; the version it began with, and what was rejected."""
         rejected: frozenset[Edge] = frozenset()
-        for ways_left in range(self._settings.max_repairs, -1, -1):
+        for paths_left in range(self._settings.max_repairs, -1, -1):
             try:
                 return self._attempt(rejected), rejected
             except VerificationFailed as failure:
                 rejected |= failure.edges
                 base = self.base
                 another = self._plan_if_any(held=base, avoid=rejected)
-                if not ways_left or not failure.edges or another is None:
+                if not paths_left or not failure.edges or another is None:
                     self._go_back(rejected)
                     raise
-        raise AssertionError("the last way returns or raises")
+        raise AssertionError("the last path returns or raises")
 
     def _attempt(self, avoid: frozenset[Edge]) -> int | None:
         """Carry out one plan; returns the version it began with. Raises VerificationFailed."""
@@ -95,19 +95,19 @@ class MirrorPull:
         manifest = self._log.manifest(self._record.version)
         base = self.base
         plan = self._plan(held=base, target=self._record.version, avoid=avoid)
-        gatherer = self._gatherer()
+        fetcher = self._fetcher()
         to = _holding(self._record)
         try:
             if self._in_place(manifest):
-                sets = self._gather(gatherer, plan, manifest=manifest)
+                sets = self._gather(fetcher, plan, manifest=manifest)
                 failpoints.hit("weights.mirror.fetched")
                 heal = self._heal(avoid, limit_bytes=None)
                 took_s = self._content.apply(sets, plan.steps, to=to, manifest=manifest, heal=heal)
                 self._learn(plan, took_s=took_s)
             else:
-                self._build(gatherer, plan, to=to, manifest=manifest)
+                self._build(fetcher, plan, to=to, manifest=manifest)
         finally:
-            self.counts += gatherer.received.counts
+            self.counts += fetcher.received.counts
         self._journal.clear()
         return plan.held
 
@@ -148,12 +148,12 @@ class MirrorPull:
         assert self._content.held is not None
         manifest = self._content.held.manifest
         wrong = [asset for asset in manifest.assets if asset.file_name in self._content.wrong_assets]
-        gatherer = self._gatherer()
+        fetcher = self._fetcher()
         try:
-            gatherer.assets(wrong, manifest=manifest)
+            fetcher.assets(wrong, manifest=manifest)
             self._content.repair(heal)
         finally:
-            self.counts += gatherer.received.counts
+            self.counts += fetcher.received.counts
 
     def _go_back(self, avoid: frozenset[Edge]) -> None:
         """Nothing leads forward: have again, whole, what was held."""
@@ -196,7 +196,7 @@ class MirrorPull:
 
         return heal
 
-    def _build(self, gatherer: Gatherer, plan: PullPlan, *, to: Holding, manifest: Manifest) -> None:
+    def _build(self, fetcher: Fetcher, plan: PullPlan, *, to: Holding, manifest: Manifest) -> None:
         """Decode a version into a file beside what is held, if anything is, and put it in its place."""
         check_size(manifest, max_bytes=self._settings.max_model_bytes)
         grid = TileGrid([tensor.spec for tensor in manifest.tensors])
@@ -205,19 +205,17 @@ class MirrorPull:
         try:
             checkpoint.create_weights_file(partial, grid.specs)
             tiles = MappedTiles(partial, grid)
-            gatherer.build(plan.steps[0], tiles)
-            change = steps_of(grid, gatherer.sets(plan.steps[1:]), specs=grid.specs)
+            fetcher.build(plan.steps[0], tiles)
+            change = steps_of(grid, fetcher.sets(plan.steps[1:]), specs=grid.specs)
             for tile in change.changed:
                 change.advance(tile, tiles.view(tile))
             require_manifest(tiles, manifest, edges=frozenset(step.edge for step in plan.steps))
-            gatherer.assets(manifest.assets, manifest=manifest)
+            fetcher.assets(manifest.assets, manifest=manifest)
             self._content.replace(to=to, manifest=manifest, digests=tiles.digests())
         finally:
             partial.unlink(missing_ok=True)
 
-    def _gather(
-        self, gatherer: Gatherer, plan: PullPlan, *, manifest: Manifest
-    ) -> list[tuple[Edge, PartSet]]:
+    def _gather(self, fetcher: Fetcher, plan: PullPlan, *, manifest: Manifest) -> list[tuple[Edge, PartSet]]:
         """All that the plan needs, in the journal."""
         check_size(manifest, max_bytes=self._settings.max_model_bytes)
         wrong = set(self._files.wrong_assets(manifest))
@@ -225,12 +223,12 @@ class MirrorPull:
         self._journal.keep_only(
             [*(ref for step in plan.steps for ref in step.parts), *(asset.blob for asset in assets)]
         )
-        gatherer.assets(assets, manifest=manifest)
-        return gatherer.sets(plan.steps)
+        fetcher.assets(assets, manifest=manifest)
+        return fetcher.sets(plan.steps)
 
-    def _gatherer(self) -> Gatherer:
+    def _fetcher(self) -> Fetcher:
         """For one plan."""
-        return Gatherer(
+        return Fetcher(
             store=self._store, journal=self._journal, threads=self._settings.fetch_threads, rates=self._rates
         )
 

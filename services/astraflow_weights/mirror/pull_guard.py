@@ -2,7 +2,7 @@
 
 Invariant: a lease that names every part of the plan is in the store before the tombstones are read, so a round
 of collection either finds the lease, or its tombstone is seen here and planned around. Without the right to
-write there is no lease, only a message: a part that is then missing is one more way that proves bad. The
+write there is no lease, only a message: a part that is then missing is one more path that proves bad. The
 mirror owns one and calls `over` around each pull.
 """
 
@@ -65,9 +65,9 @@ class PullGuard:
     def plan(
         self, make: Callable[[frozenset[Edge]], PullPlan], *, avoid: frozenset[Edge] = frozenset()
     ) -> PullPlan:
-        """The plan of `make`, leased, around ways with a part that is about to be collected.
+        """The plan of `make`, leased, around paths with a part that is about to be collected.
 
-        `make` takes the ways to avoid. Where every way has such a part, the best of them is returned: it may
+        `make` takes the paths to avoid. Where every path has such a part, the best of them is returned: it may
         still be there. Raises as `make` does for `avoid` itself.
         """
         assert self._open is not None

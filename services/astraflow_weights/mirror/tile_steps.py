@@ -1,7 +1,7 @@
-"""What a way through the log does to each tile of a model.
+"""What a path through the log does to each tile of a model.
 
-Invariant: all parts of a way were opened and cover every tile completely, so a tile can be taken from one version to
-another alone, through all steps of the way, without looking at any other. Nothing is kept but views of the
+Invariant: all parts of a path were opened and cover every tile completely, so a tile can be taken from one version to
+another alone, through all steps of the path, without looking at any other. Nothing is kept but views of the
 parts. The mirror calls it.
 """
 
@@ -20,7 +20,7 @@ from astraflow_weights.versions.pull import unusable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """A stored tile (or, where two ranks met, a part of one) and the way it belongs to."""
+    """A stored tile (or, where two ranks met, a part of one) and the path it belongs to."""
 
     tile: StoredTile
     edge: Edge
@@ -49,11 +49,11 @@ class TileSteps:
 
     @property
     def changed(self) -> list[GridTile]:
-        """Tiles that the way writes to."""
+        """Tiles that the path writes to."""
         return [tile for tile in self._grid.tiles if self._changes(self._pieces[tile.index])]
 
     def advance(self, tile: GridTile, elements: UInts) -> None:
-        """Take the elements of a tile, in place, to the end of the way. Raises VerificationFailed."""
+        """Take the elements of a tile, in place, to the end of the path. Raises VerificationFailed."""
         for piece in self._pieces[tile.index]:
             at = piece.tile.start - tile.start
             into = elements[at : at + piece.tile.num_elements]
@@ -66,7 +66,7 @@ class TileSteps:
                 raise unusable(piece.edge, error, tensor=tile.spec.name, tile=tile.number) from error
 
     def revert(self, tile: GridTile, elements: UInts) -> bool:
-        """Take the elements of a tile, in place, back to where the way begins; False when they do not tell how.
+        """Take the elements of a tile, in place, back to where the path begins; False when they do not tell how.
 
         A snapshot says nothing about what was before it, and RICE_CTX needs just that to be read.
         """

@@ -1,7 +1,7 @@
 """Changes the tiles of a mirror's weights file in place, so that a kill at any instant can be recovered.
 
 Invariant: each tile goes from its old content to its new content through a slot of the journal; what is written over
-had the digest that it must have, and no tile is written twice by the same way. Several threads, one tile each.
+had the digest that it must have, and no tile is written twice by the same path. Several threads, one tile each.
 The caller holds the exclusive lock. `mirror` calls it.
 """
 
@@ -31,9 +31,9 @@ class TileWriter:
         self._settle(journal.slots(tiles.grid))
 
     def advance(self, steps: TileSteps, *, check: bool = False) -> list[GridTile]:
-        """Take every tile to the end of the way; those that hold what they should not are left and returned.
+        """Take every tile to the end of the path; those that hold what they should not are left and returned.
 
-        With `check` also tiles that the way does not change are looked at. Raises VerificationFailed.
+        With `check` also tiles that the path does not change are looked at. Raises VerificationFailed.
         """
         changed = steps.changed
         damaged = self._each(changed, lambda tile: self._advance(tile, steps))
@@ -52,7 +52,7 @@ class TileWriter:
         return self._each(tiles, lambda tile: self._restore(tile, fill))
 
     def new_digests(self) -> TileDigests:
-        """Digests of all tiles after the way."""
+        """Digests of all tiles after the path."""
         written = np.any(self._progress, axis=1, keepdims=True)
         return np.where(written, self._progress, self._old)
 

@@ -50,7 +50,7 @@ def _plan(log: VersionLog, *, base_version: int, version: int, merged: bool) -> 
     avoid = {Edge(version=record.version, base_version=None) for record in records}
     if not merged:
         avoid |= {
-            Edge(version=way.version, base_version=way.base_version) for r in records for way in r.added
+            Edge(version=path.version, base_version=path.base_version) for r in records for path in r.added
         }
     return plan_pull(log, held=base_version, target=version, avoid=frozenset(avoid))
 

@@ -1,7 +1,7 @@
 """Makes merged deltas and snapshots behind the publisher, in one thread of its own.
 
 Invariant: nothing waits for it, and nothing depends on it: a version is whole by its manifest, what is made
-here are cheaper ways to it. Parts are stored before the way that names them is created, once; whoever comes
+here are cheaper paths to it. Parts are stored before the path that names them is created, once; whoever comes
 second finds it. Killed at any instant it leaves parts that nothing names, which the collector that works in the
 same thread deletes in the end. The trainer's first rank owns one.
 """
@@ -20,13 +20,13 @@ from astraflow_weights.collection.collector import Collector
 from astraflow_weights.publish.chains import chained_delta
 from astraflow_weights.publish.compaction import Span, due_merges, snapshot_due
 from astraflow_weights.publish.kept import KeptVersion
-from astraflow_weights.publish.uploads import Uploads, offer_way
+from astraflow_weights.publish.uploads import Uploads, offer_path
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.intents import UploadIntents
 from astraflow_weights.versions.log import VersionLog
-from astraflow_weights.versions.manifest import AddedWay, PartRef
+from astraflow_weights.versions.manifest import AddedPath, PartRef
 
 log = get_logger(__name__)
 
@@ -76,7 +76,7 @@ class Compactor:
         self._thread = threading.Thread(target=self._work, name="weights-compactor", daemon=True)
 
     def notify(self) -> None:
-        """Tell that there may be work; returns at once. Any thread."""
+        """Say that there may be work; returns at once. Any thread."""
         self._occasion.set()
 
     def offer_delta(self, *, version: int, base_version: int, parts: Sequence[bytes]) -> None:
@@ -98,11 +98,11 @@ class Compactor:
 
     def _work(self) -> None:
         while True:
-            told = self._occasion.wait(self._collector_wait_s())
+            notified = self._occasion.wait(self._collector_wait_s())
             self._occasion.clear()
             if self._stopping.is_set():
                 return
-            if told:
+            if notified:
                 self.compact()
             self._collect()
 
@@ -123,7 +123,7 @@ class Compactor:
         self._collect_at_s = self._clock.monotonic_s() + max(step.wait_s, _COLLECT_PAUSE_S)
 
     def _attempt(self, kind: str, action: Callable[[], object]) -> bool:
-        """Whether `action` succeeded; what fails is told and made at the next occasion."""
+        """Whether `action` succeeded; what fails is logged and made at the next occasion."""
         if self._stopping.is_set():
             return False
         try:
@@ -169,7 +169,7 @@ class Compactor:
             self._intents.close()
 
     def _offer(self, version: int, base_version: int | None, refs: tuple[PartRef, ...]) -> None:
-        way = AddedWay(
+        path = AddedPath(
             run_id=self._log.run_id,
             policy_id=self._log.policy_id,
             version=version,
@@ -178,7 +178,7 @@ class Compactor:
             parts=refs,
             created_time_s=self._clock.wall_time_s(),
         )
-        offer_way(self._store, way)
+        offer_path(self._store, path)
         self._log.refresh()
 
     def __enter__(self) -> "Compactor":

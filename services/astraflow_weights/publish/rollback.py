@@ -30,7 +30,7 @@ from astraflow_weights.versions.manifest import DeltaRef, Manifest, PartRef
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WayBack:
+class _PathBack:
     """Deltas to the new version: from the newest one, and from the old one, which changes nothing."""
 
     from_newest: list[bytes]
@@ -57,19 +57,19 @@ def roll_back(
         assert writer.newest is not None
         return writer.newest
     manifest = log.manifest(version)
-    back = _way_back(store, log, version=version, threads=settings.upload_threads)
+    back = _path_back(store, log, version=version, threads=settings.upload_threads)
     with writer.uploading():
         committed = _commit(store, writer, back, manifest=manifest, threads=settings.upload_threads)
     # Who holds the old version, or finds its snapshot near, is there for next to nothing.
-    ways = Compactor(
+    paths = Compactor(
         store, run_id=log.run_id, policy_id=log.policy_id, kept=None, settings=settings, log=log.copy()
     )
-    ways.offer_delta(version=committed.version, base_version=version, parts=back.from_old)
+    paths.offer_delta(version=committed.version, base_version=version, parts=back.from_old)
     return committed
 
 
 def _commit(
-    store: ObjectStore, writer: VersionWriter, back: _WayBack, *, manifest: Manifest, threads: int
+    store: ObjectStore, writer: VersionWriter, back: _PathBack, *, manifest: Manifest, threads: int
 ) -> CommittedVersion:
     newest = writer.log.records[-1]
     delta = writer.uploads.upload_parts(back.from_newest)
@@ -88,7 +88,7 @@ def _commit(
     )
 
 
-def _way_back(store: ObjectStore, log: VersionLog, *, version: int, threads: int) -> _WayBack:
+def _path_back(store: ObjectStore, log: VersionLog, *, version: int, threads: int) -> _PathBack:
     newest = len(log.records) - 1
     try:
         chain = chained_delta(store, log, base_version=version, version=newest, threads=threads)
@@ -97,7 +97,7 @@ def _way_back(store: ObjectStore, log: VersionLog, *, version: int, threads: int
     return _inverted(chain, target=newest + 1)
 
 
-def _inverted(chain: Chain, *, target: int) -> _WayBack:
+def _inverted(chain: Chain, *, target: int) -> _PathBack:
     back = invert_delta(chain.parts, base=chain.base, target_version=target)
     # There and back again: proves the inverse without the model it leads to.
     circle = merge_deltas([chain.parts, back], base=chain.base)
@@ -106,13 +106,13 @@ def _inverted(chain: Chain, *, target: int) -> _WayBack:
             f"the inverse of the deltas does not lead back, {changed} elements differ: report this defect",
             version=target,
         )
-    return _WayBack(from_newest=back, from_old=circle, num_changed=summarize_delta(back).num_changed)
+    return _PathBack(from_newest=back, from_old=circle, num_changed=summarize_delta(back).num_changed)
 
 
 def _between_models(
     store: ObjectStore, log: VersionLog, *, version: int, threads: int, broken: Exception
-) -> _WayBack:
-    """The way back where no chain of deltas leads from the old version to the newest one any more."""
+) -> _PathBack:
+    """The path back where no chain of deltas leads from the old version to the newest one any more."""
     newest = len(log.records) - 1
     try:
         after = build_version(store, log, target=version, threads=threads)
@@ -124,11 +124,11 @@ def _between_models(
         ) from error
     back = encode_delta(before, after, base_version=newest, target_version=newest + 1)
     same = encode_delta(after, after, base_version=version, target_version=newest + 1)
-    return _WayBack(from_newest=back, from_old=same, num_changed=summarize_delta(back).num_changed)
+    return _PathBack(from_newest=back, from_old=same, num_changed=summarize_delta(back).num_changed)
 
 
 def _snapshot(
-    store: ObjectStore, writer: VersionWriter, back: _WayBack, *, manifest: Manifest, threads: int
+    store: ObjectStore, writer: VersionWriter, back: _PathBack, *, manifest: Manifest, threads: int
 ) -> tuple[PartRef, ...]:
     """Parts of a snapshot of the new version, which is built and compared for it."""
     newest = len(writer.log.records) - 1

@@ -22,11 +22,11 @@ from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.kept import Kept, KeptVersion
 from astraflow_weights.publish.shard_parts import announce_uploads, encode_shard_parts, upload_shard_parts
-from astraflow_weights.publish.uploads import Uploads, offer_way
+from astraflow_weights.publish.uploads import Uploads, offer_path
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.intents import UploadIntents
-from astraflow_weights.versions.manifest import AddedWay, PartRef
+from astraflow_weights.versions.manifest import AddedPath, PartRef
 
 log = get_logger(__name__)
 
@@ -130,7 +130,7 @@ class ShardedSnapshots:
 
     def _offer(self, kept: Kept, refs: tuple[PartRef, ...]) -> None:
         run_id, policy_id = self._ids
-        way = AddedWay(
+        path = AddedPath(
             run_id=run_id,
             policy_id=policy_id,
             version=kept.version,
@@ -139,7 +139,7 @@ class ShardedSnapshots:
             parts=refs,
             created_time_s=self._clock.wall_time_s(),
         )
-        offer_way(self._store, way)
+        offer_path(self._store, path)
 
     def __enter__(self) -> "ShardedSnapshots":
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Sends parts and assets of one policy to the store under their content's name, and offers ways that they make.
+"""Sends parts and assets of one policy to the store under their content's name, and offers paths that they make.
 
 Invariant: an object that exists is never written again, and what `upload_parts` returns is stored under a name
 that no collector may delete: a part whose name is in a tombstone is salted and stored under another one. That
@@ -19,8 +19,8 @@ from astraflow_weights.codec.parts.writer import salted
 from astraflow_weights.errors import CorruptPart
 from astraflow_weights.store import ObjectStore, PutResult
 from astraflow_weights.store.layout import PolicyKeys, check_file_name
-from astraflow_weights.versions.log import way_key
-from astraflow_weights.versions.manifest import AddedWay, Asset, PartRef, encode_way
+from astraflow_weights.versions.log import path_key
+from astraflow_weights.versions.manifest import AddedPath, Asset, PartRef, encode_path
 from astraflow_weights.versions.tombstones import Tombstones
 
 log = get_logger(__name__)
@@ -96,11 +96,11 @@ class Uploads:
                 )
 
 
-def offer_way(store: ObjectStore, way: AddedWay) -> None:
-    """Make an added way visible whose parts are stored; of two makers the second finds it. Raises as the store does."""
+def offer_path(store: ObjectStore, path: AddedPath) -> None:
+    """Make a path visible whose parts are stored; of two makers the second finds it. Raises as the store does."""
     failpoints.hit("weights.compaction.parts_uploaded")
-    store.put_if_absent(way_key(PolicyKeys(way.run_id, way.policy_id), way), encode_way(way))
+    store.put_if_absent(path_key(PolicyKeys(path.run_id, path.policy_id), path), encode_path(path))
     failpoints.hit("weights.compaction.visible")
     log.info(
-        "compaction.added", version=way.version, base_version=way.base_version, size_bytes=way.size_bytes
+        "compaction.added", version=path.version, base_version=path.base_version, size_bytes=path.size_bytes
     )

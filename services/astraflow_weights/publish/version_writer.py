@@ -188,7 +188,7 @@ class VersionWriter:
         buried = self.uploads.read_tombstones()
         if any(ref.sha256 in buried for ref in refs):
             raise Unavailable(
-                "the upload took so long that a collector was told to delete some of its parts; publish again"
+                "the upload took so long that a collector may have deleted some of its parts; publish again"
             )
 
     def commit(

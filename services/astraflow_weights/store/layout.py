@@ -5,9 +5,9 @@ refused. The writer, the log and the mirror ask; nobody else builds or parses ke
 
     <run>/<policy>/seq/<sequence:020d>.pb    log entries, created once
     <run>/<policy>/merged/<base:020d>-<version:020d>.pb
-                                             added ways: deltas over several versions, created once
+                                             added paths: deltas over several versions, created once
     <run>/<policy>/snapshots/<version:020d>.pb
-                                             added ways: snapshots made after the manifest, created once
+                                             added paths: snapshots made after the manifest, created once
     <run>/<policy>/parts/<sha256>.afwd       snapshot and delta parts, content-named
     <run>/<policy>/assets/<sha256>           config, tokenizer and other files, content-named
     <run>/<policy>/intents/<epoch:020d>-<nonce>.pb
@@ -88,11 +88,11 @@ class PolicyKeys:
         return f"{self.entries}{sequence:020d}{_ENTRY_SUFFIX}"
 
     def merged_delta(self, base_version: int, version: int) -> str:
-        """Key of the added way from `base_version` to `version`."""
+        """Key of the added path from `base_version` to `version`."""
         return f"{self.merged}{base_version:020d}-{version:020d}{_ENTRY_SUFFIX}"
 
     def snapshot(self, version: int) -> str:
-        """Key of the added way from nothing to `version`; keys sort like their numbers."""
+        """Key of the added path from nothing to `version`; keys sort like their numbers."""
         return f"{self.snapshots}{version:020d}{_ENTRY_SUFFIX}"
 
     def part(self, sha256_hex: str) -> str:

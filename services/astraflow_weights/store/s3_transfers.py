@@ -161,18 +161,18 @@ class Transfers:
             if status_of(error) == RANGE_PAST_END:
                 return _Range(start, b"", start, "")
             raise
-        data, tag, told = (
+        data, tag, content_range = (
             read_body(answer, self._settings),
             answer.get("ETag", ""),
             answer.get("ContentRange"),
         )
         if not tag:
             raise Passing(_NOT_A_STORE)
-        if told is None:  # a service or cache that knows no ranges sent the whole object
+        if content_range is None:  # a service or cache that knows no ranges sent the whole object
             return _Range(start, data[start : start + length], len(data), tag)
-        found = _CONTENT_RANGE.fullmatch(told)
+        found = _CONTENT_RANGE.fullmatch(content_range)
         if found is None or int(found[1]) != start or int(found[2]) + 1 != start + len(data):
-            raise Passing(f"asked for {span!r}, the answer has {told!r} and {len(data)} bytes")
+            raise Passing(f"asked for {span!r}, the answer has {content_range!r} and {len(data)} bytes")
         total = int(found[3])
         if len(data) != min(length, total - start):
             raise Passing(f"asked for {span!r} of {total} bytes, the answer has {len(data)}")

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 
 import typer
 
-from astraflow.commands.server import DataDirOption, JoinOption, RunIdOption, TokenFileOption
+from astraflow.commands.options import grouped_options
 from astraflow.commands.wording import console, count_text, print_json, span_text, table
 from astraflow.errors import InvalidArgumentError
 from astraflow_weights.collection.collector import Collector, Stage, Survey
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.collection.server_roots import server_roots
 from astraflow_weights.settings import CollectionSettings
-from astraflow_weights.tools.located import JsonOption, PolicyOption, StoredPolicy, StoreOption, stored_policy
+from astraflow_weights.tools.located import PolicyOptions, StoredPolicy
 
 _POLL_S = 1.0
 _WRITERS_S = 60.0
@@ -36,10 +36,9 @@ class _Swept:
     state: str = "done"
 
 
+@grouped_options
 def gc(
-    store: StoreOption = None,
-    run_id: RunIdOption = "",
-    policy: PolicyOption = "",
+    options: PolicyOptions,
     grace: Annotated[
         float,
         typer.Option(
@@ -57,15 +56,9 @@ def gc(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what is kept and why; delete nothing.")
     ] = False,
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
 ) -> None:
     """Delete parts that no retained, pinned or served version needs. Waits for the grace; interrupting is safe."""
-    with stored_policy(
-        store=store, run_id=run_id, policy_id=policy, join=join, data_dir=data_dir, token_file=token_file
-    ) as found:
+    with options.stored() as found:
         collector = Collector(
             found.store,
             run_id=found.log.run_id,
@@ -75,11 +68,11 @@ def gc(
             log=found.log,
         )
         survey = collector.look()
-        if not json_:
+        if not options.json_:
             _print_survey(survey)
         swept = _Swept(state="dry run") if dry_run else _collect(collector, grace_s=grace)
-    if json_:
-        print_json(_told(survey, swept))
+    if options.json_:
+        print_json(_result(survey, swept))
     else:
         typer.echo(_sentence(survey, swept))
 
@@ -124,12 +117,12 @@ def _collect(collector: Collector, *, grace_s: float) -> _Swept:
             return swept
 
 
-def _told(survey: Survey, swept: _Swept) -> dict[str, Any]:
+def _result(survey: Survey, swept: _Swept) -> dict[str, Any]:
     return {
         "state": swept.state,
         "horizon": survey.horizon,
         "kept": [
-            {"why": share.why, "ways": share.ways, "parts": share.parts, "size_bytes": share.size_bytes}
+            {"why": share.why, "ways": share.paths, "parts": share.parts, "size_bytes": share.size_bytes}
             for share in survey.kept
         ],
         "garbage_parts": len(survey.garbage),
@@ -143,13 +136,13 @@ def _told(survey: Survey, swept: _Swept) -> dict[str, Any]:
 
 
 def _print_survey(survey: Survey) -> None:
-    shown = table("what", "ways", "parts", "bytes", right=("ways", "parts", "bytes"))
+    shown = table("what", "paths", "parts", "bytes", right=("paths", "parts", "bytes"))
     for share in survey.kept:
         shown.add_row(
-            f"kept: {share.why}", str(share.ways), count_text(share.parts), count_text(share.size_bytes)
+            f"kept: {share.why}", str(share.paths), count_text(share.parts), count_text(share.size_bytes)
         )
     for what, parts in (
-        ("named by no way (uploads, leftovers)", survey.unnamed),
+        ("named by no path (uploads, leftovers)", survey.unnamed),
         ("not needed", survey.garbage),
     ):
         shown.add_row(what, "–", count_text(len(parts)), count_text(sum(parts.values())))
@@ -161,10 +154,10 @@ def _print_survey(survey: Survey) -> None:
 def _sentence(survey: Survey, swept: _Swept) -> str:
     if swept.state == "dry run":
         return f"nothing was deleted; versions from {survey.horizon} on are kept"
-    told = f"{count_text(swept.parts)} parts of {count_text(swept.size_bytes)} bytes were deleted"
+    result = f"{count_text(swept.parts)} parts of {count_text(swept.size_bytes)} bytes were deleted"
     if swept.state != "done":
-        told += (
+        result += (
             "; a writer that is at work, or died, blocks the rest: run this again when it has published, "
             "or in an hour"
         )
-    return told
+    return result

@@ -17,7 +17,7 @@ import typer
 
 from astraflow.client import Client
 from astraflow.commands.nodes import all_nodes
-from astraflow.commands.server import Server, connected, find_server
+from astraflow.commands.server import RunOptions, Server, find_server
 from astraflow.dataflow.v1 import (
     admin_service_pb2,
     run_service_pb2,
@@ -30,6 +30,8 @@ from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.versions.log import VersionLog
 
+THREADS = 8
+"""Requests to the store at a time."""
 _PAGE = 1000
 
 StoreOption = Annotated[
@@ -41,6 +43,7 @@ StoreOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; docs/weights.md says which fields.")]
+VersionArgument = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Version to look at.")]
 PolicyOption = Annotated[
     str, typer.Option("--policy", help="Policy to look at. Default: the run's only one.")
 ]
@@ -93,46 +96,47 @@ class StoredPolicy:
         return version
 
 
-@contextmanager
-def stored_policy(
-    *,
-    store: str | None,
-    run_id: str,
-    policy_id: str,
-    join: Server | None,
-    data_dir: Path | None,
-    token_file: Path | None,
-) -> Iterator[StoredPolicy]:
-    """Yield the policy that these options name. Raises RequestError when they name none, and as store, log
-    and server do.
-    """
-    if store is not None:
-        if not run_id or not policy_id:
-            raise InvalidArgumentError("--store reads without a server: say --run-id and --policy, too")
-        yield _read(store, run_id=run_id, policy_id=policy_id, server=None)
-        return
-    _require_server(join, data_dir=data_dir)
-    with policy_of_server(
-        run_id=run_id, policy_id=policy_id, join=join, data_dir=data_dir, token_file=token_file
-    ) as server:
-        yield _read(server.store_uri, run_id=server.run_id, policy_id=server.policy_id, server=server)
+@dataclass(frozen=True, kw_only=True)
+class ServerPolicyOptions(RunOptions):
+    """The options of a command that asks a server about one policy."""
+
+    policy: PolicyOption = ""
+    json_: JsonOption = False
+
+    @contextmanager
+    def of_server(self) -> Iterator[PolicyOfServer]:
+        """Yield the policy that a server knows by these names. Raises InvalidArgumentError when it is not one."""
+        with self.client() as client:
+            run = client.call(client.runs.GetRun, run_service_pb2.GetRunRequest(run_id=self.run_id)).run
+            request = admin_service_pb2.StatusRequest(run_id=run.run_id)
+            status = client.call(client.admin.Status, request)
+            yield PolicyOfServer(
+                client=client,
+                run_id=run.run_id,
+                policy_id=_chosen([policy.policy_id for policy in status.policies], asked=self.policy),
+                store_uri=run.store_uri,
+            )
 
 
-@contextmanager
-def policy_of_server(
-    *, run_id: str, policy_id: str, join: Server | None, data_dir: Path | None, token_file: Path | None
-) -> Iterator[PolicyOfServer]:
-    """Yield the policy that a server knows by these names. Raises InvalidArgumentError when it is not one."""
-    with connected(join, data_dir=data_dir, token_file=token_file) as (client, _):
-        run = client.call(client.runs.GetRun, run_service_pb2.GetRunRequest(run_id=run_id)).run
-        request = admin_service_pb2.StatusRequest(run_id=run.run_id)
-        status = client.call(client.admin.Status, request)
-        yield PolicyOfServer(
-            client=client,
-            run_id=run.run_id,
-            policy_id=_chosen([policy.policy_id for policy in status.policies], asked=policy_id),
-            store_uri=run.store_uri,
-        )
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions(ServerPolicyOptions):
+    """The options of a command that reads a policy's versions in its store."""
+
+    store: StoreOption = None
+
+    @contextmanager
+    def stored(self) -> Iterator[StoredPolicy]:
+        """Yield the policy that these options name. Raises RequestError when they name none, and as store, log
+        and server do.
+        """
+        if self.store is not None:
+            if not self.run_id or not self.policy:
+                raise InvalidArgumentError("--store reads without a server: say --run-id and --policy, too")
+            yield _read(self.store, run_id=self.run_id, policy_id=self.policy, server=None)
+            return
+        _require_server(self.join, data_dir=self.data_dir)
+        with self.of_server() as server:
+            yield _read(server.store_uri, run_id=server.run_id, policy_id=server.policy_id, server=server)
 
 
 def _require_server(join: Server | None, *, data_dir: Path | None) -> None:
@@ -176,3 +180,8 @@ def _require_folder(uri: str) -> None:
         raise NotFoundError(
             f"the store {uri} is no folder of this machine: run this where its trainer runs, or name another --store"
         )
+
+
+def share_text(share: float) -> str:
+    """A share of elements for people."""
+    return f"{100 * share:.3f} %"

@@ -14,21 +14,14 @@ from typing import Annotated, Any
 import stamina
 import typer
 
-from astraflow.commands.server import DataDirOption, JoinOption, RunIdOption, TokenFileOption
+from astraflow.commands.options import grouped_options
 from astraflow.commands.wording import count_text, print_json
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import InvalidArgumentError, PolicyHeldError, RetryableError
 from astraflow_weights.publish.announcing import Announcer
 from astraflow_weights.publish.rollback import roll_back
 from astraflow_weights.publish.version_writer import VersionWriter
-from astraflow_weights.tools.located import (
-    JsonOption,
-    PolicyOfServer,
-    PolicyOption,
-    StoredPolicy,
-    StoreOption,
-    stored_policy,
-)
+from astraflow_weights.tools.located import PolicyOfServer, PolicyOptions, StoredPolicy
 from astraflow_weights.versions.manifest import NONCE_BYTES
 
 _RETRY_S = 60.0
@@ -41,37 +34,30 @@ TakeOverOption = Annotated[
 ]
 
 
+@grouped_options
 def rollback(
     version: Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Version to go back to.")],
-    store: StoreOption = None,
-    run_id: RunIdOption = "",
-    policy: PolicyOption = "",
+    options: PolicyOptions,
     take_over: TakeOverOption = False,
-    join: JoinOption = None,
-    data_dir: DataDirOption = None,
-    token_file: TokenFileOption = None,
-    json_: JsonOption = False,
 ) -> None:
     """Publish the weights of VERSION again, as the newest version; its trainer goes on from them.
 
     The policy's trainer must have been stopped. Doing it twice makes one version.
     """
-    with stored_policy(
-        store=store, run_id=run_id, policy_id=policy, join=join, data_dir=data_dir, token_file=token_file
-    ) as found:
+    with options.stored() as found:
         found.check_version(version)
-        told = _go_back(found, version=version, take_over=take_over)
-    if json_:
-        print_json(told)
+        result = _go_back(found, version=version, take_over=take_over)
+    if options.json_:
+        print_json(result)
     else:
-        typer.echo(_sentence(told))
+        typer.echo(_sentence(result))
 
 
 def _go_back(found: StoredPolicy, *, version: int, take_over: bool) -> dict[str, Any]:
     newest, old = found.log.records[-1], found.log.record(version)
     if newest.model_root == old.model_root and not _lacks_announcement(found.server, newest.version):
         announced = found.server is not None
-        return _told(version, newest.version, made=False, announced=announced, size_bytes=0)
+        return _result(version, newest.version, made=False, announced=announced, size_bytes=0)
     epoch, nonce = _claim(found, take_over=take_over), secrets.token_bytes(NONCE_BYTES)
     for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_RETRY_S):
         with attempt:
@@ -83,7 +69,7 @@ def _go_back(found: StoredPolicy, *, version: int, take_over: bool) -> dict[str,
         server = found.server
         announcer = Announcer(server.client, run_id=server.run_id, policy_id=server.policy_id, epoch=epoch)
         announcer.announce_missing(writer)
-    return _told(
+    return _result(
         version,
         committed.version,
         made=not committed.existed,
@@ -93,7 +79,7 @@ def _go_back(found: StoredPolicy, *, version: int, take_over: bool) -> dict[str,
 
 
 def _lacks_announcement(server: PolicyOfServer | None, version: int) -> bool:
-    """Without a server nobody can be told; whoever trains on announces it."""
+    """Without a server nobody can be result; whoever trains on announces it."""
     return server is not None and all(announced.version != version for announced in server.announced())
 
 
@@ -128,7 +114,7 @@ def _claim(found: StoredPolicy, *, take_over: bool) -> int:
     return epoch
 
 
-def _told(version: int, newest: int, *, made: bool, announced: bool, size_bytes: int) -> dict[str, Any]:
+def _result(version: int, newest: int, *, made: bool, announced: bool, size_bytes: int) -> dict[str, Any]:
     return {
         "rollback_of": version,
         "version": newest,
@@ -138,13 +124,13 @@ def _told(version: int, newest: int, *, made: bool, announced: bool, size_bytes:
     }
 
 
-def _sentence(told: dict[str, Any]) -> str:
-    old, new = told["rollback_of"], told["version"]
+def _sentence(result: dict[str, Any]) -> str:
+    old, new = result["rollback_of"], result["version"]
     if old == new:
         return f"version {old} is the newest one; nothing to do"
-    if not told["made"]:
+    if not result["made"]:
         return f"version {new}, the newest one, has the weights of version {old} already; nothing to do"
-    made = f"version {new} has the weights of version {old} ({count_text(told['size_bytes'])} bytes)"
-    if told["announced"]:
+    made = f"version {new} has the weights of version {old} ({count_text(result['size_bytes'])} bytes)"
+    if result["announced"]:
         return f"{made}; nodes go there now, and the next trainer goes on from it"
     return f"{made}; the next trainer announces it and goes on from it"

@@ -1,6 +1,6 @@
-"""Proves, or disproves, that a stored version can be had bit by bit by every way that it offers.
+"""Proves, or disproves, that a stored version can be had bit by bit by every path that it offers.
 
-Invariant: a version without faults was rebuilt here once by each of its ways, from nothing, and every part,
+Invariant: a version without faults was rebuilt here once by each of its paths, from nothing, and every part,
 asset, tensor and the root had the digest of the sealed manifest. Changes nothing. `astraflow weights verify`
 calls it.
 """
@@ -25,7 +25,7 @@ class Fault:
     """Something that is not what the manifest says.
 
     `version` may be older than the one that was verified: one that it is built on. `part` is the key of a
-    part, asset or added way, `tensor` a name; each is empty when the fault is not in one.
+    part, asset or added path, `tensor` a name; each is empty when the fault is not in one.
     """
 
     version: int
@@ -39,7 +39,7 @@ class Verification:
     """What was checked of one version, and what is wrong with it."""
 
     version: int
-    ways: int
+    paths: int
     objects: int
     tensors: int
     model_root: bytes
@@ -47,32 +47,32 @@ class Verification:
 
 
 def verify_version(store: ObjectStore, log: VersionLog, *, version: int, threads: int) -> Verification:
-    """Read everything a version names and rebuild it by each of its ways. Holds the model in memory.
+    """Read everything a version names and rebuild it by each of its paths. Holds the model in memory.
 
     Raises UnknownVersionError, CorruptManifest when its entry was changed, Unavailable, StoreRefused.
     """
     manifest, record = log.manifest(version), log.record(version)
-    ways = {Edge(version=version, base_version=base): refs for base, refs in parts_by_base(record).items()}
-    parts = [ref for refs in ways.values() for ref in refs]
+    paths = {Edge(version=version, base_version=base): refs for base, refs in parts_by_base(record).items()}
+    parts = [ref for refs in paths.values() for ref in refs]
     assets = [asset.blob for asset in manifest.assets]
     faults = _object_faults(store, parts, version=version, threads=threads, check=_check_part)
     faults += _object_faults(store, assets, version=version, threads=threads, check=_check_asset)
-    faults += _damaged_ways(log, keys=PolicyKeys(log.run_id, log.policy_id), version=version)
+    faults += _damaged_paths(log, keys=PolicyKeys(log.run_id, log.policy_id), version=version)
     broken = {fault.part for fault in faults}
-    if not ways:
-        problem = "the parts of every way to it were collected; pin versions that must stay"
+    if not paths:
+        problem = "the parts of every path to it were collected; pin versions that must stay"
         faults.append(Fault(version=version, problem=problem))
     possible = buildable(log)
-    for edge, refs in ways.items():
-        # A way with a damaged part is told already, by that part. One from a version that was collected serves who
+    for edge, refs in paths.items():
+        # A path with a damaged part is reported already, by that part. One from a version that was collected serves who
         # still holds that one; here nobody does.
         from_nothing = edge.base_version is None or edge.base_version in possible
         if from_nothing and broken.isdisjoint(ref.key for ref in refs):
-            avoid = frozenset(ways) - {edge}
+            avoid = frozenset(paths) - {edge}
             faults += _rebuild_faults(store, log, manifest=manifest, avoid=avoid, threads=threads)
     return Verification(
         version=version,
-        ways=len(ways),
+        paths=len(paths),
         objects=len(parts) + len(assets),
         tensors=len(manifest.tensors),
         model_root=manifest.model_root,
@@ -80,12 +80,12 @@ def verify_version(store: ObjectStore, log: VersionLog, *, version: int, threads
     )
 
 
-def _damaged_ways(log: VersionLog, *, keys: PolicyKeys, version: int) -> list[Fault]:
-    """Ways added to this version that every reader passes over."""
+def _damaged_paths(log: VersionLog, *, keys: PolicyKeys, version: int) -> list[Fault]:
+    """Paths added to this version that every reader passes over."""
     of_version = {keys.snapshot(version), *(keys.merged_delta(base, version) for base in range(version))}
-    problem = "an added way is damaged or was made for another log; readers pass it over"
+    problem = "an added path is damaged or was made for another log; readers pass it over"
     return [
-        Fault(version=version, part=key, problem=problem) for key in log.damaged_ways if key in of_version
+        Fault(version=version, part=key, problem=problem) for key in log.damaged_paths if key in of_version
     ]
 
 
@@ -120,7 +120,7 @@ def _check_asset(store: ObjectStore, ref: PartRef) -> None:
 def _rebuild_faults(
     store: ObjectStore, log: VersionLog, *, manifest: Manifest, avoid: frozenset[Edge], threads: int
 ) -> list[Fault]:
-    """What hinders building the version from nothing without the ways in `avoid`."""
+    """What hinders building the version from nothing without the paths in `avoid`."""
     try:
         plan = plan_pull(log, held=None, target=manifest.version, avoid=avoid)
         carry_out(store, plan, manifest=manifest, threads=threads)

@@ -1,1 +1,1 @@
-"""What is in a store's log: manifests, ways, records, how to read them and get from one version to another."""
+"""What is in a store's log: manifests, paths, records, how to read them and get from one version to another."""

@@ -5,24 +5,29 @@ CorruptManifest. None of them is an entry of the log. `intents`, `leases`, `tomb
 it; docs/weights.md says what each promises.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
+from astraflow.errors import IncompatibleError
 from astraflow.weights.v1 import manifest_pb2
+from astraflow_kit.log import get_logger
 from astraflow_weights.codec.digest import SHA256_BYTES
-from astraflow_weights.errors import CorruptManifest, Edge
+from astraflow_weights.errors import CorruptManifest, Edge, ObjectNotFound
+from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys, check_key
 from astraflow_weights.versions.manifest import (
     NONCE_BYTES,
     SCHEMA_VERSION,
     open_entry,
+    optional,
     seal_entry,
     sized,
     timestamp,
 )
 
-T = TypeVar("T")
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +61,13 @@ class Tombstone:
 class Sweep:
     """What a round decided: its tombstone's parts are deleted, those in `kept_parts` excepted.
 
-    `ways` are those of manifests that went with them, `added_ways` the keys of deleted added ways.
+    `paths` are those of manifests that went with them, `added_paths` the keys of deleted added paths.
     """
 
     number: int
     kept_parts: frozenset[bytes]
-    ways: frozenset[Edge]
-    added_ways: tuple[str, ...]
+    paths: frozenset[Edge]
+    added_paths: tuple[str, ...]
     tombstone_sha256: bytes
     created_time_s: float
 
@@ -70,142 +75,128 @@ class Sweep:
 def encode_intent(keys: PolicyKeys, intent: UploadIntent) -> bytes:
     """Sealed bytes."""
     message = manifest_pb2.UploadIntent(
-        run_id=keys.run_id,
-        policy_id=keys.policy_id,
-        epoch=intent.epoch,
-        nonce=intent.nonce,
-        created_time=timestamp(intent.created_time_s),
+        epoch=intent.epoch, nonce=intent.nonce, created_time=timestamp(intent.created_time_s)
     )
-    return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, upload_intent=message))
+    return _sealed(keys, manifest_pb2.Entry(upload_intent=message))
 
 
 def decode_intent(keys: PolicyKeys, data: bytes) -> UploadIntent:
     """Raises CorruptManifest, IncompatibleError."""
-
-    def read(entry: manifest_pb2.Entry) -> UploadIntent:
-        message = entry.upload_intent
-        _require_ids(keys, message)
+    with _opened(keys, data, kind="upload_intent") as message:
         return UploadIntent(
             epoch=message.epoch,
             nonce=sized(message.nonce, NONCE_BYTES, what="nonce"),
             created_time_s=message.created_time.ToMicroseconds() / 1e6,
         )
 
-    return _decoded(data, kind="upload_intent", read=read)
-
 
 def encode_lease(keys: PolicyKeys, lease: PullLease) -> bytes:
     """Sealed bytes."""
     message = manifest_pb2.PullLease(
-        run_id=keys.run_id,
-        policy_id=keys.policy_id,
-        holder=lease.holder,
-        parts=sorted(lease.parts),
-        expires_time=timestamp(lease.expires_time_s),
+        holder=lease.holder, parts=sorted(lease.parts), expires_time=timestamp(lease.expires_time_s)
     )
-    return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, pull_lease=message))
+    return _sealed(keys, manifest_pb2.Entry(pull_lease=message))
 
 
 def decode_lease(keys: PolicyKeys, data: bytes) -> PullLease:
     """Raises CorruptManifest, IncompatibleError."""
-
-    def read(entry: manifest_pb2.Entry) -> PullLease:
-        message = entry.pull_lease
-        _require_ids(keys, message)
+    with _opened(keys, data, kind="pull_lease") as message:
         return PullLease(
             holder=sized(message.holder, NONCE_BYTES, what="holder"),
             parts=_names(message.parts),
             expires_time_s=message.expires_time.ToMicroseconds() / 1e6,
         )
 
-    return _decoded(data, kind="pull_lease", read=read)
+
+def stored_leases(store: ObjectStore, *, keys: PolicyKeys) -> Iterator[tuple[str, PullLease]]:
+    """Keys and leases in the store, expired ones, too. Raises Unavailable, StoreRefused.
+
+    One that cannot be read is logged and left out: it protects nobody knows what, and its puller plans around what
+    is missing.
+    """
+    for info in store.list(keys.leases):
+        try:
+            yield info.key, decode_lease(keys, store.get(info.key))
+        except ObjectNotFound:
+            # Ended since it was listed.
+            continue
+        except (CorruptManifest, IncompatibleError) as error:
+            log.warning("pull_lease.unreadable", key=info.key, message=str(error))
 
 
 def encode_tombstone(keys: PolicyKeys, tombstone: Tombstone) -> bytes:
     """Sealed bytes."""
     message = manifest_pb2.Tombstone(
-        run_id=keys.run_id,
-        policy_id=keys.policy_id,
         round=tombstone.number,
         parts=sorted(tombstone.parts),
         created_time=timestamp(tombstone.created_time_s),
     )
-    return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, tombstone=message))
+    return _sealed(keys, manifest_pb2.Entry(tombstone=message))
 
 
 def decode_tombstone(keys: PolicyKeys, data: bytes) -> Tombstone:
     """Raises CorruptManifest, IncompatibleError."""
-
-    def read(entry: manifest_pb2.Entry) -> Tombstone:
-        message = entry.tombstone
-        _require_ids(keys, message)
+    with _opened(keys, data, kind="tombstone") as message:
         return Tombstone(
             number=message.round,
             parts=_names(message.parts),
             created_time_s=message.created_time.ToMicroseconds() / 1e6,
         )
 
-    return _decoded(data, kind="tombstone", read=read)
-
 
 def encode_sweep(keys: PolicyKeys, sweep: Sweep) -> bytes:
     """Sealed bytes."""
     message = manifest_pb2.Sweep(
-        run_id=keys.run_id,
-        policy_id=keys.policy_id,
         round=sweep.number,
         kept_parts=sorted(sweep.kept_parts),
-        added_ways=sweep.added_ways,
+        added_ways=sweep.added_paths,
         tombstone_sha256=sweep.tombstone_sha256,
         created_time=timestamp(sweep.created_time_s),
     )
-    for edge in sorted(sweep.ways, key=lambda edge: (edge.version, edge.base_version or 0)):
+    for edge in sorted(sweep.paths, key=lambda edge: (edge.version, edge.base_version or 0)):
         message.ways.add(version=edge.version, base_version=edge.base_version)
-    return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, sweep=message))
+    return _sealed(keys, manifest_pb2.Entry(sweep=message))
 
 
 def decode_sweep(keys: PolicyKeys, data: bytes) -> Sweep:
     """Raises CorruptManifest, IncompatibleError."""
-
-    def read(entry: manifest_pb2.Entry) -> Sweep:
-        message = entry.sweep
-        _require_ids(keys, message)
+    with _opened(keys, data, kind="sweep") as message:
         return Sweep(
             number=message.round,
             kept_parts=_names(message.kept_parts),
-            ways=frozenset(
-                Edge(
-                    version=way.version,
-                    base_version=way.base_version if way.HasField("base_version") else None,
-                )
-                for way in message.ways
+            paths=frozenset(
+                Edge(version=path.version, base_version=optional(path, "base_version"))
+                for path in message.ways
             ),
-            added_ways=tuple(check_key(key) for key in message.added_ways),
+            added_paths=tuple(check_key(key) for key in message.added_ways),
             tombstone_sha256=sized(message.tombstone_sha256, SHA256_BYTES, what="sha256 of the tombstone"),
             created_time_s=message.created_time.ToMicroseconds() / 1e6,
         )
 
-    return _decoded(data, kind="sweep", read=read)
+
+def _sealed(keys: PolicyKeys, entry: manifest_pb2.Entry) -> bytes:
+    """The record in the entry as one of the policy, sealed."""
+    entry.schema_version = SCHEMA_VERSION
+    message = getattr(entry, entry.WhichOneof("entry") or "")
+    message.run_id, message.policy_id = keys.run_id, keys.policy_id
+    return seal_entry(entry)
 
 
-def _decoded(data: bytes, *, kind: str, read: Callable[[manifest_pb2.Entry], T]) -> T:
+@contextmanager
+def _opened(keys: PolicyKeys, data: bytes, *, kind: str) -> Iterator[Any]:
+    """The message of this kind; a ValueError in the block, which reads it, is a CorruptManifest."""
     entry = open_entry(data)
     if entry.WhichOneof("entry") != kind:
         raise CorruptManifest(f"an object of {len(data)} bytes is not of the kind {kind!r} that its key says")
+    message = getattr(entry, kind)
     try:
-        return read(entry)
+        if (message.run_id, message.policy_id) != (keys.run_id, keys.policy_id):
+            raise ValueError(
+                f"it is of {message.run_id}/{message.policy_id}, not of {keys.run_id}/{keys.policy_id}"
+            )
+        yield message
     except ValueError as error:
         raise CorruptManifest(f"a {kind} of {len(data)} bytes contradicts itself: {error}") from error
-
-
-def _require_ids(
-    keys: PolicyKeys,
-    message: manifest_pb2.UploadIntent | manifest_pb2.PullLease | manifest_pb2.Tombstone | manifest_pb2.Sweep,
-) -> None:
-    if (message.run_id, message.policy_id) != (keys.run_id, keys.policy_id):
-        raise ValueError(
-            f"it is of {message.run_id}/{message.policy_id}, not of {keys.run_id}/{keys.policy_id}"
-        )
 
 
 def _names(values: Iterable[bytes]) -> frozenset[bytes]:

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from astraflow.errors import IncompatibleError
 from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tensors import Array, TensorSpec, flat_unsigned, require_same_specs
 from astraflow_weights.codec.tiles.grid import TileCodec
-from astraflow_weights.errors import CorruptManifest, NoPath, ObjectNotFound
+from astraflow_weights.errors import NoPath
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
-from astraflow_weights.versions.collection_records import decode_lease
+from astraflow_weights.versions.collection_records import stored_leases
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.log import VersionLog, VersionRecord
 from astraflow_weights.versions.manifest import Manifest, PartRef
@@ -30,7 +29,7 @@ _LAGS = (1, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class CodecShare:
-    """What one codec contributes to a way; framing and tables are not counted."""
+    """What one codec contributes to a path; framing and tables are not counted."""
 
     codec: TileCodec
     tiles: int
@@ -39,7 +38,7 @@ class CodecShare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfferedWay:
+class OfferedPath:
     """A snapshot (`base_version` is None) or delta that a version offers."""
 
     base_version: int | None
@@ -86,17 +85,17 @@ class TensorChange:
 
 
 def parts_by_base(record: VersionRecord) -> dict[int | None, tuple[PartRef, ...]]:
-    """Parts of every way to a version, made with its manifest or added since, by base; None is the snapshot."""
-    ways: dict[int | None, tuple[PartRef, ...]] = {}
+    """Parts of every path to a version, made with its manifest or added since, by base; None is the snapshot."""
+    paths: dict[int | None, tuple[PartRef, ...]] = {}
     if (snapshot := record.offered_snapshot) is not None:
-        ways[None] = snapshot
-    return ways | {delta.base_version: delta.parts for delta in record.offered_deltas}
+        paths[None] = snapshot
+    return paths | {delta.base_version: delta.parts for delta in record.offered_deltas}
 
 
-def offered_ways(store: ObjectStore, record: VersionRecord, *, threads: int) -> list[OfferedWay]:
-    """The ways to a version, its own parts read and opened. Raises CorruptPart, and as the store does."""
+def offered_paths(store: ObjectStore, record: VersionRecord, *, threads: int) -> list[OfferedPath]:
+    """The paths to a version, its own parts read and opened. Raises CorruptPart, and as the store does."""
     return [
-        OfferedWay(
+        OfferedPath(
             base_version=base,
             parts=len(parts),
             size_bytes=sum(part.size_bytes for part in parts),
@@ -130,12 +129,7 @@ def running_pulls(
     """Leases on parts of a version that hold now, the one that ends first first."""
     names = {part.sha256 for parts in parts_by_base(record).values() for part in parts}
     found = []
-    for info in store.list(keys.leases):
-        try:
-            lease = decode_lease(keys, store.get(info.key))
-        except (ObjectNotFound, CorruptManifest, IncompatibleError):
-            # Ended since it was listed, or unreadable: it protects nothing.
-            continue
+    for _, lease in stored_leases(store, keys=keys):
         if lease.expires_time_s > now_s and (mine := names & lease.parts):
             found.append(
                 RunningPull(

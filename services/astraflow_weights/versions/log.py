@@ -2,8 +2,8 @@
 
 Invariant: every reader of the same entries sees the same versions: along the sequence epochs never fall, an
 entry with an epoch lower than one before it is ignored, and the manifests that remain are numbered 0, 1, 2
-… without gaps. Ways that were added beside the log count only when they lead to a model root that the
-log has; damaged ones are passed over, for they are never the only way. Writer, planner and mirror ask it;
+… without gaps. Paths that were added beside the log count only when they lead to a model root that the
+log has; damaged ones are passed over, for they are never the only path. Writer, planner and mirror ask it;
 it writes nothing. One owner per object: not thread-safe.
 """
 
@@ -19,14 +19,14 @@ from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.collection_records import Sweep, decode_sweep
 from astraflow_weights.versions.fetch import fetch_objects
 from astraflow_weights.versions.manifest import (
-    AddedWay,
+    AddedPath,
     DeltaRef,
     Entry,
     Fence,
     Manifest,
     PartRef,
     decode_entry,
-    decode_way,
+    decode_path,
 )
 
 _READ_THREADS = 8
@@ -36,7 +36,7 @@ _READ_THREADS = 8
 class VersionRecord:
     """What is kept in memory of every version; the tensors and assets stay in its manifest.
 
-    `snapshot` and `deltas` are the manifest's, `added` are the ways made since.
+    `snapshot` and `deltas` are the manifest's, `added` are the paths made since.
     """
 
     version: int
@@ -50,9 +50,9 @@ class VersionRecord:
     num_changed: int
     num_elements: int
     rollback_of: int | None = None
-    added: tuple[AddedWay, ...] = ()
+    added: tuple[AddedPath, ...] = ()
     swept: frozenset[int | None] = frozenset()
-    """Bases of the manifest's ways that were collected; None stands for its snapshot."""
+    """Bases of the manifest's paths that were collected; None stands for its snapshot."""
 
     @property
     def density(self) -> float:
@@ -64,7 +64,7 @@ class VersionRecord:
         """Parts of the snapshot, whenever it was made; None when there is none, or it was collected."""
         if self.snapshot is not None and None not in self.swept:
             return self.snapshot
-        return next((way.parts for way in self.added if way.base_version is None), None)
+        return next((path.parts for path in self.added if path.base_version is None), None)
 
     @property
     def offered_deltas(self) -> tuple[DeltaRef, ...]:
@@ -72,9 +72,9 @@ class VersionRecord:
         deltas = tuple(delta for delta in self.deltas if delta.base_version not in self.swept)
         bases = {delta.base_version for delta in deltas}
         return deltas + tuple(
-            DeltaRef(base_version=way.base_version, parts=way.parts)
-            for way in self.added
-            if way.base_version is not None and way.base_version not in bases
+            DeltaRef(base_version=path.base_version, parts=path.parts)
+            for path in self.added
+            if path.base_version is not None and path.base_version not in bases
         )
 
     @property
@@ -113,8 +113,8 @@ class VersionLog:
         self._next_sequence = 0
         self._owner: Owner | None = None
         self._num_ignored = 0
-        self._ways: dict[str, AddedWay] = {}
-        self._damaged_ways: tuple[str, ...] = ()
+        self._paths: dict[str, AddedPath] = {}
+        self._damaged_paths: tuple[str, ...] = ()
         self._sweeps: set[str] = set()
         self._damaged_sweeps: tuple[str, ...] = ()
 
@@ -125,7 +125,7 @@ class VersionLog:
         other._next_sequence = self._next_sequence
         other._owner = self._owner
         other._num_ignored = self._num_ignored
-        other._ways, other._damaged_ways = dict(self._ways), self._damaged_ways
+        other._paths, other._damaged_paths = dict(self._paths), self._damaged_paths
         other._sweeps, other._damaged_sweeps = set(self._sweeps), self._damaged_sweeps
         return other
 
@@ -150,17 +150,17 @@ class VersionLog:
         return self._records
 
     @property
-    def damaged_ways(self) -> Sequence[str]:
-        """Keys of added ways that the last `refresh` passed over: damaged, or made for another log."""
-        return self._damaged_ways
+    def damaged_paths(self) -> Sequence[str]:
+        """Keys of added paths that the last `refresh` passed over: damaged, or made for another log."""
+        return self._damaged_paths
 
     @property
     def damaged_sweeps(self) -> Sequence[str]:
-        """Keys of sweeps that cannot be read: ways that they collected are offered, and prove bad."""
+        """Keys of sweeps that cannot be read: paths that they collected are offered, and prove bad."""
         return self._damaged_sweeps
 
     def refresh(self) -> int | None:
-        """Read what was added, entries and ways, and return the newest version, None when there is none.
+        """Read what was added, entries and paths, and return the newest version, None when there is none.
 
         Raises CorruptManifest or IncompatibleError at the first entry that cannot be used, having taken in
         those before it; Unavailable and StoreRefused as the store does.
@@ -172,12 +172,12 @@ class VersionLog:
             swept = pool.submit(self._listed, self._keys.swept)
             newest = self.refresh_entries()
             listed = [key for listing in listings for key in listing.result()]
-            self._refresh_ways(listed, pool)
+            self._refresh_paths(listed, pool)
             self._refresh_sweeps(swept.result(), pool)
         return newest
 
     def refresh_entries(self) -> int | None:
-        """`refresh` without the added ways: all that a writer needs to know before it commits."""
+        """`refresh` without the added paths: all that a writer needs to know before it commits."""
         keys = self._new_keys()
         for data in fetch_objects(self._store, keys, threads=_READ_THREADS):
             self.absorb(data)
@@ -239,29 +239,29 @@ class VersionLog:
         except ObjectNotFound:
             return None
 
-    def _refresh_ways(self, listed: Sequence[str], pool: ThreadPoolExecutor) -> None:
-        """Believe the listing: ways that were collected are gone, and only new ones are read."""
-        new = [key for key in listed if key not in self._ways and key not in self._damaged_ways]
-        damaged = [key for key in self._damaged_ways if key in listed]
-        ways = {key: self._ways[key] for key in listed if key in self._ways}
+    def _refresh_paths(self, listed: Sequence[str], pool: ThreadPoolExecutor) -> None:
+        """Believe the listing: paths that were collected are gone, and only new ones are read."""
+        new = [key for key in listed if key not in self._paths and key not in self._damaged_paths]
+        damaged = [key for key in self._damaged_paths if key in listed]
+        paths = {key: self._paths[key] for key in listed if key in self._paths}
         for key, content in zip(new, pool.map(self._content, new), strict=True):
             if content is None:
                 # Collected since it was listed.
                 continue
             try:
-                way = decode_way(content)
+                path = decode_path(content)
             except (CorruptManifest, IncompatibleError):
                 damaged.append(key)
                 continue
-            if way.version >= len(self._records):
+            if path.version >= len(self._records):
                 # Made for a version committed since the entries were listed: read again at the next refresh.
                 continue
-            if self._fits(way, key):
-                ways[key] = way
+            if self._fits(path, key):
+                paths[key] = path
             else:
                 damaged.append(key)
-        self._ways, self._damaged_ways = ways, tuple(damaged)
-        self._take_in_ways()
+        self._paths, self._damaged_paths = paths, tuple(damaged)
+        self._take_in_paths()
 
     def _refresh_sweeps(self, listed: Sequence[str], pool: ThreadPoolExecutor) -> None:
         """Take in what was collected; a sweep is never changed or deleted."""
@@ -276,23 +276,23 @@ class VersionLog:
         self._damaged_sweeps = tuple(damaged)
 
     def _take_in_sweep(self, key: str, sweep: Sweep) -> None:
-        known = [edge for edge in sweep.ways if edge.version < len(self._records)]
+        known = [edge for edge in sweep.paths if edge.version < len(self._records)]
         for edge in known:
             record = self._records[edge.version]
             self._records[edge.version] = replace(record, swept=record.swept | {edge.base_version})
-        if len(known) == len(sweep.ways):
+        if len(known) == len(sweep.paths):
             # Else it is about versions committed since the entries were listed: read again at the next refresh.
             self._sweeps.add(key)
 
-    def _fits(self, way: AddedWay, key: str) -> bool:
-        here = (way.run_id, way.policy_id) == (self.run_id, self.policy_id)
-        root = self._records[way.version].model_root
-        return here and way.model_root == root and key == way_key(self._keys, way)
+    def _fits(self, path: AddedPath, key: str) -> bool:
+        here = (path.run_id, path.policy_id) == (self.run_id, self.policy_id)
+        root = self._records[path.version].model_root
+        return here and path.model_root == root and key == path_key(self._keys, path)
 
-    def _take_in_ways(self) -> None:
-        by_version: dict[int, list[AddedWay]] = {}
-        for way in self._ways.values():
-            by_version.setdefault(way.version, []).append(way)
+    def _take_in_paths(self) -> None:
+        by_version: dict[int, list[AddedPath]] = {}
+        for path in self._paths.values():
+            by_version.setdefault(path.version, []).append(path)
         for version, record in enumerate(self._records):
             added = tuple(by_version.get(version, ()))
             if added != record.added:
@@ -343,11 +343,11 @@ class VersionLog:
         )
 
 
-def way_key(keys: PolicyKeys, way: AddedWay) -> str:
-    """The one key under which an added way counts."""
-    if way.base_version is None:
-        return keys.snapshot(way.version)
-    return keys.merged_delta(way.base_version, way.version)
+def path_key(keys: PolicyKeys, path: AddedPath) -> str:
+    """The one key under which an added path counts."""
+    if path.base_version is None:
+        return keys.snapshot(path.version)
+    return keys.merged_delta(path.base_version, path.version)
 
 
 def _writer(entry: Entry) -> tuple[int, bytes]:

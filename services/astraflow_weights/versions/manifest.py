@@ -1,15 +1,16 @@
-"""Entries of a policy's log, and ways added beside it, as values, and their bytes in the store.
+"""Entries of a policy's log, and paths added beside it, as values, and their bytes in the store.
 
-Invariant: what `decode_entry` and `decode_way` return is sealed, complete and consistent in itself:
-a flipped bit anywhere, a table that does not match its root or a version without a way to it raise
+Invariant: what `decode_entry` and `decode_path` return is sealed, complete and consistent in itself:
+a flipped bit anywhere, a table that does not match its root or a version without a path to it raise
 CorruptManifest. Writer, compactor and log call it; whether an entry counts is the log's business.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from astraflow.errors import IncompatibleError
@@ -108,7 +109,7 @@ class Fence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AddedWay:
+class AddedPath:
     """A snapshot (`base_version` None) or a merged delta that was made after the manifest of its version."""
 
     run_id: str
@@ -141,23 +142,23 @@ def encode_entry(entry: Entry) -> bytes:
     return seal_entry(message)
 
 
-def encode_way(way: AddedWay) -> bytes:
-    """Sealed bytes of an added way. Raises ValueError for what no reader would accept."""
-    message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_way=_way_message(_checked_way(way)))
+def encode_path(path: AddedPath) -> bytes:
+    """Sealed bytes of an added path. Raises ValueError for what no reader would accept."""
+    message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_way=_path_message(_checked_path(path)))
     return seal_entry(message)
 
 
-def decode_way(data: bytes) -> AddedWay:
-    """The added way in `data`. Raises CorruptManifest for damage, IncompatibleError for another schema
+def decode_path(data: bytes) -> AddedPath:
+    """The added path in `data`. Raises CorruptManifest for damage, IncompatibleError for another schema
     version.
     """
     message = open_entry(data)
     if message.WhichOneof("entry") != "added_way":
-        raise CorruptManifest(f"an object of {len(data)} bytes is not an added way")
+        raise CorruptManifest(f"an object of {len(data)} bytes is not an added path")
     try:
-        return _checked_way(_way(message.added_way))
+        return _checked_path(_path(message.added_way))
     except ValueError as error:
-        raise CorruptManifest(f"an added way of {len(data)} bytes contradicts itself: {error}") from error
+        raise CorruptManifest(f"an added path of {len(data)} bytes contradicts itself: {error}") from error
 
 
 def decode_entry(data: bytes) -> Entry:
@@ -249,15 +250,15 @@ def _fence_message(fence: Fence) -> manifest_pb2.Fence:
     )
 
 
-def _way_message(way: AddedWay) -> manifest_pb2.AddedWay:
+def _path_message(path: AddedPath) -> manifest_pb2.AddedWay:
     return manifest_pb2.AddedWay(
-        run_id=way.run_id,
-        policy_id=way.policy_id,
-        version=way.version,
-        base_version=way.base_version,
-        model_root=way.model_root,
-        parts=_ref_messages(way.parts),
-        created_time=timestamp(way.created_time_s),
+        run_id=path.run_id,
+        policy_id=path.policy_id,
+        version=path.version,
+        base_version=path.base_version,
+        model_root=path.model_root,
+        parts=_ref_messages(path.parts),
+        created_time=timestamp(path.created_time_s),
     )
 
 
@@ -290,7 +291,7 @@ def _manifest(message: manifest_pb2.Manifest) -> Manifest:
         writer_epoch=message.writer_epoch,
         writer_nonce=sized(message.writer_nonce, NONCE_BYTES, what="writer nonce"),
         step=message.step,
-        parent_version=message.parent_version if message.HasField("parent_version") else None,
+        parent_version=optional(message, "parent_version"),
         snapshot=_refs(message.snapshot.parts) if message.HasField("snapshot") else None,
         deltas=tuple(
             DeltaRef(base_version=delta.base_version, parts=_refs(delta.parts)) for delta in message.deltas
@@ -303,9 +304,9 @@ def _manifest(message: manifest_pb2.Manifest) -> Manifest:
         ),
         num_changed=message.num_changed,
         num_elements=message.num_elements,
-        learning_rate=message.learning_rate if message.HasField("learning_rate") else None,
+        learning_rate=optional(message, "learning_rate"),
         created_time_s=message.created_time.ToMicroseconds() / 1e6,
-        rollback_of=message.rollback_of if message.HasField("rollback_of") else None,
+        rollback_of=optional(message, "rollback_of"),
     )
 
 
@@ -316,27 +317,27 @@ def _fence(message: manifest_pb2.Fence) -> Fence:
         sequence=message.sequence,
         epoch=message.epoch,
         nonce=sized(message.nonce, NONCE_BYTES, what="nonce"),
-        previous_epoch=message.previous_epoch if message.HasField("previous_epoch") else None,
+        previous_epoch=optional(message, "previous_epoch"),
         created_time_s=message.created_time.ToMicroseconds() / 1e6,
     )
 
 
-def _way(message: manifest_pb2.AddedWay) -> AddedWay:
-    return AddedWay(
+def _path(message: manifest_pb2.AddedWay) -> AddedPath:
+    return AddedPath(
         run_id=check_id(message.run_id, what="run id"),
         policy_id=check_id(message.policy_id, what="policy id"),
         version=message.version,
-        base_version=message.base_version if message.HasField("base_version") else None,
+        base_version=optional(message, "base_version"),
         model_root=sized(message.model_root, SHA256_BYTES, what="model root"),
         parts=_refs(message.parts),
         created_time_s=message.created_time.ToMicroseconds() / 1e6,
     )
 
 
-def _checked_way(way: AddedWay) -> AddedWay:
-    if way.base_version is not None and way.base_version >= way.version:
-        raise ValueError(f"a way to version {way.version} starts from version {way.base_version}")
-    return way
+def _checked_path(path: AddedPath) -> AddedPath:
+    if path.base_version is not None and path.base_version >= path.version:
+        raise ValueError(f"a path to version {path.version} starts from version {path.base_version}")
+    return path
 
 
 def _tensor(message: manifest_pb2.Tensor) -> TensorDigest:
@@ -353,6 +354,11 @@ def _refs(messages: Sequence[manifest_pb2.PartRef]) -> tuple[PartRef, ...]:
 def _ref(message: manifest_pb2.PartRef) -> PartRef:
     digest = sized(message.sha256, SHA256_BYTES, what="sha256")
     return PartRef(key=check_key(message.key), size_bytes=message.size_bytes, sha256=digest)
+
+
+def optional(message: Message, field: str) -> Any:  # noqa: ANN401 - the field's type
+    """A field's value; None where it is unset."""
+    return getattr(message, field) if message.HasField(field) else None
 
 
 def sized(value: bytes, size: int, *, what: str) -> bytes:

@@ -1,7 +1,7 @@
 """Chooses how to get from one version to another.
 
-Invariant: of all ways that the log offers, the plan takes the least time by the costs given, and of equals the fewest
-steps; by the priors that is the way with the fewest bytes, as long as as many answers are waited for. It never
+Invariant: of all paths that the log offers, the plan takes the least time by the costs given, and of equals the fewest
+steps; by the priors that is the path with the fewest bytes, as long as as many answers are waited for. It never
 guesses about versions the log has not read. Pure; the mirror calls `plan_pull`.
 """
 
@@ -45,18 +45,18 @@ class PullPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Way:
-    """One way to a version; `last` is None for the version that is held."""
+class _Path:
+    """One path to a version; `last` is None for the version that is held."""
 
     bytes_s: float = 0.0
     objects: int = 0
     num_steps: int = 0
     last: PullStep | None = None
-    before: "_Way | None" = None
+    before: "_Path | None" = None
 
-    def then(self, step: PullStep, costs: PullCosts) -> "_Way":
+    def then(self, step: PullStep, costs: PullCosts) -> "_Path":
         kind = PartKind.SNAPSHOT if step.edge.base_version is None else PartKind.DELTA
-        return _Way(
+        return _Path(
             bytes_s=self.bytes_s + costs.bytes_s(step.size_bytes, kind),
             objects=self.objects + len(step.parts),
             num_steps=self.num_steps + 1,
@@ -72,17 +72,17 @@ class _Way:
     def steps(self) -> tuple[PullStep, ...]:
         """All of them, the first one first."""
         steps: list[PullStep] = []
-        way: _Way | None = self
-        while way is not None and way.last is not None:
-            steps.append(way.last)
-            way = way.before
+        path: _Path | None = self
+        while path is not None and path.last is not None:
+            steps.append(path.last)
+            path = path.before
         return tuple(reversed(steps))
 
 
-_NOTHING = _Way()
+_NOTHING = _Path()
 # A byte takes some nanoseconds.
 _DIGITS = 9
-# Ways to one version that are kept: cheaper ones in bytes and cheaper ones in requests.
+# Paths to one version that are kept: cheaper ones in bytes and cheaper ones in requests.
 _MAX_WAYS = 16
 
 
@@ -100,41 +100,41 @@ def plan_pull(
     """
     log.record(target)
     costs = costs or PullCosts()
-    ways: dict[int, list[_Way]] = {} if held is None else {held: [_NOTHING]}
-    # A delta always leads to a higher version, so one pass in order of versions settles every way.
+    paths: dict[int, list[_Path]] = {} if held is None else {held: [_NOTHING]}
+    # A delta always leads to a higher version, so one pass in order of versions settles every path.
     for record in log.records[: target + 1]:
-        candidates = _ways_to(record, ways, costs=costs)
-        good = [way for way in candidates if way.last is None or way.last.edge not in avoid]
+        candidates = _paths_to(record, paths, costs=costs)
+        good = [path for path in candidates if path.last is None or path.last.edge not in avoid]
         if good:
-            ways[record.version] = _useful(good, costs=costs)
-    if target not in ways:
+            paths[record.version] = _useful(good, costs=costs)
+    if target not in paths:
         raise NoPath(
             f"nothing usable leads to version {target} of policy {log.policy_id!r} from {held}; "
-            f"{len(avoid)} ways proved bad: wait for the next snapshot, or restore the store's objects"
+            f"{len(avoid)} paths proved bad: wait for the next snapshot, or restore the store's objects"
         )
-    steps = ways[target][0].steps
+    steps = paths[target][0].steps
     start = steps[0].edge.base_version if steps else target
     return PullPlan(held=start, target=target, steps=steps)
 
 
-def _ways_to(record: VersionRecord, ways: dict[int, list[_Way]], *, costs: PullCosts) -> Iterator[_Way]:
-    yield from ways.get(record.version, ())
+def _paths_to(record: VersionRecord, paths: dict[int, list[_Path]], *, costs: PullCosts) -> Iterator[_Path]:
+    yield from paths.get(record.version, ())
     if (snapshot := record.offered_snapshot) is not None:
         edge = Edge(version=record.version, base_version=None)
         yield _NOTHING.then(PullStep(edge=edge, parts=snapshot), costs)
     for delta in record.offered_deltas:
         edge = Edge(version=record.version, base_version=delta.base_version)
         step = PullStep(edge=edge, parts=delta.parts)
-        for way in ways.get(delta.base_version, ()):
-            yield way.then(step, costs)
+        for path in paths.get(delta.base_version, ()):
+            yield path.then(step, costs)
 
 
-def _useful(ways: Sequence[_Way], *, costs: PullCosts) -> list[_Way]:
-    """The best way first, then those that need fewer requests: requests are answered side by side, so one more may
+def _useful(paths: Sequence[_Path], *, costs: PullCosts) -> list[_Path]:
+    """The best path first, then those that need fewer requests: requests are answered side by side, so one more may
     cost nothing or a whole answer, and which it is shows only at the end.
     """
-    kept: list[_Way] = []
-    for way in sorted(ways, key=lambda way: (*way.rank(costs), way.objects)):
-        if not kept or way.objects < kept[-1].objects:
-            kept.append(way)
+    kept: list[_Path] = []
+    for path in sorted(paths, key=lambda path: (*path.rank(costs), path.objects)):
+        if not kept or path.objects < kept[-1].objects:
+            kept.append(path)
     return kept[:_MAX_WAYS]

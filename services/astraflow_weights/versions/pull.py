@@ -80,10 +80,10 @@ def check_size(manifest: Manifest, *, max_bytes: int) -> None:
 def unusable(
     edge: Edge, error: CorruptPart, *, tensor: str = "", tile: int | None = None
 ) -> VerificationFailed:
-    """The failure that a damaged way is."""
-    way = "snapshot" if edge.base_version is None else f"delta from version {edge.base_version}"
+    """The failure that a damaged path is."""
+    path = "snapshot" if edge.base_version is None else f"delta from version {edge.base_version}"
     return VerificationFailed(
-        f"the {way} of version {edge.version} cannot be used: {error}",
+        f"the {path} of version {edge.version} cannot be used: {error}",
         version=edge.version,
         tensor=tensor,
         tile=tile,

@@ -1,6 +1,6 @@
 """What pulling costs here: throughput and latency of the store, and the time to decode, as this process measured them.
 
-Invariant: until enough was measured the figures are priors under which the way with the fewest bytes is cheapest; what
+Invariant: until enough was measured the figures are priors under which the path with the fewest bytes is cheapest; what
 is too small to tell a rate from the overhead around it is not counted. The mirror records and hands `costs()` to the
 planner.
 """

@@ -84,8 +84,8 @@ def test_logits_agree_with_transformers_through_prefill_and_decode(tmp_path: Pat
 
 
 @torch.inference_mode()
-def test_an_idle_row_between_running_ones_keeps_what_it_holds(tmp_path: Path) -> None:
-    feeder = Feeder(save_tiny_qwen(tmp_path / "model"))
+def test_an_idle_row_between_running_ones_keeps_what_it_holds(folder: Path) -> None:
+    feeder = Feeder(folder)
     tokens = torch.randint(3, 97, (3, 12), generator=torch.Generator().manual_seed(2))
     feeder.extend(tokens[:, :8], start=0, rows=[0, 1, 2])
     held = [part.clone() for part in feeder.cache.gathered_rows(0, rows_B=torch.tensor([1]), length=CAPACITY)]

@@ -7,12 +7,7 @@ import pytest
 
 from astraflow_engine.errors import ModelError
 from astraflow_engine.model_config import load_model_config
-from support.tiny_qwen import EOS, save_tiny_qwen
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return save_tiny_qwen(tmp_path / "model")
+from support.tiny_qwen import EOS
 
 
 def rewrite(folder: Path, file: str = "config.json", /, **changes: object) -> None:

@@ -1,7 +1,6 @@
 """Paths, status codes and SGLang's error shapes."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,20 +11,7 @@ from astraflow_engine.server import ServedModel, create_app
 from astraflow_engine.service import EngineService
 from astraflow_kit import failpoints
 from astraflow_kit.metrics import Metrics
-from support.engine_parts import make_service, make_worker
-from support.tiny_qwen import save_tiny_qwen
-
-DEADLINE_S = 20.0
-
-
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[EngineService]:
-    folder = save_tiny_qwen(tmp_path / "model")
-    service = make_service(folder, make_worker(folder))
-    await service.start()
-    yield service
-    failpoints.arm("")
-    await service.stop(deadline_s=DEADLINE_S)
+from support.engine_parts import DEADLINE_S
 
 
 @pytest.fixture

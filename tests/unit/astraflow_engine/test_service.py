@@ -3,6 +3,7 @@ all."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -17,27 +18,11 @@ from astraflow_engine.errors import (
     ModelError,
     RequestTimeout,
 )
-from astraflow_engine.requests import FinishKind, PauseMode
+from astraflow_engine.requests import Completion, FinishKind, GenerateRequest, PauseMode
 from astraflow_engine.service import EngineService
 from astraflow_kit import failpoints
-from support.engine_parts import greedy, make_service, make_worker
+from support.engine_parts import DEADLINE_S, greedy, make_service, make_worker
 from support.tiny_qwen import save_tiny_qwen
-
-DEADLINE_S = 20.0
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return save_tiny_qwen(tmp_path / "model")
-
-
-@pytest.fixture
-async def service(folder: Path) -> AsyncIterator[EngineService]:
-    service = make_service(folder, make_worker(folder))
-    await service.start()
-    yield service
-    failpoints.arm("")
-    await service.stop(deadline_s=DEADLINE_S)
 
 
 async def never() -> None:
@@ -53,6 +38,24 @@ async def until_live(service: EngineService, count: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while await live(service) < count:  # noqa: ASYNC110 - the engine signals nobody
             await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def held(service: EngineService, rid: str = "held") -> AsyncIterator["asyncio.Task[Completion]"]:
+    """A paused engine that holds one request; the request has ended at the end."""
+    await service.pause(PauseMode.IN_PLACE)
+    request = asyncio.create_task(generated(service, greedy(rid)))
+    await until_live(service, 1)
+    yield request
+    async with asyncio.timeout(DEADLINE_S):
+        await request
+
+
+async def generated(service: EngineService, request: GenerateRequest) -> Completion:
+    """The completion of one request whose caller waits."""
+    completions = await service.generate([request], caller_is_gone=never())
+    assert completions is not None
+    return completions[0]
 
 
 def update(
@@ -88,7 +91,7 @@ async def test_a_request_beyond_the_deadline_is_aborted(folder: Path) -> None:
     try:
         await service.pause(PauseMode.IN_PLACE)
         with pytest.raises(RequestTimeout, match=r"not finished after 0\.2 s"):
-            await service.generate([greedy("late")], caller_is_gone=never())
+            await generated(service, greedy("late"))
         assert await live(service) == 0
     finally:
         await service.stop(deadline_s=DEADLINE_S)
@@ -97,94 +100,73 @@ async def test_a_request_beyond_the_deadline_is_aborted(folder: Path) -> None:
 async def test_a_call_with_a_used_rid_fails_whole_and_spares_the_owner_of_the_rid(
     service: EngineService,
 ) -> None:
-    await service.pause(PauseMode.IN_PLACE)
-    owner = asyncio.ensure_future(service.generate([greedy("mine")], caller_is_gone=never()))
-    await until_live(service, 1)
-    with pytest.raises(InvalidRequest, match="rid 'mine' is already in progress"):
-        await service.generate([greedy("other"), greedy("mine")], caller_is_gone=never())
-    assert await live(service) == 1
-    await service.resume()
-    completions = await asyncio.wait_for(owner, DEADLINE_S)
-    assert completions is not None
-    assert completions[0].finish.kind is FinishKind.LENGTH
+    async with held(service, "mine") as owner:
+        with pytest.raises(InvalidRequest, match="rid 'mine' is already in progress"):
+            await service.generate([greedy("other"), greedy("mine")], caller_is_gone=never())
+        assert await live(service) == 1
+        await service.resume()
+    assert owner.result().finish.kind is FinishKind.LENGTH
 
 
 async def test_an_update_swaps_weights_path_and_version(service: EngineService, tmp_path: Path) -> None:
     other = save_tiny_qwen(tmp_path / "other", seed=1)
-    before = await service.generate([greedy("before")], caller_is_gone=never())
+    before = await generated(service, greedy("before"))
     assert await service.update_weights(update(other, version="7")) == 0
-    after = await service.generate([greedy("after")], caller_is_gone=never())
-    assert before is not None
-    assert after is not None
-    assert before[0].tokens != after[0].tokens
-    assert (service.model_path, after[0].spans[0].version) == (other, "7")
+    after = await generated(service, greedy("after"))
+    assert before.tokens != after.tokens
+    assert (service.model_path, after.spans[0].version) == (other, "7")
 
 
 async def test_an_update_that_fails_keeps_weights_path_and_version(
     service: EngineService, folder: Path, tmp_path: Path
 ) -> None:
-    before = await service.generate([greedy("before")], caller_is_gone=never())
+    before = await generated(service, greedy("before"))
     with pytest.raises(ModelError, match="neither model"):
         await service.update_weights(update(tmp_path / "nowhere"))
     failpoints.arm("engine.before_swap=raise")
     with pytest.raises(failpoints.FailpointRaised):
         await service.update_weights(update(folder))
-    after = await service.generate([greedy("after")], caller_is_gone=never())
-    assert before is not None
-    assert after is not None
-    assert before[0].tokens == after[0].tokens
-    assert (service.model_path, after[0].spans[0].version) == (folder, "0")
+    after = await generated(service, greedy("after"))
+    assert before.tokens == after.tokens
+    assert (service.model_path, after.spans[0].version) == (folder, "0")
 
 
 async def test_an_update_under_paused_requests_must_not_ask_for_a_flush(
     service: EngineService, folder: Path
 ) -> None:
-    await service.pause(PauseMode.IN_PLACE)
-    held = asyncio.ensure_future(service.generate([greedy("held")], caller_is_gone=never()))
-    await until_live(service, 1)
-    with pytest.raises(CacheInUse, match="send flush_cache: false"):
-        await service.update_weights(update(folder))
-    assert await service.update_weights(update(folder, flush_cache=False)) == 1
-    await service.resume()
-    completions = await asyncio.wait_for(held, DEADLINE_S)
-    assert completions is not None
-    assert completions[0].spans[0].version == "1"
+    async with held(service) as request:
+        with pytest.raises(CacheInUse, match="send flush_cache: false"):
+            await service.update_weights(update(folder))
+        assert await service.update_weights(update(folder, flush_cache=False)) == 1
+        await service.resume()
+    assert request.result().spans[0].version == "1"
 
 
 async def test_an_update_may_abort_what_runs(service: EngineService, folder: Path) -> None:
-    await service.pause(PauseMode.IN_PLACE)
-    held = asyncio.ensure_future(service.generate([greedy("held")], caller_is_gone=never()))
-    await until_live(service, 1)
-    await service.update_weights(update(folder, abort_all=True))
-    completions = await asyncio.wait_for(held, DEADLINE_S)
-    assert completions is not None
-    assert completions[0].finish.kind is FinishKind.ABORT
+    async with held(service) as request:
+        await service.update_weights(update(folder, abort_all=True))
+    assert request.result().finish.kind is FinishKind.ABORT
 
 
 async def test_an_abort_without_a_name_means_nothing(service: EngineService) -> None:
-    await service.pause(PauseMode.IN_PLACE)
-    held = asyncio.ensure_future(service.generate([greedy("held")], caller_is_gone=never()))
-    await until_live(service, 1)
-    await service.abort(AbortOrder(rid="", abort_all=False))
-    assert await live(service) == 1
-    await service.abort(AbortOrder(rid="", abort_all=True))
-    assert await asyncio.wait_for(held, DEADLINE_S) is not None
+    async with held(service):
+        await service.abort(AbortOrder(rid="", abort_all=False))
+        assert await live(service) == 1
+        await service.abort(AbortOrder(rid="", abort_all=True))
 
 
 async def test_a_flush_waits_for_an_idle_engine_as_long_as_it_may(service: EngineService) -> None:
-    running = asyncio.ensure_future(
-        service.generate([greedy("r", max_new_tokens=100)], caller_is_gone=never())
-    )
+    running = asyncio.create_task(generated(service, greedy("r", max_new_tokens=100)))
     await until_live(service, 1)
     await service.flush(timeout_s=DEADLINE_S)
-    assert await asyncio.wait_for(running, DEADLINE_S) is not None
+    assert (await asyncio.wait_for(running, DEADLINE_S)).tokens
 
 
 async def test_a_failed_thread_ends_the_service_and_shows_as_not_alive(service: EngineService) -> None:
     assert service.alive
     failpoints.arm("engine.decode_step=raise")
     with pytest.raises(EngineUnavailable, match="the engine has stopped"):
-        await service.generate([greedy("r")], caller_is_gone=never())
+        await generated(service, greedy("r"))
     with pytest.raises(EngineFault, match="FailpointRaised"):
         await asyncio.wait_for(service.run(), DEADLINE_S)
     assert not service.alive

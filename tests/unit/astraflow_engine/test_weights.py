@@ -15,11 +15,6 @@ from support.tiny_qwen import TinyShape, save_tiny_qwen
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return save_tiny_qwen(tmp_path / "model")
-
-
 def load(folder: Path) -> Weights:
     return load_weights(folder, config=load_model_config(folder))
 

@@ -13,17 +13,14 @@ from astraflow_engine.requests import FinishKind, PauseMode
 from astraflow_engine.worker import EngineWorker
 from astraflow_kit import failpoints
 from support import engine_parts
-from support.engine_parts import greedy
-from support.tiny_qwen import save_tiny_qwen
+from support.engine_parts import DEADLINE_S, greedy
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
 
 
 @pytest.fixture
-def make_worker(tmp_path: Path) -> Iterator[Callable[..., EngineWorker]]:
+def make_worker(folder: Path) -> Iterator[Callable[..., EngineWorker]]:
     """Makes workers that are stopped at the end; a test starts them itself."""
-    folder = save_tiny_qwen(tmp_path / "model")
     made: list[EngineWorker] = []
 
     def make(**options: int) -> EngineWorker:

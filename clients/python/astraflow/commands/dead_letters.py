@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from astraflow.commands.option_groups import grouped_options
-from astraflow.commands.server import RunQuestion
+from astraflow.commands.options import grouped_options
+from astraflow.commands.server import RunOptions
 from astraflow.commands.wording import as_json, console, print_json, table
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
@@ -23,15 +23,15 @@ AllOption = Annotated[bool, typer.Option("--all", help="Every letter instead of 
 @app.command("list")
 @grouped_options
 def list_(
-    asked: RunQuestion,
+    options: RunOptions,
     limit: Annotated[int, typer.Option(min=1, max=500, help="Show at most this many, the oldest.")] = 50,
     tasks: Annotated[bool, typer.Option("--tasks", help="With --json: the tasks as submitted, too.")] = False,
 ) -> None:
     """List failed tasks that will not be retried, oldest first, and why."""
-    request = pb.ListDeadLettersRequest(run_id=asked.run_id, page_size=limit, include_tasks=tasks)
-    with asked.client() as client:
+    request = pb.ListDeadLettersRequest(run_id=options.run_id, page_size=limit, include_tasks=tasks)
+    with options.client() as client:
         answer = client.call(client.admin.ListDeadLetters, request)
-    if asked.json_:
+    if options.json_:
         print_json(as_json(answer))
         return
     if not answer.dead_letters:
@@ -49,29 +49,31 @@ def list_(
 @app.command()
 @grouped_options
 def requeue(
-    asked: RunQuestion,
+    options: RunOptions,
     letters: LetterArguments = None,
     all_: AllOption = False,
 ) -> None:
     """Put failed tasks back into the training queue, with all their episodes open."""
-    request = pb.RequeueDeadLettersRequest(run_id=asked.run_id, dead_letter_ids=_chosen(letters, all_=all_))
-    with asked.client() as client:
+    request = pb.RequeueDeadLettersRequest(run_id=options.run_id, dead_letter_ids=_chosen(letters, all_=all_))
+    with options.client() as client:
         answer = client.call(client.admin.RequeueDeadLetters, request)
-    asked.show(answer, lambda it: f"{it.requeued} requeued, {it.unknown} unknown, {it.kept} kept as they are")
+    options.show(
+        answer, lambda it: f"{it.requeued} requeued, {it.unknown} unknown, {it.kept} kept as they are"
+    )
 
 
 @app.command()
 @grouped_options
 def purge(
-    asked: RunQuestion,
+    options: RunOptions,
     letters: LetterArguments = None,
     all_: AllOption = False,
 ) -> None:
     """Delete failed tasks."""
-    request = pb.PurgeDeadLettersRequest(run_id=asked.run_id, dead_letter_ids=_chosen(letters, all_=all_))
-    with asked.client() as client:
+    request = pb.PurgeDeadLettersRequest(run_id=options.run_id, dead_letter_ids=_chosen(letters, all_=all_))
+    with options.client() as client:
         answer = client.call(client.admin.PurgeDeadLetters, request)
-    asked.show(answer, lambda it: f"{it.purged} deleted")
+    options.show(answer, lambda it: f"{it.purged} deleted")
 
 
 def _chosen(letters: list[str] | None, *, all_: bool) -> list[str]:

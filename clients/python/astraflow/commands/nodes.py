@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from astraflow.client import Client
-from astraflow.commands.option_groups import grouped_options
-from astraflow.commands.server import RunQuestion
+from astraflow.commands.options import grouped_options
+from astraflow.commands.server import RunOptions
 from astraflow.commands.status import node_cells
 from astraflow.commands.wording import as_json, console, print_json, table
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
@@ -23,12 +23,12 @@ _PAGE = 1000
 @app.command("list")
 @grouped_options
 def list_(
-    asked: RunQuestion,
+    options: RunOptions,
 ) -> None:
     """List the nodes that joined: what they can do, do and serve."""
-    with asked.client() as client:
-        nodes = list(all_nodes(client, run_id=asked.run_id))
-    if asked.json_:
+    with options.client() as client:
+        nodes = list(all_nodes(client, run_id=options.run_id))
+    if options.json_:
         print_json([as_json(node) for node in nodes])
         return
     if not nodes:
@@ -53,15 +53,15 @@ def list_(
 @app.command()
 @grouped_options
 def drain(
-    asked: RunQuestion,
+    options: RunOptions,
     node: Annotated[str, typer.Argument(metavar="NODE", help="Node to send home.")],
     reason: Annotated[str, typer.Option(help="Why, one word; the node logs it.")] = "operator",
 ) -> None:
     """Let NODE finish what it holds, give it nothing more and make it leave."""
-    request = pb.DrainNodeRequest(run_id=asked.run_id, node_id=node, reason=reason)
-    with asked.client() as client:
+    request = pb.DrainNodeRequest(run_id=options.run_id, node_id=node, reason=reason)
+    with options.client() as client:
         answer = client.call(client.admin.DrainNode, request)
-    asked.show(answer, lambda drained: _drain_text(node, drained))
+    options.show(answer, lambda drained: _drain_text(node, drained))
 
 
 def _drain_text(node: str, answer: pb.DrainNodeResponse) -> str:

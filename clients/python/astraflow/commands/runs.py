@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from astraflow.client import Client
-from astraflow.commands.option_groups import grouped_options
-from astraflow.commands.server import ServerQuestion
+from astraflow.commands.options import grouped_options
+from astraflow.commands.server import ServerOptions
 from astraflow.commands.wording import as_json, console, count_text, enum_text, print_json, table
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as pb
@@ -23,12 +23,12 @@ _DELETE_TIMEOUT_S = 120.0
 @app.command("list")
 @grouped_options
 def list_(
-    asked: ServerQuestion,
+    options: ServerOptions,
 ) -> None:
     """List the server's runs, oldest first."""
-    with asked.client() as client:
+    with options.client() as client:
         runs = list(all_runs(client))
-    if asked.json_:
+    if options.json_:
         print_json([_without_content(run) for run in runs])
         return
     if not runs:
@@ -44,20 +44,20 @@ def list_(
 @app.command()
 @grouped_options
 def delete(
-    asked: ServerQuestion,
+    options: ServerOptions,
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run to delete.")],
     force: Annotated[
         bool, typer.Option("--force", help="Delete it although nodes or trainers work on it.")
     ] = False,
 ) -> None:
     """Delete RUN with everything the server stores for it; published weights stay in the object store."""
-    with asked.client() as client:
+    with options.client() as client:
         answer = client.call(
             client.runs.DeleteRun,
             pb.DeleteRunRequest(run_id=run_id, force=force),
             timeout_s=_DELETE_TIMEOUT_S,
         )
-    asked.show(answer, lambda deleted: _deleted_text(run_id, deleted))
+    options.show(answer, lambda deleted: _deleted_text(run_id, deleted))
 
 
 def _deleted_text(run_id: str, answer: pb.DeleteRunResponse) -> str:

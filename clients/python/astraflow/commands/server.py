@@ -31,9 +31,9 @@ __all__ = [
     "DataDirOption",
     "JoinOption",
     "RunIdOption",
-    "RunQuestion",
+    "RunOptions",
     "Server",
-    "ServerQuestion",
+    "ServerOptions",
     "TokenFileOption",
     "connected",
     "find_server",
@@ -94,7 +94,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; docs/debug
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerQuestion:
+class ServerOptions:
     """What every command that asks a server takes: whom it asks, as whom, and in which form it answers."""
 
     join: JoinOption = None
@@ -119,7 +119,7 @@ class ServerQuestion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunQuestion(ServerQuestion):
+class RunOptions(ServerOptions):
     """The same for commands about one run."""
 
     run_id: RunIdOption = ""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.text import Text
 
 from astraflow.client import Client
-from astraflow.commands.option_groups import grouped_options
-from astraflow.commands.server import RunQuestion
+from astraflow.commands.options import grouped_options
+from astraflow.commands.server import RunOptions
 from astraflow.commands.wording import (
     as_json,
     console,
@@ -30,9 +30,6 @@ from astraflow.commands.wording import (
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RetryableError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 app = typer.Typer(add_completion=False)
 
@@ -54,16 +51,16 @@ WatchOption = Annotated[
 @app.command()
 @grouped_options
 def status(
-    asked: RunQuestion,
+    options: RunOptions,
     watch: WatchOption = False,
 ) -> None:
     """Show what a run has done and holds: policies, trajectories, nodes, evaluations, waits."""
-    with asked.client() as client:
+    with options.client() as client:
         if watch:
-            _show_all(follow(client, run_id=asked.run_id), as_lines=asked.json_)
+            _show_all(follow(client, run_id=options.run_id), as_lines=options.json_)
             return
-        answer = client.call(client.admin.Status, pb.StatusRequest(run_id=asked.run_id))
-    asked.show(answer, status_page)
+        answer = client.call(client.admin.Status, pb.StatusRequest(run_id=options.run_id))
+    options.show(answer, status_page)
 
 
 def follow(client: Client, *, run_id: str, pause_s: float = 1.0) -> Iterator[pb.StatusResponse]:
@@ -105,8 +102,8 @@ def _show_all(statuses: Iterator[pb.StatusResponse], *, as_lines: bool) -> None:
 def status_page(status: pb.StatusResponse) -> RenderableType:
     """Return the page; parts that have nothing to say are left out."""
     parts: list[RenderableType] = [_title(status)]
-    parts += [*_policies(status), *_trajectories(status), *_nodes(status), *_evaluations(status)]
-    parts += [*_waits(status), *_dead_letters(status)]
+    parts += [*_policies(status), *trajectory_parts(status), *node_parts(status), *_evaluations(status)]
+    parts += [*wait_parts(status), *_dead_letters(status)]
     return Group(*parts)
 
 
@@ -143,7 +140,8 @@ def _staleness(policy: pb.PolicyStatus) -> str:
     return f"median {ages.p50:g}, largest {ages.max}" if policy.last_finished_step else "–"
 
 
-def _trajectories(status: pb.StatusResponse) -> list[RenderableType]:
+def trajectory_parts(status: pb.StatusResponse) -> list[RenderableType]:
+    """Return where the trajectories are and whether all are accounted for; nothing before the first."""
     account = status.trajectories
     if not account.ingested:
         return []
@@ -169,7 +167,8 @@ def _largest(dropped: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(((reason, count) for reason, count in dropped.items() if count), key=lambda item: -item[1])
 
 
-def _nodes(status: pb.StatusResponse) -> list[RenderableType]:
+def node_parts(status: pb.StatusResponse) -> list[RenderableType]:
+    """Return the table of nodes; nothing before the first."""
     if not status.nodes:
         return []
     shown = table(
@@ -191,7 +190,7 @@ def node_cells(node: pb.NodeStatus) -> tuple[str, ...]:
 def node_state(node: pb.NodeStatus) -> str:
     """Return what a node does, in words."""
     if not node.connected:
-        return f"gone since {span_text(max(0.0, time.time() - node.last_seen_time.ToNanoseconds() / 1e9))}"
+        return f"gone since {span_text(max(0.0, time.time() - seconds_of(node.last_seen_time)))}"
     if node.drain_reason:
         return f"draining: {node.drain_reason}"
     return f"waits: {node.waiting_for}" if node.waiting_for else "working" if node.leases else "idle"
@@ -210,25 +209,17 @@ def _evaluations(status: pb.StatusResponse) -> list[RenderableType]:
     return [heading("evaluations"), shown, *more]
 
 
-def _waits(status: pb.StatusResponse) -> list[RenderableType]:
+def wait_parts(status: pb.StatusResponse) -> list[RenderableType]:
+    """Return the table of waits; nothing for a run that has finished."""
     if status.state == run_pb2.RUN_STATE_FINISHED:
         return []
     if not status.waits:
         return [heading("waits"), Text("  nothing waits")]
-    return [
-        heading("waits"),
-        wait_table(status.waits),
-        Text("  `astraflow why` says what would release them", "dim"),
-    ]
-
-
-def wait_table(waits: Iterable[pb.Wait]) -> Table:
-    """Return one row per wait: who waits for what, since when, and the figures."""
     shown = table("stage", "policy", "waits for", "since", "figures", right=("since",))
-    for wait in waits:
+    for wait in status.waits:
         since = span_text(seconds_of(wait.waited_duration))
         shown.add_row(wait.stage, wait.policy_id, wait.reason, since, wait.detail)
-    return shown
+    return [heading("waits"), shown, Text("  `astraflow why` says what would release them", "dim")]
 
 
 def _dead_letters(status: pb.StatusResponse) -> list[RenderableType]:

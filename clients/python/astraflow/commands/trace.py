@@ -9,9 +9,9 @@ import typer
 from rich.text import Text
 from rich.tree import Tree
 
-from astraflow.commands.option_groups import grouped_options
-from astraflow.commands.server import RunQuestion
-from astraflow.commands.wording import enum_text, span_text
+from astraflow.commands.options import grouped_options
+from astraflow.commands.server import RunOptions
+from astraflow.commands.wording import enum_text, seconds_of, span_text
 from astraflow.dataflow.v1 import admin_service_pb2, trace_pb2
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ _STATES = {
 @app.command()
 @grouped_options
 def trace(
-    asked: RunQuestion,
+    options: RunOptions,
     task_id: TaskIdArgument,
 ) -> None:
     """Follow one task: leases, node, episodes, trajectories, batch, step, version."""
-    request = admin_service_pb2.WhyRequest(run_id=asked.run_id, task_id=task_id)
-    with asked.client() as client:
+    request = admin_service_pb2.WhyRequest(run_id=options.run_id, task_id=task_id)
+    with options.client() as client:
         task = client.call(client.admin.Why, request).task
-    asked.show(task, trace_tree)
+    options.show(task, trace_tree)
 
 
 def trace_tree(task: trace_pb2.TaskTrace) -> Tree:
@@ -80,7 +80,7 @@ def _lease_text(lease: trace_pb2.LeaseTrace, task: trace_pb2.TaskTrace) -> Text:
     begun = f"attempt {lease.attempt} on {lease.node_id}, leased {_after(lease.lease_time, task)}"
     if not lease.HasField("end_time"):
         return Text(f"{begun}, still running")
-    lasted = span_text(_seconds(lease.end_time) - _seconds(lease.lease_time))
+    lasted = span_text(seconds_of(lease.end_time) - seconds_of(lease.lease_time))
     good = lease.outcome == "completed"
     return Text(f"{begun}, {lease.outcome or 'ended'} after {lasted}", style="" if good else "yellow")
 
@@ -126,8 +126,4 @@ def _after(moment: Timestamp, task: trace_pb2.TaskTrace) -> str:
     """When something happened, counted from the task's submission."""
     if not moment.ToNanoseconds():
         return "at a time that is not kept"
-    return f"after {span_text(max(0.0, _seconds(moment) - _seconds(task.submit_time)))}"
-
-
-def _seconds(moment: Timestamp) -> float:
-    return moment.ToNanoseconds() / 1e9
+    return f"after {span_text(max(0.0, seconds_of(moment) - seconds_of(task.submit_time)))}"

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from astraflow.client import Client
 from astraflow.commands.bottleneck import Bound, Verdict, find_bottleneck
-from astraflow.commands.option_groups import grouped_options
-from astraflow.commands.server import RunQuestion
+from astraflow.commands.options import grouped_options
+from astraflow.commands.server import RunOptions
 from astraflow.commands.wording import (
     as_json,
     console,
@@ -50,15 +50,15 @@ SecondsOption = Annotated[
 @app.command()
 @grouped_options
 def why(
-    asked: RunQuestion,
+    options: RunOptions,
     seconds: SecondsOption = 3.0,
 ) -> None:
     """Say what each stage waits for, since when, what would release it, and what bounds the run."""
-    with asked.client() as client:
-        looks = list(look(client, run_id=asked.run_id, for_s=seconds))
+    with options.client() as client:
+        looks = list(look(client, run_id=options.run_id, for_s=seconds))
     last = looks[-1]
     verdict = judge(looks, over_s=seconds)
-    if asked.json_:
+    if options.json_:
         print_json({"verdict": asdict(verdict), **as_json(last)})
     else:
         console().print(why_page(last, verdict))

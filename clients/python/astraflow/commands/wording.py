@@ -83,8 +83,8 @@ def number_text(value: float, *, digits: int = 3) -> str:
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def seconds_of(duration: Duration) -> float:
-    """Return a protobuf duration in seconds."""
+def seconds_of(duration: Duration | Timestamp) -> float:
+    """Return a protobuf duration, or a time since the Unix epoch, in seconds."""
     return duration.ToNanoseconds() / 1e9
 
 

@@ -102,14 +102,21 @@ local function note_wait(P, policy, reason, wait_ms)
   call('HSET', Q, 'wait_until', now + wait_ms + 2000)
 end
 
-local function bind(P, policy, step, base, wanted, lease_ms)
+-- Takes `wanted` groups out of the ready set: those a selector chose, or the ones whose deadline is nearest.
+local function take(P, policy, wanted, chosen)
+  for _, gid in ipairs(chosen) do call('ZREM', K.ready(P, policy), gid) end
+  if #chosen > 0 then return chosen end
+  local popped, gids = call('ZPOPMIN', K.ready(P, policy), wanted), {}
+  for i = 1, #popped, 2 do gids[#gids + 1] = popped[i] end
+  return gids
+end
+
+local function bind(P, policy, step, base, gids, lease_ms)
   local id = policy .. '-' .. step .. '-' .. call('HINCRBY', K.run(P), 'batches', 1)
-  local gids, n = {}, 0
-  local popped = call('ZPOPMIN', K.ready(P, policy), wanted)
-  for i = 1, #popped, 2 do
-    gids[#gids + 1] = popped[i]
-    n = n + tonumber(call('HGET', K.group(P, popped[i]), 'n'))
-    note_group(P, popped[i], 'B', id, step)
+  local n = 0
+  for _, gid in ipairs(gids) do
+    n = n + tonumber(call('HGET', K.group(P, gid), 'n'))
+    note_group(P, gid, 'B', id, step)
   end
   call('HSET', K.batch(P, id), 'policy', policy, 'step', step, 'base', base, 'groups', lines(gids), 'n', n, 'stage', '')
   call('HSET', K.steps(P, policy), step, id)
@@ -121,8 +128,37 @@ local function bind(P, policy, step, base, wanted, lease_ms)
   return id
 end
 
--- acquire: policy, epoch, step, base version, most versions unpublished, stale groups per call, lease ms, wait ms.
--- Returns { 'bound', batch, stage } | { 'wait', reason, figures } | { 'more' }.
+-- The ready groups a selector chooses from, nearest deadline first.
+local function offer(P, policy, limit)
+  local out = { 'offer', call('SCARD', K.outstanding(P, policy)) }
+  local ready = call('ZRANGE', K.ready(P, policy), 0, limit - 1, 'WITHSCORES')
+  for i = 1, #ready, 2 do out[#out + 1] = { ready[i], ready[i + 1], call('HGET', K.group(P, ready[i]), 'items') } end
+  return out
+end
+
+-- Whether the chosen groups can be bound: `wanted` different ones, all of them ready.
+local function all_ready(P, policy, wanted, chosen)
+  local seen, n = {}, 0
+  for _, gid in ipairs(chosen) do
+    if seen[gid] or not call('ZSCORE', K.ready(P, policy), gid) then return false end
+    seen[gid], n = true, n + 1
+  end
+  return n == wanted
+end
+
+-- What a selector makes of a step that could be bound: a reply when there is nothing to bind yet, nil when its choice can be.
+local function selected(P, policy, wanted, mode, wait_ms, limit, chosen)
+  if mode == 'offer' then return offer(P, policy, math.max(limit, wanted)) end
+  if mode == 'wait' then
+    note_wait(P, policy, 'selector', wait_ms)
+    return { 'wait', 'selector', 'the selector wants other groups than those that are ready' }
+  end
+  return not all_ready(P, policy, wanted, chosen) and { 'more' } or nil
+end
+
+-- acquire: policy, epoch, step, base version, most versions unpublished, stale groups per call, lease ms, wait ms; with a selector also 'offer',
+-- 'wait' or 'take', most groups offered, groups to take. Returns { 'bound', batch, stage } | { 'wait', reason, figures } | { 'more' } |
+-- { 'offer', outstanding groups, { group, score, items }... }.
 local function acquire(keys, a)
   local P, policy, step, base = keys[1], a[1], tonumber(a[3]), tonumber(a[4])
   local refusal = fenced(P, policy, a[2])
@@ -155,7 +191,11 @@ local function acquire(keys, a)
     note_wait(P, policy, 'ready_groups', tonumber(a[8]))
     return { 'wait', 'ready_groups', ready .. ' of ' .. f[4] .. ' groups are ready' }
   end
-  return { 'bound', bind(P, policy, step, base, tonumber(f[4]), tonumber(a[7])), '' }
+  local wanted, chosen = tonumber(f[4]), {}
+  for i = 11, #a do chosen[#chosen + 1] = a[i] end
+  local instead = a[9] and selected(P, policy, wanted, a[9], tonumber(a[8]), tonumber(a[10]), chosen)
+  if instead then return instead end
+  return { 'bound', bind(P, policy, step, base, take(P, policy, wanted, chosen), tonumber(a[7])), '' }
 end
 
 -- batch: policy, epoch, step. Read only. Returns { id, base, stage, manifest or '', digest or '' }, then { gid, items } of its groups when

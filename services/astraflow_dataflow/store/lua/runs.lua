@@ -99,16 +99,16 @@ local function plan_evaluation(keys, a)
   return 1
 end
 
--- feed_evaluation: id, expected fed, planned (smaller when the data set ended), then task id, spec. Returns -1 when another server was first.
+-- feed_evaluation: id, expected fed, planned (smaller when the data set ended), then task id, size, spec. Returns -1 when another server was first.
 local function feed_evaluation(keys, a)
   local P, E = keys[1], K.evaluation(keys[1], a[1])
   local f = call('HMGET', E, 'fed', 'state')
   if f[1] ~= a[2] or f[2] ~= 'open' then return -1 end
   local fresh = 0
-  for i = 4, #a, 2 do
-    if add_task(P, a[1], a[i], 1, a[1], a[i + 1]) then fresh = fresh + 1 end
+  for i = 4, #a, 3 do
+    if add_task(P, a[1], a[i], tonumber(a[i + 1]), a[1], a[i + 2]) then fresh = fresh + 1 end
   end
-  call('HSET', E, 'fed', tonumber(a[2]) + (#a - 3) / 2, 'planned', a[3])
+  call('HSET', E, 'fed', tonumber(a[2]) + (#a - 3) / 3, 'planned', a[3])
   finish_evaluation(P, a[1])
   emit(P, 'work')
   return fresh

@@ -136,7 +136,7 @@ end
 
 local function grant(P, node, task, ttl, horizon, now)
   local T = K.task(P, task)
-  local f = call('HMGET', T, 'size', 'spec', 'evaluation')
+  local f = call('HMGET', T, 'size', 'spec')
   local attempt = call('HINCRBY', T, 'attempt', 1)
   call('HINCRBY', T, 'tries', 1)
   call('HSET', T, 'state', 'leased', 'node', node)
@@ -150,7 +150,7 @@ local function grant(P, node, task, ttl, horizon, now)
   for i, filled in ipairs(call('HMGET', T, unpack(names))) do
     if not filled then missing[#missing + 1] = i - 1 end
   end
-  return { task, attempt, f[2], f[3], table.concat(missing, ',') }
+  return { task, attempt, f[2], table.concat(missing, ',') }
 end
 
 local function avoids(P, task, node)

@@ -25,7 +25,7 @@ BF16 = np.dtype("<u2")
 def encode_tile(
     base: UInts, target: UInts, *, start: int, context: bool, changes: tuple[U32, U16] | None = None
 ) -> EncodedTile:
-    """Smallest encoding of the way from `base` to `target` (equal-length unsigned tiles at element `start`).
+    """Smallest encoding of the path from `base` to `target` (equal-length unsigned tiles at element `start`).
 
     `context` allows RICE_CTX, which is smaller and whose decoder needs the base's values. `changes` are what
     `scan` would find in a bfloat16 tile.

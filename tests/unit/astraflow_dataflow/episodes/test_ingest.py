@@ -8,7 +8,8 @@ from typing import cast
 import pytest
 
 from astraflow.errors import InvalidArgumentError, UnavailableError
-from astraflow_dataflow.episodes.ingest import Ingest, pushed_episode
+from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_dataflow.episodes.ingest import Ingest
 from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Level
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
@@ -30,45 +31,36 @@ class Failing:
         self.blob_prefix = "file:///nowhere/run/blobs/"
         self.episodes = self.recipe = self.dataflow = self
         self.group_deadline_s = 60.0
+        self.tasks: list[asyncio.Task[None]] = []
 
     async def commit(self, *_: object, **__: object) -> object:
         """Fail."""
         raise self._error
 
-
-def ingest_over(error: BaseException) -> Ingest:
-    """An ingest whose commits fail."""
-    failing = Failing(error)
-    return Ingest(
-        cast("RunContext", failing),
-        store=cast("Store", failing),
-        registry=cast("RunRegistry", failing),
-        settling=cast("Settling", failing),
-        metrics=Metrics(),
-        durability=Durability(cast("Connection", failing), Level.MEMORY),
-    )
+    async def push(self, episode: trajectory_pb2.Episode) -> None:
+        """Push over an ingest whose commits fail."""
+        ingest = Ingest(
+            store=cast("Store", self),
+            registry=cast("RunRegistry", self),
+            settling=cast("Settling", self),
+            metrics=Metrics(),
+            durability=Durability(cast("Connection", self), Level.MEMORY),
+        )
+        try:
+            await ingest.push(cast("RunContext", self), episode)
+        finally:
+            for task in self.tasks:
+                task.cancel()
+            await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
 @pytest.mark.parametrize("error", [UnavailableError("away"), RuntimeError("a defect")])
 async def test_a_commit_that_fails_answers_its_pushers(error: Exception) -> None:
-    ingest = ingest_over(error)
-    running = asyncio.create_task(ingest.run())
     with pytest.raises(UnavailableError):
-        await ingest.push(make_episode(run_id="run", task_id="t", member=0))
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+        await Failing(error).push(make_episode(run_id="run", task_id="t", member=0))
 
 
-async def test_an_episode_needs_an_address() -> None:
-    ingest = ingest_over(RuntimeError())
+@pytest.mark.parametrize("address", [{"task_id": "", "member": 0}, {"task_id": "t", "member": 1024}])
+async def test_an_episode_needs_an_address(address: dict[str, object]) -> None:
     with pytest.raises(InvalidArgumentError):
-        await ingest.push(make_episode(run_id="run", task_id="", member=0))
-    with pytest.raises(InvalidArgumentError):
-        await ingest.push(make_episode(run_id="run", task_id="t", member=1024))
-
-
-def test_an_episode_keeps_its_bytes() -> None:
-    episode = make_episode(run_id="run", task_id="t", member=3, attempt=2, hedge=True)
-    pushed = pushed_episode(episode)
-    assert (pushed.member, pushed.attempt, pushed.hedge, pushed.failed) == (3, 2, True, False)
-    assert pushed.items[0].body == episode.trajectories[0].body
+        await Failing(RuntimeError()).push(make_episode(run_id="run", **address))  # type: ignore[arg-type]

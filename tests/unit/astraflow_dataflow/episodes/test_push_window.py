@@ -6,20 +6,19 @@ import asyncio
 
 import pytest
 
-from astraflow_dataflow.episodes.ingest import PushOutcome
+from astraflow.dataflow.v1.trajectory_service_pb2 import OUTCOME_ACCEPTED, PushResult
 from astraflow_dataflow.episodes.push_window import MAX_BYTES, MAX_REQUESTS, PushWindow
-from astraflow_dataflow.records import Outcome
 
 
-async def accepted(gate: asyncio.Event | None = None) -> PushOutcome:
+async def accepted(gate: asyncio.Event | None = None) -> PushResult:
     """A push that ends when the gate opens."""
     if gate is not None:
         await gate.wait()
-    return PushOutcome(outcome=Outcome.ACCEPTED)
+    return PushResult(outcome=OUTCOME_ACCEPTED)
 
 
 async def test_answers_keep_the_order_of_the_requests() -> None:
-    window, gate = PushWindow(), asyncio.Event()
+    window, gate = PushWindow[int](), asyncio.Event()
     await window.add(1, 10, accepted(gate))
     await window.add(2, 10, accepted())
     await window.end()
@@ -29,7 +28,7 @@ async def test_answers_keep_the_order_of_the_requests() -> None:
 
 @pytest.mark.parametrize(("size_bytes", "room"), [(1, MAX_REQUESTS), (MAX_BYTES // 2, 2), (2 * MAX_BYTES, 1)])
 async def test_a_full_window_stops_reading_until_an_answer_leaves(size_bytes: int, room: int) -> None:
-    window, gate = PushWindow(), asyncio.Event()
+    window, gate = PushWindow[int](), asyncio.Event()
 
     async def fill() -> None:
         for sequence in range(1, room + 2):
@@ -45,10 +44,10 @@ async def test_a_full_window_stops_reading_until_an_answer_leaves(size_bytes: in
 
 
 async def test_an_error_is_raised_in_its_turn() -> None:
-    async def broken() -> PushOutcome:
+    async def broken() -> PushResult:
         raise ValueError("broken")
 
-    window = PushWindow()
+    window = PushWindow[int]()
     await window.add(1, 1, accepted())
     await window.add(2, 1, broken())
     await window.end()
@@ -60,7 +59,7 @@ async def test_an_error_is_raised_in_its_turn() -> None:
 
 
 async def test_closing_cancels_what_is_inside() -> None:
-    window, gate = PushWindow(), asyncio.Event()
+    window, gate = PushWindow[int](), asyncio.Event()
     await window.add(1, 1, accepted(gate))
     window.close()
     await window.end()

@@ -138,7 +138,7 @@ def raises(group: Group) -> bool:
 @pytest.mark.parametrize(
     ("broken", "problem"),
     [
-        (raises, rf"ZeroDivisionError at {re.escape(__file__)}:\d+"),
+        (raises, r"ZeroDivisionError:  \(test_groups.py:\d+ in raises\)"),
         (lambda group: None, "it returned NoneType, not True or False"),
         (lambda group: "yes", "it returned str"),
     ],

@@ -8,16 +8,22 @@ from typing import Any
 import pytest
 
 from astraflow_dataflow.records import Audit, Life, Refused, StoredEvaluation, StoredNode, WeightFault
-from astraflow_dataflow.rules.waits import DatasetFault, Wait, WaitBook, current_waits
+from astraflow_dataflow.rules.faults import PluginFault
+from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
 from support.dataflow_snapshots import AUDIT, EVALUATION, NODE, POLICY
 
 
 def reasons(
-    audit: Audit, *nodes: StoredNode, evaluations: tuple[StoredEvaluation, ...] = (), fault: str = ""
+    audit: Audit, *nodes: StoredNode, evaluations: tuple[StoredEvaluation, ...] = (), **more: Any
 ) -> list[tuple[str, str]]:
     """(stage, reason) of what waits."""
-    waits = current_waits(audit, nodes, evaluations, dataset_fault=fault)
+    waits = current_waits(audit, nodes, evaluations, **more)
     return [(wait.stage, wait.reason) for wait in waits]
+
+
+def fault(kind: str, *, name: str = "m:Name") -> PluginFault:
+    """A plug-in that failed twice."""
+    return PluginFault(kind, name, count=2, problem="it broke")
 
 
 def with_policy(**changes: object) -> Audit:
@@ -36,7 +42,9 @@ def test_each_reason_has_its_name() -> None:
     assert reasons(with_policy(version=None), NODE) == [("lease", "no_version")]
     assert reasons(with_policy(credit=0), NODE) == [("lease", "staleness_window")]
     assert reasons(dataclasses.replace(empty, exhausted=True), NODE) == [("lease", "dataset_exhausted")]
-    assert reasons(empty, NODE, fault="it broke") == [("lease", "dataset_failed")]
+    assert reasons(empty, NODE, faults=[fault("dataset")]) == [("lease", "dataset_failed")]
+    assert reasons(empty, NODE, skipped=1024) == [("lease", "tasks_skipped")]
+    assert reasons(empty, NODE, skipped=1023) == []
     assert reasons(with_policy(epoch=0), NODE) == [("batch", "no_trainer")]
     assert reasons(with_policy(wait="ready_groups", wait_until_ms=1000), NODE) == [("batch", "ready_groups")]
     assert reasons(with_policy(wait="ready_groups", wait_until_ms=999), NODE) == []
@@ -93,11 +101,18 @@ def test_a_wait_that_redis_timed_keeps_that_time() -> None:
     assert WaitBook().waited_ms([wait], now_ms=1000) == [(wait, 500)]
 
 
-def test_a_complaint_is_new_once() -> None:
-    dataset_fault = DatasetFault()
-    assert [dataset_fault.note("a"), dataset_fault.note("a"), dataset_fault.note("b")] == [True, False, True]
-    dataset_fault.clear()
-    assert dataset_fault.note("b")
+def test_plugins_that_failed_are_named_one_of_each_kind() -> None:
+    faults = [fault("filter", name="a:A"), fault("filter", name="b:B"), fault("selector"), fault("curator")]
+    waits = current_waits(AUDIT, [NODE], [], faults=faults)
+    assert [(wait.stage, wait.reason) for wait in waits] == [
+        ("lease", "curator_failed"),
+        ("batch", "filter_failed"),
+        ("batch", "selector_failed"),
+    ]
+    assert waits[1].detail == (
+        "a:A failed 2 times, last: it broke (and 1 more of these); groups it fails on are dropped as "
+        "filter_failed meanwhile"
+    )
 
 
 def test_tasks_that_every_connected_node_refused_wait_for_a_capable_one() -> None:

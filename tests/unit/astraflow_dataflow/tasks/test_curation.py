@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +13,9 @@ from astraflow.errors import PluginError
 from astraflow.plugins import Message, TaskSpec
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import Supply
-from astraflow_dataflow.tasks.curation import draw, missing_tasks, new_task
+from astraflow_dataflow.rules.faults import PluginFault, PluginFaults
+from astraflow_dataflow.runs.data_plugins import DataPlugin
+from astraflow_dataflow.tasks.curation import draw, length, missing_tasks, new_task, propose
 
 
 def source(length: int) -> object:
@@ -25,6 +30,72 @@ def test_drawing_stops_at_the_end_and_skips_nothing(length: int, start: int, cou
         f"t{index}" for index in range(start, min(length, start + count))
     ]
     assert ended is (start + count > length)
+
+
+def test_drawing_ends_where_the_data_set_says_it_does() -> None:
+    specs, ended = draw(source(9), start=2, count=4, end=5)  # type: ignore[arg-type]
+    assert ([spec.task_id for spec in specs], ended) == (["t2", "t3", "t4"], True)
+    assert draw(source(9), start=5, count=4, end=5) == ([], True)  # type: ignore[arg-type]
+
+
+def test_a_data_set_may_say_how_long_it_is() -> None:
+    class Raising(list[int]):
+        def __len__(self) -> int:
+            raise OSError("no index file")
+
+    assert (length([1, 2]), length(object())) == (2, None)  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match="__len__ raised: OSError: no index file"):
+        length(Raising())  # type: ignore[arg-type]
+
+
+DRAWN = [TaskSpec(f"t{n}", (), source="ab"[n % 2]) for n in range(4)]
+
+
+class Curating:
+    """A curator that proposes what a test says."""
+
+    def __init__(self, answer: Callable[[Sequence[TaskSpec]], object]) -> None:
+        self.propose = answer
+
+
+def proposed(answer: Callable[[Sequence[TaskSpec]], object]) -> tuple[list[str], list[PluginFault]]:
+    """Ids of the tasks that are left of DRAWN, and the faults."""
+    faults = PluginFaults()
+    curator = DataPlugin(kind="curator", name="m:Curator", made=Curating(answer))
+    left = propose(curator, DRAWN, faults)  # type: ignore[arg-type]
+    return [task.task_id for task in left], faults.all()
+
+
+def test_a_curator_skips_and_orders_what_was_drawn() -> None:
+    assert proposed(lambda tasks: [task for task in reversed(tasks) if task.source == "a"]) == (
+        ["t2", "t0"],
+        [],
+    )
+    assert proposed(lambda tasks: ()) == ([], [])
+
+
+def raises(tasks: Sequence[TaskSpec]) -> object:
+    """No answer."""
+    raise ZeroDivisionError("of nothing")
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (raises, r"ZeroDivisionError: of nothing \(test_curation.py:\d+ in raises\)"),
+        (lambda tasks: None, "`propose` returned NoneType"),
+        (lambda tasks: ["t0"], "`propose` returned list, not a sequence of tasks"),
+        (lambda tasks: [tasks[0], tasks[0]], "not drawn, or one twice"),
+        (lambda tasks: [TaskSpec("t9", ())], r"not drawn, or one twice: \['t9'\]"),
+    ],
+)
+def test_a_curator_that_fails_is_named_and_the_tasks_stay_as_they_were_drawn(
+    answer: Callable[[Sequence[TaskSpec]], object], problem: str
+) -> None:
+    left, (fault,) = proposed(answer)
+    assert left == ["t0", "t1", "t2", "t3"]
+    assert (fault.kind, fault.name) == ("curator", "m:Curator")
+    assert re.search(problem, fault.problem), fault.problem
 
 
 def test_a_data_set_that_raises_is_named_with_its_index() -> None:
@@ -63,8 +134,7 @@ def test_only_missing_tasks_are_drawn(supply: Supply, expected: int) -> None:
 
 def test_a_task_keeps_its_messages_data_and_group_size() -> None:
     spec = TaskSpec(task_id="t", messages=(Message(role="user", content="hi"),), data={"gold": [1, 2]})
-    stored = new_task(spec, purpose=task_pb2.PURPOSE_TRAINING, group_size=8)
-    task = task_pb2.Task.FromString(stored.spec)
+    task = new_task(spec, purpose=task_pb2.PURPOSE_TRAINING, group_size=8)
     assert (task.task_id, task.messages[0].content, task.data_json, task.group_size) == (
         "t",
         "hi",

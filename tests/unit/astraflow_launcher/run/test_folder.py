@@ -38,12 +38,13 @@ def test_a_folder_of_another_recipe_is_refused_with_the_remedy(tmp_path: Path) -
         open_run_folder(_loaded("run.seed=3"), data_dir=tmp_path)
 
 
-def test_a_run_may_be_continued_for_other_steps_under_its_own_recipe(tmp_path: Path) -> None:
-    first = open_run_folder(_loaded("run.steps=3"), data_dir=tmp_path)
-    again = open_run_folder(_loaded("run.steps=6"), data_dir=tmp_path)
+@pytest.mark.parametrize("key", ["run.steps", "policies.solver.steps"])
+def test_a_run_may_be_continued_for_other_steps_under_its_own_recipe(tmp_path: Path, key: str) -> None:
+    first = open_run_folder(_loaded(f"{key}=3"), data_dir=tmp_path)
+    again = open_run_folder(_loaded(f"{key}=6"), data_dir=tmp_path)
     assert again.resumed
     assert again.record == first.record
-    assert again.recipe_yaml == first.recipe_yaml == _loaded("run.steps=3").yaml_text
+    assert again.recipe_yaml == first.recipe_yaml == _loaded(f"{key}=3").yaml_text
 
 
 def test_a_folder_of_another_release_is_refused(tmp_path: Path) -> None:

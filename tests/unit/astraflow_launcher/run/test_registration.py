@@ -53,15 +53,16 @@ async def test_a_new_run_is_created_with_its_store_and_left_active(
     assert script.updates == []
 
 
+@pytest.mark.parametrize("key", ["run.steps", "policies.solver.steps"])
 @pytest.mark.parametrize("state", [FINISHING, FINISHED])
 async def test_a_run_that_ended_before_the_wanted_steps_is_continued_under_its_own_recipe(
-    server: tuple[ScriptedServer, AsyncClient], tmp_path: Path, state: run_pb2.RunState.ValueType
+    server: tuple[ScriptedServer, AsyncClient], tmp_path: Path, state: run_pb2.RunState.ValueType, key: str
 ) -> None:
     script, client = server
     script.status.state = ACTIVE
     await _register(client, tmp_path)
     script.status.state, script.finished_step = state, 4
-    await _register(client, tmp_path, "run.steps=9")
+    await _register(client, tmp_path, f"{key}=9")
     assert script.updates == [ACTIVE]
     assert {run.recipe_yaml for run in script.created} == {_loaded().yaml_text}
 

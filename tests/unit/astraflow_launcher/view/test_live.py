@@ -44,11 +44,11 @@ def test_the_view_names_what_the_run_waits_for() -> None:
     text = _text(_observation())
     for expected in (
         "12 of 16 groups are ready",
-        "waits for weights",
+        "waits: weights",
         "starting 40%",
         "version 3",
         "64 kB",
-        "50 in",
+        "50 arrived = 40 trained",
     ):
         assert expected in text
 

@@ -15,7 +15,16 @@ from astraflow_launcher.view.observation import Observation, StepPoint
 from astraflow_launcher.view.summary import Summary, as_json, as_table, summarize
 
 FIELDS = (
-    *("steps", "reward_first", "reward_last", "heldout_first", "heldout_last", "heldout_n", "wall_s"),
+    *(
+        "steps",
+        "steps_by_policy",
+        "reward_first",
+        "reward_last",
+        "heldout_first",
+        "heldout_last",
+        "heldout_n",
+        "wall_s",
+    ),
     *("trajectories", "conservation_error", "staleness", "trainer_wait_fraction", "versions"),
     *("snapshot_bytes", "delta_bytes_mean", "density_mean", "snapshots_fetched", "nodes", "peak_pss_bytes"),
 )
@@ -60,6 +69,12 @@ def _summary(observation: Observation) -> Summary:
     return summarize(observation, wall_s=12.0, peak_pss_bytes=2**30, goal_met=None, data_dir="/data")
 
 
+def _printed(summary: Summary) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(as_table(summary))
+    return console.export_text()
+
+
 def test_every_documented_field_is_there_and_json_ready() -> None:
     value = json.loads(json.dumps(as_json(_summary(_observation()))))
     assert [name for name in FIELDS if name not in value] == []
@@ -73,8 +88,16 @@ def test_the_figures_come_from_what_was_observed() -> None:
     assert (summary.delta_bytes_mean, summary.density_mean) == (200.0, 0.2)
     assert (summary.snapshots_fetched, summary.trainer_wait_fraction) == (1, 0.25)
     assert (summary.nodes[0].tokens, summary.nodes[0].restarts) == (99, 2)
-    assert summary.trajectories.dropped == {"stale": 1}
+    assert summary.trajectories["dropped"] == {"stale": 1}
     assert summary.first_reward_s == 4.32
+
+
+def test_policies_that_took_different_numbers_of_steps_are_named() -> None:
+    observation = _observation()
+    observation.status.policies.add(policy_id="critic", last_finished_step=7)
+    summary = _summary(observation)
+    assert (summary.steps, summary.steps_by_policy) == (2, {"solver": 2, "critic": 7})
+    assert "solver 2, critic 7 in 12 s" in _printed(summary)
 
 
 def test_a_run_that_saw_nothing_has_a_summary_too() -> None:
@@ -83,8 +106,6 @@ def test_a_run_that_saw_nothing_has_a_summary_too() -> None:
 
 
 def test_the_table_names_the_folder_and_both_held_out_rewards() -> None:
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(as_table(_summary(_observation())))
-    text = console.export_text()
+    text = _printed(_summary(_observation()))
     assert "0.25 → 0.75 (1024 samples)" in text
     assert "/data" in text

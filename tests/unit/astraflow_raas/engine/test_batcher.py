@@ -7,18 +7,12 @@ import pytest
 from astraflow_raas.engine.base import Engine, EngineRefused, EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.engine.batcher import CallBatcher
 from astraflow_raas.engine.fake import FakeEngine
+from support.raas_parts import generate_call
+from support.scripted_dataflow import eventually
 
 
-def call(rid: str, *, prompt: tuple[int, ...] = (1, 2)) -> GenerateCall:
-    return GenerateCall(
-        rid=rid,
-        prompt_ids=prompt,
-        max_new_tokens=8,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        seed=hash(rid) % 1000,
-    )
+def call(rid: str, **differing: object) -> GenerateCall:
+    return generate_call(rid, seed=hash(rid) % 1000, **differing)
 
 
 def batcher_of(engine: Engine, *, max_requests: int = 4) -> CallBatcher:
@@ -48,10 +42,9 @@ async def test_a_later_call_does_not_wait_for_a_request_in_flight() -> None:
     engine = FakeEngine(version=1, hold=asyncio.Event())
     batcher = batcher_of(engine)
     first = asyncio.create_task(batcher.generate(call("a"), key="task"))
-    await asyncio.sleep(0.01)
+    await eventually(lambda: len(engine.requests) == 1, what="the first is sent")
     second = asyncio.create_task(batcher.generate(call("b"), key="task"))
-    await asyncio.sleep(0.01)
-    assert len(engine.requests) == 2
+    await eventually(lambda: len(engine.requests) == 2, what="the second is sent beside it")
     assert engine.hold is not None
     engine.hold.set()
     await asyncio.gather(first, second)
@@ -76,10 +69,9 @@ async def test_a_cancelled_call_is_aborted_and_its_neighbours_go_on() -> None:
     batcher = batcher_of(engine)
     doomed = asyncio.create_task(batcher.generate(call("doomed"), key="task"))
     lucky = asyncio.create_task(batcher.generate(call("lucky"), key="task"))
-    await asyncio.sleep(0.01)
+    await eventually(lambda: engine.requests, what="both are sent")
     doomed.cancel()
-    await asyncio.sleep(0.01)
-    assert engine.aborted == ["doomed"]
+    await eventually(lambda: engine.aborted == ["doomed"], what="the cancelled one is aborted")
     assert engine.hold is not None
     engine.hold.set()
     assert (await lucky).token_ids
@@ -120,7 +112,7 @@ async def test_a_refused_request_is_split_so_that_only_the_culprit_fails() -> No
     batcher = batcher_of(engine)
     good, bad = await asyncio.gather(
         batcher.generate(call("good"), key="task"),
-        batcher.generate(call("bad", prompt=(1, 2, 3, 4)), key="task"),
+        batcher.generate(call("bad", prompt_ids=(1, 2, 3, 4)), key="task"),
         return_exceptions=True,
     )
     assert isinstance(good, Generation)
@@ -131,7 +123,7 @@ async def test_closing_cancels_callers_that_still_wait() -> None:
     engine = FakeEngine(version=1, hold=asyncio.Event())
     batcher = batcher_of(engine)
     waiting = asyncio.create_task(batcher.generate(call("a"), key="task"))
-    await asyncio.sleep(0.01)
+    await eventually(lambda: engine.requests, what="the call is sent")
     await batcher.close()
     with pytest.raises(asyncio.CancelledError):
         await waiting

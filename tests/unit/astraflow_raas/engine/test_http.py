@@ -12,21 +12,15 @@ from fastapi.responses import JSONResponse
 
 from astraflow.plugins import VersionSpan
 from astraflow_kit.http import HttpServer
-from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable, GenerateCall
+from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable
 from astraflow_raas.engine.http import HttpEngine
+from support.raas_parts import generate_call
 from support.scripted_dataflow import eventually
 
 pytestmark = pytest.mark.slow
 
-CALL = GenerateCall(
-    rid="r0",
-    prompt_ids=(5, 6),
-    max_new_tokens=3,
-    temperature=0.7,
-    top_p=0.9,
-    top_k=0,
-    seed=42,
-    stop_token_ids=(2,),
+CALL = generate_call(
+    prompt_ids=(5, 6), max_new_tokens=3, temperature=0.7, top_p=0.9, seed=42, stop_token_ids=(2,)
 )
 
 

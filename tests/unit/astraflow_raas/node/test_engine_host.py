@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,17 +10,18 @@ import pytest
 
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.engine.base import EngineUnavailable, GenerateCall
+from astraflow_raas.engine.base import EngineUnavailable
 from astraflow_raas.engine.fake import FakeEngine
+from astraflow_raas.loops import LoopService
 from astraflow_raas.node.engine_host import ChildHost, HostSettings, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
 from support.raas_node import BytelessWeights
-from support.raas_parts import write_tokenizer
+from support.raas_parts import generate_call, write_tokenizer
 from support.scripted_dataflow import eventually
 
 FAST = HostSettings(start_timeout_s=5.0, stall_s=0.1, first_backoff_s=0.01, watch_s=0.02)
-CALL = GenerateCall(rid="r", prompt_ids=(1,), max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=0, seed=1)
+CALL = generate_call()
 
 
 @dataclass
@@ -65,12 +67,24 @@ def announced(version: int) -> version_pb2.Version:
     return version_pb2.Version(policy_id="solver", version=version)
 
 
+def sync_of(policy: ServedPolicy, folder: Path) -> WeightSync:
+    source = BytelessWeights(write_tokenizer(folder))
+    return WeightSync(policy, source=source, metrics=Metrics(), evaluation_hold_s=1.0)
+
+
+@asynccontextmanager
+async def running(*services: LoopService) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(service.run()) for service in services]
+    yield
+    for service in reversed(services):
+        await service.stop(deadline_s=2.0)
+    await asyncio.gather(*tasks)
+
+
 @pytest.fixture
 async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
     policy = ServedPolicy("solver")
-    sync = WeightSync(
-        policy, source=BytelessWeights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
-    )
+    sync = sync_of(policy, tmp_path)
     started: list[tuple[int, FakeProcess]] = []
     sick: list[bool] = []
 
@@ -80,11 +94,8 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
         return process
 
     host = ChildHost(policy, sync, launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
-    tasks = [asyncio.create_task(service.run()) for service in (host, sync)]
-    yield Setup(policy, sync, host, started, sick)
-    for service in (sync, host):
-        await service.stop(deadline_s=2.0)
-    await asyncio.gather(*tasks)
+    async with running(host, sync):
+        yield Setup(policy, sync, host, started, sick)
     await policy.close()
 
 
@@ -128,21 +139,17 @@ async def test_an_engine_that_never_comes_up_ends_the_node_with_the_end_of_its_l
     tmp_path: Path,
 ) -> None:
     policy = ServedPolicy("solver")
-    sync = WeightSync(
-        policy, source=BytelessWeights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
-    )
+    sync = sync_of(policy, tmp_path)
 
     async def launch(*, model_dir: Path, version: int) -> FakeProcess:
         return FakeProcess(FakeEngine(version=version), healthy=False)
 
     host = ChildHost(policy, sync, launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
-    following = asyncio.create_task(sync.run())
-    sync.announce(announced(0))
-    with pytest.raises(EngineUnavailable, match="never became healthy"):
-        await asyncio.wait_for(host.run(), 10.0)
+    async with running(sync):
+        sync.announce(announced(0))
+        with pytest.raises(EngineUnavailable, match="never became healthy"):
+            await asyncio.wait_for(host.run(), 60.0)
     assert host.num_restarts == 5
-    await sync.stop(deadline_s=2.0)
-    await following
 
 
 async def test_an_engine_that_is_silent_and_cannot_prove_health_is_replaced(setup: Setup) -> None:
@@ -179,20 +186,15 @@ async def test_stopping_ends_the_engine(setup: Setup) -> None:
 
 async def test_a_remote_engine_is_given_the_nodes_version_and_checked(tmp_path: Path) -> None:
     policy, engine = ServedPolicy("solver"), FakeEngine(version=None)
-    sync = WeightSync(
-        policy, source=BytelessWeights(write_tokenizer(tmp_path)), metrics=Metrics(), evaluation_hold_s=1.0
-    )
+    sync = sync_of(policy, tmp_path)
     host = RemoteHost(policy, sync, lambda: engine, settings=FAST, metrics=Metrics())
-    tasks = [asyncio.create_task(service.run()) for service in (host, sync)]
-    sync.announce(announced(6))
-    await eventually(lambda: policy.engine is not None, what="the engine is ready")
-    assert engine.swaps == [(tmp_path, 6)]
-    assert engine.num_resumed == 1, "whoever had it before may have left it paused"
-    # Its owner restarts it with other weights: the node notices and gives it the right ones again.
-    engine.version = None
-    await eventually(lambda: len(engine.swaps) == 2 and policy.engine, what="the engine is corrected")
-    assert policy.version == 6
-    for service in (sync, host):
-        await service.stop(deadline_s=2.0)
-    await asyncio.gather(*tasks)
+    async with running(host, sync):
+        sync.announce(announced(6))
+        await eventually(lambda: policy.engine is not None, what="the engine is ready")
+        assert engine.swaps == [(tmp_path, 6)]
+        assert engine.num_resumed == 1, "whoever had it before may have left it paused"
+        # Its owner restarts it with other weights: the node notices and gives it the right ones again.
+        engine.version = None
+        await eventually(lambda: len(engine.swaps) == 2 and policy.engine, what="the engine is corrected")
+        assert policy.version == 6
     assert engine.closed

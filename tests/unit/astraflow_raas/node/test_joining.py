@@ -1,7 +1,6 @@
 """Finding the run: a node waits for what may still come, with a name for it, and says at once what cannot come."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 import structlog.testing
@@ -21,13 +20,7 @@ from astraflow.errors import (
 )
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.settings import NodeSettings
-from support.scripted_dataflow import RUN_ID, RunningServer, ScriptedDataflow, eventually, running
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[RunningServer]:
-    async with running(ScriptedDataflow()) as running_server:
-        yield running_server
+from support.scripted_dataflow import RUN_ID, RunningServer, eventually
 
 
 async def test_the_run_is_found_with_its_recipe(server: RunningServer) -> None:

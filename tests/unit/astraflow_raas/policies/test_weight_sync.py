@@ -20,10 +20,10 @@ from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_weights.codec.tensors import Model
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
-from support.published_models import ModelPublisher
+from support.published_models import ModelPublisher, open_writer
 from support.raas_parts import write_tokenizer
 from support.scripted_dataflow import eventually
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
@@ -63,6 +63,11 @@ class Setup:
             lambda: self.policy.version == announced.version, what=f"version {announced.version} serves"
         )
 
+    async def serve_first(self) -> None:
+        """Publish version 0 and start an engine with it."""
+        self.sync.announce(self.trainer.publish())
+        await self.start_engine()
+
     async def start_engine(self) -> None:
         """What a host does: start an engine with the version it is told."""
         async with self.sync.loading() as loadable:
@@ -74,7 +79,7 @@ class Setup:
 def trainer(tmp_path: Path) -> Trainer:
     store = FileStore(tmp_path / "store")
     assets = [path for path in write_tokenizer(tmp_path / "tokenizer").iterdir() if path.is_file()]
-    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1)
+    writer = open_writer(store)
     return Trainer(ModelPublisher(writer, assets=assets))
 
 
@@ -84,12 +89,18 @@ def never(model_bytes: int) -> Mirror:
 
 
 @pytest.fixture
-async def setup(tmp_path: Path, trainer: Trainer) -> AsyncIterator[Setup]:
+def evaluation_hold_s() -> float:
+    """Longer than any test; a test that waits for its end overrides it."""
+    return 600.0
+
+
+@pytest.fixture
+async def setup(tmp_path: Path, trainer: Trainer, evaluation_hold_s: float) -> AsyncIterator[Setup]:
     store = FileStore(tmp_path / "store")
     policy, engine = ServedPolicy(POLICY), FakeEngine()
     log_reader = VersionLog(store, run_id=RUN, policy_id=POLICY)
     source = MirrorSource(store, log_reader=log_reader, mirror=Mirror(tmp_path / "mirror"), open_mirror=never)
-    sync = WeightSync(policy, source=source, metrics=Metrics(), evaluation_hold_s=0.5)
+    sync = WeightSync(policy, source=source, metrics=Metrics(), evaluation_hold_s=evaluation_hold_s)
     running = asyncio.create_task(sync.run())
     yield Setup(store, trainer, policy, source, sync, engine)
     await sync.stop(deadline_s=5.0)
@@ -99,8 +110,7 @@ async def setup(tmp_path: Path, trainer: Trainer) -> AsyncIterator[Setup]:
 
 async def test_the_first_version_starts_an_engine_and_brings_the_tokenizer(setup: Setup) -> None:
     assert setup.sync.waiting_for == "version"
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     assert setup.sync.waiting_for == ""
     assert setup.policy.tokenizer.stop_token_ids == (2,)
     async with setup.sync.loading() as loadable:
@@ -110,8 +120,7 @@ async def test_the_first_version_starts_an_engine_and_brings_the_tokenizer(setup
 async def test_later_versions_are_fetched_as_deltas_and_swapped_in_while_the_engine_runs(
     setup: Setup,
 ) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     for _ in range(3):
         await setup.serve(setup.trainer.publish())
     assert [version for _, version in setup.engine.swaps] == [1, 2, 3]
@@ -120,8 +129,7 @@ async def test_later_versions_are_fetched_as_deltas_and_swapped_in_while_the_eng
 
 
 async def test_the_store_alone_activates_nothing(setup: Setup) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     first, second = setup.trainer.publish(), setup.trainer.publish()
     await setup.serve(first)
     assert setup.sync.mirror_version == 1
@@ -140,8 +148,7 @@ async def test_announcements_out_of_order_never_go_back(setup: Setup) -> None:
 
 
 async def test_an_entry_that_is_not_the_announced_one_is_refused(setup: Setup) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     honest = setup.trainer.publish()
     honest.manifest_sha256 = bytes(32)
     setup.sync.announce(honest)
@@ -198,8 +205,7 @@ async def test_damaged_bytes_leave_the_old_version_serving_are_named_and_counted
     pattern, damage, words = DAMAGES[row]
     lines = io.StringIO()
     log.configure("test", log_format="json", stream=lines)
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     announced = setup.trainer.publish()
     path = newest(setup.store, pattern)
     whole = path.read_bytes()
@@ -236,8 +242,7 @@ def newest(store: FileStore, pattern: str) -> Path:
 
 
 async def test_damage_of_the_mirror_that_the_store_cannot_mend_is_told_until_it_is(setup: Setup) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     async with setup.sync.loading() as loadable:
         weights = loadable.directory / "model.safetensors"
     rot(weights)
@@ -256,8 +261,7 @@ async def test_damage_of_the_mirror_that_the_store_cannot_mend_is_told_until_it_
 
 
 async def test_a_version_the_store_does_not_list_yet_is_waited_for(setup: Setup) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     setup.sync.announce(version_pb2.Version(policy_id=POLICY, version=1))
     await asyncio.sleep(0.05)
     assert setup.sync.num_verification_failures == 0
@@ -266,8 +270,7 @@ async def test_a_version_the_store_does_not_list_yet_is_waited_for(setup: Setup)
 
 
 async def test_a_failed_swap_is_tried_again_and_the_old_version_serves_meanwhile(setup: Setup) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     setup.engine.swap_fault = EngineFaulty("shape mismatch")
     setup.sync.announce(setup.trainer.publish())
     await eventually(lambda: setup.sync.mirror_version == 1, what="the new version is in the mirror")
@@ -279,16 +282,14 @@ async def test_a_failed_swap_is_tried_again_and_the_old_version_serves_meanwhile
 
 
 async def test_a_swap_whose_answer_was_lost_counts_when_the_engine_says_so(setup: Setup) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     setup.engine.swap_fault = EngineUnavailable("connection reset")
     setup.engine.version = 1
     await setup.serve(setup.trainer.publish())
 
 
 async def test_without_an_engine_the_next_one_is_started_with_the_newest_version(setup: Setup) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     setup.policy.engine_lost()
     setup.sync.announce(setup.trainer.publish())
     await eventually(lambda: setup.sync.mirror_version == 1, what="the version is fetched")
@@ -305,8 +306,7 @@ async def eventually_loadable(setup: Setup, version: int) -> None:
 
 
 async def test_an_evaluation_holds_the_next_version_back_until_it_is_done(setup: Setup) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     with setup.policy.pinned(0):
         setup.sync.announce(setup.trainer.publish())
         await eventually(lambda: setup.sync.holding, what="the new version waits")
@@ -319,8 +319,7 @@ async def test_an_evaluation_holds_the_next_version_back_until_it_is_done(setup:
 async def test_a_version_is_fetched_and_not_applied_while_an_evaluation_needs_the_one_before(
     setup: Setup,
 ) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     with setup.policy.pinned(0):
         setup.sync.announce(setup.trainer.publish())
         await eventually(lambda: setup.sync.holding, what="the new version waits")
@@ -333,8 +332,7 @@ async def test_a_version_is_fetched_and_not_applied_while_an_evaluation_needs_th
 
 
 async def test_nothing_is_applied_while_an_engine_loads(setup: Setup) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     async with setup.sync.loading() as loadable:
         setup.sync.announce(setup.trainer.publish())
         await eventually(lambda: setup.sync.counts.deltas_fetched == 1, what="the new version is fetched")
@@ -343,16 +341,18 @@ async def test_nothing_is_applied_while_an_engine_loads(setup: Setup) -> None:
     await eventually(lambda: setup.policy.version == 1, what="the new version serves")
 
 
+@pytest.mark.parametrize("evaluation_hold_s", [0.05])
 async def test_an_evaluation_that_takes_too_long_loses_its_version(setup: Setup) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+    await setup.serve_first()
     with setup.policy.pinned(0):
         await setup.serve(setup.trainer.publish())
 
 
-async def test_waves_of_evaluations_keep_their_version_between_them(setup: Setup) -> None:
-    setup.sync.announce(setup.trainer.publish())
-    await setup.start_engine()
+async def test_waves_of_evaluations_keep_their_version_between_them(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("astraflow_raas.policies.served_policy._LINGER_S", 600.0)
+    await setup.serve_first()
     with setup.policy.pinned(0):
         setup.sync.announce(setup.trainer.publish())
         await eventually(lambda: setup.sync.holding, what="the new version waits")

@@ -17,7 +17,7 @@ from astraflow_kit.metrics import Metrics
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
-from support.scripted_dataflow import RunningServer, ScriptedDataflow, eventually, result, running
+from support.scripted_dataflow import RunningServer, eventually, result
 
 LIMITS = SpoolLimits(window_episodes=4)
 
@@ -47,12 +47,6 @@ async def pushing(
         finally:
             await pusher.stop(deadline_s=1.0)
             await running_pusher
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[RunningServer]:
-    async with running(ScriptedDataflow()) as running_server:
-        yield running_server
 
 
 async def test_each_push_gets_its_own_answer(server: RunningServer) -> None:

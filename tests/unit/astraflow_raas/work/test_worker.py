@@ -301,7 +301,8 @@ async def test_a_drain_finishes_what_is_held_and_takes_nothing_new(setup: Setup)
 async def test_what_a_drain_cannot_finish_is_given_back_at_no_cost(setup: Setup) -> None:
     await setup.lease("a", "b")
     setup.runner.finish("a#1")
-    await setup.worker.drain(deadline_s=0.2)
+    await eventually(lambda: setup.worker.num_held == 1, what="one is finished")
+    await setup.worker.drain(deadline_s=0.05)
     failure = setup.script.failure_of("b#1")
     assert failure is not None
     assert (failure.reason, failure.retryable) == ("drain", True)

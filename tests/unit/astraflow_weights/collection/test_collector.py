@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_kit import failpoints
 from astraflow_kit.clock import ManualClock
 from astraflow_kit.failpoints import FailpointRaised
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.collection.collector import Collector, Stage
-from astraflow_weights.collection.retention import Roots, ways_of
+from astraflow_weights.collection.retention import Roots, paths_of
 from astraflow_weights.collection.rounds import FORGET_S
 from astraflow_weights.errors import Edge, NoPath, Unavailable
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
@@ -25,7 +23,8 @@ from astraflow_weights.versions.inspection import build_version, buildable
 from astraflow_weights.versions.intents import INTENT_S, UploadIntents
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
-from support.published_models import ModelPublisher
+from support.armed import armed
+from support.published_models import ModelPublisher, open_writer, read_log
 from support.weight_models import POLICY, RUN, make_model, overwrite, same_model, trained
 
 KEYS = PolicyKeys(RUN, POLICY)
@@ -49,9 +48,7 @@ class Published:
 
     def open_publisher(self, *, epoch: int, version: int | None = None) -> ModelPublisher:
         """`version` is the newest one that is in the log, if not that of the last model."""
-        writer = VersionWriter.open(
-            self.store, run_id=RUN, policy_id=POLICY, epoch=epoch, settings=SETTINGS, clock=self.clock
-        )
+        writer = open_writer(self.store, epoch=epoch, settings=SETTINGS, clock=self.clock)
         base = self.models[-1 if version is None else version] if self.models else None
         return ModelPublisher(writer, base=base)
 
@@ -79,12 +76,14 @@ class Published:
         raise AssertionError("there is no end to it")
 
     def log(self) -> VersionLog:
-        log = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
-        log.refresh()
-        return log
+        return read_log(self.store)
 
     def parts(self) -> set[str]:
         return {info.key for info in self.store.list(KEYS.parts)}
+
+    def named(self) -> set[str]:
+        """Keys of the parts that a path names which is offered."""
+        return {part.key for record in self.log().records for _, parts in paths_of(record) for part in parts}
 
     def check(self, *versions: int) -> None:
         """These can be built, exactly, and are whole."""
@@ -104,8 +103,7 @@ def test_the_newest_two_snapshots_and_all_after_stay_and_nothing_else(published:
     published.check(*range(HORIZON, LAST + 1))
     log = published.log()
     assert buildable(log) == set(range(HORIZON, LAST + 1))
-    named = {part.key for record in log.records for _, parts in ways_of(record) for part in parts}
-    assert published.parts() == named
+    assert published.parts() == published.named()
     for version in range(HORIZON):
         with pytest.raises(NoPath):
             plan_pull(log, held=None, target=version)
@@ -113,7 +111,7 @@ def test_the_newest_two_snapshots_and_all_after_stay_and_nothing_else(published:
         assert "were collected" in fault.problem
 
 
-def test_a_pinned_version_keeps_its_cheapest_way_and_no_more(published: Published) -> None:
+def test_a_pinned_version_keeps_its_cheapest_path_and_no_more(published: Published) -> None:
     published.roots = Roots(pinned=frozenset([4]))
     published.collect()
     published.check(4, *range(HORIZON, LAST + 1))
@@ -123,11 +121,11 @@ def test_a_pinned_version_keeps_its_cheapest_way_and_no_more(published: Publishe
     assert buildable(published.log()) == set(range(HORIZON, LAST + 1))
 
 
-def test_a_node_that_serves_an_old_version_keeps_its_way_on(published: Published) -> None:
+def test_a_node_that_serves_an_old_version_keeps_its_path_on(published: Published) -> None:
     published.roots = Roots(served=frozenset([5]))
-    way = plan_pull(published.log(), held=5, target=LAST)
+    path = plan_pull(published.log(), held=5, target=LAST)
     published.collect()
-    assert plan_pull(published.log(), held=5, target=LAST) == way
+    assert plan_pull(published.log(), held=5, target=LAST) == path
 
 
 def test_what_is_being_pulled_stays_until_the_lease_ends(published: Published) -> None:
@@ -209,10 +207,8 @@ def test_a_writer_that_died_blocks_until_the_next_fence_or_an_hour(published: Pu
 def test_parts_that_a_killed_publication_left_go_unless_they_come_to_be_named(published: Published) -> None:
     published.collect()
     whole = published.parts()
-    failpoints.arm("weights.publish.before_manifest=raise")
-    with pytest.raises(FailpointRaised):
+    with armed("weights.publish.before_manifest=raise"), pytest.raises(FailpointRaised):
         published.publish(LAST + 1)
-    failpoints.arm("")
     strays = published.parts() - whole
     assert strays
     published.publisher = published.open_publisher(epoch=2, version=LAST)
@@ -230,10 +226,8 @@ def test_parts_that_a_killed_publication_left_go_unless_they_come_to_be_named(pu
 
 def test_a_swept_name_is_stored_anew_when_it_is_wanted_again(published: Published) -> None:
     """A publication repeats a killed one's bytes after they were deleted, and before the tombstone is removed."""
-    failpoints.arm("weights.publish.before_manifest=raise")
-    with pytest.raises(FailpointRaised):
+    with armed("weights.publish.before_manifest=raise"), pytest.raises(FailpointRaised):
         published.publish(LAST + 1)
-    failpoints.arm("")
     published.publisher = published.open_publisher(epoch=2, version=LAST)
     published.clock.now_s += INTENT_S
     collector = published.collector()
@@ -242,7 +236,7 @@ def test_a_swept_name_is_stored_anew_when_it_is_wanted_again(published: Publishe
     deleted = {name for number in (0, 1) for name in tombstoned(published, number)}
     published.publisher.publish(published.models[-1], step=LAST + 1)
     record = published.log().record(LAST + 1)
-    named = {part.sha256 for _, parts in ways_of(record) for part in parts}
+    named = {part.sha256 for _, parts in paths_of(record) for part in parts}
     assert named.isdisjoint(deleted)
     for name in deleted:
         # A DELETE that was on its way for long.
@@ -260,19 +254,16 @@ def tombstoned(published: Published, number: int) -> frozenset[bytes]:
 @pytest.mark.parametrize("moment", ["tombstoned", "deleting", "deleting@3"])
 def test_a_collector_that_dies_is_followed_up_by_the_next(published: Published, moment: str) -> None:
     name, _, nth = moment.partition("@")
-    failpoints.arm(f"weights.collection.{name}=raise@{nth or 1}")
     collector = published.collector()
     if moment != "tombstoned":
         collector.step()
     published.clock.now_s += GRACE_S
-    with pytest.raises(FailpointRaised):
+    with armed(f"weights.collection.{name}=raise@{nth or 1}"), pytest.raises(FailpointRaised):
         collector.step()
-    failpoints.arm("")
     published.check(*range(HORIZON, LAST + 1))
     published.collect()
     published.check(*range(HORIZON, LAST + 1))
-    named = {part.key for record in published.log().records for _, parts in ways_of(record) for part in parts}
-    assert published.parts() == named
+    assert published.parts() == published.named()
 
 
 def test_two_collectors_work_on_one_round_and_delete_the_same(published: Published) -> None:
@@ -291,21 +282,10 @@ def test_a_snapshot_with_a_missing_part_does_not_count(published: Published) -> 
     published.store.delete(snapshot[0].key)
     published.collect()
     assert buildable(published.log()) >= set(range(3, LAST + 1))
-    assert same_model(
-        build_version(
-            published.store,
-            published.log(),
-            target=8,
-            threads=2,
-        ),
-        published.models[8],
-    )
-    plan = plan_pull(
-        published.log(),
-        held=None,
-        target=LAST,
-        avoid=frozenset([Edge(version=9, base_version=None)]),
-    )
+    model = build_version(published.store, published.log(), target=8, threads=2)
+    assert same_model(model, published.models[8])
+    avoid = frozenset([Edge(version=9, base_version=None)])
+    plan = plan_pull(published.log(), held=None, target=LAST, avoid=avoid)
     assert {part.key for step in plan.steps for part in step.parts} <= published.parts()
 
 
@@ -355,8 +335,8 @@ def test_a_survey_tells_what_is_kept_and_why(published: Published) -> None:
     published.roots = Roots(pinned=frozenset([4]), announced=2)
     survey = published.collector().survey()
     shares = {share.why: share for share in survey.kept}
-    assert shares["pinned"].ways == 2
-    assert shares["newest announced"].ways == 3
+    assert shares["pinned"].paths == 2
+    assert shares["newest announced"].paths == 3
     assert survey.horizon == HORIZON
     total = sum(share.size_bytes for share in survey.kept) + sum(survey.garbage.values())
     assert total == sum(info.size_bytes for info in published.store.list(KEYS.parts))

@@ -20,12 +20,11 @@ from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.collection.collector import Collector
 from astraflow_weights.collection.collector import Stage as Reached
-from astraflow_weights.collection.retention import Roots, ways_of
+from astraflow_weights.collection.retention import Roots, paths_of
 from astraflow_weights.errors import Fenced, NoPath, Unavailable, VerificationFailed
 from astraflow_weights.mirror.pull_guard import LEASE_S, PullGuard
 from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
@@ -34,6 +33,7 @@ from astraflow_weights.versions.intents import INTENT_S
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull
+from support.published_models import open_writer, read_log
 from support.stepped_store import Actor, MemoryStore, Stage, SteppedStore
 from support.weight_models import POLICY, RUN
 
@@ -50,13 +50,6 @@ ROOTS = [model_root(tensor_digests(model)) for model in MODELS]
 def model_of(version: int) -> dict[str, Array]:
     """What every writer publishes as this version: so the next one stores what the one before left again."""
     return MODELS[version % len(MODELS)]
-
-
-def read_log(store: ObjectStore) -> VersionLog:
-    """The log now."""
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    return log
 
 
 @dataclass
@@ -79,9 +72,7 @@ class World:
         if self.lossy:
             store.lose = lambda key: key.startswith((KEYS.entries, KEYS.merged)) and self.draw.random() < 0.2
         try:
-            writer = VersionWriter.open(
-                store, run_id=RUN, policy_id=POLICY, epoch=epoch, settings=SETTINGS, clock=self.clock
-            )
+            writer = open_writer(store, epoch=epoch, settings=SETTINGS, clock=self.clock)
         except (Fenced, Unavailable):
             return
         newest = writer.log.latest()
@@ -103,7 +94,7 @@ class World:
             compactor.compact()
 
     def pull(self, store: SteppedStore, *, held: int | None) -> None:
-        """Go to the newest version as a mirror does; what is fetched is exact, or the way proves bad."""
+        """Go to the newest version as a mirror does; what is fetched is exact, or the path proves bad."""
         log, guard = read_log(store), PullGuard(clock=self.clock)
         if log.latest() is None:
             return
@@ -171,14 +162,14 @@ class World:
             self.check_whole()
 
     def check_whole(self) -> None:
-        """Every version within retention, and every pinned one, has a way whose parts are all there."""
+        """Every version within retention, and every pinned one, has a path whose parts are all there."""
         store = self.stage.store
         log = read_log(store)
         reached: set[int] = set()
         horizon = self.horizon(log)
         for record in log.records:
-            whole_ways = [edge for edge, parts in ways_of(record) if present(store, parts)]
-            if any(edge.base_version is None or edge.base_version in reached for edge in whole_ways):
+            whole_paths = [edge for edge, parts in paths_of(record) if present(store, parts)]
+            if any(edge.base_version is None or edge.base_version in reached for edge in whole_paths):
                 reached.add(record.version)
             if record.version > horizon:
                 for delta in record.deltas:
@@ -210,9 +201,9 @@ class World:
         store, log = self.stage.store, read_log(self.stage.store)
         assert not list(store.list(KEYS.intents))
         assert not list(store.list(KEYS.leases))
-        named = {part.key for record in log.records for _, parts in ways_of(record) for part in parts}
+        named = {part.key for record in log.records for _, parts in paths_of(record) for part in parts}
         stored = {info.key for info in store.list(KEYS.parts)}
-        assert stored == named, "garbage stayed, or a way that is offered names what is gone"
+        assert stored == named, "garbage stayed, or a path that is offered names what is gone"
         self.check_whole()
         for version in {*range(self.horizon(log), len(log.records)), *self.pins}:
             if version < len(log.records):

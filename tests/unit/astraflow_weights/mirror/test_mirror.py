@@ -1,4 +1,4 @@
-"""A mirror holds whole verified versions: it follows the cheapest way, and any fault leaves the old version
+"""A mirror holds whole verified versions: it follows the cheapest path, and any fault leaves the old version
 alone.
 """
 
@@ -18,8 +18,8 @@ from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import MirrorSettings, PublishSettings
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import DeltaRef
-from support.published_models import ModelPublisher
-from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite, same_model, trained
+from support.published_models import ModelPublisher, open_writer, read_log
+from support.weight_models import RUN, FaultyStore, make_model, overwrite, same_model, trained
 
 pytestmark = pytest.mark.slow
 
@@ -36,16 +36,19 @@ class Published:
         self.store = FaultyStore(folder / "store")
         self.models: list[dict[str, Array]] = []
         (folder / "config.json").write_text("{}")
-        self.writer = VersionWriter.open(self.store, run_id=RUN, policy_id=POLICY, epoch=1, settings=SETTINGS)
+        self.writer = open_writer(self.store, epoch=1, settings=SETTINGS)
         publisher = ModelPublisher(self.writer, assets=[folder / "config.json"])
         for step in range(NUM_VERSIONS):
             self.models.append(trained(self.models[-1], step, density=0.01) if step else make_model())
             publisher.publish(self.models[-1], step=step)
-        self.log = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
-        self.log.refresh()
+        self.log = read_log(self.store)
 
-    def mirror(self, **settings: int) -> Mirror:
-        return Mirror(self.folder / "mirror", settings=MirrorSettings(**settings))
+    def mirror(self, *, at: int | None = None, **settings: int) -> Mirror:
+        """The mirror as it is, or taken to a version first."""
+        mirror = Mirror(self.folder / "mirror", settings=MirrorSettings(**settings))
+        if at is not None:
+            mirror.advance(self.store, self.log, target=at)
+        return mirror
 
     def delta_key(self, version: int) -> str:
         return self.log.record(version).deltas[0].parts[0].key
@@ -84,8 +87,7 @@ def test_a_new_mirror_takes_a_snapshot_and_then_deltas_only(published: Published
 
 @pytest.mark.parametrize(("held", "target"), [(0, 3), (0, 6), (2, 5), (3, 6)])
 def test_catching_up_through_a_chain_ends_bit_exact(published: Published, held: int, target: int) -> None:
-    mirror = published.mirror()
-    mirror.advance(published.store, published.log, target=held)
+    mirror = published.mirror(at=held)
     result = mirror.advance(published.store, published.log, target=target)
     assert (result.base_version, result.counts.deltas_fetched) == (held, target - held)
     assert holds(mirror, published, target)
@@ -100,15 +102,13 @@ def test_a_cold_mirror_starts_at_the_nearest_snapshot(published: Published) -> N
 
 
 def test_going_back_to_an_older_version(published: Published) -> None:
-    mirror = published.mirror()
-    mirror.advance(published.store, published.log, target=6)
+    mirror = published.mirror(at=6)
     mirror.advance(published.store, published.log, target=2)
     assert holds(mirror, published, 2)
 
 
 def test_a_version_that_is_held_is_not_fetched_again(published: Published) -> None:
-    mirror = published.mirror()
-    mirror.advance(published.store, published.log, target=5)
+    mirror = published.mirror(at=5)
     published.store.gets.clear()
     assert mirror.advance(published.store, published.log, target=5).counts.fetched_bytes == 0
     assert published.store.gets == []
@@ -128,10 +128,8 @@ def test_assets_are_fetched_once(published: Published) -> None:
 
 
 def test_there_is_one_copy_and_the_journal_is_empty_between_versions(published: Published) -> None:
-    mirror = published.mirror()
     for version in range(NUM_VERSIONS):
-        mirror.advance(published.store, published.log, target=version)
-        assert mirror.version == version
+        assert published.mirror(at=version).version == version
     sha = published.log.record(6).manifest_sha256.hex()
     folder = published.folder / "mirror"
     found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -147,7 +145,7 @@ def test_there_is_one_copy_and_the_journal_is_empty_between_versions(published: 
 
 
 def test_a_mirror_survives_its_process(published: Published) -> None:
-    published.mirror().advance(published.store, published.log, target=2)
+    published.mirror(at=2)
     reopened = published.mirror()
     assert holds(reopened, published, 2)
     result = reopened.advance(published.store, published.log, target=3)
@@ -158,9 +156,8 @@ def damaged(data: bytes) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1])
 
 
-def test_a_corrupt_delta_keeps_the_old_version_and_names_the_way(published: Published) -> None:
-    mirror = published.mirror()
-    mirror.advance(published.store, published.log, target=1)
+def test_a_corrupt_delta_keeps_the_old_version_and_names_the_path(published: Published) -> None:
+    mirror = published.mirror(at=1)
     key = published.delta_key(2)
     overwrite(published.store, key, damaged(published.store.get(key)))
     with pytest.raises(
@@ -173,8 +170,7 @@ def test_a_corrupt_delta_keeps_the_old_version_and_names_the_way(published: Publ
 
 
 def test_a_corrupt_delta_is_gone_around_by_a_later_snapshot(published: Published) -> None:
-    mirror = published.mirror()
-    mirror.advance(published.store, published.log, target=1)
+    mirror = published.mirror(at=1)
     published.store.delete(published.delta_key(2))
     result = mirror.advance(published.store, published.log, target=5)
     assert result.rejected == {Edge(version=2, base_version=1)}
@@ -183,8 +179,7 @@ def test_a_corrupt_delta_is_gone_around_by_a_later_snapshot(published: Published
 
 
 def test_wrong_bytes_from_the_network_are_fetched_again(published: Published) -> None:
-    mirror = published.mirror()
-    mirror.advance(published.store, published.log, target=1)
+    mirror = published.mirror(at=1)
     key, honest = published.delta_key(2), published.store.get
     lies = [b"garbage"]
     published.store.get = lambda wanted: lies.pop() if wanted == key and lies else honest(wanted)  # type: ignore[method-assign]
@@ -200,8 +195,7 @@ def test_good_parts_that_give_the_wrong_model_are_refused_by_tensor(published: P
     parts = published.writer.uploads.upload_parts(encode_snapshot(model))
     published.writer.commit(step=99, tensors=tensor_digests(promised), snapshot=parts)
     published.log.refresh()
-    mirror = published.mirror()
-    mirror.advance(published.store, published.log, target=6)
+    mirror = published.mirror(at=6)
     with pytest.raises(VerificationFailed, match="different in 1 of 7 tensors") as caught:
         mirror.advance(published.store, published.log, target=7)
     assert (caught.value.version, caught.value.tensor) == (7, "model.norm")
@@ -216,16 +210,14 @@ def test_a_delta_against_another_base_is_refused(published: Published) -> None:
         deltas=(DeltaRef(base_version=3, parts=published.log.record(6).deltas[0].parts),),
     )
     published.log.refresh()
-    mirror = published.mirror()
-    mirror.advance(published.store, published.log, target=3)
+    mirror = published.mirror(at=3)
     with pytest.raises(VerificationFailed):
         mirror.advance(published.store, published.log, target=7)
     assert holds(mirror, published, 3)
 
 
 def test_a_store_that_does_not_answer_changes_nothing(published: Published) -> None:
-    mirror = published.mirror()
-    mirror.advance(published.store, published.log, target=1)
+    mirror = published.mirror(at=1)
     published.store.get = lambda key: lost(key)  # type: ignore[method-assign]
     with pytest.raises(Unavailable):
         mirror.advance(published.store, published.log, target=2)
@@ -254,8 +246,7 @@ def test_a_model_beyond_the_limit_is_not_fetched(published: Published) -> None:
 
 
 def test_an_unknown_version_changes_nothing(published: Published) -> None:
-    mirror = published.mirror()
-    mirror.advance(published.store, published.log, target=1)
+    mirror = published.mirror(at=1)
     with pytest.raises(UnknownVersionError):
         mirror.advance(published.store, published.log, target=NUM_VERSIONS)
     assert holds(mirror, published, 1)
@@ -279,7 +270,7 @@ def test_two_pullers_of_one_folder_do_not_mix(published: Published) -> None:
 
 
 def test_a_folder_of_another_policy_is_refused(published: Published) -> None:
-    published.mirror().advance(published.store, published.log, target=1)
+    published.mirror(at=1)
     ModelPublisher(
         VersionWriter.open(published.store, run_id=RUN, policy_id="verifier", epoch=1), base=None
     ).publish(make_model(5), step=0)
@@ -290,7 +281,7 @@ def test_a_folder_of_another_policy_is_refused(published: Published) -> None:
 
 
 def test_a_log_begun_anew_is_not_built_upon(published: Published) -> None:
-    published.mirror().advance(published.store, published.log, target=0)
+    published.mirror(at=0)
     shutil.rmtree(published.folder / "store")
     anew = Published(published.folder)
     anew.log.refresh()
@@ -307,8 +298,7 @@ def test_an_empty_mirror_has_nothing_to_load(tmp_path: Path) -> None:
 
 
 def test_what_is_loaded_can_be_changed_without_changing_the_mirror(published: Published) -> None:
-    mirror = published.mirror()
-    mirror.advance(published.store, published.log, target=1)
+    mirror = published.mirror(at=1)
     for array in mirror.load().values():
         np.add(array, array.dtype.type(1), out=array)
     assert holds(mirror, published, 1)

@@ -11,12 +11,11 @@ from astraflow.errors import UnknownVersionError
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.errors import CorruptManifest, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
-from support.published_models import ModelPublisher
+from support.published_models import ModelPublisher, open_writer, read_log
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
 
 SETTINGS = PublishSettings(snapshot_every_versions=100, snapshot_chain_ratio=100)
@@ -31,7 +30,7 @@ class Damaged:
         self.store = FileStore(folder / "store")
         self.models: list[dict[str, Array]] = []
         (folder / "config.json").write_text('{"layers": 2}')
-        writer = VersionWriter.open(self.store, run_id=RUN, policy_id=POLICY, epoch=1, settings=SETTINGS)
+        writer = open_writer(self.store, epoch=1, settings=SETTINGS)
         publisher = ModelPublisher(writer, assets=[folder / "config.json"])
         for step in range(3):
             self.models.append(trained(self.models[-1], step, density=0.05) if step else make_model())
@@ -41,9 +40,7 @@ class Damaged:
         self.mirror.advance(self.store, self.log, target=1)
 
     def read_log(self) -> VersionLog:
-        log = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
-        log.refresh()
-        return log
+        return read_log(self.store)
 
     def objects(self) -> dict[str, tuple[str, Callable[[], None]]]:
         """What can be damaged: its key, and what must then be refused."""

@@ -21,10 +21,11 @@ from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, Array
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import Edge, MirrorBusy, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import DeltaRef, PartRef
+from support.armed import armed
+from support.published_models import open_writer, read_log
 from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite, same_model
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ class World:
         self.folder = folder
         self.store = FaultyStore(folder / "store")
         self.models: list[dict[str, Array]] = [make_model(rows=ROWS)]
-        self.writer = VersionWriter.open(self.store, run_id=RUN, policy_id=POLICY, epoch=1)
+        self.writer = open_writer(self.store, epoch=1)
         snapshot = encode_snapshot(self.models[0], part_bytes=PART_BYTES)
         self.commit(self.models[0], snapshot=self.upload(snapshot))
         for step in (1, 2):
@@ -67,9 +68,7 @@ class World:
         self.writer.commit(step=step, tensors=tensor_digests(model), snapshot=snapshot, deltas=deltas)
 
     def log(self) -> VersionLog:
-        log = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
-        log.refresh()
-        return log
+        return read_log(self.store)
 
     def mirror(self) -> Mirror:
         return Mirror(self.folder / "mirror", settings=MirrorSettings(apply_threads=2, lock_patience_s=0.2))
@@ -261,8 +260,8 @@ def test_when_everything_rotted_no_more_is_fetched_than_by_a_new_beginning(world
     for tile in range(3):
         world.rot(tile)
     mirror = world.mirror_at(2)
-    ways = [world.log().record(0).offered_snapshot, *(r.deltas[0].parts for r in world.log().records[1:])]
-    assert mirror.counts.fetched_bytes <= sum(part.size_bytes for way in ways for part in way or ())
+    paths = [world.log().record(0).offered_snapshot, *(r.deltas[0].parts for r in world.log().records[1:])]
+    assert mirror.counts.fetched_bytes <= sum(part.size_bytes for path in paths for part in path or ())
     assert world.holds(2)
 
 
@@ -285,12 +284,12 @@ def test_a_version_that_comes_out_wrong_is_taken_back(tmp_path: Path) -> None:
     with pytest.raises(VerificationFailed) as caught:
         mirror.advance(world.store, world.log(), target=3)
     assert (caught.value.version, caught.value.tensor) == (3, "model.norm")
-    assert mirror.counts.repair_bytes == 0, "the way back needs no store"
+    assert mirror.counts.repair_bytes == 0, "the path back needs no store"
     assert mirror.version == 2
     assert world.holds(2)
 
 
-def test_a_way_that_does_not_tell_the_way_back_is_undone_from_the_store(tmp_path: Path) -> None:
+def test_a_path_that_does_not_tell_the_path_back_is_undone_from_the_store(tmp_path: Path) -> None:
     world = World(tmp_path, context=True)
     commit_wrong(world, context=True)
     mirror = world.mirror_at(2)
@@ -334,19 +333,15 @@ def test_what_was_prefetched_is_applied_without_the_store(world: World) -> None:
 
 def test_a_failure_while_applying_leaves_nobody_loading(world: World) -> None:
     mirror = world.mirror_at(0)
-    failpoints.arm("weights.mirror.tile=raise@2")
-    try:
-        with pytest.raises(FailpointRaised):
-            mirror.advance(world.store, world.log(), target=1)
-    finally:
-        failpoints.arm("")
+    with armed("weights.mirror.tile=raise@2"), pytest.raises(FailpointRaised):
+        mirror.advance(world.store, world.log(), target=1)
     assert (mirror.version, mirror.try_hold()) == (None, None)
     mirror.advance(world.store, world.log(), target=1)
     assert mirror.counts.snapshots_fetched == 1, "the first one"
     assert world.holds(1)
 
 
-def test_going_back_to_the_bad_way_is_not_tried_for_ever(world: World) -> None:
+def test_going_back_to_the_bad_path_is_not_tried_for_ever(world: World) -> None:
     key = world.log().record(2).deltas[0].parts[0].key
     overwrite(world.store, key, b"damaged")
     mirror = world.mirror_at(1)

@@ -8,7 +8,6 @@ from astraflow_kit.clock import ManualClock
 from astraflow_weights.errors import Edge, NoPath, StoreRefused
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.mirror.pull_guard import PullGuard
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import PutResult
 from astraflow_weights.store.file import FileStore
@@ -21,8 +20,8 @@ from astraflow_weights.versions.collection_records import (
 )
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import PullPlan, plan_pull
-from support.published_models import ModelPublisher
-from support.weight_models import POLICY, RUN, make_model, trained
+from support.published_models import published, read_log
+from support.weight_models import POLICY, RUN
 
 KEYS = PolicyKeys(RUN, POLICY)
 
@@ -41,25 +40,10 @@ class ReadOnlyStore(FileStore):
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    """Versions 0 to 3, each with a snapshot."""
-    store = FileStore(tmp_path / "store")
-    settings = PublishSettings(snapshot_every_versions=1)
-    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=settings)
-    publisher = ModelPublisher(writer)
-    model = make_model()
-    for step in range(4):
-        publisher.publish(model, step=step)
-        model = trained(model, step)
-    return store
-
-
-@pytest.fixture
 def log(store: FileStore) -> VersionLog:
-    """The log of the store."""
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    return log
+    """Versions 0 to 3, each with a snapshot."""
+    published(store, 4, settings=PublishSettings(snapshot_every_versions=1))
+    return read_log(store)
 
 
 def leases(store: FileStore) -> list[PullLease]:
@@ -102,7 +86,7 @@ def test_a_plan_with_a_part_that_is_about_to_be_collected_is_planned_around(
         assert lease.parts == parts_of(plan), "the lease must name what is fetched, not what was dropped"
 
 
-def test_where_every_way_is_about_to_be_collected_one_is_tried_all_the_same(
+def test_where_every_path_is_about_to_be_collected_one_is_tried_all_the_same(
     store: FileStore, log: VersionLog
 ) -> None:
     bury(store, frozenset(part.sha256 for r in log.records for part in (*(r.snapshot or ()),)))
@@ -132,20 +116,18 @@ def test_a_long_pull_renews_its_lease_and_holds_only_one(store: FileStore, log: 
 
 def test_a_mirror_that_may_not_write_pulls_without_a_lease(store: FileStore, tmp_path: Path) -> None:
     read_only = ReadOnlyStore(tmp_path / "store")
-    log = VersionLog(read_only, run_id=RUN, policy_id=POLICY)
-    log.refresh()
+    log = read_log(read_only)
     mirror = Mirror(tmp_path / "mirror")
     for target in (1, 3):
         assert mirror.advance(read_only, log, target=target).version == target
     assert read_only.refusals == 1, "it is refused once and not asked again"
 
 
-def test_a_missing_part_without_a_lease_is_one_more_way_that_proves_bad(
+def test_a_missing_part_without_a_lease_is_one_more_path_that_proves_bad(
     store: FileStore, tmp_path: Path
 ) -> None:
     read_only = ReadOnlyStore(tmp_path / "store")
-    log = VersionLog(read_only, run_id=RUN, policy_id=POLICY)
-    log.refresh()
+    log = read_log(read_only)
     mirror = Mirror(tmp_path / "mirror")
     mirror.advance(read_only, log, target=1)
     (step,) = plan_pull(log, held=1, target=2).steps

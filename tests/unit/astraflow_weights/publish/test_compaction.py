@@ -5,7 +5,7 @@ from dataclasses import replace
 from astraflow_weights.publish.compaction import due_merges, snapshot_due
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.versions.log import VersionRecord
-from astraflow_weights.versions.manifest import AddedWay, DeltaRef, PartRef
+from astraflow_weights.versions.manifest import AddedPath, DeltaRef, PartRef
 from support.weight_models import POLICY, RUN
 
 SETTINGS = PublishSettings(snapshot_every_versions=6, snapshot_chain_ratio=0.5)
@@ -33,8 +33,8 @@ def chain(count: int, *, delta_bytes: int = 1) -> list[VersionRecord]:
     ]
 
 
-def with_way(records: list[VersionRecord], version: int, base_version: int | None) -> list[VersionRecord]:
-    way = AddedWay(
+def with_path(records: list[VersionRecord], version: int, base_version: int | None) -> list[VersionRecord]:
+    path = AddedPath(
         run_id=RUN,
         policy_id=POLICY,
         version=version,
@@ -42,7 +42,7 @@ def with_way(records: list[VersionRecord], version: int, base_version: int | Non
         model_root=b"r" * 32,
         parts=part(100),
     )
-    changed = replace(records[version], added=(*records[version].added, way))
+    changed = replace(records[version], added=(*records[version].added, path))
     return [*records[:version], changed, *records[version + 1 :]]
 
 
@@ -54,7 +54,7 @@ def test_spans_of_8_and_64_are_due_once_their_last_version_is_there() -> None:
     assert spans([]) == spans(chain(8)) == []
     assert spans(chain(9)) == [(0, 8)]
     assert spans(chain(17)) == [(0, 8), (8, 16)]
-    assert spans(with_way(chain(17), 8, 0)) == [(8, 16)]
+    assert spans(with_path(chain(17), 8, 0)) == [(8, 16)]
     assert spans(chain(65))[-2:] == [(56, 64), (0, 64)]
 
 
@@ -72,7 +72,7 @@ def test_a_snapshot_is_due_when_the_chain_is_long_in_versions_or_bytes() -> None
 
 
 def test_a_snapshot_made_later_counts_like_one_in_the_manifest() -> None:
-    assert not snapshot_due(with_way(chain(8), 7, None), SETTINGS)
-    assert not snapshot_due(with_way(chain(8), 6, None), SETTINGS)
-    assert not snapshot_due(with_way(chain(12), 6, None), SETTINGS)
-    assert snapshot_due(with_way(chain(13), 6, None), SETTINGS)
+    assert not snapshot_due(with_path(chain(8), 7, None), SETTINGS)
+    assert not snapshot_due(with_path(chain(8), 6, None), SETTINGS)
+    assert not snapshot_due(with_path(chain(12), 6, None), SETTINGS)
+    assert snapshot_due(with_path(chain(13), 6, None), SETTINGS)

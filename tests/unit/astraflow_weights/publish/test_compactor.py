@@ -15,8 +15,7 @@ import pytest
 from astraflow_kit import failpoints
 from astraflow_weights.codec import encode_delta, merge_deltas
 from astraflow_weights.codec.parts.writer import Placed
-from astraflow_weights.codec.peers import OnePeer
-from astraflow_weights.codec.shards import ShardedModel, whole
+from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.codec.snapshot import encode_snapshot, encode_snapshot_tiles
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array
@@ -27,12 +26,13 @@ from astraflow_weights.publish import compactor as compactor_module
 from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import DeltaRef
 from astraflow_weights.versions.planner import plan_pull
+from support.armed import armed
+from support.published_models import ModelPublisher, open_writer, read_log
 from support.rank_threads import ThreadRanks, run_ranks
 from support.store_census import take
 from support.weight_models import (
@@ -60,15 +60,13 @@ class World:
         self.folder = folder
         self.settings = settings
         self.store = FaultyStore(folder / "store")
-        writer = VersionWriter.open(self.store, run_id=RUN, policy_id=POLICY, epoch=1, settings=settings)
-        self.publisher = ShardPublisher(
-            writer, uploads=writer.uploads, peers=OnePeer(), base=None, inline_snapshots=False
-        )
+        writer = open_writer(self.store, epoch=1, settings=settings)
+        self.publisher = ModelPublisher(writer, inline_snapshots=False)
         self.models: list[dict[str, Array]] = []
 
     def publish(self, model: dict[str, Array]) -> None:
         self.models.append(model)
-        self.publisher.publish(whole(model), step=len(self.models) - 1)
+        self.publisher.publish(model, step=len(self.models) - 1)
 
     def publish_up_to(self, version: int) -> None:
         while len(self.models) <= version:
@@ -85,16 +83,14 @@ class World:
         )
 
     def log(self) -> VersionLog:
-        log = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
-        log.refresh()
-        return log
+        return read_log(self.store)
 
     def edges(self, *, held: int | None, target: int) -> list[tuple[int | None, int]]:
         plan = plan_pull(self.log(), held=held, target=target)
         return [(step.edge.base_version, step.edge.version) for step in plan.steps]
 
     def added(self) -> list[tuple[int | None, int]]:
-        return [(way.base_version, way.version) for record in self.log().records for way in record.added]
+        return [(path.base_version, path.version) for record in self.log().records for path in record.added]
 
 
 @pytest.fixture
@@ -134,7 +130,7 @@ def test_merged_deltas_of_8_and_64_versions_lead_to_the_same_bits(world: World) 
     take(world.store, run_id=RUN, policy_id=POLICY)
 
 
-def test_a_damaged_merged_delta_is_only_another_rejected_way(world: World) -> None:
+def test_a_damaged_merged_delta_is_only_another_rejected_path(world: World) -> None:
     world.publish_up_to(8)
     assert world.compactor().compact()
     merged = world.log().record(8).added[0]
@@ -162,7 +158,7 @@ def test_a_damaged_short_merge_does_not_spoil_the_long_one(world: World) -> None
 
 def test_deltas_that_need_their_base_are_merged_on_it(tmp_path: Path) -> None:
     store = FaultyStore(tmp_path / "store")
-    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=NEVER)
+    writer = open_writer(store, epoch=1, settings=NEVER)
     models = adamw_like(9)
     with pytest.raises(NeedsBase):
         merge_deltas([encode_delta(models[0], models[1], context=True)])
@@ -174,8 +170,7 @@ def test_deltas_that_need_their_base_are_merged_on_it(tmp_path: Path) -> None:
         )
         writer.commit(step=version, tensors=tensor_digests(model), snapshot=snapshot, deltas=deltas)
     assert Compactor(store, run_id=RUN, policy_id=POLICY, kept=None).compact()
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
+    log = read_log(store)
     mirror = Mirror(tmp_path / "mirror")
     mirror.advance(store, log, target=0)
     assert mirror.advance(store, log, target=8).counts.deltas_fetched == 1
@@ -190,7 +185,7 @@ def test_versions_that_two_ranks_coded_differently_merge(tmp_path: Path) -> None
     def publish(ranks: ThreadRanks, *, first: int, last: int, context: bool) -> None:
         writer = None
         if ranks.index == 0:
-            writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=first + 1, settings=NEVER)
+            writer = open_writer(store, epoch=first + 1, settings=NEVER)
         publisher = ShardPublisher(
             writer,
             uploads=writer.uploads if writer else Uploads(store, keys=KEYS, threads=1),
@@ -204,8 +199,7 @@ def test_versions_that_two_ranks_coded_differently_merge(tmp_path: Path) -> None
 
     run_ranks(2, lambda ranks: publish(ranks, first=0, last=4, context=False))
     run_ranks(2, lambda ranks: publish(ranks, first=5, last=8, context=True))
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
+    log = read_log(store)
     used = [codecs_of(store, record.deltas[0].parts) for record in log.records[1:]]
     assert used == [{TileCodec.RICE}] * 4 + [{TileCodec.RICE_CTX}] * 4
     assert Compactor(store, run_id=RUN, policy_id=POLICY, kept=None).compact()
@@ -262,11 +256,8 @@ def test_what_a_death_cut_short_is_made_at_the_next_occasion(
 ) -> None:
     world.publish_up_to(8)
     log = tmp_path / "failpoints.log"
-    failpoints.arm(f"{window}=raise@1", log_path=log)
-    try:
+    with armed(f"{window}=raise@1", log_path=log):
         assert not world.compactor().compact()
-    finally:
-        failpoints.arm("")
     assert [hit.name for hit in failpoints.read_hits(log) if hit.acted] == [window]
     assert world.added() == ([(0, 8)] if visible else [])
     take(world.store, run_id=RUN, policy_id=POLICY)

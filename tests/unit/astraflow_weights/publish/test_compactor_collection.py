@@ -6,19 +6,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from astraflow_weights.codec.peers import OnePeer
-from astraflow_weights.codec.shards import whole
 from astraflow_weights.collection.collector import Collector
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.errors import Unavailable
 from astraflow_weights.publish.compactor import Compactor
-from astraflow_weights.publish.shard_publisher import ShardPublisher
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.tools.verification import verify_version
 from astraflow_weights.versions.inspection import buildable
 from astraflow_weights.versions.log import VersionLog
+from support.published_models import ModelPublisher, open_writer, read_log
 from support.weight_models import POLICY, RUN, make_model, trained
 
 SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
@@ -30,10 +27,8 @@ class Training:
 
     def __init__(self, folder: Path, roots: Callable[[], Roots], *, grace_s: float = 0.0) -> None:
         self.store = FileStore(folder)
-        writer = VersionWriter.open(self.store, run_id=RUN, policy_id=POLICY, epoch=1, settings=SETTINGS)
-        self.publisher = ShardPublisher(
-            writer, uploads=writer.uploads, peers=OnePeer(), base=None, inline_snapshots=False
-        )
+        writer = open_writer(self.store, epoch=1, settings=SETTINGS)
+        self.publisher = ModelPublisher(writer, inline_snapshots=False)
         collector = Collector(
             self.store,
             run_id=RUN,
@@ -54,13 +49,11 @@ class Training:
     def publish(self, step: int) -> None:
         """The next version; its snapshot, if one is due, is made before this returns."""
         self.model = trained(self.model, step)
-        self.publisher.publish(whole(self.model), step=step)
+        self.publisher.publish(self.model, step=step)
         self.compactor.notify()
 
     def log(self) -> VersionLog:
-        log = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
-        log.refresh()
-        return log
+        return read_log(self.store)
 
     def wait_until(self, condition: Callable[[VersionLog], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S

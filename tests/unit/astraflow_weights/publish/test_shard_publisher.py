@@ -13,30 +13,17 @@ from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.errors import Unavailable
-from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
-from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
-from support.published_models import ModelPublisher
+from support.armed import armed
+from support.published_models import ModelPublisher, open_writer, pulled, read_log, steps
 from support.rank_threads import ThreadRanks, run_ranks
-from support.weight_models import POLICY, RUN, FaultyStore, make_model, same_model, split_model, trained
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    return FileStore(tmp_path / "store")
-
-
-def models(count: int) -> list[dict[str, Array]]:
-    """A model and what it becomes, step by step."""
-    found = [make_model()]
-    for seed in range(1, count):
-        found.append(trained(found[-1], seed, density=0.05))
-    return found
+from support.weight_models import POLICY, RUN, FaultyStore, make_model, same_model, split_model
 
 
 def open_publisher(
@@ -51,21 +38,21 @@ def open_publisher(
     writer = None
     if ranks.index == 0:
         settings = PublishSettings(upload_threads=1, snapshot_chain_ratio=100)
-        writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch, settings=settings)
+        writer = open_writer(store, epoch=epoch, settings=settings)
     uploads = writer.uploads if writer else Uploads(store, keys=PolicyKeys(RUN, POLICY), threads=1)
     return ShardPublisher(writer, uploads=uploads, peers=ranks, base=base, assets=assets)
 
 
 def publish_all(
     store: FileStore | FaultyStore,
-    steps: Mapping[int, Mapping[str, Array]],
+    chain: Mapping[int, Mapping[str, Array]],
     *,
     size: int,
     epoch: int = 1,
     base: Mapping[str, Array] | None = None,
 ) -> list[CommittedVersion]:
     """Publish the models of `steps` from `size` processes; what the first one was told."""
-    shards = {step: split_model(model, size) for step, model in steps.items()}
+    shards = {step: split_model(model, size) for step, model in chain.items()}
     bases = split_model(base, size) if base is not None else [None] * size
 
     def publish(ranks: ThreadRanks) -> list[CommittedVersion]:
@@ -77,15 +64,6 @@ def publish_all(
     return first
 
 
-def pulled(store: FileStore, folder: Path, version: int) -> dict[str, Array]:
-    """A version as a node gets it."""
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    mirror = Mirror(folder)
-    mirror.advance(store, log, target=version)
-    return mirror.load()
-
-
 def newest(store: FileStore) -> int | None:
     """The newest version that readers see."""
     return VersionLog(store, run_id=RUN, policy_id=POLICY).refresh()
@@ -95,27 +73,26 @@ def newest(store: FileStore) -> int | None:
 def test_a_mirror_has_the_same_bits_from_any_number_of_processes(
     store: FileStore, tmp_path: Path, size: int
 ) -> None:
-    steps = dict(enumerate(models(4)))
-    committed = publish_all(store, steps, size=size)
+    chain = dict(enumerate(steps(4, density=0.05)))
+    committed = publish_all(store, chain, size=size)
     assert [version.version for version in committed] == [0, 1, 2, 3]
-    for version, model in steps.items():
+    for version, model in chain.items():
         assert same_model(pulled(store, tmp_path / f"mirror-{version}", version), model)
 
 
 def test_two_processes_publish_the_root_and_the_counts_of_one(store: FileStore, tmp_path: Path) -> None:
-    steps = dict(enumerate(models(3)))
-    one = publish_all(FileStore(tmp_path / "other"), steps, size=1)
-    two = publish_all(store, steps, size=2)
+    chain = dict(enumerate(steps(3, density=0.05)))
+    one = publish_all(FileStore(tmp_path / "other"), chain, size=1)
+    two = publish_all(store, chain, size=2)
     assert [version.model_root for version in one] == [version.model_root for version in two]
     assert [version.num_changed for version in one] == [version.num_changed for version in two]
 
 
 def test_each_process_uploads_its_own_parts_and_no_more(store: FileStore) -> None:
     """Both processes' parts are in the manifest, each with the tiles of its own shards alone."""
-    before, after = models(2)
+    before, after = steps(2, density=0.05)
     publish_all(store, {0: before, 1: after}, size=2)
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
+    log = read_log(store)
     (delta,) = log.record(1).deltas
     first, second = (open_part(store.get(ref.key)) for ref in delta.parts)
     assert (first.head.number, second.head.number, first.head.num_parts) == (0, 1, 2)
@@ -134,18 +111,18 @@ def test_each_process_uploads_its_own_parts_and_no_more(store: FileStore) -> Non
 def test_a_delta_fits_on_a_base_from_another_number_of_processes(
     store: FileStore, tmp_path: Path, before: int, after: int
 ) -> None:
-    steps = models(4)
-    publish_all(store, {0: steps[0], 1: steps[1]}, size=before)
-    committed = publish_all(store, {2: steps[2], 3: steps[3]}, size=after, epoch=2, base=steps[1])
+    chain = steps(4, density=0.05)
+    publish_all(store, {0: chain[0], 1: chain[1]}, size=before)
+    committed = publish_all(store, {2: chain[2], 3: chain[3]}, size=after, epoch=2, base=chain[1])
     assert [version.version for version in committed] == [2, 3]
     assert all(version.delta_bytes and not version.snapshot_bytes for version in committed)
-    assert same_model(pulled(store, tmp_path / "mirror", 3), steps[3])
+    assert same_model(pulled(store, tmp_path / "mirror", 3), chain[3])
 
 
 def test_the_same_step_with_the_same_bytes_is_one_version_for_any_number_of_processes(
     store: FileStore,
 ) -> None:
-    first, second = models(2)
+    first, second = steps(2, density=0.05)
     publish_all(store, {0: first, 1: second}, size=2)
     (again,) = publish_all(store, {1: second}, size=1, epoch=2, base=second)
     assert (again.version, again.existed) == (1, True)
@@ -170,7 +147,7 @@ def test_nobody_receives_a_models_bytes(store: FileStore) -> None:
 
 
 def test_a_failed_upload_of_one_process_is_everybodys_and_can_be_repeated(tmp_path: Path) -> None:
-    first, second = models(2)
+    first, second = steps(2, density=0.05)
     stores = [FaultyStore(tmp_path / "store") for _ in range(2)]
     parts = [split_model(model, 2) for model in (first, second)]
 
@@ -192,16 +169,14 @@ def test_a_failed_upload_of_one_process_is_everybodys_and_can_be_repeated(tmp_pa
 def test_a_publication_that_ends_among_its_uploads_leaves_no_version(
     store: FileStore, tmp_path: Path, window: str
 ) -> None:
-    first, second = models(2)
+    first, second = steps(2, density=0.05)
     publish_all(store, {0: first}, size=2)
     log = tmp_path / "failpoints.log"
     # The second part of the delta, or the commit after both.
-    failpoints.arm(f"{window}=raise@{2 if window.endswith('uploading') else 1}", log_path=log)
-    try:
-        with pytest.raises((FailpointRaised, InternalError), match="raised as armed"):
-            publish_all(store, {1: second}, size=2, epoch=2, base=first)
-    finally:
-        failpoints.arm("")
+    spec = f"{window}=raise@{2 if window.endswith('uploading') else 1}"
+    refused = pytest.raises((FailpointRaised, InternalError), match="raised as armed")
+    with armed(spec, log_path=log), refused:
+        publish_all(store, {1: second}, size=2, epoch=2, base=first)
     assert [hit.acted for hit in failpoints.read_hits(log)][-1]
     assert newest(store) == 0
     publish_all(store, {1: second}, size=2, epoch=3, base=first)
@@ -209,7 +184,7 @@ def test_a_publication_that_ends_among_its_uploads_leaves_no_version(
 
 
 def test_a_base_that_is_not_the_newest_version_is_refused_on_every_process(store: FileStore) -> None:
-    first, second = models(2)
+    first, second = steps(2, density=0.05)
     publish_all(store, {0: first, 1: second}, size=2)
 
     def refused(ranks: ThreadRanks) -> None:
@@ -229,18 +204,17 @@ def test_assets_are_sent_by_the_first_process_alone(store: FileStore, tmp_path: 
         return open_publisher(store, ranks, epoch=1, assets=assets).publish(parts[ranks.index], step=0)
 
     run_ranks(2, publish)
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
+    log = read_log(store)
     assert [asset.file_name for asset in log.manifest(0).assets] == ["config.json"]
 
 
 def test_one_process_encodes_what_the_plain_publisher_does(store: FileStore, tmp_path: Path) -> None:
-    steps = models(2)
+    chain = steps(2, density=0.05)
     plain = FileStore(tmp_path / "plain")
-    publisher = ModelPublisher(VersionWriter.open(plain, run_id=RUN, policy_id=POLICY, epoch=1))
-    for step, model in enumerate(steps):
+    publisher = ModelPublisher(open_writer(plain, epoch=1))
+    for step, model in enumerate(chain):
         publisher.publish(model, step=step)
-    publish_all(store, dict(enumerate(steps)), size=1)
+    publish_all(store, dict(enumerate(chain)), size=1)
     assert part_keys(store) == part_keys(plain)
 
 

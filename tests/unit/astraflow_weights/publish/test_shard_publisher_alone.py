@@ -8,60 +8,24 @@ import pytest
 from astraflow.errors import ConflictError
 from astraflow_kit import failpoints
 from astraflow_kit.failpoints import FailpointRaised
-from astraflow_weights.codec.tensors import Array
 from astraflow_weights.errors import Fenced, ModelMismatch
-from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
-from astraflow_weights.versions.log import VersionLog
-from support.published_models import ModelPublisher
-from support.weight_models import POLICY, RUN, make_model, same_model, trained
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    return FileStore(tmp_path / "store")
-
-
-def open_writer(store: FileStore, epoch: int, **settings: float) -> VersionWriter:
-    return VersionWriter.open(
-        store,
-        run_id=RUN,
-        policy_id=POLICY,
-        epoch=epoch,
-        settings=PublishSettings(**settings),  # type: ignore[arg-type]
-    )
-
-
-def steps(count: int) -> list[dict[str, Array]]:
-    models = [make_model()]
-    for seed in range(1, count):
-        models.append(trained(models[-1], seed, density=0.01))
-    return models
-
-
-def pulled(store: FileStore, folder: Path, version: int) -> dict[str, Array]:
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    mirror = Mirror(folder)
-    mirror.advance(store, log, target=version)
-    return mirror.load()
+from support.armed import armed
+from support.published_models import ModelPublisher, open_writer, publish_all, pulled, read_log, steps
+from support.weight_models import make_model, same_model, trained
 
 
 def test_every_published_model_can_be_pulled_bit_by_bit(store: FileStore, tmp_path: Path) -> None:
     models = steps(5)
-    publisher = ModelPublisher(open_writer(store, 1))
-    for step, model in enumerate(models):
-        committed = publisher.publish(model, step=step)
+    for step, committed in enumerate(publish_all(ModelPublisher(open_writer(store)), models)):
         assert (committed.version, committed.step, committed.existed) == (step, step, False)
     for version, model in enumerate(models):
         assert same_model(pulled(store, tmp_path / f"mirror-{version}", version), model)
 
 
 def test_the_first_version_is_a_snapshot_and_the_next_are_deltas(store: FileStore) -> None:
-    publisher = ModelPublisher(open_writer(store, 1))
-    first, second = (publisher.publish(model, step=step) for step, model in enumerate(steps(2)))
+    first, second = publish_all(ModelPublisher(open_writer(store)), steps(2))
     assert first.snapshot_bytes > 0
     assert (first.delta_bytes, first.density) == (0, 0.0)
     assert second.snapshot_bytes == 0
@@ -71,9 +35,10 @@ def test_the_first_version_is_a_snapshot_and_the_next_are_deltas(store: FileStor
 
 def test_snapshots_come_back_at_the_latest_after_the_set_number(store: FileStore) -> None:
     publisher = ModelPublisher(
-        open_writer(store, 1, snapshot_every_versions=3, snapshot_chain_ratio=100), base=None
+        open_writer(store, settings=PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)),
+        base=None,
     )
-    committed = [publisher.publish(model, step=step) for step, model in enumerate(steps(8))]
+    committed = publish_all(publisher, steps(8))
     assert [entry.version for entry in committed if entry.snapshot_bytes] == [0, 3, 6]
     assert all(entry.delta_bytes for entry in committed[1:])
 
@@ -81,7 +46,7 @@ def test_snapshots_come_back_at_the_latest_after_the_set_number(store: FileStore
 def test_the_model_may_change_after_the_call(store: FileStore, tmp_path: Path) -> None:
     before, after = steps(2)
     live = {name: array.copy() for name, array in before.items()}
-    publisher = ModelPublisher(open_writer(store, 1))
+    publisher = ModelPublisher(open_writer(store))
     publisher.publish(live, step=0)
     for name, array in after.items():
         live[name][...] = array
@@ -91,7 +56,7 @@ def test_the_model_may_change_after_the_call(store: FileStore, tmp_path: Path) -
 
 def test_a_step_that_changes_nothing_is_a_version(store: FileStore) -> None:
     model = make_model()
-    publisher = ModelPublisher(open_writer(store, 1))
+    publisher = ModelPublisher(open_writer(store))
     publisher.publish(model, step=0)
     committed = publisher.publish(model, step=1)
     assert (committed.version, committed.num_changed) == (1, 0)
@@ -105,16 +70,13 @@ def test_a_publication_cut_off_anywhere_is_completed_by_repeating_it(
     store: FileStore, tmp_path: Path, window: str
 ) -> None:
     models = steps(3)
-    publisher = ModelPublisher(open_writer(store, 1))
+    publisher = ModelPublisher(open_writer(store))
     publisher.publish(models[0], step=0)
     log = tmp_path / "failpoints.log"
-    failpoints.arm(f"{window}=raise@1", log_path=log)
-    try:
+    with armed(f"{window}=raise@1", log_path=log):
         with pytest.raises(FailpointRaised):
             publisher.publish(models[1], step=1)
         committed = publisher.publish(models[1], step=1)
-    finally:
-        failpoints.arm("")
     assert [hit.name for hit in failpoints.read_hits(log) if hit.acted] == [window]
     assert committed.version == 1
     assert committed.existed is (window == "weights.publish.after_manifest")
@@ -125,14 +87,10 @@ def test_a_publication_cut_off_anywhere_is_completed_by_repeating_it(
 def test_going_on_after_a_publication_of_unknown_outcome_is_refused(store: FileStore) -> None:
     """Version 1 is in the log, but the publisher never learnt it: its base is version 0."""
     models = steps(3)
-    publisher = ModelPublisher(open_writer(store, 1))
+    publisher = ModelPublisher(open_writer(store))
     publisher.publish(models[0], step=0)
-    failpoints.arm("weights.publish.after_manifest=raise@1")
-    try:
-        with pytest.raises(FailpointRaised):
-            publisher.publish(models[1], step=1)
-    finally:
-        failpoints.arm("")
+    with armed("weights.publish.after_manifest=raise@1"), pytest.raises(FailpointRaised):
+        publisher.publish(models[1], step=1)
     with pytest.raises(ConflictError, match=r"not the newest version in the log \(1\)"):
         publisher.publish(models[2], step=2)
 
@@ -140,9 +98,8 @@ def test_going_on_after_a_publication_of_unknown_outcome_is_refused(store: FileS
 def test_a_resumed_trainer_repeats_its_steps_and_goes_on(store: FileStore, tmp_path: Path) -> None:
     """Steps 1 and 2 are recomputed: the first gives the same bytes, the second differs."""
     models = steps(3)
-    publisher = ModelPublisher(open_writer(store, 1))
-    for step, model in enumerate(models):
-        publisher.publish(model, step=step)
+    publisher = ModelPublisher(open_writer(store))
+    publish_all(publisher, models)
     resumed = ModelPublisher(open_writer(store, 2), base=pulled(store, tmp_path / "trainer", 2))
     same = resumed.publish(models[1], step=1)
     assert (same.version, same.existed) == (1, True)
@@ -158,15 +115,14 @@ def test_a_resumed_trainer_repeats_its_steps_and_goes_on(store: FileStore, tmp_p
 @pytest.mark.parametrize("base_version", [None, 0])
 def test_a_base_that_is_not_the_newest_version_is_refused(store: FileStore, base_version: int | None) -> None:
     models = steps(2)
-    publisher = ModelPublisher(open_writer(store, 1))
-    for step, model in enumerate(models):
-        publisher.publish(model, step=step)
+    publisher = ModelPublisher(open_writer(store))
+    publish_all(publisher, models)
     with pytest.raises(ConflictError, match="fetch that with a Mirror"):
         ModelPublisher(open_writer(store, 2), base=None if base_version is None else models[base_version])
 
 
 def test_another_architecture_is_refused_and_changes_nothing(store: FileStore) -> None:
-    publisher = ModelPublisher(open_writer(store, 1))
+    publisher = ModelPublisher(open_writer(store))
     publisher.publish(make_model(), step=0)
     with pytest.raises(ModelMismatch, match="publish this model as a new policy"):
         publisher.publish(make_model(rows=25), step=1)
@@ -176,7 +132,7 @@ def test_another_architecture_is_refused_and_changes_nothing(store: FileStore) -
 def test_assets_stand_beside_the_weights(store: FileStore, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "qwen3"}')
-    publisher = ModelPublisher(open_writer(store, 1), assets=[config])
+    publisher = ModelPublisher(open_writer(store), assets=[config])
     publisher.publish(make_model(), step=0)
     pulled(store, tmp_path / "mirror", 0)
     assert (tmp_path / "mirror" / "checkpoint" / "config.json").read_text() == config.read_text()
@@ -184,11 +140,10 @@ def test_assets_stand_beside_the_weights(store: FileStore, tmp_path: Path) -> No
 
 def test_learning_rate_and_counts_are_in_the_manifest(store: FileStore) -> None:
     before, after = steps(2)
-    publisher = ModelPublisher(open_writer(store, 1))
+    publisher = ModelPublisher(open_writer(store))
     publisher.publish(before, step=0)
     committed = publisher.publish(after, step=1, learning_rate=3e-6)
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
+    log = read_log(store)
     manifest = log.manifest(1)
     changed = sum(int(np.count_nonzero(before[name] != after[name])) for name in before)
     assert (manifest.learning_rate, manifest.num_changed, committed.num_changed) == (3e-6, changed, changed)

@@ -17,15 +17,14 @@ from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.sharded_snapshots import ShardedSnapshots
 from astraflow_weights.publish.uploads import Uploads
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import PutResult
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
-from astraflow_weights.versions.log import VersionLog
+from support.published_models import open_writer, read_log, steps
 from support.rank_threads import PATIENCE_S, RankGone, ThreadRanks, rank_groups, run_ranks
 from support.scripted_batches import eventually
-from support.weight_models import POLICY, RUN, make_model, same_model, split_model, trained
+from support.weight_models import POLICY, RUN, same_model, split_model
 
 KEYS = PolicyKeys(RUN, POLICY)
 EVERY_SECOND = PublishSettings(snapshot_every_versions=2, snapshot_chain_ratio=100)
@@ -74,7 +73,7 @@ def process(store: FileStore, ranks: ThreadRanks, behind: ThreadRanks) -> Iterat
     """As the trainer opens it."""
     writer = None
     if ranks.index == 0:
-        writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=EVERY_SECOND)
+        writer = open_writer(store, epoch=1, settings=EVERY_SECOND)
     uploads = writer.uploads if writer else Uploads(store, keys=KEYS, threads=1)
     publisher = ShardPublisher(writer, uploads=uploads, peers=ranks, base=None, inline_snapshots=False)
     snapshots = ShardedSnapshots(
@@ -84,24 +83,11 @@ def process(store: FileStore, ranks: ThreadRanks, behind: ThreadRanks) -> Iterat
         yield Process(ranks, publisher, snapshots)
 
 
-def chain(count: int) -> list[dict[str, Array]]:
-    found = [make_model()]
-    for seed in range(1, count):
-        found.append(trained(found[-1], seed, density=0.05))
-    return found
-
-
-def records(store: FileStore) -> VersionLog:
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    return log
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_all_processes_stored_is_a_snapshot_of_the_version_that_was_published(
     tmp_path: Path, size: int
 ) -> None:
-    store, models = SlowStore(tmp_path / "store"), chain(3)
+    store, models = SlowStore(tmp_path / "store"), steps(3, density=0.05)
     behind = rank_groups(size)
 
     def work(ranks: ThreadRanks) -> None:
@@ -112,7 +98,7 @@ def test_what_all_processes_stored_is_a_snapshot_of_the_version_that_was_publish
         # Leaving waited for the snapshot.
 
     run_ranks(size, work)
-    log = records(store)
+    log = read_log(store)
     assert log.record(1).snapshot is None
     assert log.record(1).offered_snapshot is not None
     mirror = Mirror(tmp_path / "mirror")
@@ -124,7 +110,7 @@ def test_what_all_processes_stored_is_a_snapshot_of_the_version_that_was_publish
 def test_versions_are_published_while_a_snapshot_is_being_stored_and_it_holds_none_of_their_bytes(
     tmp_path: Path,
 ) -> None:
-    store, models = SlowStore(tmp_path / "store"), chain(4)
+    store, models = SlowStore(tmp_path / "store"), steps(4, density=0.05)
     behind = rank_groups(2)
 
     def work(ranks: ThreadRanks) -> None:
@@ -138,13 +124,13 @@ def test_versions_are_published_while_a_snapshot_is_being_stored_and_it_holds_no
                 # Wanted again, and not begun while one is under way.
                 one.snapshots.want()
                 one.publish(model)
-            assert records(store).record(3).snapshot is None
-            assert records(store).record(1).offered_snapshot is None
+            assert read_log(store).record(3).snapshot is None
+            assert read_log(store).record(1).offered_snapshot is None
             ranks.all_gather(b"")
             store.gate.set()
 
     run_ranks(2, work)
-    log = records(store)
+    log = read_log(store)
     assert [log.record(version).offered_snapshot is not None for version in range(4)] == [
         True,
         True,
@@ -159,7 +145,7 @@ def test_versions_are_published_while_a_snapshot_is_being_stored_and_it_holds_no
 def test_a_snapshot_that_one_process_cannot_store_is_dropped_by_all_and_made_when_wanted_again(
     tmp_path: Path,
 ) -> None:
-    store, models = SlowStore(tmp_path / "store"), chain(3)
+    store, models = SlowStore(tmp_path / "store"), steps(3, density=0.05)
     store.failures = 1
     behind = rank_groups(2)
 
@@ -174,13 +160,13 @@ def test_a_snapshot_that_one_process_cannot_store_is_dropped_by_all_and_made_whe
             one.publish(models[2])
 
     run_ranks(2, work)
-    log = records(store)
+    log = read_log(store)
     assert [log.record(version).offered_snapshot is not None for version in range(3)] == [True, False, True]
     assert list(store.list(KEYS.intents)) == []
 
 
 def test_a_process_that_is_gone_ends_the_others_at_their_next_call(tmp_path: Path) -> None:
-    store, models = SlowStore(tmp_path / "store"), chain(3)
+    store, models = SlowStore(tmp_path / "store"), steps(3, density=0.05)
     behind = rank_groups(2)
 
     def work(ranks: ThreadRanks) -> None:
@@ -194,11 +180,11 @@ def test_a_process_that_is_gone_ends_the_others_at_their_next_call(tmp_path: Pat
 
     with pytest.raises(RankGone):
         run_ranks(2, work)
-    assert records(store).record(1).offered_snapshot is None
+    assert read_log(store).record(1).offered_snapshot is None
 
 
 def test_the_first_processs_compactor_asks_for_a_snapshot_when_one_is_due(tmp_path: Path) -> None:
-    store, models = SlowStore(tmp_path / "store"), chain(4)
+    store, models = SlowStore(tmp_path / "store"), steps(4, density=0.05)
     behind = rank_groups(2)
 
     def work(ranks: ThreadRanks) -> None:
@@ -217,7 +203,7 @@ def test_the_first_processs_compactor_asks_for_a_snapshot_when_one_is_due(tmp_pa
                     assert compactor.compact()
 
     run_ranks(2, work)
-    log = records(store)
+    log = read_log(store)
     # Version 2 made it due; the next one was taken.
     assert [log.record(version).offered_snapshot is not None for version in range(4)] == [
         True,

@@ -15,10 +15,10 @@ from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptPart, Fenced, Unavailable
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import Asset, DeltaRef, PartRef
+from support.published_models import open_writer, read_log
 from support.weight_models import POLICY, RUN, FaultyStore, overwrite
 
 KEYS = PolicyKeys(RUN, POLICY)
@@ -27,10 +27,6 @@ KEYS = PolicyKeys(RUN, POLICY)
 @pytest.fixture
 def store(tmp_path: Path) -> FaultyStore:
     return FaultyStore(tmp_path / "store")
-
-
-def open_writer(store: FaultyStore | FileStore, epoch: int, **options: object) -> VersionWriter:
-    return VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch, **options)  # type: ignore[arg-type]
 
 
 def tensors(value: int) -> tuple[TensorDigest, ...]:
@@ -42,17 +38,11 @@ def commit(writer: VersionWriter, value: int, *, step: int | None = None) -> Com
     return writer.commit(step=value if step is None else step, tensors=tensors(value), snapshot=snapshot)
 
 
-def read(store: FaultyStore | FileStore) -> VersionLog:
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    return log
-
-
 def test_versions_and_sequence_numbers_grow_by_one(store: FaultyStore) -> None:
     writer = open_writer(store, 1)
     committed = [commit(writer, value) for value in range(3)]
     assert [(entry.version, entry.sequence) for entry in committed] == [(0, 1), (1, 2), (2, 3)]
-    log = read(store)
+    log = read_log(store)
     assert [record.manifest_sha256 for record in log.records] == [
         entry.manifest_sha256 for entry in committed
     ]
@@ -66,7 +56,7 @@ def test_a_newer_epoch_shuts_out_the_older_writer(store: FaultyStore) -> None:
     with pytest.raises(Fenced, match="written under epoch 2; this writer has epoch 1"):
         commit(old, 1)
     assert commit(new, 2).version == 1
-    assert [record.writer_epoch for record in read(store).records] == [1, 2]
+    assert [record.writer_epoch for record in read_log(store).records] == [1, 2]
 
 
 def test_a_zombie_that_does_not_look_still_wins_nothing(store: FaultyStore) -> None:
@@ -76,7 +66,7 @@ def test_a_zombie_that_does_not_look_still_wins_nothing(store: FaultyStore) -> N
     old.log.refresh = lambda: None  # type: ignore[method-assign]
     with pytest.raises(Fenced):
         commit(old, 0)
-    assert read(store).latest() is None
+    assert read_log(store).latest() is None
 
 
 @pytest.mark.parametrize("epoch", [0, 3])
@@ -90,7 +80,7 @@ def test_opening_again_with_the_same_nonce_is_the_same_writer(store: FaultyStore
     commit(open_writer(store, 1, nonce=b"a" * 16), 0)
     again = open_writer(store, 1, nonce=b"a" * 16)
     assert commit(again, 1).version == 1
-    assert read(store).next_sequence == 3
+    assert read_log(store).next_sequence == 3
 
 
 def race(contestants: list[Callable[[], object]]) -> list[object]:
@@ -123,7 +113,7 @@ def test_of_racing_epochs_only_the_highest_goes_on(store: FaultyStore, round_num
     assert max(writer.epoch for writer in writers) == 4
     outcomes = race([lambda writer=writer: commit(writer, writer.epoch) for writer in writers])
     assert [outcome.writer_epoch for outcome in outcomes if isinstance(outcome, CommittedVersion)] == [4]
-    assert read(store).refresh() == 0
+    assert read_log(store).refresh() == 0
 
 
 @pytest.mark.parametrize("round_number", range(10))
@@ -135,7 +125,7 @@ def test_a_commit_racing_with_a_fence_is_before_it_or_not_at_all(
     assert isinstance(new, VersionWriter)
     expected = 1 if isinstance(committed, CommittedVersion) else 0
     assert commit(new, 8).version == expected
-    assert len(read(store).records) == expected + 1
+    assert len(read_log(store).records) == expected + 1
 
 
 @pytest.mark.parametrize("round_number", range(5))
@@ -154,13 +144,13 @@ def test_a_lost_answer_to_the_commit_is_success(store: FaultyStore) -> None:
     snapshot = writer.uploads.upload_parts([b"part"])
     store.lose_after = 1
     assert writer.commit(step=0, tensors=tensors(0), snapshot=snapshot).version == 0
-    assert len(read(store).records) == 1
+    assert len(read_log(store).records) == 1
 
 
 def test_a_lost_answer_to_the_fence_is_success(store: FaultyStore) -> None:
     store.lose_after = 1
     assert commit(open_writer(store, 1), 0).version == 0
-    assert read(store).next_sequence == 2
+    assert read_log(store).next_sequence == 2
 
 
 def test_a_request_that_never_arrived_can_be_made_again(store: FaultyStore) -> None:
@@ -182,7 +172,7 @@ def test_a_request_that_arrives_late_is_recognised_as_our_own(store: FaultyStore
         writer.commit(step=0, tensors=tensors(0), snapshot=snapshot)
     store.put_if_absent = lambda key, data: (create(*late.pop()) if late else None, create(key, data))[1]  # type: ignore[method-assign]
     assert writer.commit(step=0, tensors=tensors(0), snapshot=snapshot).version == 0
-    assert len(read(store).records) == 1
+    assert len(read_log(store).records) == 1
 
 
 def lose() -> None:
@@ -199,7 +189,7 @@ def test_publishing_the_same_step_and_bytes_again_is_success(store: FaultyStore)
         first.manifest_sha256,
         True,
     )
-    assert len(read(store).records) == 2
+    assert len(read_log(store).records) == 2
 
 
 def test_a_new_step_with_the_same_bytes_is_a_new_version(store: FaultyStore) -> None:
@@ -216,7 +206,7 @@ def test_a_version_that_contradicts_itself_is_not_written(store: FaultyStore) ->
     writer = open_writer(store, 1)
     with pytest.raises(ValueError, match="neither a snapshot nor a delta"):
         writer.commit(step=0, tensors=tensors(0))
-    assert read(store).next_sequence == 1
+    assert read_log(store).next_sequence == 1
 
 
 def test_the_hint_may_fail_without_hurting_the_commit(store: FaultyStore) -> None:
@@ -224,7 +214,7 @@ def test_the_hint_may_fail_without_hurting_the_commit(store: FaultyStore) -> Non
     store.put = lambda key, data: lose()  # type: ignore[method-assign]
     committed = commit(writer, 0)
     assert not committed.hint_written
-    assert read(store).refresh() == 0
+    assert read_log(store).refresh() == 0
 
 
 def test_parts_are_named_by_their_content_and_sent_once(store: FaultyStore) -> None:
@@ -298,6 +288,6 @@ def test_assets_travel_in_the_manifest(store: FaultyStore) -> None:
     writer = open_writer(store, 1)
     asset = Asset(file_name="config.json", blob=fake_ref(2))
     writer.commit(step=0, tensors=tensors(0), snapshot=(fake_ref(1),), assets=(asset,), learning_rate=1e-6)
-    manifest = read(store).manifest(0)
+    manifest = read_log(store).manifest(0)
     assert manifest.assets == (asset,)
     assert manifest.learning_rate == 1e-6

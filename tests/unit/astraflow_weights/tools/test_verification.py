@@ -1,4 +1,4 @@
-"""A version is called whole only when every byte of every way to it is; else its fault is named."""
+"""A version is called whole only when every byte of every path to it is; else its fault is named."""
 
 from pathlib import Path
 
@@ -8,16 +8,14 @@ from astraflow_weights.codec.delta import encode_delta
 from astraflow_weights.codec.merge import merge_deltas
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptManifest
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.tools.verification import Verification, verify_version
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.inspection import build_version
-from astraflow_weights.versions.log import VersionLog
-from astraflow_weights.versions.manifest import AddedWay, DeltaRef, encode_way
-from support.published_models import ModelPublisher
+from astraflow_weights.versions.manifest import AddedPath, DeltaRef, encode_path
+from support.published_models import ModelPublisher, open_writer, read_log
 from support.weight_models import POLICY, RUN, make_model, overwrite, trained
 
 LAST = 5
@@ -29,7 +27,7 @@ def store(tmp_path: Path) -> FileStore:
     store, asset = FileStore(tmp_path / "store"), tmp_path / "config.json"
     asset.write_text("{}")
     settings = PublishSettings(snapshot_every_versions=2, snapshot_chain_ratio=100)
-    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=settings)
+    writer = open_writer(store, epoch=1, settings=settings)
     publisher, model = ModelPublisher(writer, assets=[asset]), make_model()
     for step in range(LAST + 1):
         publisher.publish(model, step=step)
@@ -37,14 +35,8 @@ def store(tmp_path: Path) -> FileStore:
     return store
 
 
-def read(store: FileStore) -> VersionLog:
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    return log
-
-
 def verified(store: FileStore, version: int) -> Verification:
-    return verify_version(store, read(store), version=version, threads=2)
+    return verify_version(store, read_log(store), version=version, threads=2)
 
 
 def flip(store: FileStore, key: str) -> None:
@@ -57,32 +49,32 @@ def flip(store: FileStore, key: str) -> None:
 def test_what_was_published_is_whole(store: FileStore, version: int) -> None:
     found = verified(store, version)
     assert found.faults == ()
-    assert found.ways == (version > 0) + (version % 2 == 0)
-    assert found.objects >= found.ways + 1
+    assert found.paths == (version > 0) + (version % 2 == 0)
+    assert found.objects >= found.paths + 1
     assert found.tensors == len(make_model())
 
 
-@pytest.mark.parametrize("way", ["snapshot", "delta"])
+@pytest.mark.parametrize("path", ["snapshot", "delta"])
 @pytest.mark.parametrize("damage", ["flip", "delete"])
-def test_a_damaged_part_is_named_although_another_way_is_good(
-    store: FileStore, way: str, damage: str
+def test_a_damaged_part_is_named_although_another_path_is_good(
+    store: FileStore, path: str, damage: str
 ) -> None:
-    record = read(store).record(4)
+    record = read_log(store).record(4)
     assert record.snapshot is not None
-    key = (record.snapshot if way == "snapshot" else record.deltas[0].parts)[0].key
+    key = (record.snapshot if path == "snapshot" else record.deltas[0].parts)[0].key
     flip(store, key) if damage == "flip" else store.delete(key)
     (fault,) = verified(store, 4).faults
     assert (fault.version, fault.part) == (4, key)
 
 
 def test_a_damaged_asset_is_named(store: FileStore) -> None:
-    (asset,) = read(store).manifest(3).assets
+    (asset,) = read_log(store).manifest(3).assets
     flip(store, asset.blob.key)
     assert [fault.part for fault in verified(store, 3).faults] == [asset.blob.key]
 
 
-def test_the_older_version_that_a_way_breaks_at_is_named(store: FileStore) -> None:
-    snapshot = read(store).record(4).snapshot
+def test_the_older_version_that_a_path_breaks_at_is_named(store: FileStore) -> None:
+    snapshot = read_log(store).record(4).snapshot
     assert snapshot is not None
     for part in snapshot:
         store.delete(part.key)
@@ -92,11 +84,11 @@ def test_the_older_version_that_a_way_breaks_at_is_named(store: FileStore) -> No
 
 
 def test_parts_that_are_intact_but_lead_elsewhere_are_told_by_tensor(store: FileStore) -> None:
-    log = read(store)
+    log = read_log(store)
     newest = build_version(store, log, target=LAST, threads=2)
     wanted = newest | {"model.norm": newest["model.norm"] + 1}
     reached = newest | {"model.norm": newest["model.norm"] + 2}
-    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=2)
+    writer = open_writer(store, epoch=2)
     parts = writer.uploads.upload_parts(encode_delta(newest, reached))
     writer.commit(
         step=LAST + 1,
@@ -108,25 +100,25 @@ def test_parts_that_are_intact_but_lead_elsewhere_are_told_by_tensor(store: File
 
 
 def test_a_changed_entry_of_the_log_is_refused(store: FileStore) -> None:
-    log = read(store)
+    log = read_log(store)
     flip(store, PolicyKeys(RUN, POLICY).entry(log.record(3).sequence))
     with pytest.raises(CorruptManifest):
         verify_version(store, log, version=3, threads=2)
 
 
-def test_ways_added_later_are_rebuilt_and_checked_too(store: FileStore) -> None:
-    keys, record = PolicyKeys(RUN, POLICY), read(store).record(3)
+def test_paths_added_later_are_rebuilt_and_checked_too(store: FileStore) -> None:
+    keys, record = PolicyKeys(RUN, POLICY), read_log(store).record(3)
     chain = [
-        [fetch_part(store, part) for part in read(store).record(version).deltas[0].parts]
+        [fetch_part(store, part) for part in read_log(store).record(version).deltas[0].parts]
         for version in (2, 3)
     ]
-    uploads = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=2).uploads
+    uploads = open_writer(store, epoch=2).uploads
     parts = uploads.upload_parts(merge_deltas(chain))
-    way = AddedWay(
+    path = AddedPath(
         run_id=RUN, policy_id=POLICY, version=3, base_version=1, model_root=record.model_root, parts=parts
     )
-    store.put_if_absent(keys.merged_delta(1, 3), encode_way(way))
-    assert (verified(store, 3).ways, verified(store, 3).faults) == (2, ())
+    store.put_if_absent(keys.merged_delta(1, 3), encode_path(path))
+    assert (verified(store, 3).paths, verified(store, 3).faults) == (2, ())
     flip(store, keys.merged_delta(1, 3))
     assert [fault.part for fault in verified(store, 3).faults] == [keys.merged_delta(1, 3)]
     assert verified(store, 4).faults == ()

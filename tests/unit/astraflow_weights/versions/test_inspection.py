@@ -1,7 +1,5 @@
 """What is told of stored versions: codecs, routes and differences, counted independently."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -9,62 +7,47 @@ from astraflow_weights.codec.delta import summarize_delta
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import CorruptPart
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.fetch import fetch_part
-from astraflow_weights.versions.inspection import build_version, changes_between, offered_ways, routes
+from astraflow_weights.versions.inspection import build_version, changes_between, offered_paths, routes
 from astraflow_weights.versions.log import VersionLog
-from support.published_models import ModelPublisher
-from support.weight_models import POLICY, RUN, make_model, overwrite, same_model, trained
+from support.published_models import published, read_log
+from support.weight_models import overwrite, same_model
 
 
 @pytest.fixture
-def models() -> list[dict[str, Array]]:
-    chain = [make_model()]
-    for seed in range(1, 11):
-        chain.append(trained(chain[-1], seed, density=0.01))
-    return chain
-
-
-@pytest.fixture
-def store(tmp_path: Path, models: list[dict[str, Array]]) -> FileStore:
-    store = FileStore(tmp_path / "store")
+def models(store: FileStore) -> list[dict[str, Array]]:
+    """Versions 0 to 10; only 0 offers a snapshot."""
     settings = PublishSettings(snapshot_every_versions=100, snapshot_chain_ratio=100)
-    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1, settings=settings)
-    publisher = ModelPublisher(writer)
-    for step, model in enumerate(models):
-        publisher.publish(model, step=step)
-    return store
+    return published(store, 11, settings=settings)
 
 
 @pytest.fixture
-def log(store: FileStore) -> VersionLog:
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
-    return log
+def log(store: FileStore, models: list[dict[str, Array]]) -> VersionLog:
+    return read_log(store)
 
 
 def test_codecs_of_a_delta_add_up_to_what_it_changes(store: FileStore, log: VersionLog) -> None:
-    (way,) = offered_ways(store, log.record(3), threads=2)
+    (path,) = offered_paths(store, log.record(3), threads=2)
     summary = summarize_delta([fetch_part(store, part) for part in log.record(3).deltas[0].parts])
-    assert (way.base_version, way.size_bytes) == (2, summary.size_bytes)
-    assert sum(share.num_changed for share in way.codecs) == summary.num_changed > 0
-    assert {share.codec for share in way.codecs} >= {TileCodec.RICE, TileCodec.ZERO}
-    assert 0 < sum(share.body_bytes for share in way.codecs) < way.size_bytes
+    assert (path.base_version, path.size_bytes) == (2, summary.size_bytes)
+    assert sum(share.num_changed for share in path.codecs) == summary.num_changed > 0
+    assert {share.codec for share in path.codecs} >= {TileCodec.RICE, TileCodec.ZERO}
+    assert 0 < sum(share.body_bytes for share in path.codecs) < path.size_bytes
 
 
 def test_the_first_version_offers_a_snapshot_alone(store: FileStore, log: VersionLog) -> None:
-    (way,) = offered_ways(store, log.record(0), threads=2)
-    assert way.base_version is None
-    assert TileCodec.EXP_PLANE in {share.codec for share in way.codecs}
+    (path,) = offered_paths(store, log.record(0), threads=2)
+    assert path.base_version is None
+    assert TileCodec.EXP_PLANE in {share.codec for share in path.codecs}
 
 
 def test_a_damaged_part_is_not_counted(store: FileStore, log: VersionLog) -> None:
     key = log.record(3).deltas[0].parts[0].key
     overwrite(store, key, store.get(key)[:-1] + b"x")
     with pytest.raises(CorruptPart, match=key):
-        offered_ways(store, log.record(3), threads=2)
+        offered_paths(store, log.record(3), threads=2)
 
 
 def test_routes_start_from_nothing_from_one_and_from_eight_versions_before(log: VersionLog) -> None:

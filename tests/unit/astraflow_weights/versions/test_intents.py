@@ -13,9 +13,8 @@ from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.collection_records import Tombstone, encode_tombstone
 from astraflow_weights.versions.intents import INTENT_S, RENEW_S, UploadIntents, find_intents
-from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.tombstones import Tombstones
-from support.published_models import ModelPublisher
+from support.published_models import ModelPublisher, open_writer, read_log
 from support.weight_models import POLICY, RUN, make_model, overwrite, trained
 
 KEYS = PolicyKeys(RUN, POLICY)
@@ -55,7 +54,7 @@ def clock() -> ManualClock:
 
 def opened(store: ObjectStore, clock: ManualClock, *, epoch: int = 1) -> VersionWriter:
     """The writer of an epoch."""
-    return VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch, clock=clock)
+    return open_writer(store, epoch=epoch, clock=clock)
 
 
 def intents(store: ObjectStore) -> list[str]:
@@ -134,8 +133,7 @@ def test_a_commit_after_a_long_upload_refuses_names_that_were_given_up_meanwhile
     assert committed.version == 1
     tombstones = Tombstones(store, keys=KEYS)
     tombstones.refresh()
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
+    log = read_log(store)
     named = {part.sha256 for delta in log.record(1).deltas for part in delta.parts}
     assert tombstones.names.isdisjoint(named)
 

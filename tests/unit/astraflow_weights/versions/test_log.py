@@ -15,17 +15,18 @@ from astraflow_weights.store import ObjectInfo
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.collection_records import Sweep, encode_sweep
-from astraflow_weights.versions.log import VersionLog, way_key
+from astraflow_weights.versions.log import VersionLog, path_key
 from astraflow_weights.versions.manifest import (
-    AddedWay,
+    AddedPath,
     DeltaRef,
     Entry,
     Fence,
     Manifest,
     PartRef,
     encode_entry,
-    encode_way,
+    encode_path,
 )
+from support.published_models import read_log
 from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite
 
 KEYS = PolicyKeys(RUN, POLICY)
@@ -61,11 +62,6 @@ def manifest(sequence: int, *, epoch: int, version: int) -> Manifest:
         model_root=model_root(TENSORS),
         num_elements=sum(tensor.spec.num_elements for tensor in TENSORS),
     )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    return FileStore(tmp_path / "store")
 
 
 def write(store: FileStore, *entries: Entry) -> VersionLog:
@@ -176,8 +172,8 @@ def test_an_entry_that_changed_since_it_was_read_is_refused(store: FileStore) ->
         log.manifest(0)
 
 
-def way(version: int, *, base: int | None) -> AddedWay:
-    return AddedWay(
+def path(version: int, *, base: int | None) -> AddedPath:
+    return AddedPath(
         run_id=RUN,
         policy_id=POLICY,
         version=version,
@@ -187,16 +183,16 @@ def way(version: int, *, base: int | None) -> AddedWay:
     )
 
 
-def add(store: FileStore, added: AddedWay) -> str:
-    key = way_key(KEYS, added)
-    store.put_if_absent(key, encode_way(added))
+def add(store: FileStore, added: AddedPath) -> str:
+    key = path_key(KEYS, added)
+    store.put_if_absent(key, encode_path(added))
     return key
 
 
-def test_ways_made_later_are_offered_beside_those_of_the_manifest(store: FileStore) -> None:
+def test_paths_made_later_are_offered_beside_those_of_the_manifest(store: FileStore) -> None:
     log = write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
     assert log.refresh() == 2
-    key = add(store, way(2, base=0))
+    key = add(store, path(2, base=0))
     log.refresh()
     assert [delta.base_version for delta in log.record(2).offered_deltas] == [0]
     assert log.record(2).deltas == ()
@@ -211,38 +207,38 @@ def test_a_snapshot_made_later_serves_where_the_manifest_has_none(store: FileSto
         manifest(1, epoch=1, version=1), snapshot=None, deltas=(DeltaRef(base_version=0, parts=(PART,)),)
     )
     log = write(store, manifest(0, epoch=1, version=0), second)
-    add(store, way(1, base=None))
+    add(store, path(1, base=None))
     log.refresh()
     assert log.record(1).snapshot is None
-    assert log.record(1).offered_snapshot == way(1, base=None).parts
+    assert log.record(1).offered_snapshot == path(1, base=None).parts
 
 
-def test_a_way_that_is_damaged_or_made_for_another_log_is_passed_over(store: FileStore) -> None:
+def test_a_path_that_is_damaged_or_made_for_another_log_is_passed_over(store: FileStore) -> None:
     log = write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
-    flipped = add(store, way(2, base=0))
-    overwrite(store, flipped, encode_way(way(2, base=0))[:-1] + b"?")
-    foreign = add(store, replace(way(2, base=1), model_root=b"o" * 32))
+    flipped = add(store, path(2, base=0))
+    overwrite(store, flipped, encode_path(path(2, base=0))[:-1] + b"?")
+    foreign = add(store, replace(path(2, base=1), model_root=b"o" * 32))
     misplaced = KEYS.merged_delta(0, 1)
-    store.put_if_absent(misplaced, encode_way(way(2, base=0)))
+    store.put_if_absent(misplaced, encode_path(path(2, base=0)))
     assert log.refresh() == 2
-    assert set(log.damaged_ways) == {flipped, foreign, misplaced}
+    assert set(log.damaged_paths) == {flipped, foreign, misplaced}
     assert log.record(2).added == ()
     log.refresh()
-    assert set(log.damaged_ways) == {flipped, foreign, misplaced}
+    assert set(log.damaged_paths) == {flipped, foreign, misplaced}
 
 
-def test_a_way_to_a_version_that_is_not_read_yet_waits_for_it(store: FileStore) -> None:
+def test_a_path_to_a_version_that_is_not_read_yet_waits_for_it(store: FileStore) -> None:
     log = write(store, manifest(0, epoch=1, version=0))
-    add(store, way(1, base=0))
+    add(store, path(1, base=0))
     log.refresh()
-    assert log.damaged_ways == ()
+    assert log.damaged_paths == ()
     write(store, manifest(1, epoch=1, version=1))
     log.refresh()
-    assert log.record(1).added == (way(1, base=0),)
+    assert log.record(1).added == (path(1, base=0),)
 
 
 class SideBySide(FileStore):
-    """Answers listings, and reads of ways, only when so many are asked for at the same time."""
+    """Answers listings, and reads of paths, only when so many are asked for at the same time."""
 
     def __init__(self, root: Path, *, listings: int, reads: int) -> None:
         super().__init__(root)
@@ -259,18 +255,18 @@ class SideBySide(FileStore):
         return super().get(key)
 
 
-def test_a_refresh_waits_for_one_listing_and_one_way_not_for_each(tmp_path: Path) -> None:
+def test_a_refresh_waits_for_one_listing_and_one_path_not_for_each(tmp_path: Path) -> None:
     store = SideBySide(tmp_path / "store", listings=4, reads=3)
     write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
     for base in (0, 1, None):
-        add(store, way(2, base=base))
+        add(store, path(2, base=base))
     log = VersionLog(store, run_id=RUN, policy_id=POLICY)
     assert log.refresh() == 2
     assert len(log.record(2).added) == 3
 
 
-def test_a_way_in_the_sequence_is_no_entry(store: FileStore) -> None:
-    store.put_if_absent(KEYS.entry(0), encode_way(way(1, base=0)))
+def test_a_path_in_the_sequence_is_no_entry(store: FileStore) -> None:
+    store.put_if_absent(KEYS.entry(0), encode_path(path(1, base=0)))
     with pytest.raises(CorruptManifest, match="neither a manifest nor a fence"):
         write(store).refresh()
 
@@ -278,8 +274,7 @@ def test_a_way_in_the_sequence_is_no_entry(store: FileStore) -> None:
 def test_a_copy_goes_on_alone_and_reads_nothing_twice(tmp_path: Path) -> None:
     store = FaultyStore(tmp_path / "store")
     log = write(FileStore(tmp_path / "store"), fence(0, epoch=1), manifest(1, epoch=1, version=0))
-    first = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    first.refresh()
+    first = read_log(store)
     other = first.copy()
     write(FileStore(tmp_path / "store"), manifest(2, epoch=1, version=1))
     store.gets.clear()
@@ -291,19 +286,19 @@ def test_a_copy_goes_on_alone_and_reads_nothing_twice(tmp_path: Path) -> None:
 
 
 def sweep_of(number: int, *edges: Edge) -> bytes:
-    """A round that collected these ways."""
+    """A round that collected these paths."""
     sweep = Sweep(
         number=number,
         kept_parts=frozenset(),
-        ways=frozenset(edges),
-        added_ways=(),
+        paths=frozenset(edges),
+        added_paths=(),
         tombstone_sha256=b"t" * 32,
         created_time_s=0,
     )
     return encode_sweep(KEYS, sweep)
 
 
-def test_ways_that_were_collected_are_not_offered(store: FileStore) -> None:
+def test_paths_that_were_collected_are_not_offered(store: FileStore) -> None:
     write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
     log = write(store)
     log.refresh()

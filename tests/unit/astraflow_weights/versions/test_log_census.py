@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from astraflow_weights.codec.digest import model_root
-from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.manifest import Manifest, decode_entry, encode_entry
 from support import store_census
-from support.published_models import ModelPublisher
+from support.published_models import ModelPublisher, open_writer
 from support.weight_models import POLICY, RUN, make_model, overwrite, trained
 
 KEYS = PolicyKeys(RUN, POLICY)
@@ -27,7 +26,7 @@ def store(tmp_path: Path) -> FileStore:
     store = FileStore(tmp_path / "store")
     model = make_model()
     for epoch in (1, 2):
-        writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch)
+        writer = open_writer(store, epoch=epoch)
         publisher = ModelPublisher(writer, base=None if epoch == 1 else model)
         for step in (0, 1) if epoch == 1 else (2,):
             model = trained(model, step)

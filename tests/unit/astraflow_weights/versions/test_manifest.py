@@ -10,7 +10,7 @@ from astraflow_weights.codec.digest import model_root, sha256
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.versions.manifest import (
-    AddedWay,
+    AddedPath,
     Asset,
     DeltaRef,
     Entry,
@@ -18,9 +18,9 @@ from astraflow_weights.versions.manifest import (
     Manifest,
     PartRef,
     decode_entry,
-    decode_way,
+    decode_path,
     encode_entry,
-    encode_way,
+    encode_path,
 )
 from support.weight_models import POLICY, RUN, make_model
 
@@ -150,7 +150,7 @@ def test_a_sealed_manifest_with_a_bad_field_is_refused(damage: object) -> None:
         decode_entry(content + b"\x7a\x20" + sha256(content))
 
 
-WAY = AddedWay(
+ADDED = AddedPath(
     run_id=RUN,
     policy_id=POLICY,
     version=16,
@@ -161,27 +161,27 @@ WAY = AddedWay(
 )
 
 
-@pytest.mark.parametrize("way", [WAY, replace(WAY, base_version=0), replace(WAY, base_version=None)])
-def test_an_added_way_comes_back_as_it_was(way: AddedWay) -> None:
-    assert decode_way(encode_way(way)) == way
+@pytest.mark.parametrize("path", [ADDED, replace(ADDED, base_version=0), replace(ADDED, base_version=None)])
+def test_an_added_path_comes_back_as_it_was(path: AddedPath) -> None:
+    assert decode_path(encode_path(path)) == path
 
 
-def test_every_flipped_bit_of_an_added_way_is_found() -> None:
-    data = encode_way(WAY)
+def test_every_flipped_bit_of_an_added_path_is_found() -> None:
+    data = encode_path(ADDED)
     for bit in range(len(data) * 8):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(CorruptManifest):
-            decode_way(bytes(damaged))
+            decode_path(bytes(damaged))
 
 
-def test_a_way_is_no_entry_and_an_entry_no_way() -> None:
+def test_a_path_is_no_entry_and_an_entry_no_path() -> None:
     with pytest.raises(CorruptManifest, match="neither a manifest nor a fence"):
-        decode_entry(encode_way(WAY))
-    with pytest.raises(CorruptManifest, match="is not an added way"):
-        decode_way(encode_entry(FENCE))
+        decode_entry(encode_path(ADDED))
+    with pytest.raises(CorruptManifest, match="is not an added path"):
+        decode_path(encode_entry(FENCE))
 
 
-def test_a_way_that_leads_nowhere_is_not_written() -> None:
+def test_a_path_that_leads_nowhere_is_not_written() -> None:
     with pytest.raises(ValueError, match="to version 16 starts from version 16"):
-        encode_way(replace(WAY, base_version=16))
+        encode_path(replace(ADDED, base_version=16))

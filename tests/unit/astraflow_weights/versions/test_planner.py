@@ -1,4 +1,4 @@
-"""The plan is the cheapest way the log offers, compared with trying all of them."""
+"""The plan is the cheapest path the log offers, compared with trying all of them."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from astraflow.errors import UnknownVersionError
 from astraflow_weights.errors import Edge, NoPath
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog, VersionRecord
-from astraflow_weights.versions.manifest import AddedWay, DeltaRef, PartRef
+from astraflow_weights.versions.manifest import AddedPath, DeltaRef, PartRef
 from astraflow_weights.versions.planner import PullPlan, plan_pull
 from astraflow_weights.versions.rates import PullCosts
 from support.weight_models import POLICY, RUN
@@ -49,7 +49,7 @@ def record(version: int, offer: Offer) -> VersionRecord:
         num_changed=0,
         num_elements=1,
         added=tuple(
-            AddedWay(
+            AddedPath(
                 run_id=RUN,
                 policy_id=POLICY,
                 version=version,
@@ -83,7 +83,7 @@ CHAIN: list[Offer] = [(100, {}), (None, {0: 5}), (None, {1: 5}), (100, {2: 5}), 
         (4, 2, [(None, 0), (0, 1), (1, 2)]),
     ],
 )
-def test_the_cheapest_way_through_a_chain(
+def test_the_cheapest_path_through_a_chain(
     held: int | None, target: int, expected: list[tuple[int | None, int]]
 ) -> None:
     plan = plan_pull(KnownLog(CHAIN), held=held, target=target)
@@ -102,15 +102,15 @@ def test_a_snapshot_is_taken_when_the_chain_costs_more() -> None:
     assert edges(plan_pull(KnownLog(offers), held=0, target=2)) == [(None, 2)]
 
 
-def test_of_equal_ways_the_one_with_fewer_steps() -> None:
+def test_of_equal_paths_the_one_with_fewer_steps() -> None:
     offers: list[Offer] = [(10, {}), (20, {0: 10})]
     assert edges(plan_pull(KnownLog(offers), held=None, target=1)) == [(None, 1)]
 
 
-def test_ways_that_proved_bad_are_avoided() -> None:
+def test_paths_that_proved_bad_are_avoided() -> None:
     bad = frozenset({Edge(version=2, base_version=1)})
     assert edges(plan_pull(KnownLog(CHAIN), held=1, target=3, avoid=bad)) == [(None, 3)]
-    with pytest.raises(NoPath, match="1 ways proved bad: wait for the next snapshot"):
+    with pytest.raises(NoPath, match="1 paths proved bad: wait for the next snapshot"):
         plan_pull(KnownLog(CHAIN), held=1, target=2, avoid=bad)
 
 
@@ -127,7 +127,7 @@ def test_a_store_that_is_far_away_is_asked_less_often() -> None:
     assert len(plan_pull(log, held=0, target=3, costs=far_and_fast(3)).steps) == 3, "three are one wait"
 
 
-def test_a_way_that_is_dearer_half_way_may_be_the_cheapest_in_the_end() -> None:
+def test_a_path_that_is_dearer_half_way_may_be_the_cheapest_in_the_end() -> None:
     """Five bytes in two objects reach version 2 first; with the object to version 3 they are one too many."""
     offers: list[Offer] = [(100, {}), (None, {0: 2}), (None, {1: 3, 0: 9}), (None, {2: 5})]
     log = KnownLog(offers)
@@ -172,7 +172,7 @@ def cheapest(offers: list[Offer], *, held: int | None, target: int) -> int | Non
 
 
 @given(logs(), st.data())
-def test_no_way_is_cheaper_than_the_plan(offers: list[Offer], data: st.DataObject) -> None:
+def test_no_path_is_cheaper_than_the_plan(offers: list[Offer], data: st.DataObject) -> None:
     target = data.draw(st.integers(0, len(offers) - 1))
     held = data.draw(st.none() | st.integers(0, len(offers) - 1))
     expected = cheapest(offers, held=held, target=target)

@@ -485,7 +485,7 @@ class AdminServiceWatchRequest(_message.Message):
     """Run; empty means the only run."""
     @_builtins.property
     def interval_duration(self) -> _duration_pb2.Duration:
-        """Least time between two messages; default 1 s, at least 0.1 s."""
+        """Least time between two messages; default 1 s."""
 
     def __init__(
         self,
@@ -607,7 +607,7 @@ class ListNodesRequest(_message.Message):
     run_id: _builtins.str
     """Run; empty means the only run."""
     page_size: _builtins.int
-    """At most this many; default 50, at most 1,000."""
+    """At most this many; default 50."""
     page_token: _builtins.str
     """`next_page_token` of the previous page; empty for the first."""
     def __init__(
@@ -667,7 +667,7 @@ class DrainNodeRequest(_message.Message):
     node_id: _builtins.str
     """Node to drain."""
     reason: _builtins.str
-    """Why, a slug that the node is told; default `operator`. At most 64 characters."""
+    """Why, a slug that the node is told; default `operator`."""
     def __init__(
         self,
         *,
@@ -784,7 +784,7 @@ class ListDeadLettersRequest(_message.Message):
     run_id: _builtins.str
     """Run; empty means the only run."""
     page_size: _builtins.int
-    """At most this many; default 50, at most 500."""
+    """At most this many; default 50."""
     page_token: _builtins.str
     """`next_page_token` of the previous page; empty for the first."""
     include_tasks: _builtins.bool
@@ -849,7 +849,7 @@ class RequeueDeadLettersRequest(_message.Message):
     """Run; empty means the only run."""
     @_builtins.property
     def dead_letter_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Letters to requeue, at most 500; empty means the oldest 500."""
+        """Letters to requeue; empty means the oldest 500."""
 
     def __init__(
         self,
@@ -907,7 +907,7 @@ class PurgeDeadLettersRequest(_message.Message):
     """Run; empty means the only run."""
     @_builtins.property
     def dead_letter_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Letters to forget, at most 500; empty means all."""
+        """Letters to forget; empty means all."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)astraflow/dataflow/v1/batch_service.proto\x12\x15\x61straflow.dataflow.v1\x1a!astraflow/dataflow/v1/batch.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\"\x8c\x01\n\x12\x43laimPolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x12\n\ntrainer_id\x18\x03 \x01(\t\x12\x13\n\x0bknown_epoch\x18\x04 \x01(\x04\x12\x12\n\nheld_epoch\x18\x05 \x01(\x04\x12\x16\n\x0eonly_if_unheld\x18\x06 \x01(\x08\"\xd8\x01\n\x13\x43laimPolicyResponse\x12\x15\n\rtrainer_epoch\x18\x01 \x01(\x04\x12\x1a\n\x12last_finished_step\x18\x02 \x01(\x04\x12\x19\n\x11last_durable_step\x18\x03 \x01(\x04\x12\x14\n\x07version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x37\n\x14\x62\x61tch_lease_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x64\x61ta_incarnation\x18\x06 \x01(\tB\n\n\x08_version\"M\n\x11HoldPolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\"\x14\n\x12HoldPolicyResponse\"P\n\x14ReleasePolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\"\x17\n\x15ReleasePolicyResponse\"\xa5\x01\n\x13\x41\x63quireBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x05 \x01(\x04\x12\x30\n\rwait_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8a\x01\n\x14\x41\x63quireBatchResponse\x12+\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.Batch\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\x12\x30\n\x05stage\x18\x03 \x01(\x0e\x32!.astraflow.dataflow.v1.BatchStage\"s\n\x11\x46\x65tchBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x16\n\x0etrajectory_ids\x18\x05 \x03(\t\"9\n\x12\x46\x65tchBatchResponse\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\"\xad\x01\n\x0f\x41\x63kBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x10\n\x08\x62\x61tch_id\x18\x05 \x01(\t\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x12\x30\n\x05stage\x18\x07 \x01(\x0e\x32!.astraflow.dataflow.v1.BatchStage\"D\n\x10\x41\x63kBatchResponse\x12\x30\n\x05stage\x18\x01 \x01(\x0e\x32!.astraflow.dataflow.v1.BatchStage\"j\n\x10NackBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x0e\n\x06reason\x18\x05 \x01(\t\",\n\x11NackBatchResponse\x12\x17\n\x0freturned_groups\x18\x01 \x01(\r\"[\n\x11RenewBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\"\x14\n\x12RenewBatchResponse\"\\\n\x12MarkDurableRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\"4\n\x13MarkDurableResponse\x12\x1d\n\x15released_trajectories\x18\x01 \x01(\r\"\x98\x01\n\x10VoidBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x10\n\x08\x62\x61tch_id\x18\x04 \x01(\t\x12\x31\n\x06\x61\x63tion\x18\x05 \x01(\x0e\x32!.astraflow.dataflow.v1.VoidAction\x12\x0e\n\x06reason\x18\x06 \x01(\t\"J\n\x11VoidBatchResponse\x12\x17\n\x0freturned_groups\x18\x01 \x01(\r\x12\x1c\n\x14\x64ropped_trajectories\x18\x02 \x01(\r*s\n\nBatchStage\x12\x1b\n\x17\x42\x41TCH_STAGE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42\x41TCH_STAGE_INTENT\x10\x01\x12\x17\n\x13\x42\x41TCH_STAGE_TRAINED\x10\x02\x12\x17\n\x13\x42\x41TCH_STAGE_SKIPPED\x10\x03*Z\n\nVoidAction\x12\x1b\n\x17VOID_ACTION_UNSPECIFIED\x10\x00\x12\x16\n\x12VOID_ACTION_RETURN\x10\x01\x12\x17\n\x13VOID_ACTION_DISCARD\x10\x02\x32\xb0\n\n\x0c\x42\x61tchService\x12\x89\x01\n\x0b\x43laimPolicy\x12).astraflow.dataflow.v1.ClaimPolicyRequest\x1a*.astraflow.dataflow.v1.ClaimPolicyResponse\"#\xca\xf3\x18\x02\x02\x03\xd0\xf3\x18\x03\xda\xf3\x18\x15\n\x06\x46\x45NCED\n\x0bPOLICY_HELD\x12x\n\nHoldPolicy\x12(.astraflow.dataflow.v1.HoldPolicyRequest\x1a).astraflow.dataflow.v1.HoldPolicyResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12\x81\x01\n\rReleasePolicy\x12+.astraflow.dataflow.v1.ReleasePolicyRequest\x1a,.astraflow.dataflow.v1.ReleasePolicyResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12~\n\x0c\x41\x63quireBatch\x12*.astraflow.dataflow.v1.AcquireBatchRequest\x1a+.astraflow.dataflow.v1.AcquireBatchResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12z\n\nFetchBatch\x12(.astraflow.dataflow.v1.FetchBatchRequest\x1a).astraflow.dataflow.v1.FetchBatchResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x01\xda\xf3\x18\x08\n\x06\x46\x45NCED0\x01\x12|\n\x08\x41\x63kBatch\x12&.astraflow.dataflow.v1.AckBatchRequest\x1a\'.astraflow.dataflow.v1.AckBatchResponse\"\x1f\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x12\n\x06\x46\x45NCED\n\x08\x43ONFLICT\x12u\n\tNackBatch\x12\'.astraflow.dataflow.v1.NackBatchRequest\x1a(.astraflow.dataflow.v1.NackBatchResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12x\n\nRenewBatch\x12(.astraflow.dataflow.v1.RenewBatchRequest\x1a).astraflow.dataflow.v1.RenewBatchResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12i\n\tVoidBatch\x12\'.astraflow.dataflow.v1.VoidBatchRequest\x1a(.astraflow.dataflow.v1.VoidBatchResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12{\n\x0bMarkDurable\x12).astraflow.dataflow.v1.MarkDurableRequest\x1a*.astraflow.dataflow.v1.MarkDurableResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)astraflow/dataflow/v1/batch_service.proto\x12\x15\x61straflow.dataflow.v1\x1a!astraflow/dataflow/v1/batch.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\"\x8c\x01\n\x12\x43laimPolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x12\n\ntrainer_id\x18\x03 \x01(\t\x12\x13\n\x0bknown_epoch\x18\x04 \x01(\x04\x12\x12\n\nheld_epoch\x18\x05 \x01(\x04\x12\x16\n\x0eonly_if_unheld\x18\x06 \x01(\x08\"\xd8\x01\n\x13\x43laimPolicyResponse\x12\x15\n\rtrainer_epoch\x18\x01 \x01(\x04\x12\x1a\n\x12last_finished_step\x18\x02 \x01(\x04\x12\x19\n\x11last_durable_step\x18\x03 \x01(\x04\x12\x14\n\x07version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x37\n\x14\x62\x61tch_lease_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x64\x61ta_incarnation\x18\x06 \x01(\tB\n\n\x08_version\"M\n\x11HoldPolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\"\x14\n\x12HoldPolicyResponse\"P\n\x14ReleasePolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\"\x17\n\x15ReleasePolicyResponse\"\xcc\x01\n\x13\x41\x63quireBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x1b\n\x04step\x18\x04 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x14\n\x0c\x62\x61se_version\x18\x05 \x01(\x04\x12H\n\rwait_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00>@\"\x8a\x01\n\x14\x41\x63quireBatchResponse\x12+\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.Batch\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\x12\x30\n\x05stage\x18\x03 \x01(\x0e\x32!.astraflow.dataflow.v1.BatchStage\"\x82\x01\n\x11\x46\x65tchBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x1b\n\x04step\x18\x04 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x16\n\x0etrajectory_ids\x18\x05 \x03(\t\"9\n\x12\x46\x65tchBatchResponse\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\"\xbc\x01\n\x0f\x41\x63kBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x1b\n\x04step\x18\x04 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x10\n\x08\x62\x61tch_id\x18\x05 \x01(\t\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x12\x30\n\x05stage\x18\x07 \x01(\x0e\x32!.astraflow.dataflow.v1.BatchStage\"D\n\x10\x41\x63kBatchResponse\x12\x30\n\x05stage\x18\x01 \x01(\x0e\x32!.astraflow.dataflow.v1.BatchStage\"\x83\x01\n\x10NackBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x1b\n\x04step\x18\x04 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x18\n\x06reason\x18\x05 \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\",\n\x11NackBatchResponse\x12\x17\n\x0freturned_groups\x18\x01 \x01(\r\"j\n\x11RenewBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x1b\n\x04step\x18\x04 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\"\x14\n\x12RenewBatchResponse\"\\\n\x12MarkDurableRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\"4\n\x13MarkDurableResponse\x12\x1d\n\x15released_trajectories\x18\x01 \x01(\r\"\xb0\x01\n\x10VoidBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x1b\n\x04step\x18\x03 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x10\n\x08\x62\x61tch_id\x18\x04 \x01(\t\x12\x31\n\x06\x61\x63tion\x18\x05 \x01(\x0e\x32!.astraflow.dataflow.v1.VoidAction\x12\x17\n\x06reason\x18\x06 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x02\"J\n\x11VoidBatchResponse\x12\x17\n\x0freturned_groups\x18\x01 \x01(\r\x12\x1c\n\x14\x64ropped_trajectories\x18\x02 \x01(\r*s\n\nBatchStage\x12\x1b\n\x17\x42\x41TCH_STAGE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42\x41TCH_STAGE_INTENT\x10\x01\x12\x17\n\x13\x42\x41TCH_STAGE_TRAINED\x10\x02\x12\x17\n\x13\x42\x41TCH_STAGE_SKIPPED\x10\x03*Z\n\nVoidAction\x12\x1b\n\x17VOID_ACTION_UNSPECIFIED\x10\x00\x12\x16\n\x12VOID_ACTION_RETURN\x10\x01\x12\x17\n\x13VOID_ACTION_DISCARD\x10\x02\x32\xb0\n\n\x0c\x42\x61tchService\x12\x89\x01\n\x0b\x43laimPolicy\x12).astraflow.dataflow.v1.ClaimPolicyRequest\x1a*.astraflow.dataflow.v1.ClaimPolicyResponse\"#\xca\xf3\x18\x02\x02\x03\xd0\xf3\x18\x03\xda\xf3\x18\x15\n\x06\x46\x45NCED\n\x0bPOLICY_HELD\x12x\n\nHoldPolicy\x12(.astraflow.dataflow.v1.HoldPolicyRequest\x1a).astraflow.dataflow.v1.HoldPolicyResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12\x81\x01\n\rReleasePolicy\x12+.astraflow.dataflow.v1.ReleasePolicyRequest\x1a,.astraflow.dataflow.v1.ReleasePolicyResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12~\n\x0c\x41\x63quireBatch\x12*.astraflow.dataflow.v1.AcquireBatchRequest\x1a+.astraflow.dataflow.v1.AcquireBatchResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12z\n\nFetchBatch\x12(.astraflow.dataflow.v1.FetchBatchRequest\x1a).astraflow.dataflow.v1.FetchBatchResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x01\xda\xf3\x18\x08\n\x06\x46\x45NCED0\x01\x12|\n\x08\x41\x63kBatch\x12&.astraflow.dataflow.v1.AckBatchRequest\x1a\'.astraflow.dataflow.v1.AckBatchResponse\"\x1f\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x12\n\x06\x46\x45NCED\n\x08\x43ONFLICT\x12u\n\tNackBatch\x12\'.astraflow.dataflow.v1.NackBatchRequest\x1a(.astraflow.dataflow.v1.NackBatchResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12x\n\nRenewBatch\x12(.astraflow.dataflow.v1.RenewBatchRequest\x1a).astraflow.dataflow.v1.RenewBatchResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12i\n\tVoidBatch\x12\'.astraflow.dataflow.v1.VoidBatchRequest\x1a(.astraflow.dataflow.v1.VoidBatchResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12{\n\x0bMarkDurable\x12).astraflow.dataflow.v1.MarkDurableRequest\x1a*.astraflow.dataflow.v1.MarkDurableResponse\"\x15\xca\xf3\x18\x01\x02\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,24 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.dataflow.v1.batch
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\030io.astraflow.dataflow.v1P\001ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\252\002\025Astraflow.Dataflow.V1'
+  _globals['_ACQUIREBATCHREQUEST'].fields_by_name['step']._loaded_options = None
+  _globals['_ACQUIREBATCHREQUEST'].fields_by_name['step']._serialized_options = b'\372\363\030\t\t\000\000\000\000\000\000\360?'
+  _globals['_ACQUIREBATCHREQUEST'].fields_by_name['wait_duration']._loaded_options = None
+  _globals['_ACQUIREBATCHREQUEST'].fields_by_name['wait_duration']._serialized_options = b'\372\363\030\022\t\000\000\000\000\000\000\000\000\021\000\000\000\000\000\000>@'
+  _globals['_FETCHBATCHREQUEST'].fields_by_name['step']._loaded_options = None
+  _globals['_FETCHBATCHREQUEST'].fields_by_name['step']._serialized_options = b'\372\363\030\t\t\000\000\000\000\000\000\360?'
+  _globals['_ACKBATCHREQUEST'].fields_by_name['step']._loaded_options = None
+  _globals['_ACKBATCHREQUEST'].fields_by_name['step']._serialized_options = b'\372\363\030\t\t\000\000\000\000\000\000\360?'
+  _globals['_NACKBATCHREQUEST'].fields_by_name['step']._loaded_options = None
+  _globals['_NACKBATCHREQUEST'].fields_by_name['step']._serialized_options = b'\372\363\030\t\t\000\000\000\000\000\000\360?'
+  _globals['_NACKBATCHREQUEST'].fields_by_name['reason']._loaded_options = None
+  _globals['_NACKBATCHREQUEST'].fields_by_name['reason']._serialized_options = b'\372\363\030\004 @P\001'
+  _globals['_RENEWBATCHREQUEST'].fields_by_name['step']._loaded_options = None
+  _globals['_RENEWBATCHREQUEST'].fields_by_name['step']._serialized_options = b'\372\363\030\t\t\000\000\000\000\000\000\360?'
+  _globals['_VOIDBATCHREQUEST'].fields_by_name['step']._loaded_options = None
+  _globals['_VOIDBATCHREQUEST'].fields_by_name['step']._serialized_options = b'\372\363\030\t\t\000\000\000\000\000\000\360?'
+  _globals['_VOIDBATCHREQUEST'].fields_by_name['reason']._loaded_options = None
+  _globals['_VOIDBATCHREQUEST'].fields_by_name['reason']._serialized_options = b'\372\363\030\003 \200\002'
   _globals['_BATCHSERVICE']._loaded_options = None
   _globals['_BATCHSERVICE']._serialized_options = b'\352\363\030?\n\tNOT_FOUND\n\023FAILED_PRECONDITION\n\016INVALID_RECIPE\n\rPLUGIN_FAILED'
   _globals['_BATCHSERVICE'].methods_by_name['ClaimPolicy']._loaded_options = None
@@ -57,10 +75,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BATCHSERVICE'].methods_by_name['VoidBatch']._serialized_options = b'\312\363\030\001\003\320\363\030\002'
   _globals['_BATCHSERVICE'].methods_by_name['MarkDurable']._loaded_options = None
   _globals['_BATCHSERVICE'].methods_by_name['MarkDurable']._serialized_options = b'\312\363\030\001\002\320\363\030\002\332\363\030\010\n\006FENCED'
-  _globals['_BATCHSTAGE']._serialized_start=2120
-  _globals['_BATCHSTAGE']._serialized_end=2235
-  _globals['_VOIDACTION']._serialized_start=2237
-  _globals['_VOIDACTION']._serialized_end=2327
+  _globals['_BATCHSTAGE']._serialized_start=2255
+  _globals['_BATCHSTAGE']._serialized_end=2370
+  _globals['_VOIDACTION']._serialized_start=2372
+  _globals['_VOIDACTION']._serialized_end=2462
   _globals['_CLAIMPOLICYREQUEST']._serialized_start=172
   _globals['_CLAIMPOLICYREQUEST']._serialized_end=312
   _globals['_CLAIMPOLICYRESPONSE']._serialized_start=315
@@ -74,33 +92,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASEPOLICYRESPONSE']._serialized_start=716
   _globals['_RELEASEPOLICYRESPONSE']._serialized_end=739
   _globals['_ACQUIREBATCHREQUEST']._serialized_start=742
-  _globals['_ACQUIREBATCHREQUEST']._serialized_end=907
-  _globals['_ACQUIREBATCHRESPONSE']._serialized_start=910
-  _globals['_ACQUIREBATCHRESPONSE']._serialized_end=1048
-  _globals['_FETCHBATCHREQUEST']._serialized_start=1050
-  _globals['_FETCHBATCHREQUEST']._serialized_end=1165
-  _globals['_FETCHBATCHRESPONSE']._serialized_start=1167
-  _globals['_FETCHBATCHRESPONSE']._serialized_end=1224
-  _globals['_ACKBATCHREQUEST']._serialized_start=1227
-  _globals['_ACKBATCHREQUEST']._serialized_end=1400
-  _globals['_ACKBATCHRESPONSE']._serialized_start=1402
-  _globals['_ACKBATCHRESPONSE']._serialized_end=1470
-  _globals['_NACKBATCHREQUEST']._serialized_start=1472
-  _globals['_NACKBATCHREQUEST']._serialized_end=1578
-  _globals['_NACKBATCHRESPONSE']._serialized_start=1580
-  _globals['_NACKBATCHRESPONSE']._serialized_end=1624
-  _globals['_RENEWBATCHREQUEST']._serialized_start=1626
-  _globals['_RENEWBATCHREQUEST']._serialized_end=1717
-  _globals['_RENEWBATCHRESPONSE']._serialized_start=1719
-  _globals['_RENEWBATCHRESPONSE']._serialized_end=1739
-  _globals['_MARKDURABLEREQUEST']._serialized_start=1741
-  _globals['_MARKDURABLEREQUEST']._serialized_end=1833
-  _globals['_MARKDURABLERESPONSE']._serialized_start=1835
-  _globals['_MARKDURABLERESPONSE']._serialized_end=1887
-  _globals['_VOIDBATCHREQUEST']._serialized_start=1890
-  _globals['_VOIDBATCHREQUEST']._serialized_end=2042
-  _globals['_VOIDBATCHRESPONSE']._serialized_start=2044
-  _globals['_VOIDBATCHRESPONSE']._serialized_end=2118
-  _globals['_BATCHSERVICE']._serialized_start=2330
-  _globals['_BATCHSERVICE']._serialized_end=3658
+  _globals['_ACQUIREBATCHREQUEST']._serialized_end=946
+  _globals['_ACQUIREBATCHRESPONSE']._serialized_start=949
+  _globals['_ACQUIREBATCHRESPONSE']._serialized_end=1087
+  _globals['_FETCHBATCHREQUEST']._serialized_start=1090
+  _globals['_FETCHBATCHREQUEST']._serialized_end=1220
+  _globals['_FETCHBATCHRESPONSE']._serialized_start=1222
+  _globals['_FETCHBATCHRESPONSE']._serialized_end=1279
+  _globals['_ACKBATCHREQUEST']._serialized_start=1282
+  _globals['_ACKBATCHREQUEST']._serialized_end=1470
+  _globals['_ACKBATCHRESPONSE']._serialized_start=1472
+  _globals['_ACKBATCHRESPONSE']._serialized_end=1540
+  _globals['_NACKBATCHREQUEST']._serialized_start=1543
+  _globals['_NACKBATCHREQUEST']._serialized_end=1674
+  _globals['_NACKBATCHRESPONSE']._serialized_start=1676
+  _globals['_NACKBATCHRESPONSE']._serialized_end=1720
+  _globals['_RENEWBATCHREQUEST']._serialized_start=1722
+  _globals['_RENEWBATCHREQUEST']._serialized_end=1828
+  _globals['_RENEWBATCHRESPONSE']._serialized_start=1830
+  _globals['_RENEWBATCHRESPONSE']._serialized_end=1850
+  _globals['_MARKDURABLEREQUEST']._serialized_start=1852
+  _globals['_MARKDURABLEREQUEST']._serialized_end=1944
+  _globals['_MARKDURABLERESPONSE']._serialized_start=1946
+  _globals['_MARKDURABLERESPONSE']._serialized_end=1998
+  _globals['_VOIDBATCHREQUEST']._serialized_start=2001
+  _globals['_VOIDBATCHREQUEST']._serialized_end=2177
+  _globals['_VOIDBATCHRESPONSE']._serialized_start=2179
+  _globals['_VOIDBATCHRESPONSE']._serialized_end=2253
+  _globals['_BATCHSERVICE']._serialized_start=2465
+  _globals['_BATCHSERVICE']._serialized_end=3793
 # @@protoc_insertion_point(module_scope)

@@ -281,7 +281,7 @@ class AcquireBatchRequest(_message.Message):
     """Version the step will start from. Decides staleness."""
     @_builtins.property
     def wait_duration(self) -> _duration_pb2.Duration:
-        """Long poll; default 0, at most 30 s."""
+        """Long poll; default 0."""
 
     def __init__(
         self,
@@ -657,7 +657,7 @@ class VoidBatchRequest(_message.Message):
     action: Global___VoidAction.ValueType
     """What becomes of its groups."""
     reason: _builtins.str
-    """Why, for people; the trainer is told. At most 256 characters."""
+    """Why, for people; the trainer is told."""
     def __init__(
         self,
         *,

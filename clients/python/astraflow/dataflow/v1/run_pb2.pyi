@@ -115,7 +115,7 @@ class Run(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """1–64 characters of [a-z0-9-]."""
+    """Name of the run, unique on the server."""
     recipe_yaml: _builtins.str
     """The validated recipe, overrides applied, as YAML."""
     store_uri: _builtins.str

@@ -176,7 +176,7 @@ class ListRunsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most this many; default 50, at most 500."""
+    """At most this many; default 50."""
     page_token: _builtins.str
     """`next_page_token` of the previous page; empty for the first."""
     def __init__(
@@ -291,7 +291,7 @@ class JoinRunRequest(_message.Message):
     run_id: _builtins.str
     """Run to join; empty means the only run."""
     node_id: _builtins.str
-    """Stable name of the node, 1–64 characters of [A-Za-z0-9._-]."""
+    """Stable name of the node."""
     incarnation: _builtins.int
     """Increases with each start of the node's process."""
     region: _builtins.str
@@ -299,7 +299,7 @@ class JoinRunRequest(_message.Message):
     pool: _builtins.str
     """Pool the node belongs to; empty when there is one."""
     max_concurrent_tasks: _builtins.int
-    """Tasks the node can run at once; ≥ 1."""
+    """Tasks the node can run at once."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Engine kinds the node can serve, for example `astraflow_engine` or `sglang`."""

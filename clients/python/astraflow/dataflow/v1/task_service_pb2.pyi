@@ -34,7 +34,7 @@ class SubmitTasksRequest(_message.Message):
     """Run the tasks belong to."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.Task]:
-        """1–1,000 tasks."""
+        """Tasks to add."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Credits(_message.Message):
 
     @_builtins.property
     def weight_faults(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightFault]:
-        """Versions that this node cannot activate because their bytes are wrong, now; at most 16."""
+        """Versions that this node cannot activate because their bytes are wrong, now."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class LeaseFailure(_message.Message):
     reason: _builtins.str
     """Slug: `workflow_error`, `timeout`, `engine_error`, `missing_capability`, `drain`, `version_unavailable`."""
     detail: _builtins.str
-    """For people; at most 2 KiB."""
+    """For people."""
     retryable: _builtins.bool
     """Whether another node, or a later time, may succeed."""
     def __init__(
@@ -281,7 +281,7 @@ class Receipt(_message.Message):
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Lease ids; at most 4,096."""
+        """Lease ids."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class Renewal(_message.Message):
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Lease ids; at most 4,096."""
+        """Lease ids."""
 
     def __init__(
         self,
@@ -457,10 +457,10 @@ class LeaseTasksRequest(_message.Message):
     incarnation: _builtins.int
     """Incarnation as joined."""
     max_tasks: _builtins.int
-    """1–256."""
+    """Leases wanted."""
     @_builtins.property
     def wait_duration(self) -> _duration_pb2.Duration:
-        """Long poll; default 0, at most 30 s."""
+        """Long poll; default 0."""
 
     @_builtins.property
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
@@ -527,7 +527,7 @@ class RenewLeasesRequest(_message.Message):
     """Node that holds them."""
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Lease ids; at most 4,096."""
+        """Lease ids."""
 
     def __init__(
         self,

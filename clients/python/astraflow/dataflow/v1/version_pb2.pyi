@@ -41,7 +41,7 @@ class Version(_message.Message):
     sequence: _builtins.int
     """Number of the manifest's entry in the policy's sequence in the store."""
     manifest_sha256: _builtins.bytes
-    """sha256 of the stored manifest entry; 32 bytes."""
+    """sha256 of the stored manifest entry."""
     step: _builtins.int
     """Step that made it; 0 for the initial version. A rollback was made by no step: it has that of the version before it."""
     trainer_epoch: _builtins.int
@@ -135,7 +135,7 @@ class WeightFault(_message.Message):
     tile: _builtins.int
     """Tile of the tensor (2^21 elements each), where it is one tile."""
     problem: _builtins.str
-    """For people; at most 512 characters."""
+    """For people."""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ from astraflow.dataflow.v1 import version_pb2 as astraflow_dot_dataflow_dot_v1_d
 from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+astraflow/dataflow/v1/version_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\"h\n\x0ePublishRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12/\n\x07version\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\"B\n\x0fPublishResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"2\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\npolicy_ids\x18\x02 \x03(\t\"@\n\rWatchResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"_\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\t\"\x8b\x01\n\x14ListVersionsResponse\x12\x30\n\x08versions\x18\x01 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12(\n\x04pins\x18\x03 \x03(\x0b\x32\x1a.astraflow.dataflow.v1.Pin\"W\n\x11PinVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\"=\n\x12PinVersionResponse\x12\'\n\x03pin\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Pin\"I\n\x13UnpinVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\"*\n\x14UnpinVersionResponse\x12\x12\n\nwas_pinned\x18\x01 \x01(\x08\x32\x9c\x05\n\x0eVersionService\x12\x87\x01\n\x07Publish\x12%.astraflow.dataflow.v1.PublishRequest\x1a&.astraflow.dataflow.v1.PublishResponse\"-\xca\xf3\x18\x02\x02\x03\xd0\xf3\x18\x02\xda\xf3\x18\x1f\n\x06\x46\x45NCED\n\x08\x43ONFLICT\n\x0bVERSION_GAP\x12\x62\n\x05Watch\x12#.astraflow.dataflow.v1.WatchRequest\x1a$.astraflow.dataflow.v1.WatchResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x30\x01\x12u\n\x0cListVersions\x12*.astraflow.dataflow.v1.ListVersionsRequest\x1a+.astraflow.dataflow.v1.ListVersionsResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x12l\n\nPinVersion\x12(.astraflow.dataflow.v1.PinVersionRequest\x1a).astraflow.dataflow.v1.PinVersionResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12r\n\x0cUnpinVersion\x12*.astraflow.dataflow.v1.UnpinVersionRequest\x1a+.astraflow.dataflow.v1.UnpinVersionResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+astraflow/dataflow/v1/version_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\"h\n\x0ePublishRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12/\n\x07version\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\"B\n\x0fPublishResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"2\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\npolicy_ids\x18\x02 \x03(\t\"@\n\rWatchResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"~\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\"\n\tpage_size\x18\x03 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x8f@P\x01\x12 \n\npage_token\x18\x04 \x01(\tB\x0c\xfa\xf3\x18\x08J\x06[0-9]*\"\x8b\x01\n\x14ListVersionsResponse\x12\x30\n\x08versions\x18\x01 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12(\n\x04pins\x18\x03 \x03(\x0b\x32\x1a.astraflow.dataflow.v1.Pin\"`\n\x11PinVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x17\n\x06reason\x18\x04 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x02\"=\n\x12PinVersionResponse\x12\'\n\x03pin\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Pin\"I\n\x13UnpinVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\"*\n\x14UnpinVersionResponse\x12\x12\n\nwas_pinned\x18\x01 \x01(\x08\x32\x9c\x05\n\x0eVersionService\x12\x87\x01\n\x07Publish\x12%.astraflow.dataflow.v1.PublishRequest\x1a&.astraflow.dataflow.v1.PublishResponse\"-\xca\xf3\x18\x02\x02\x03\xd0\xf3\x18\x02\xda\xf3\x18\x1f\n\x06\x46\x45NCED\n\x08\x43ONFLICT\n\x0bVERSION_GAP\x12\x62\n\x05Watch\x12#.astraflow.dataflow.v1.WatchRequest\x1a$.astraflow.dataflow.v1.WatchResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x30\x01\x12u\n\x0cListVersions\x12*.astraflow.dataflow.v1.ListVersionsRequest\x1a+.astraflow.dataflow.v1.ListVersionsResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x12l\n\nPinVersion\x12(.astraflow.dataflow.v1.PinVersionRequest\x1a).astraflow.dataflow.v1.PinVersionResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12r\n\x0cUnpinVersion\x12*.astraflow.dataflow.v1.UnpinVersionRequest\x1a+.astraflow.dataflow.v1.UnpinVersionResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,6 +34,12 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.dataflow.v1.versi
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\030io.astraflow.dataflow.v1P\001ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\252\002\025Astraflow.Dataflow.V1'
+  _globals['_LISTVERSIONSREQUEST'].fields_by_name['page_size']._loaded_options = None
+  _globals['_LISTVERSIONSREQUEST'].fields_by_name['page_size']._serialized_options = b'\372\363\030\013\021\000\000\000\000\000@\217@P\001'
+  _globals['_LISTVERSIONSREQUEST'].fields_by_name['page_token']._loaded_options = None
+  _globals['_LISTVERSIONSREQUEST'].fields_by_name['page_token']._serialized_options = b'\372\363\030\010J\006[0-9]*'
+  _globals['_PINVERSIONREQUEST'].fields_by_name['reason']._loaded_options = None
+  _globals['_PINVERSIONREQUEST'].fields_by_name['reason']._serialized_options = b'\372\363\030\003 \200\002'
   _globals['_VERSIONSERVICE']._loaded_options = None
   _globals['_VERSIONSERVICE']._serialized_options = b'\352\363\030?\n\tNOT_FOUND\n\023FAILED_PRECONDITION\n\016INVALID_RECIPE\n\rPLUGIN_FAILED'
   _globals['_VERSIONSERVICE'].methods_by_name['Publish']._loaded_options = None
@@ -55,17 +61,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHRESPONSE']._serialized_start=369
   _globals['_WATCHRESPONSE']._serialized_end=433
   _globals['_LISTVERSIONSREQUEST']._serialized_start=435
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=530
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=533
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=672
-  _globals['_PINVERSIONREQUEST']._serialized_start=674
-  _globals['_PINVERSIONREQUEST']._serialized_end=761
-  _globals['_PINVERSIONRESPONSE']._serialized_start=763
-  _globals['_PINVERSIONRESPONSE']._serialized_end=824
-  _globals['_UNPINVERSIONREQUEST']._serialized_start=826
-  _globals['_UNPINVERSIONREQUEST']._serialized_end=899
-  _globals['_UNPINVERSIONRESPONSE']._serialized_start=901
-  _globals['_UNPINVERSIONRESPONSE']._serialized_end=943
-  _globals['_VERSIONSERVICE']._serialized_start=946
-  _globals['_VERSIONSERVICE']._serialized_end=1614
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=561
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=564
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=703
+  _globals['_PINVERSIONREQUEST']._serialized_start=705
+  _globals['_PINVERSIONREQUEST']._serialized_end=801
+  _globals['_PINVERSIONRESPONSE']._serialized_start=803
+  _globals['_PINVERSIONRESPONSE']._serialized_end=864
+  _globals['_UNPINVERSIONREQUEST']._serialized_start=866
+  _globals['_UNPINVERSIONREQUEST']._serialized_end=939
+  _globals['_UNPINVERSIONRESPONSE']._serialized_start=941
+  _globals['_UNPINVERSIONRESPONSE']._serialized_end=983
+  _globals['_VERSIONSERVICE']._serialized_start=986
+  _globals['_VERSIONSERVICE']._serialized_end=1654
 # @@protoc_insertion_point(module_scope)

@@ -142,7 +142,7 @@ class ListVersionsRequest(_message.Message):
     policy_id: _builtins.str
     """Policy."""
     page_size: _builtins.int
-    """At most this many; default 50, at most 1,000."""
+    """At most this many; default 50."""
     page_token: _builtins.str
     """`next_page_token` of the previous page."""
     def __init__(
@@ -212,7 +212,7 @@ class PinVersionRequest(_message.Message):
     version: _builtins.int
     """An announced version."""
     reason: _builtins.str
-    """Why, for people; at most 256 characters."""
+    """Why, for people."""
     def __init__(
         self,
         *,

@@ -229,7 +229,7 @@ class Action(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOOL_CALL_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Words, for example a command; at most 64 KiB."""
+    """Words, for example a command."""
     @_builtins.property
     def tool_call(self) -> Global___ToolCall:
         """A call of a tool."""
@@ -268,7 +268,7 @@ class ResetRequest(_message.Message):
     seed: _builtins.int
     """Seed of everything random in it."""
     config_json: _builtins.bytes
-    """JSON object for the environment (level, game, task data); at most 64 KiB."""
+    """JSON object for the environment (level, game, task data)."""
     max_turns: _builtins.int
     """Bound of turns; default and maximum are the environment's."""
     @_builtins.property
@@ -277,11 +277,11 @@ class ResetRequest(_message.Message):
 
     @_builtins.property
     def session_duration(self) -> _duration_pb2.Duration:
-        """Life of the session from now; default 10 min, at most 1 h. It ends earlier with the lease."""
+        """Life of the session from now; default 10 min. It ends earlier with the lease."""
 
     @_builtins.property
     def deadline_duration(self) -> _duration_pb2.Duration:
-        """Time the reset may take; default 30 s, at most 10 min. Passing it answers DEADLINE_EXCEEDED and frees the session."""
+        """Time the reset may take; default 30 s. Passing it answers DEADLINE_EXCEEDED and frees the session."""
 
     def __init__(
         self,
@@ -366,7 +366,7 @@ class StepRequest(_message.Message):
 
     @_builtins.property
     def deadline_duration(self) -> _duration_pb2.Duration:
-        """Time the action may take; default 30 s, at most 10 min. Passing it truncates the session: its state is unknown."""
+        """Time the action may take; default 30 s. Passing it truncates the session: its state is unknown."""
 
     def __init__(
         self,

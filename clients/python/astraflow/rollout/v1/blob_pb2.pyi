@@ -55,13 +55,13 @@ class BlobRef(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     uri: _builtins.str
-    """`STORE/RUN_ID/blobs/NAME`, where STORE is the run's store_uri and NAME is 1 or more plain path segments; at most 1,024 characters."""
+    """`STORE/RUN_ID/blobs/NAME`, where STORE is the run's store_uri and NAME is 1 or more plain path segments."""
     sha256: _builtins.bytes
-    """sha256 of the object's bytes; 32 bytes. A reader refuses other bytes."""
+    """sha256 of the object's bytes. A reader refuses other bytes."""
     num_bytes: _builtins.int
-    """Size of the object in bytes; ≥ 1."""
+    """Size of the object in bytes."""
     media_type: _builtins.str
-    """What the bytes are, for example `image/png` or `application/x-astraflow-expert-routing`; at most 128 characters."""
+    """What the bytes are, for example `image/png` or `application/x-astraflow-expert-routing`."""
     def __init__(
         self,
         *,

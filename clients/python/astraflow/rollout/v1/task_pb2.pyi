@@ -55,7 +55,7 @@ class Message(_message.Message):
     role: _builtins.str
     """`system`, `user`, `assistant` or `tool`."""
     content: _builtins.str
-    """UTF-8 text."""
+    """Text; all messages of a task together hold at most 1 MiB."""
     def __init__(
         self,
         *,
@@ -83,15 +83,15 @@ class Task(_message.Message):
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
-    """Unique in its run; 1–128 characters of [A-Za-z0-9._:-]. Submitting the same id twice is harmless."""
+    """Unique in its run. Submitting the same id twice is harmless."""
     data_json: _builtins.bytes
-    """JSON object for the workflow and the reward (the gold answer, say); at most 64 KiB."""
+    """JSON object for the workflow and the reward (the gold answer, say)."""
     purpose: Global___Purpose.ValueType
     """Why the task is run."""
     group_size: _builtins.int
-    """Number of episodes of the task; 0 means the run's default; at most 1,024."""
+    """Number of episodes of the task; 0 means the run's default."""
     source: _builtins.str
-    """Which part of the data set it is from (`gsm8k`, say); empty when there is one. At most 128 characters."""
+    """Which part of the data set it is from (`gsm8k`, say); empty when there is one."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The prompt; may be empty for tasks that start an environment."""

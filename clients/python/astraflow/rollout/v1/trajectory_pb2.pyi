@@ -209,7 +209,7 @@ class Trajectory(_message.Message):
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaSpan]:
-        """Media the prompt holds, ascending and disjoint; at most 256."""
+        """Media the prompt holds, ascending and disjoint."""
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ class TrajectoryHeader(_message.Message):
     num_tokens: _builtins.int
     """T."""
     num_trainable_tokens: _builtins.int
-    """Number of set bits in the loss mask; ≥ 1."""
+    """Number of set bits in the loss mask."""
     min_version: _builtins.int
     """Oldest version in the trainable spans."""
     max_version: _builtins.int
@@ -289,7 +289,7 @@ class TrajectoryHeader(_message.Message):
     """`stop`, `length`, `abort`, …"""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Named numbers of this trajectory, for filters and curators; finite, at most 64."""
+        """Named numbers of this trajectory, for filters and curators; finite."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class TrajectoryItem(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     BODY_FIELD_NUMBER: _builtins.int
     body: _builtins.bytes
-    """Serialized Trajectory; at most 32 MiB."""
+    """Serialized Trajectory."""
     @_builtins.property
     def header(self) -> Global___TrajectoryHeader:
         """Routing and accounting."""
@@ -398,11 +398,11 @@ class Episode(_message.Message):
     """True for a redundant copy that runs beside the lease holder."""
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryItem]:
-        """0..64 trajectories."""
+        """What it made; none when it failed."""
 
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Named numbers for people (turns, tool calls); at most 64."""
+        """Named numbers for people (turns, tool calls)."""
 
     def __init__(
         self,

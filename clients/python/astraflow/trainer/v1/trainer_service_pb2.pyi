@@ -197,7 +197,7 @@ class PauseRequest(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why, for people; at most 200 characters."""
+    """Why, for people."""
     def __init__(
         self,
         *,
@@ -319,7 +319,7 @@ class SetLearningRateRequest(_message.Message):
 
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
-    """Peak learning rate in [0, 1]; the schedule's factor still applies."""
+    """Peak learning rate; the schedule's factor still applies."""
     def __init__(
         self,
         *,

@@ -57,7 +57,7 @@ class Received:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gatherer:
+class Fetcher:
     """One store, one journal, so many threads."""
 
     store: ObjectStore

@@ -1,0 +1,450 @@
+"""The bounds that the contracts state are those that servers enforce: values just inside are taken, those just outside
+are refused, or cut where the contract says so. A bounded field of a served rpc without a row here fails the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from astraflow._contract import bounds_of, read_contract
+from astraflow.client import typed_stream
+from astraflow.dataflow.v1 import (
+    admin_service_pb2 as admin,
+)
+from astraflow.dataflow.v1 import (
+    batch_service_pb2 as batches,
+)
+from astraflow.dataflow.v1 import (
+    run_pb2,
+    version_pb2,
+)
+from astraflow.dataflow.v1 import (
+    run_service_pb2 as runs,
+)
+from astraflow.dataflow.v1 import (
+    task_service_pb2 as tasks,
+)
+from astraflow.dataflow.v1 import (
+    trajectory_service_pb2 as trajectories,
+)
+from astraflow.dataflow.v1 import (
+    version_service_pb2 as versions,
+)
+from astraflow.errors import AstraflowError, DeadlineError, InvalidArgumentError, PreconditionError
+from astraflow.options.v1 import options_pb2
+from astraflow.recipe_file import CodeFile, bundle_digest
+from astraflow.rollout.v1 import blob_pb2, task_pb2, trajectory_pb2
+from astraflow.trainer.v1 import trainer_service_pb2 as trainer
+from astraflow_trainer.controls import Controls
+from support.dataflow_world import World, make_episode, make_trajectory, recipe_text, seconds
+
+pytestmark = pytest.mark.slow
+
+SHA = b"." * 32
+BLOBS = "file:///nowhere/run/blobs/"
+RECIPE = recipe_text(name="run")
+SERVICES = ("Admin", "Batch", "Run", "Task", "Trajectory", "Version")
+REFUSED = {"INVALID_ARGUMENT", "INVALID_RECIPE"}
+
+NOT_ENFORCED = {
+    "astraflow.dataflow.v1.CodeFile.content",  # by whoever reads a recipe's folder, over all its files
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A bounded field in a request that is otherwise good."""
+
+    request: Callable[[], Message]
+    path: str
+    """From the request, or the body, to the field; a repeated message on the way has one element."""
+    inside: Sequence[Any] = ()
+    """Values to send, where they cannot be made from the bounds."""
+    outside: Sequence[Any] = ()
+    element: Callable[[int], Any] = str
+    """Elements of a repeated field or keys of a map."""
+    mend: Callable[[Any], Message] = field(default=lambda request: request)
+    """Makes the rest of the request fit the value."""
+    slugs: tuple[str, ...] = ()
+    """How the field is refused when it is by the outcome POISON."""
+
+    def place(self) -> tuple[Descriptor, FieldDescriptor]:
+        """The message that has the field, and the field."""
+        *way, last = self.path.split(".")
+        message: Any = type(self.request()).DESCRIPTOR
+        for name in way:
+            message = message.fields_by_name[name].message_type
+        return message, message.fields_by_name[last]
+
+    def with_value(self, value: object) -> Message:
+        """The request with this value in the field."""
+        request = self.request()
+        *way, last = self.path.split(".")
+        at: Any = request
+        for name in way:
+            at = getattr(at, name)
+            at = at if isinstance(at, Message) else at[0]
+        put(at, last, value)
+        return self.mend(request)
+
+
+def put(message: Any, name: str, value: object) -> None:
+    held = getattr(message, name)
+    if isinstance(held, Duration):
+        held.CopyFrom(seconds(value))  # type: ignore[arg-type]
+    elif isinstance(value, dict | list):
+        message.ClearField(name)
+        getattr(message, name).update(value) if isinstance(value, dict) else getattr(message, name).extend(
+            value
+        )
+    else:
+        setattr(message, name, value)
+
+
+def values(row: Row) -> tuple[list[Any], list[Any]]:
+    """Values just inside and just outside the bounds of the row's field."""
+    described = row.place()[1]
+    bounds = described.GetOptions().Extensions[options_pb2.bounds]
+    inside, outside = list(row.inside), list(row.outside)
+    made = (
+        _items(bounds, described, row.element),
+        _numbers(bounds, described) if not row.inside else ([], []),
+        _texts(bounds, described) if not row.inside else ([], []),
+    )
+    for more_inside, more_outside in made:
+        inside, outside = inside + more_inside, outside + more_outside
+    return inside, outside
+
+
+def _items(
+    bounds: Any, described: FieldDescriptor, element: Callable[[int], Any]
+) -> tuple[list[Any], list[Any]]:
+    is_map = described.message_type is not None and described.message_type.GetOptions().map_entry
+
+    def some(count: int) -> Any:
+        found = [element(index) for index in range(count)]
+        return dict.fromkeys(found, 1.0) if is_map else found
+
+    least, most = bounds.min_items, bounds.max_items
+    inside = [some(count) for count in (least, most) if count]
+    return inside, [some(most + 1)] * bool(most) + [some(least - 1)] * bool(least)
+
+
+def _numbers(bounds: Any, described: FieldDescriptor) -> tuple[list[Any], list[Any]]:
+    exact: Any = (
+        int
+        if described.cpp_type not in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_MESSAGE)
+        else float
+    )
+    step = 1 if exact is int else 0.001
+    inside = [exact(getattr(bounds, name)) for name in ("min", "max") if bounds.HasField(name)]
+    outside = [exact(bounds.max) + step] * bounds.HasField("max")
+    return inside, outside + [exact(bounds.min) - step] * bounds.HasField("min")
+
+
+def _texts(bounds: Any, described: FieldDescriptor) -> tuple[list[Any], list[Any]]:
+    letter: Any = b"x" if described.type == FieldDescriptor.TYPE_BYTES else "x"
+    lengths = [(bounds.min_len, bounds.max_len), (bounds.min_bytes, bounds.max_bytes)]
+    inside = [letter * length for pair in lengths for length in pair if length]
+    outside = [letter * (most + 1) for _, most in lengths if most]
+    return inside, outside + [letter * (least - 1) for least, _ in lengths if least]
+
+
+def of_run(kind: Callable[..., Message], **fields: object) -> Callable[[], Message]:
+    """A request about the run, its policy and the current epoch, as far as it has such fields."""
+    names = kind.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
+    common = {"run_id": "run", "policy_id": "solver", "node_id": "n1", "incarnation": 1, "trainer_epoch": 1}
+    known = {name: value for name, value in common.items() if name in names}
+    return lambda: kind(**(known | fields))
+
+
+def created(request: runs.CreateRunRequest) -> Message:
+    request.run.code.sha256 = bundle_digest(
+        [CodeFile(file.path, file.content) for file in request.run.code.files]
+    )
+    return request
+
+
+def create(**fields: Any) -> Callable[[], Message]:
+    return lambda: runs.CreateRunRequest(
+        run=run_pb2.Run(**({"run_id": "other", "recipe_yaml": RECIPE} | fields))
+    )
+
+
+def submit() -> Message:
+    task = task_pb2.Task(task_id="t", messages=[task_pb2.Message(role="user", content="?")])
+    return tasks.SubmitTasksRequest(run_id="run", tasks=[task])
+
+
+def push() -> Message:
+    return trajectories.PushEpisodeRequest(episode=make_episode(run_id="run", task_id="t1", member=0))
+
+
+def body() -> Message:
+    """A good trajectory, with a picture."""
+    found = trajectory_pb2.Trajectory.FromString(make_trajectory("e.solver").body)
+    picture = blob_pb2.BlobRef(uri=f"{BLOBS}a", sha256=SHA, num_bytes=1, media_type="image/png")
+    found.media.add(start=0, end=1, blob=picture)
+    return found
+
+
+def pushed(trajectory: trajectory_pb2.Trajectory) -> Message:
+    request: Any = push()
+    if not trajectory.token_ids:
+        trajectory.logprobs = trajectory.loss_mask = b""
+    request.episode.trajectories[0].CopyFrom(make_trajectory("e.solver"))
+    request.episode.trajectories[0].body = trajectory.SerializeToString()
+    request.episode.trajectories[0].header.num_tokens = len(trajectory.token_ids) // 4
+    return request
+
+
+def publish() -> Message:
+    version = version_pb2.Version(policy_id="solver", manifest_sha256=SHA, trainer_epoch=1)
+    return versions.PublishRequest(run_id="run", trainer_epoch=1, version=version)
+
+
+def of_a_later_step(request: versions.PublishRequest) -> Message:
+    request.version.step = min(1, request.version.version)
+    return request
+
+
+def media(index: int) -> Message:
+    return trajectory_pb2.MediaSpan(start=index, end=index + 1)
+
+
+def work(**kind: Message) -> Callable[[], Message]:
+    return lambda: tasks.WorkRequest(**kind)  # type: ignore[arg-type]
+
+
+def json_of(size: int) -> bytes:
+    return b'{"a":"' + b"x" * (size - 8) + b'"}'
+
+
+FAULT = version_pb2.WeightFault(policy_id="solver", version=1, problem="wrong")
+KIB64 = bounds_of(task_pb2.Task, "data_json").max_bytes
+
+ROWS = [
+    Row(create(), "run.run_id", ["a", "a" * 64, "0-a"], ["", "a" * 65, "-a", "A"]),
+    Row(
+        create(code=run_pb2.CodeBundle(files=[run_pb2.CodeFile()])),
+        "run.code.files.path",
+        ["a.py", ".py"],
+        ["a.txt", "a/b.py", "../a.py"],
+        mend=created,
+    ),
+    Row(of_run(runs.ListRunsRequest), "page_size"),
+    Row(of_run(runs.ListRunsRequest), "page_token", ["", "0", "17"], ["x", "-1"]),
+    Row(of_run(runs.DeleteRunRequest), "run_id", ["gone"], ["", "Gone", "a" * 65]),
+    Row(of_run(runs.JoinRunRequest, max_concurrent_tasks=1), "node_id", ["a" * 64, "A._-9"], ["", "a b", "a" * 65]),
+    Row(of_run(runs.JoinRunRequest), "max_concurrent_tasks"),
+    Row(submit, "tasks", element=lambda index: task_pb2.Task(task_id=f"many-{index}")),
+    Row(submit, "tasks.task_id", ["a" * 128, "A._:-9"], ["", "a b", "a" * 129]),
+    Row(submit, "tasks.messages.role", ["system", "user", "assistant", "tool"], ["", "User", "users"]),
+    Row(submit, "tasks.messages.content"),
+    Row(submit, "tasks.data_json", [json_of(KIB64)], [json_of(KIB64 + 1)]),
+    Row(submit, "tasks.group_size"),
+    Row(submit, "tasks.source"),
+    Row(of_run(tasks.LeaseTasksRequest), "max_tasks"),
+    Row(of_run(tasks.LeaseTasksRequest, max_tasks=1), "wait_duration"),
+    Row(of_run(tasks.RenewLeasesRequest), "lease_ids"),
+    Row(of_run(tasks.FailTaskRequest, failure=tasks.LeaseFailure(lease_id="t#1")), "failure.detail"),
+    Row(work(renewal=tasks.Renewal()), "renewal.lease_ids"),
+    Row(work(receipt=tasks.Receipt()), "receipt.lease_ids"),
+    Row(work(credits=tasks.Credits()), "credits.waiting_for"),
+    Row(work(credits=tasks.Credits()), "credits.weight_faults", element=lambda _: FAULT),
+    *(
+        Row(work(credits=tasks.Credits(weight_faults=[FAULT])), f"credits.weight_faults.{name}")
+        for name in ("policy_id", "tensor", "problem")
+    ),
+    Row(lambda: trajectories.PushRequest(episode=push().episode), "sequence"),  # type: ignore[attr-defined]
+    Row(push, "episode.task_id"),
+    Row(push, "episode.episode_id", ["!", "~" * 128], ["", "a b", "é", "a" * 129], slugs=("bad_id",)),
+    Row(push, "episode.member"),
+    Row(push, "episode.trajectories", element=lambda i: make_trajectory(f"e.{i}"), slugs=("too_many_trajectories",)),
+    Row(push, "episode.metrics", slugs=("bad_metrics",)),
+    Row(push, "episode.trajectories.body", slugs=("too_large",)),
+    Row(push, "episode.trajectories.header.trajectory_id", ["~" * 128], ["", "a b", "a" * 129], slugs=("bad_id",)),
+    Row(push, "episode.trajectories.header.role", ["", "~" * 64], ["a b", "a" * 65], slugs=("bad_role",)),
+    Row(push, "episode.trajectories.header.num_trainable_tokens", [4], [0], slugs=("mask_mismatch",)),
+    Row(push, "episode.trajectories.header.metrics", slugs=("bad_metrics",)),
+    Row(
+        body,
+        "token_ids",
+        [b"\0" * bounds_of(trajectory_pb2.Trajectory, "token_ids").max_bytes],
+        [b"", b"\0" * (bounds_of(trajectory_pb2.Trajectory, "token_ids").max_bytes + 4)],
+        mend=pushed,
+        slugs=("empty", "too_long"),
+    ),
+    Row(body, "media", element=media, mend=pushed, slugs=("too_many_media",)),
+    Row(
+        body,
+        "media.blob.uri",
+        [BLOBS + "a" * (1024 - len(BLOBS))],
+        [BLOBS + "a" * (1025 - len(BLOBS))],
+        mend=pushed,
+        slugs=("bad_blob",),
+    ),
+    Row(body, "media.blob.sha256", mend=pushed, slugs=("bad_blob",)),
+    Row(body, "media.blob.num_bytes", mend=pushed, slugs=("bad_blob",)),
+    Row(
+        body,
+        "media.blob.media_type",
+        ["a/b", "image/" + "x" * 122],
+        ["", "image", "image/" + "x" * 123],
+        mend=pushed,
+        slugs=("bad_blob",),
+    ),
+    Row(of_run(batches.AcquireBatchRequest), "step"),
+    Row(of_run(batches.AcquireBatchRequest, step=1), "wait_duration"),
+    Row(of_run(batches.FetchBatchRequest), "step"),
+    Row(of_run(batches.AckBatchRequest, stage=batches.BATCH_STAGE_INTENT), "step"),
+    Row(of_run(batches.NackBatchRequest), "step"),
+    Row(of_run(batches.NackBatchRequest, step=1), "reason"),
+    Row(of_run(batches.RenewBatchRequest), "step"),
+    Row(of_run(batches.VoidBatchRequest, action=batches.VOID_ACTION_RETURN), "step"),
+    Row(of_run(batches.VoidBatchRequest, action=batches.VOID_ACTION_RETURN, step=1), "reason"),
+    Row(publish, "version.version", mend=of_a_later_step),
+    Row(publish, "version.manifest_sha256"),
+    Row(of_run(versions.ListVersionsRequest), "page_size"),
+    Row(of_run(versions.ListVersionsRequest), "page_token", ["", "0"], ["x"]),
+    Row(of_run(versions.PinVersionRequest), "reason"),
+    Row(of_run(admin.AdminServiceWatchRequest), "interval_duration"),
+    Row(of_run(admin.ListNodesRequest), "page_size"),
+    Row(of_run(admin.DrainNodeRequest, node_id="gone"), "reason", ["", "a_9", "a" * 64], ["A", "a b", "a" * 65]),
+    Row(of_run(admin.ListDeadLettersRequest), "page_size"),
+    Row(of_run(admin.ListDeadLettersRequest), "page_token", ["", "1-0"], ["x", "1"]),
+    *(
+        Row(of_run(kind), "dead_letter_ids", [["1-0"]], [["x"]], element=lambda i: f"{i + 1}-0")
+        for kind in (admin.RequeueDeadLettersRequest, admin.PurgeDeadLettersRequest)
+    ),
+]  # fmt: skip
+
+
+async def answer(world: World, request: Message) -> object:
+    """What the rpc of a request answers; the first response of a stream."""
+    if isinstance(request, tasks.WorkRequest):
+        return await in_a_session(world, request)
+    if isinstance(request, trajectories.PushRequest):
+        call = world.client.open(world.client.trajectories.Push)
+        await call.write(request)
+        return await anext(typed_stream(call))
+    service, method = rpc_of(request)
+    rpc = getattr(getattr(world.client, service), method.name)
+    if method.server_streaming:
+        return await anext(world.client.stream(rpc, request), None)
+    is_long_poll = "wait_duration" in request.DESCRIPTOR.fields_by_name  # type: ignore[operator]
+    return await world.client.call(rpc, request, timeout_s=0.5 if is_long_poll else 20.0)
+
+
+async def in_a_session(world: World, request: tasks.WorkRequest) -> object:
+    """Everything a session answers that ends with this request."""
+    hello = tasks.Hello(run_id="run", node_id="n1", incarnation=1)
+
+    async def requests() -> AsyncIterator[tasks.WorkRequest]:
+        yield tasks.WorkRequest(hello=hello)
+        yield request
+
+    return [item async for item in typed_stream(world.client.open(world.client.tasks.Work, requests()))]
+
+
+def rpc_of(request: Message) -> tuple[str, Any]:
+    """The client's attribute for the service that takes a request, and the rpc."""
+    attributes = ("admin", "batches", "runs", "tasks", "trajectories", "versions")
+    for attribute, name in zip(attributes, SERVICES, strict=True):
+        for method in served(f"astraflow.dataflow.v1.{name}Service"):
+            if method.input_type is request.DESCRIPTOR:
+                return attribute, method
+    raise AssertionError(f"no rpc takes {request.DESCRIPTOR.full_name}")
+
+
+def served(service: str) -> Iterator[Any]:
+    for method in descriptor_pool.Default().FindServiceByName(service).methods:
+        if not read_contract(method).capability:
+            yield method
+
+
+async def refused(world: World, row: Row, value: object) -> bool:
+    """Whether the server refuses the value: by an error, or by the outcome POISON and a slug of the row."""
+    try:
+        answered = await answer(world, row.with_value(value))
+    except DeadlineError:
+        return False  # a long poll that was taken
+    except AstraflowError as error:
+        return error.reason in REFUSED
+    result = getattr(answered, "result", None)
+    return getattr(result, "reason", None) in row.slugs if row.slugs else False
+
+
+async def test_values_inside_are_taken_and_values_outside_refused_or_cut(world: World) -> None:
+    await world.create_run(name="run")
+    await world.trainer()
+    await world.node("n1")
+    wrong = []
+    for row in ROWS:
+        message, described = row.place()
+        clamped = described.GetOptions().Extensions[options_pb2.bounds].clamped
+        inside, outside = values(row)
+        assert inside + outside, row.path
+        for value, wanted in [
+            *((value, False) for value in inside),
+            *((value, not clamped) for value in outside),
+        ]:
+            if await refused(world, row, value) is not wanted:
+                wrong.append(
+                    f"{message.full_name}.{described.name} {'takes' if wanted else 'refuses'} {value!r:.60}"
+                )
+    assert wrong == []
+
+
+def test_every_bound_of_a_served_rpc_has_a_row() -> None:
+    stated = {
+        name for service in SERVICES for name in bounded_fields(f"astraflow.dataflow.v1.{service}Service")
+    }
+    tried = {f"{message.full_name}.{described.name}" for message, described in (row.place() for row in ROWS)}
+    assert stated - NOT_ENFORCED == tried
+    assert stated >= NOT_ENFORCED
+
+
+def bounded_fields(service: str) -> Iterator[str]:
+    """Full names of the fields with bounds in whatever the rpcs of a service are sent."""
+    waiting = [method.input_type for method in served(service)]
+    waiting += [trajectory_pb2.Trajectory.DESCRIPTOR]  # sent as bytes
+    seen: set[str] = set()
+    while waiting:
+        message = waiting.pop()
+        if message.full_name in seen:
+            continue
+        seen.add(message.full_name)
+        for described in message.fields:
+            if described.GetOptions().HasExtension(options_pb2.bounds):
+                yield f"{message.full_name}.{described.name}"
+            if described.message_type is not None:
+                waiting.append(described.message_type)
+
+
+def test_the_trainer_keeps_its_bounds() -> None:
+    controls = Controls()
+    pause, rate = (
+        bounds_of(kind, name)
+        for kind, name in (
+            (trainer.PauseRequest, "reason"),
+            (trainer.SetLearningRateRequest, "learning_rate"),
+        )
+    )
+    controls.pause("x" * pause.max_len)
+    with pytest.raises(InvalidArgumentError):
+        controls.pause("x" * (pause.max_len + 1))
+    for inside in (rate.min, rate.max):
+        with pytest.raises(PreconditionError):  # it has not begun: the value was taken
+            controls.set_learning_rate(inside)
+    for outside in (rate.min - 1e-9, rate.max + 1e-9):
+        with pytest.raises(InvalidArgumentError):
+            controls.set_learning_rate(outside)

@@ -1,0 +1,94 @@
+"""Two policies of one run train side by side, each in its own cadence, and the run ends when both have.
+
+Real trainers over a real dataflow server; every task gives both policies a group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from astraflow_weights.store import open_store
+from astraflow_weights.versions.log import VersionLog
+from support.dataflow_world import World, until
+from support.ledger_audit import audit
+from support.trainer_process import TrainerProcess, create_run, forking, tiny_model, valkey
+
+__all__ = ["valkey"]
+
+pytestmark = [pytest.mark.slow]
+STEPS = {"solver": 4, "critic": 2}
+GROUPS = {"solver": 1, "critic": 3}
+OVERRIDES = [
+    "policies.solver.dataflow={groups_per_step: 1, max_staleness: 2}",
+    "policies.solver.trainer.algorithm.loss=ppo_clip",
+    "policies.critic={steps: 2, dataflow: {groups_per_step: 3, max_staleness: 0}, model: {path: MODEL}}",
+    "policies.critic.trainer={optimizer: {learning_rate: 0}, checkpoint_every_steps: 1}",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forking() -> Iterator[None]:
+    with forking():
+        yield
+
+
+async def _play_node(world: World) -> None:
+    """Complete whatever may be leased, for both policies at their newest versions, until cancelled."""
+    node, number = await world.node("player"), 0
+    while True:
+        versions = {item.policy_id: item.version.version for item in (await world.status()).policies}
+        await world.submit(f"task-{number}")
+        number += 1
+        for lease in await node.lease(1, wait_s=1.0):
+            await node.complete(lease, policies=tuple(STEPS), version=versions)
+
+
+async def test_policies_train_side_by_side_to_their_own_number_of_steps(world: World, tmp_path: Path) -> None:
+    model = str(tiny_model(tmp_path))
+    overrides = [override.replace("MODEL", model) for override in OVERRIDES]
+    run = await create_run(world, folder=tmp_path, steps=STEPS["solver"], overrides=overrides)
+    trainers = {
+        policy: TrainerProcess(world.address, tmp_path, name=policy, policy=policy) for policy in STEPS
+    }
+
+    async def all_have_versions() -> bool:
+        return all(item.HasField("version") for item in (await world.status()).policies)
+
+    playing = None
+    try:
+        for trainer in trainers.values():
+            trainer.start()
+        await until(all_have_versions, within_s=90)
+        playing = asyncio.create_task(_play_node(world))
+        for trainer in trainers.values():
+            assert await asyncio.to_thread(trainer.wait, timeout_s=120) == 0, trainer.log
+    finally:
+        if playing is not None:
+            playing.cancel()
+        for trainer in trainers.values():
+            trainer.kill()
+    status = await world.status()
+    assert {item.policy_id: item.last_finished_step for item in status.policies} == STEPS
+    assert {item.policy_id: item.version.version for item in status.policies} == STEPS
+    for policy, trainer in trainers.items():
+        assert len(audit(trainer.ledger).step_of) == STEPS[policy] * GROUPS[policy] * 2
+    assert status.trajectories.conservation_error == 0
+    staleness = {item.policy_id: item.staleness.max for item in status.policies}
+    assert staleness["critic"] == 0
+    assert staleness["solver"] <= 2
+    roots = {policy: _roots(run.store_uri, policy) for policy in STEPS}
+    assert (len(roots["solver"]), len(roots["critic"])) == (STEPS["solver"] + 1, 1)  # one learns, one may not
+    await world.finish()
+    await until(world.is_finished, within_s=30)
+
+
+def _roots(store_uri: str, policy: str) -> Counter[bytes]:
+    """The different weights among the versions of a policy."""
+    log = VersionLog(open_store(store_uri), run_id="run", policy_id=policy)
+    log.refresh()
+    return Counter(record.model_root for record in log.records)

@@ -1,0 +1,27 @@
+"""Fixtures shared by the engine's tests."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from astraflow_engine.service import EngineService
+from astraflow_kit import failpoints
+from support.engine_parts import DEADLINE_S, make_service, make_worker
+from support.tiny_qwen import save_tiny_qwen
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The checkpoint of a tiny random model."""
+    return save_tiny_qwen(tmp_path / "model")
+
+
+@pytest.fixture
+async def service(folder: Path) -> AsyncIterator[EngineService]:
+    """A started service over it."""
+    service = make_service(folder, make_worker(folder))
+    await service.start()
+    yield service
+    failpoints.arm("")
+    await service.stop(deadline_s=DEADLINE_S)
