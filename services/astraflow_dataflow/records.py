@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from astraflow.dataflow.v1.trajectory_service_pb2 import PushResult
 from astraflow.rollout.v1.task_pb2 import Lease
 
@@ -28,27 +30,6 @@ class Level(Enum):
     MEMORY = "memory"
     FSYNCED = "fsynced"
     REPLICATED = "replicated"
-
-
-class Stage(Enum):
-    """How far a step has come."""
-
-    NONE = ""
-    INTENT = "intent"
-    TRAINED = "trained"
-    SKIPPED = "skipped"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredRun:
-    """A run as stored; `code` is a serialized CodeBundle."""
-
-    run_id: str
-    recipe_yaml: str
-    code: bytes
-    store_uri: str
-    life: Life
-    create_ms: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +83,6 @@ class GroupVerdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A new trainer epoch and where to go on."""
-
-    epoch: int
-    finished_step: int
-    durable_step: int
-    version: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Selection:
     """What a selector wants of `acquire`: `offer` asks for the ready groups, `take` binds the chosen ones, `wait` notes
     that it wants others.
@@ -132,38 +103,6 @@ class Candidates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcquireReply:
-    """`batch_id` when bound; else why not. `more` asks for another call at once (stale groups were dropped)."""
-
-    batch_id: str = ""
-    stage: Stage = Stage.NONE
-    waiting_for: str = ""
-    detail: str = ""
-    more: bool = False
-    candidates: Candidates | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundBatch:
-    """A bound batch: the sealed manifest (serialized Batch), or the groups' items when it is not sealed yet."""
-
-    batch_id: str
-    base_version: int
-    stage: Stage
-    manifest: bytes
-    digest: bytes
-    groups: tuple[tuple[str, bytes], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredVersion:
-    """An announced version: serialized Version without its publish time, and that time."""
-
-    body: bytes
-    publish_ms: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class StoredEvaluation:
     """One planned evaluation."""
 
@@ -179,50 +118,7 @@ class StoredEvaluation:
     failed: int
     samples: int
     reward_sum: float
-    create_ms: int
     complete_ms: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightFault:
-    """Why a node cannot activate a version; `tensor` and `tile` where it is known to lie in one."""
-
-    policy_id: str
-    version: int
-    tensor: str
-    tile: int | None
-    problem: str
-
-    @property
-    def place(self) -> str:
-        """Where it lies, for people."""
-        inside = f", tile {self.tile}" if self.tile is not None else ""
-        return f"version {self.version}" + (f", tensor {self.tensor!r}{inside}" if self.tensor else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredNode:
-    """One node that joined."""
-
-    node_id: str
-    incarnation: int
-    restarts: int
-    max_tasks: int
-    leases: int
-    episodes: int
-    trajectories: int
-    tokens: int
-    serving: Mapping[str, int]
-    seen_ms: int
-    connected_until_ms: int
-    waiting_for: str
-    region: str = ""
-    pool: str = ""
-    engines: tuple[str, ...] = ()
-    engine_restarts: int = 0
-    weight_faults: tuple[WeightFault, ...] = ()
-    drain_reason: str = ""
-    join_ms: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,44 +189,6 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredPin:
-    """A version that must be kept."""
-
-    version: int
-    reason: str
-    pin_ms: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredDeadLetter:
-    """A task that nobody will try again; `spec` is a serialized Task, `key` the stream it is an entry of."""
-
-    letter_id: str
-    key: str
-    task_id: str
-    reason: str
-    detail: str
-    attempt: int
-    node_id: str
-    evaluation_id: str
-    spec: bytes
-
-    @property
-    def create_ms(self) -> int:
-        """When it was given up."""
-        return int(self.letter_id.partition("-")[0])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Requeued:
-    """What became of letters that were to be requeued."""
-
-    requeued: int
-    unknown: int
-    kept: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Refused:
     """Tasks that every asked node refused; `since_ms` is when the first of them, `example`, was given back."""
 
@@ -378,3 +236,10 @@ class Beat:
     incarnation: str
     positions: Mapping[str, int]
     is_safe: bool
+
+
+def timestamp(milliseconds: int) -> Timestamp:
+    """Return a time of Redis' clock as the contract's."""
+    stamp = Timestamp()
+    stamp.FromMilliseconds(milliseconds)
+    return stamp

@@ -5,9 +5,10 @@ honour is refused instead of ignored; answers carry SGLang's member names with S
 `server.py`; `docs/engine.md` lists the subset and every deviation.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from astraflow_engine import fields
 from astraflow_engine.errors import InvalidRequest
@@ -118,14 +119,14 @@ class WeightUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AbortOrder:
+class AbortRequest:
     """An /abort_request call: everything, or the request(s) a client knows as `rid`."""
 
     rid: str
     abort_all: bool
 
     def matches(self, request: GenerateRequest) -> bool:
-        """Whether the order means `request`."""
+        """Whether `request` is meant."""
         return self.abort_all or request.rid == self.rid or request.batch_rid == self.rid
 
 
@@ -170,11 +171,8 @@ def parse_generate(body: object, *, limits: ModelLimits, new_rid: Callable[[], s
 
 def parse_update(body: object) -> WeightUpdate:
     """Check an /update_weights_from_disk body. Raises InvalidRequest."""
-    given = fields.json_object(body, name="the request body")
-    fields.refuse_unknown(
-        given, _UPDATE_FIELDS | _UPDATE_NEUTRAL.keys() | _UPDATE_IGNORED, where="the request body"
-    )
-    fields.refuse_other_than(given, _UPDATE_NEUTRAL, where="request")
+    known = _UPDATE_FIELDS | _UPDATE_NEUTRAL.keys() | _UPDATE_IGNORED
+    given = _body_fields(body, known=known, neutral=_UPDATE_NEUTRAL)
     version = fields.text(given, "weight_version", default="")
     if not version:
         raise InvalidRequest(
@@ -190,8 +188,7 @@ def parse_update(body: object) -> WeightUpdate:
 
 def parse_pause(body: object) -> PauseMode:
     """Check a /pause_generation body; SGLang's default mode is abort. Raises InvalidRequest."""
-    given = fields.json_object(body, name="the request body")
-    fields.refuse_unknown(given, {"mode"}, where="the request body")
+    given = _body_fields(body, known={"mode"})
     mode = fields.text(given, "mode", default=PauseMode.ABORT.value)
     try:
         return PauseMode(mode)
@@ -200,11 +197,10 @@ def parse_pause(body: object) -> PauseMode:
         raise InvalidRequest(f"mode is {fields.shown(mode)}, expected one of: {known}") from error
 
 
-def parse_abort(body: object) -> AbortOrder:
+def parse_abort(body: object) -> AbortRequest:
     """Check an /abort_request body. An empty rid without abort_all means nothing, as for SGLang."""
-    given = fields.json_object(body, name="the request body")
-    fields.refuse_unknown(given, {"rid", "abort_all", "abort_message"}, where="the request body")
-    return AbortOrder(
+    given = _body_fields(body, known={"rid", "abort_all", "abort_message"})
+    return AbortRequest(
         rid=fields.text(given, "rid", default=""),
         abort_all=fields.boolean(given, "abort_all", default=False),
     )
@@ -244,6 +240,15 @@ def _finish_reason(finish: Finish, *, max_new_tokens: int) -> dict[str, object]:
     if finish.kind is FinishKind.LENGTH:
         return {"type": "length", "length": max_new_tokens}
     return {"type": "abort", "message": finish.message, "status_code": None, "err_type": None}
+
+
+def _body_fields(
+    body: object, *, known: Set[str], neutral: Mapping[str, object] = MappingProxyType({})
+) -> dict[str, object]:
+    given = fields.json_object(body, name="the request body")
+    fields.refuse_unknown(given, known, where="the request body")
+    fields.refuse_other_than(given, neutral, where="request")
+    return given
 
 
 def _prompts(value: object, *, limits: ModelLimits) -> tuple[list[tuple[int, ...]], bool]:
@@ -366,18 +371,9 @@ def _rids(
 
 def _cache_spaces(given: Mapping[str, object], *, num_prompts: int) -> list[str]:
     """Prefixes are shared only inside one space; `extra_key` and `cache_salt` both open one."""
-    spaces = []
-    for key, salt in zip(
-        _spread(given, "extra_key", num_prompts, ""),
-        _spread(given, "cache_salt", num_prompts, ""),
-        strict=True,
-    ):
-        spaces.append(
-            "\0".join(
-                [
-                    fields.text({"extra_key": key}, "extra_key"),
-                    fields.text({"cache_salt": salt}, "cache_salt"),
-                ]
-            )
-        )
-    return spaces
+    keys = _spread(given, "extra_key", num_prompts, "")
+    salts = _spread(given, "cache_salt", num_prompts, "")
+    return [
+        "\0".join(fields.text(parts, name) for name in parts)
+        for parts in ({"extra_key": key, "cache_salt": salt} for key, salt in zip(keys, salts, strict=True))
+    ]

@@ -8,7 +8,7 @@ scheduler thread, tests call it step by step.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from astraflow_engine.errors import CacheInUse
 from astraflow_engine.model_config import ModelConfig
@@ -47,8 +47,20 @@ class CoreLimits:
         return token_bytes * self.num_slots * (self.capacity + 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoreStats:
+@dataclass(kw_only=True)
+class Totals:
+    """What the engine has done since it started."""
+
+    num_generated_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completions: int = 0
+    num_swaps: int = 0
+    num_passes: int = 0
+
+
+@dataclass(kw_only=True)
+class CoreStats(Totals):
     """What the engine is doing now, and has done since it started."""
 
     num_running: int
@@ -57,12 +69,6 @@ class CoreStats:
     paused: bool
     weight_version: str
     tokens_per_s: float
-    num_generated_tokens: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_completions: int
-    num_swaps: int
-    num_passes: int
 
 
 class EngineCore:
@@ -93,7 +99,8 @@ class EngineCore:
         self._clock = clock
         self._paused = False
         self._num_submitted = 0
-        self._tally = _Tally(clock)
+        self._totals = Totals()
+        self._rate = _TokenRate(clock)
 
     @property
     def has_work(self) -> bool:
@@ -170,7 +177,7 @@ class EngineCore:
             sequence.uniform_kv = False
         self._runner.replace_weights(weights)
         self._version = version
-        self._tally.num_swaps += 1
+        self._totals.num_swaps += 1
 
     def flush(self) -> None:
         """Forget every reusable prefix. Raises CacheInUse while requests are live."""
@@ -179,20 +186,14 @@ class EngineCore:
 
     def stats(self) -> CoreStats:
         """A snapshot for operators."""
-        tally = self._tally
         return CoreStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_slots=self._num_slots,
             paused=self._paused,
             weight_version=self._version,
-            tokens_per_s=0.0 if not self.has_work else tally.tokens_per_s,
-            num_generated_tokens=tally.num_generated_tokens,
-            num_prompt_tokens=tally.num_prompt_tokens,
-            num_cached_tokens=tally.num_cached_tokens,
-            num_completions=tally.num_completions,
-            num_swaps=tally.num_swaps,
-            num_passes=tally.num_passes,
+            tokens_per_s=self._rate.tokens_per_s if self.has_work else 0.0,
+            **asdict(self._totals),
         )
 
     def _enter(self, admitted: list[Sequence]) -> list[Completion]:
@@ -200,7 +201,8 @@ class EngineCore:
         for sequence, draw in entered:
             self._scheduler.place(sequence, slot=draw.slot)
             if not sequence.tokens:
-                self._tally.count_prompt(sequence)
+                self._totals.num_prompt_tokens += len(sequence.request.prompt)
+                self._totals.num_cached_tokens += sequence.cached_tokens
         return self._record(entered)
 
     def _decode(self) -> list[Completion]:
@@ -224,7 +226,9 @@ class EngineCore:
                 else:
                     self._runner.leave(draw.slot, sequence)
                 completions.append(self._completion(sequence, finish))
-        self._tally.count_pass(num_drawn)
+        self._totals.num_passes += 1
+        self._totals.num_generated_tokens += num_drawn
+        self._rate.count(num_drawn)
         return completions
 
     def _take_token(self, sequence: Sequence, draw: Draw) -> Finish | None:
@@ -235,7 +239,7 @@ class EngineCore:
         return sequence.finish_after_last_token(self._eos_token_ids)
 
     def _completion(self, sequence: Sequence, finish: Finish) -> Completion:
-        self._tally.num_completions += 1
+        self._totals.num_completions += 1
         return sequence.complete(finish, version=self._version, now_s=self._clock.monotonic_s())
 
     def _refuse_when_live(self, what: str) -> None:
@@ -247,28 +251,17 @@ class EngineCore:
             )
 
 
-class _Tally:
-    """Counters since the start, and the token rate of the last full window."""
+class _TokenRate:
+    """Tokens per second of the last full window."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._window_started_s = clock.monotonic_s()
         self._window_tokens = 0
         self.tokens_per_s = 0.0
-        self.num_generated_tokens = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_completions = 0
-        self.num_swaps = 0
-        self.num_passes = 0
 
-    def count_prompt(self, sequence: Sequence) -> None:
-        self.num_prompt_tokens += len(sequence.request.prompt)
-        self.num_cached_tokens += sequence.cached_tokens
-
-    def count_pass(self, num_drawn: int) -> None:
-        self.num_passes += 1
-        self.num_generated_tokens += num_drawn
+    def count(self, num_drawn: int) -> None:
+        """A pass drew so many tokens."""
         self._window_tokens += num_drawn
         elapsed_s = self._clock.monotonic_s() - self._window_started_s
         if elapsed_s >= _THROUGHPUT_WINDOW_S:

@@ -1,4 +1,4 @@
-"""What the HTTP paths do: orders to the worker, with deadlines, and the weight update from disk to swap.
+"""What the HTTP paths do: commands to the worker, with deadlines, and the weight update from disk to swap.
 
 Invariant: every call ends within its deadline, and a sequence whose caller is gone does not go on; a weight
 update that fails, at whatever point, leaves the old weights serving. The only state here is the folder the
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from astraflow_engine.api import AbortOrder, WeightUpdate
+from astraflow_engine.api import AbortRequest, WeightUpdate
 from astraflow_engine.core import CoreStats, EngineCore
 from astraflow_engine.errors import CacheInUse, EngineFault, EngineUnavailable, RequestTimeout
 from astraflow_engine.model_config import ModelConfig
@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-_ORDER_DEADLINE_S = 60.0
+_COMMAND_DEADLINE_S = 60.0
 _HEALTH_DEADLINE_S = 20.0
 _FLUSH_POLL_S = 0.02
 _LAST_ANSWERS_S = 0.5
@@ -108,10 +108,10 @@ class EngineService:
         await self.ask(EngineCore.resume)
         log.info("generation.continued")
 
-    async def abort(self, order: AbortOrder) -> None:
-        """End what the order names; an unknown rid is no error."""
-        if order.rid or order.abort_all:
-            await self._bounded(self._worker.abort(order.matches))
+    async def abort(self, abort: AbortRequest) -> None:
+        """End what the request names; an unknown rid is no error."""
+        if abort.rid or abort.abort_all:
+            await self._bounded(self._worker.abort(abort.matches))
 
     async def flush(self, *, timeout_s: float) -> None:
         """Flush prefix reuse, waiting up to `timeout_s` for the engine to be idle. Raises CacheInUse."""
@@ -128,7 +128,7 @@ class EngineService:
         """Load a checkpoint beside the served one and swap between two passes; the number of requests it
         met.
 
-        Raises ModelError or CacheInUse with the old weights still serving. Concurrent updates take turns.
+        Raises ModelError or CacheInUse with the old weights still serving. Concurrent updates run one after the other.
         """
         async with self._update_lock:
             weights = await asyncio.to_thread(load_weights, update.model_path, config=self._config)
@@ -172,7 +172,7 @@ class EngineService:
         """Run something on the core between passes."""
         return await self._bounded(self._worker.call(run))
 
-    async def _bounded(self, answer: "Future[T]", *, deadline_s: float = _ORDER_DEADLINE_S) -> T:
+    async def _bounded(self, answer: "Future[T]", *, deadline_s: float = _COMMAND_DEADLINE_S) -> T:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(answer), deadline_s)
         except TimeoutError as error:

@@ -1,8 +1,8 @@
-"""The one thread that owns the model: it alternates between orders from other threads and passes of the
+"""The one thread that owns the model: it alternates between commands from other threads and passes of the
 core.
 
 Invariant: the core is touched by this thread only; every future handed out is resolved, with a completion,
-an answer or an error, even when the thread fails or stops; orders take effect between passes, never inside
+an answer or an error, even when the thread fails or stops; commands take effect between passes, never inside
 one. The HTTP handlers call it; the process ends when the thread fails, so that a supervisor sees it.
 """
 
@@ -27,12 +27,12 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 _IDLE_WAIT_S = 0.5
-# Orders (pause, swap, stats, …) that may queue beside generation requests.
-_ORDER_HEADROOM = 256
+# Control commands (pause, swap, stats, …) that may queue beside generation requests.
+_CONTROL_HEADROOM = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Mail:
+class _Command:
     """Something to do on the thread, and how to tell its sender that it will not be done."""
 
     act: Callable[[], None]
@@ -44,11 +44,11 @@ class EngineWorker:
 
     def __init__(self, core: EngineCore, *, max_in_flight: int, clock: Clock) -> None:
         self.end: Future[None] = Future()
-        """Resolved when the thread is over and has answered everybody: None after `stop`, else its error."""
+        """Resolved when the thread is over and has answered every caller: None after `stop`, else its error."""
         self._core = core
         self._clock = clock
         self._max_in_flight = max_in_flight
-        self._mailbox: queue.Queue[_Mail] = queue.Queue(max_in_flight + _ORDER_HEADROOM)
+        self._commands: queue.Queue[_Command] = queue.Queue(max_in_flight + _CONTROL_HEADROOM)
         self._completions: dict[str, Future[Completion]] = {}
         self._stopping = threading.Event()
         self._closed = threading.Event()
@@ -63,8 +63,8 @@ class EngineWorker:
         """Fail what is in progress and end the thread; whether it ended within `deadline_s`. Idempotent."""
         self._stopping.set()
         with suppress(queue.Full):
-            # An idle thread waits for mail; any mail will do.
-            self._mailbox.put_nowait(_Mail(lambda: None, lambda error: None))
+            # An idle thread waits for a command; any will do.
+            self._commands.put_nowait(_Command(lambda: None, lambda error: None))
         if self._thread.is_alive():
             self._thread.join(deadline_s)
         return not self._thread.is_alive()
@@ -83,7 +83,7 @@ class EngineWorker:
                 self._core.submit(request)
                 self._completions[request.rid] = completion
 
-        if self._mailbox.qsize() >= self._max_in_flight:
+        if self._commands.qsize() >= self._max_in_flight:
             completion.set_exception(_full(self._max_in_flight))
         else:
             self._post(accept, completion)
@@ -106,51 +106,51 @@ class EngineWorker:
 
     def _post(self, act: Callable[[], None], future: Future[T]) -> None:
         try:
-            self._mailbox.put_nowait(_Mail(act, lambda error: _reject(future, error)))
+            self._commands.put_nowait(_Command(act, lambda error: _reject(future, error)))
         except queue.Full:
-            _reject(future, _full(self._mailbox.maxsize))
+            _reject(future, _full(self._commands.maxsize))
         if self._closed.is_set():
-            # The thread may have emptied the mailbox before this came: nobody else would answer it.
-            self._refuse_mail()
+            # The thread may have emptied the queue before this came: nobody else would answer it.
+            self._refuse_commands()
 
     def _main(self) -> None:
         try:
             with torch.inference_mode():
                 while not self._stopping.is_set():
-                    self._turn()
+                    self._iterate()
         except Exception as error:
             log.error("engine.failed", exc_info=error)
-            self._refuse_everybody()
+            self._refuse_all()
             _reject(self.end, error)
         else:
-            self._refuse_everybody()
+            self._refuse_all()
             _resolve(self.end, None)
 
-    def _refuse_everybody(self) -> None:
+    def _refuse_all(self) -> None:
         self._closed.set()
-        self._refuse_mail()
+        self._refuse_commands()
         for future in self._completions.values():
             _reject(future, _stopped())
 
-    def _turn(self) -> None:
-        self._read_mail(wait=not self._core.has_work)
+    def _iterate(self) -> None:
+        self._run_commands(wait=not self._core.has_work)
         self._deliver(self._core.step())
         self._beat_s = self._clock.monotonic_s()
 
-    def _read_mail(self, *, wait: bool) -> None:
+    def _run_commands(self, *, wait: bool) -> None:
         try:
-            mail = self._mailbox.get(block=wait, timeout=_IDLE_WAIT_S)
+            command = self._commands.get(block=wait, timeout=_IDLE_WAIT_S)
             while True:
-                self._obey(mail)
-                mail = self._mailbox.get_nowait()
+                self._run_command(command)
+                command = self._commands.get_nowait()
         except queue.Empty:
             return
 
-    def _obey(self, mail: _Mail) -> None:
+    def _run_command(self, command: _Command) -> None:
         try:
-            mail.act()
-        except Exception as error:  # noqa: BLE001 - the error belongs to whoever sent the order
-            mail.refuse(error)
+            command.act()
+        except Exception as error:  # noqa: BLE001 - the error belongs to whoever sent the command
+            command.refuse(error)
 
     def _deliver(self, completions: Iterable[Completion]) -> int:
         num_delivered = 0
@@ -159,10 +159,10 @@ class EngineWorker:
             num_delivered += 1
         return num_delivered
 
-    def _refuse_mail(self) -> None:
+    def _refuse_commands(self) -> None:
         while True:
             try:
-                self._mailbox.get_nowait().refuse(_stopped())
+                self._commands.get_nowait().refuse(_stopped())
             except queue.Empty:
                 return
 

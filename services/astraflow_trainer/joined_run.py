@@ -46,9 +46,10 @@ def join_run(
 ) -> JoinedRun:
     """Fetch the run and choose the policy; the only policy when `policy_id` is None.
 
-    Raises InvalidArgumentError for an unknown policy, PluginError when the recipe's code may not be used or
-    is damaged.
+    Raises IncompatibleError for a server of other contracts, InvalidArgumentError for an unknown policy,
+    PluginError when the recipe's code may not be used or is damaged.
     """
+    client.server_info(retry=_CONNECT)
     request = run_service_pb2.GetRunRequest(run_id=run_id)
     run = client.call(client.runs.GetRun, request, retry=_CONNECT).run
     source = RecipeSource(

@@ -23,6 +23,7 @@ from astraflow_trainer.publish.change_detection import DetectedChanges, Where
 from astraflow_trainer.publish.published import HeldPart, WeightCopies
 from astraflow_trainer.publish.publishing import ModelBytes
 from astraflow_trainer.ranks.group import RankGroup
+from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
 from astraflow_weights.codec.shards import ShardedModel
 
@@ -36,6 +37,7 @@ class PolicyLearner:
         self,
         policy: ResolvedPolicy,
         *,
+        plugins: StepPlugins,
         model_dir: Path,
         checkpoint_dir: Path,
         group: RankGroup,
@@ -54,7 +56,9 @@ class PolicyLearner:
         self._optimizer = MasterOptimizer(self._policy, settings=_optimizer_settings(training.optimizer))
         self._copies = _weight_source(self._policy, snapshot=snapshot)
         self._settings = StepSettings(
-            algorithm=training.algorithm, tokens_per_microbatch=training.tokens_per_microbatch
+            algorithm=training.algorithm,
+            plugins=plugins,
+            tokens_per_microbatch=training.tokens_per_microbatch,
         )
         self._checkpoints = CheckpointStore(
             checkpoint_dir,

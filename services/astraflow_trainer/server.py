@@ -35,6 +35,7 @@ from astraflow_trainer.ranks.group import RankGroup, join_rank_group
 from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
 from astraflow_trainer.settings import RankSettings, TrainerSettings
+from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_weights.store import ObjectStore, open_store, probe_create_only
 from astraflow_weights.versions.log import VersionLog
 
@@ -57,6 +58,7 @@ def check(settings: TrainerSettings) -> Mapping[str, str]:
     """
     with _client(settings) as client:
         joined = _join(client, settings, folder=settings.work_dir)
+    StepPlugins.made(joined.policy.trainer.algorithm, source=joined.source)
     warm_start = joined.policy.model.warm_start
     if warm_start is not None:
         make(warm_start.demonstrations, protocol=Demonstrations, source=joined.source)

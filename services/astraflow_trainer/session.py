@@ -36,6 +36,7 @@ from astraflow_trainer.publish.open_publisher import compacting, open_publisher
 from astraflow_trainer.publish.publishing import Announcer, PublishWorker, SilentAnnouncer
 from astraflow_trainer.ranks.group import RankGroup
 from astraflow_trainer.settings import TrainerSettings
+from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.warm_start.starting_model import asset_files, starting_model
 from astraflow_weights.errors import Fenced
 from astraflow_weights.publish.agreement import on_first_rank
@@ -66,6 +67,7 @@ class TrainingSession:
         self._settings = settings
         self._client = client
         self._joined = joined
+        self._plugins = StepPlugins.made(joined.policy.trainer.algorithm, source=joined.source)
         self._progress = progress
         self._controls = controls
         self._store = store
@@ -137,6 +139,7 @@ class TrainingSession:
         # After the claim: an older trainer that shares the folder can no longer release what we must replay.
         learner = PolicyLearner(
             self._joined.policy,
+            plugins=self._plugins,
             model_dir=model_dir,
             checkpoint_dir=self._settings.work_dir / "checkpoints",
             group=self._group,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -23,8 +24,8 @@ from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
 from astraflow_raas.engine.base import GenerateCall
 from astraflow_raas.engine.http import HttpEngine
-from support.engine_process import running_engine
-from support.node_process import START_S, NodeProcess, WeightPublisher, node_of, tiny_policy
+from support.node_process import START_S, NodeProcess, WeightPublisher, node_of
+from support.raas_parts import generate_call
 from support.scripted_dataflow import (
     POLICY,
     RUN_ID,
@@ -36,19 +37,6 @@ from support.scripted_dataflow import (
 )
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random policy with a tokenizer."""
-    return tiny_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def shared_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of an engine that somebody else runs; nodes use it one after the other."""
-    with running_engine(checkpoint, folder=tmp_path_factory.mktemp("engine")) as engine:
-        yield engine.url
 
 
 @pytest.fixture
@@ -210,14 +198,15 @@ async def test_a_second_signal_ends_the_node_at_once(
         assert await node.ends_with() == 130
 
 
-async def test_a_swap_in_the_middle_of_generations_is_told_token_by_token(
+async def test_a_swap_in_the_middle_of_generations_is_reported_token_by_token(
     checkpoint: Path, shared_engine: str
 ) -> None:
     engine = HttpEngine(shared_engine)
     await engine.swap(model_dir=checkpoint, version=100)
     for version in range(101, 121):
         sampling = asyncio.create_task(engine.generate(calls(48, f"during-{version}")))
-        await asyncio.sleep(0.02)
+        while not sampling.done() and not await num_running(shared_engine):  # noqa: ASYNC110 - another process signals nobody
+            await asyncio.sleep(0)
         await engine.swap(model_dir=checkpoint, version=version)
         assert await engine.served_version() == version
         # Every answer was checked on the way in: spans ascend, touch and cover all tokens.
@@ -232,18 +221,15 @@ async def test_a_swap_in_the_middle_of_generations_is_told_token_by_token(
     await engine.close()
 
 
+async def num_running(url: str) -> int:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return int((await client.get(f"{url}/server_info")).json()["internal_states"][0]["num_running"])
+
+
 def calls(number: int, name: str) -> list[GenerateCall]:
     """Calls that fill the model's context, each with a seed of its own."""
     return [
-        GenerateCall(
-            rid=f"{name}-{index}",
-            prompt_ids=(5, 6, 7),
-            max_new_tokens=110,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            seed=index,
-        )
+        generate_call(f"{name}-{index}", prompt_ids=(5, 6, 7), max_new_tokens=110, seed=index)
         for index in range(number)
     ]
 
@@ -261,7 +247,7 @@ async def test_a_killed_node_takes_its_engine_along_and_comes_back_with_its_mirr
         assert engines
         script.send(lease=lease("doomed"))
         assert await node.ends_with() == -signal.SIGKILL
-        gone, _ = psutil.wait_procs(engines, timeout=10)
+        gone, _ = psutil.wait_procs(engines, timeout=START_S)
         assert len(gone) == len(engines)
     assert [hit.name for hit in failpoints.read_hits(hits) if hit.acted] == ["raas.pushed"]
     async with node_of(server.address, tmp_path) as node:
@@ -289,16 +275,8 @@ async def test_wrong_circumstances_end_with_the_exit_code_that_says_so(
 
 async def test_check_says_what_the_node_would_run(server: RunningServer, tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-m",
-            "astraflow_raas",
-            "--join",
-            server.address,
-            "--work-dir",
-            str(tmp_path),
-            "--check",
-        ),
+        *(sys.executable, "-m", "astraflow_raas", "--join", server.address, "--work-dir", str(tmp_path)),
+        "--check",
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -14,6 +14,8 @@ from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import admin_service_pb2, batch_service_pb2, run_pb2
 from astraflow.errors import UnavailableError
 from astraflow.rollout.v1 import trajectory_pb2
+from astraflow_dataflow.store.connection import as_list, as_text
+from astraflow_dataflow.store.keys import Keys
 from astraflow_raas.push.spool import SpoolLimits
 from support.chaos import cut_tail
 from support.dataflow_world import World, served
@@ -78,6 +80,26 @@ async def test_a_drained_node_leaves_no_lease_behind_and_costs_no_attempt(
             world, lambda now: now.policies[0].ready_groups == 4, what="the window is full"
         )
     assert status.trajectories.conservation_error == 0
+
+
+async def test_what_a_drain_cannot_finish_goes_to_another_node_at_no_cost(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_GATE", str(tmp_path / "never"))
+    held = {"workflow": "support.node_plugins:Gated", "max_concurrent_tasks": 2, "episode_timeout_s": 600}
+    await world.create_run(dataset="Unevaluated", raas=held)
+    await world.trainer()
+    async with local_node(world.address, tmp_path, node_id="leaving") as local:
+        await eventually(lambda: local.node.worker.num_held == 2, what="the node holds two tasks")
+        await local.drain(deadline_s=0.2)
+        assert local.node.worker.num_held == 0
+    connection = world.dataflow.store.connection
+    for task_id in ("train-0", "train-1"):
+        stored = as_list(await connection.raw("HMGET", Keys("run").of("task", task_id), "state", "tries"))
+        assert [as_text(field) for field in stored] == ["retry", "0"]
+    other = await world.node("other")
+    leases = await other.lease(2)
+    assert {(lease.task.task_id, lease.attempt) for lease in leases} == {("train-0", 2), ("train-1", 2)}
 
 
 async def test_every_version_due_is_evaluated_at_exactly_that_version(world: World, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ Used by the unit tests of what is computed from an audit.
 
 from __future__ import annotations
 
-from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
+from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
+from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation
 
 POLICY = PolicyState(
     policy_id="p",
@@ -42,20 +43,21 @@ AUDIT = Audit(
     retries=0,
     policies=(POLICY,),
 )
-NODE = StoredNode(
-    node_id="n",
-    incarnation=1,
-    restarts=0,
-    max_tasks=1,
-    leases=0,
-    episodes=0,
-    trajectories=0,
-    tokens=0,
-    serving={"p": 0},
-    seen_ms=900,
-    connected_until_ms=2000,
-    waiting_for="",
+NODE = NodeStatus(
+    node_id="n", incarnation=1, max_concurrent_tasks=1, serving_versions={"p": 0}, connected=True
 )
+
+
+def node(**changes: object) -> NodeStatus:
+    """The node with other values."""
+    status = NodeStatus(**changes)  # type: ignore[arg-type]
+    merged = NodeStatus()
+    merged.CopyFrom(NODE)
+    merged.MergeFrom(status)
+    merged.connected = bool(changes.get("connected", True))
+    return merged
+
+
 EVALUATION = StoredEvaluation(
     evaluation_id="e",
     policy_id="p",
@@ -68,6 +70,5 @@ EVALUATION = StoredEvaluation(
     failed=0,
     samples=0,
     reward_sum=0.0,
-    create_ms=0,
     complete_ms=0,
 )

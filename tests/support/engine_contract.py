@@ -187,14 +187,11 @@ def check_failed_update(engine: EngineUnderTest) -> None:
 
 
 def check_pause_with_abort(engine: EngineUnderTest) -> None:
-    for delay_s in _growing_delays():
-        with engine.background() as running:
-            time.sleep(delay_s)
-            assert engine.post("/pause_generation", {"mode": "abort"}).status_code == 200
-            answer = running.result(CALL_DEADLINE_S)
-        meta = answer["meta_info"]
-        if meta["completion_tokens"]:
-            break
+    def pause() -> None:
+        assert engine.post("/pause_generation", {"mode": "abort"}).status_code == 200
+
+    answer = _while_running(engine, pause, met=lambda meta: bool(meta["completion_tokens"]))
+    meta = answer["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
     assert 0 < len(answer["output_ids"]) < LONG
     assert len(meta["output_token_logprobs"]) == len(answer["output_ids"])
@@ -210,14 +207,12 @@ def check_requests_wait_while_paused(engine: EngineUnderTest) -> None:
 
 
 def check_abort_request(engine: EngineUnderTest) -> None:
-    for delay_s in _growing_delays():
-        with engine.background(rid="contract-abort") as running:
-            time.sleep(delay_s)
-            assert engine.post("/abort_request", {"rid": "contract-abort"}).status_code == 200
-            answer = running.result(CALL_DEADLINE_S)
-        if answer["meta_info"]["finish_reason"]["type"] == "abort":
-            break
-    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    def abort() -> None:
+        assert engine.post("/abort_request", {"rid": "contract-abort"}).status_code == 200
+
+    answer = _while_running(
+        engine, abort, met=lambda meta: meta["finish_reason"]["type"] == "abort", rid="contract-abort"
+    )
     assert len(answer["output_ids"]) < LONG
 
 
@@ -228,10 +223,14 @@ def check_abort_of_an_unknown_request(engine: EngineUnderTest) -> None:
 def check_flush_cache(engine: EngineUnderTest) -> None:
     response = engine.post("/flush_cache", {})
     assert response.status_code == 200
-    with engine.background():
-        time.sleep(0.2)
-        engine.post("/pause_generation", {"mode": "in_place"})
-        assert engine.post("/flush_cache", {}).status_code == 400
+    answers: list[int] = []
+
+    def flush() -> None:
+        assert engine.post("/pause_generation", {"mode": "in_place"}).status_code == 200
+        answers.append(engine.post("/flush_cache", {}).status_code)
+        assert engine.post("/continue_generation", {}).status_code == 200
+
+    _while_running(engine, flush, met=lambda _meta: answers[-1] == 400)
 
 
 BAD_GENERATE: dict[str, Json] = {
@@ -283,27 +282,46 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def _growing_delays() -> list[float]:
-    """Pauses have to hit a running generation on fast and slow machines alike."""
-    return [0.2, 0.6, 1.8]
+def _while_running(
+    engine: EngineUnderTest,
+    act: Callable[[], None],
+    *,
+    met: Callable[[Json], bool],
+    after: Callable[[], None] = lambda: None,
+    **body: object,
+) -> Json:
+    """The answer of a long generation that `act` met while it ran, as `met` sees by its meta_info: tried with growing
+    delays, because fast and slow machines alike have to be hit. `after` undoes each try.
+    """
+    for delay_s in (0.2, 0.6, 1.8, 5.4):
+        with engine.background(**body) as running:
+            time.sleep(delay_s)
+            act()
+            answer = running.result(CALL_DEADLINE_S)
+        after()
+        if met(answer["meta_info"]):
+            return answer
+    raise AssertionError(f"never met while it ran; last: {answer['meta_info']}")
 
 
 def _through_swap(engine: EngineUnderTest, *, mode: str) -> Json:
     """Pause a long generation, swap weights under it, continue; the meta_info of its answer."""
     old = engine.version()
-    for delay_s in _growing_delays():
-        with engine.background() as running:
-            time.sleep(delay_s)
-            assert engine.post("/pause_generation", {"mode": mode}).status_code == 200
-            # SGLang cannot flush below live requests: a node keys prefixes by version instead.
-            response = engine.load(engine.second, f"contract-{mode}", flush_cache=False)
-            assert response.status_code == 200, response.text
-            assert engine.post("/continue_generation", {"torch_empty_cache": False}).status_code == 200
-            answer = running.result(CALL_DEADLINE_S)
-        _restore(engine, old)
-        meta: Json = answer["meta_info"]
-        if len(meta["weight_versions"]) > 1:
-            break
+
+    def swap() -> None:
+        assert engine.post("/pause_generation", {"mode": mode}).status_code == 200
+        # SGLang cannot flush below live requests: a node keys prefixes by version instead.
+        response = engine.load(engine.second, f"contract-{mode}", flush_cache=False)
+        assert response.status_code == 200, response.text
+        assert engine.post("/continue_generation", {"torch_empty_cache": False}).status_code == 200
+
+    answer = _while_running(
+        engine,
+        swap,
+        met=lambda meta: len(meta["weight_versions"]) > 1,
+        after=lambda: _restore(engine, old),
+    )
+    meta: Json = answer["meta_info"]
     first, second = meta["weight_versions"]
     assert (first["version"], second["version"]) == (old, f"contract-{mode}")
     assert (first["start"], first["end"], second["end"]) == (0, second["start"], LONG)

@@ -67,10 +67,10 @@ class LocalNode:
     engines: dict[str, FakeEngine]
     drain_requested: asyncio.Event
 
-    async def drain(self) -> None:
-        """Leave as on SIGTERM."""
+    async def drain(self, *, deadline_s: float = 10.0) -> None:
+        """Leave as on SIGTERM, with this much time for each service."""
         for service in reversed(self.node.services):
-            await service.stop(deadline_s=10.0)
+            await service.stop(deadline_s=deadline_s)
 
 
 @asynccontextmanager

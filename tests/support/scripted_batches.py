@@ -23,6 +23,8 @@ from astraflow._status import to_status
 from astraflow.client import Client, RetryPolicy
 from astraflow.columns import Columns, encode_columns
 from astraflow.dataflow.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
     batch_pb2,
     batch_service_pb2,
     batch_service_pb2_grpc,
@@ -35,6 +37,8 @@ from astraflow.dataflow.v1 import (
 )
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2
+from astraflow.server.v1 import server_info_pb2
+from astraflow_kit.server_info import server_info
 from support.scripted_dataflow import POLICY, RECIPE, RUN_ID
 
 PATIENCE_S = 15.0
@@ -58,13 +62,15 @@ def eventually(holds: Callable[[], object], *, what: str) -> None:
 
 
 @dataclass
-class ScriptedBatches(
+class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
+    admin_service_pb2_grpc.AdminServiceServicer,
     batch_service_pb2_grpc.BatchServiceServicer,
     run_service_pb2_grpc.RunServiceServicer,
     version_service_pb2_grpc.VersionServiceServicer,
 ):
     """The script and the record. Fields may be changed at any time."""
 
+    info: server_info_pb2.ServerInfo = field(default_factory=server_info)
     epoch: int = 3
     last_finished_step: int = 0
     """Steps up to this one are handed out as trained by an earlier process."""
@@ -185,6 +191,11 @@ class ScriptedBatches(
         self.events.append(f"durable {request.step}")
         return batch_service_pb2.MarkDurableResponse()
 
+    def GetServerInfo(
+        self, request: admin_service_pb2.GetServerInfoRequest, context: Any
+    ) -> admin_service_pb2.GetServerInfoResponse:
+        return admin_service_pb2.GetServerInfoResponse(server=self.info)
+
     def GetRun(self, request: run_service_pb2.GetRunRequest, context: Any) -> run_service_pb2.GetRunResponse:
         self._act("GetRun", context)
         run = run_pb2.Run(
@@ -246,6 +257,7 @@ def batch_of(step: int, *, base_version: int = 0) -> batch_pb2.Batch:
 def serving(script: ScriptedBatches) -> Iterator[Client]:
     """A real server on a free loopback port; yields a client of it that retries fast."""
     server = grpc.server(ThreadPoolExecutor(8))
+    admin_service_pb2_grpc.add_AdminServiceServicer_to_server(script, server)
     batch_service_pb2_grpc.add_BatchServiceServicer_to_server(script, server)
     run_service_pb2_grpc.add_RunServiceServicer_to_server(script, server)
     version_service_pb2_grpc.add_VersionServiceServicer_to_server(script, server)

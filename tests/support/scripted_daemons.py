@@ -30,6 +30,7 @@ from astraflow.dataflow.v1 import (
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.lifecycle import Addresses, write_address_file
+from astraflow_kit.server_info import server_info
 from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor
 from support.scripted_dataflow import eventually
 
@@ -75,6 +76,12 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
             )
         )
         return answer
+
+    async def GetServerInfo(
+        self, request: admin_service_pb2.GetServerInfoRequest, context: Context
+    ) -> admin_service_pb2.GetServerInfoResponse:
+        """This release."""
+        return admin_service_pb2.GetServerInfoResponse(server=server_info())
 
     async def ListVersions(
         self, request: version_service_pb2.ListVersionsRequest, context: Context

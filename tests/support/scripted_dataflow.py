@@ -16,6 +16,8 @@ from grpc_status import rpc_status
 
 from astraflow._status import to_status
 from astraflow.dataflow.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
     durability_pb2,
     run_pb2,
     run_service_pb2,
@@ -28,6 +30,8 @@ from astraflow.dataflow.v1 import (
 )
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+from astraflow.server.v1 import server_info_pb2
+from astraflow_kit.server_info import server_info
 
 PATIENCE_S = 15.0
 RUN_ID = "run-1"
@@ -113,12 +117,14 @@ async def refuse(context: Context, error: AstraflowError) -> None:
 
 @dataclass
 class ScriptedDataflow(
+    admin_service_pb2_grpc.AdminServiceServicer,
     run_service_pb2_grpc.RunServiceServicer,
     task_service_pb2_grpc.TaskServiceServicer,
     trajectory_service_pb2_grpc.TrajectoryServiceServicer,
 ):
     """The script and the record. Fields may be changed at any time."""
 
+    info: server_info_pb2.ServerInfo = field(default_factory=server_info)
     recipe_yaml: str = RECIPE
     code: run_pb2.CodeBundle = field(default_factory=run_pb2.CodeBundle)
     store_uri: str = "file:///nowhere"
@@ -162,6 +168,11 @@ class ScriptedDataflow(
         return next((failure for failure in self.failures if failure.lease_id == lease_id), None)
 
     # ------------------------------------------------------------------ the contract
+
+    async def GetServerInfo(
+        self, request: admin_service_pb2.GetServerInfoRequest, context: Context
+    ) -> admin_service_pb2.GetServerInfoResponse:
+        return admin_service_pb2.GetServerInfoResponse(server=self.info)
 
     async def GetRun(
         self, request: run_service_pb2.GetRunRequest, context: Context
@@ -305,6 +316,7 @@ async def running(script: ScriptedDataflow) -> AsyncIterator[RunningServer]:
 
 async def _listen(script: ScriptedDataflow, address: str) -> tuple[grpc.aio.Server, str]:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    admin_service_pb2_grpc.add_AdminServiceServicer_to_server(script, server)
     run_service_pb2_grpc.add_RunServiceServicer_to_server(script, server)
     task_service_pb2_grpc.add_TaskServiceServicer_to_server(script, server)
     trajectory_service_pb2_grpc.add_TrajectoryServiceServicer_to_server(script, server)

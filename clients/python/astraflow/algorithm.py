@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from astraflow.plugin_settings import PluginSettings
 from astraflow.section import BY_KIND, Kind, Section
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
     "KlEstimator",
     "KlReference",
     "KlSettings",
-    "Loss",
+    "LossSettings",
     "M2po",
     "M2poClip",
     "M2poMask",
@@ -311,21 +312,25 @@ class KlSettings(Section):
 
 
 AnyAdvantage: TypeAlias = Grpo | DrGrpo | Rloo
-Loss: TypeAlias = NoTrustRegion | PpoClip | DualClip | M2po | M2poClip | M2poMask | Gspo | Cispo
+LossSettings: TypeAlias = NoTrustRegion | PpoClip | DualClip | M2po | M2poClip | M2poMask | Gspo | Cispo
 Anchor: TypeAlias = BehaviorAnchor | ProximalAnchor
 Aggregation: TypeAlias = TokenMean | SeqMeanTokenMean | SeqMeanTokenSum | Constant
+
+_STEP_WIDE = (M2po, M2poClip, M2poMask)
 
 
 class AlgorithmSettings(Section):
     """Advantage and loss. The default is M2PO against the behaviour log-probs, averaged over tokens."""
 
-    advantage: Annotated[AnyAdvantage, Field(discriminator="kind"), BY_KIND] = Grpo()
-    """Group baseline and scale."""
-    loss: Annotated[Loss, Field(discriminator="kind"), BY_KIND] = M2po()
-    """Loss of a token: the trust region around the anchor. A bare name takes its published defaults."""
-    anchor: Annotated[Anchor, Field(discriminator="kind"), BY_KIND] = BehaviorAnchor()
+    advantage: Annotated[AnyAdvantage | PluginSettings, BY_KIND] = Grpo()
+    """Group baseline and scale, or an `Advantage` plug-in."""
+    loss: Annotated[LossSettings | PluginSettings, BY_KIND] = M2po()
+    """Loss of a token: the trust region around the anchor, or a `Loss` plug-in. A bare name takes its published
+    defaults.
+    """
+    anchor: Annotated[Anchor, BY_KIND] = BehaviorAnchor()
     """What ratios are taken to."""
-    aggregation: Annotated[Aggregation, Field(discriminator="kind"), BY_KIND] = TokenMean()
+    aggregation: Annotated[Aggregation, BY_KIND] = TokenMean()
     """How token losses become one number: a sum of weight · loss."""
     kl: KlSettings | None = None
     """A KL term in the loss."""
@@ -337,11 +342,11 @@ class AlgorithmSettings(Section):
     @property
     def needs_step_bounds(self) -> bool:
         """Whether the trust region depends on the log-probs of all tokens of the step."""
-        return isinstance(self.loss, M2po | M2poClip | M2poMask)
+        return isinstance(self.loss, _STEP_WIDE)
 
     def require_consistent(self) -> None:
         """Raise ValueError for parts that do not go together. Not a validator: a policy's own settings are partial."""
-        if isinstance(self.anchor, ProximalAnchor) and self.needs_step_bounds:
+        if isinstance(self.anchor, ProximalAnchor) and isinstance(self.loss, _STEP_WIDE):
             raise ValueError(
                 f"{self.loss.kind} bounds the distance to the behaviour policy; with one optimizer step per batch the "
                 "ratio to a proximal anchor is 1 and it would never bind. Use the behaviour anchor, or another loss"

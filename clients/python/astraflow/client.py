@@ -223,9 +223,12 @@ class AsyncClient(_Calls):
                 wait_s = attempts.wait_s_after(error)
             await asyncio.sleep(wait_s)
 
-    async def server_info(self) -> server_info_pb2.ServerInfo:
+    async def server_info(
+        self, *, timeout_s: float = DEFAULT_TIMEOUT_S, retry: RetryPolicy | None = None
+    ) -> server_info_pb2.ServerInfo:
         """Ask the server who it is; needs no token. Raises IncompatibleError when this client cannot talk to it."""
-        answer = await self.call(self.admin.GetServerInfo, admin_service_pb2.GetServerInfoRequest())
+        request = admin_service_pb2.GetServerInfoRequest()
+        answer = await self.call(self.admin.GetServerInfo, request, timeout_s=timeout_s, retry=retry)
         require_compatible(answer.server, address=self.address)
         return answer.server
 
@@ -296,9 +299,12 @@ class Client(_Calls):
                 wait_s = attempts.wait_s_after(error)
             time.sleep(wait_s)
 
-    def server_info(self) -> server_info_pb2.ServerInfo:
+    def server_info(
+        self, *, timeout_s: float = DEFAULT_TIMEOUT_S, retry: RetryPolicy | None = None
+    ) -> server_info_pb2.ServerInfo:
         """Blocking form of `AsyncClient.server_info`."""
-        answer = self.call(self.admin.GetServerInfo, admin_service_pb2.GetServerInfoRequest())
+        request = admin_service_pb2.GetServerInfoRequest()
+        answer = self.call(self.admin.GetServerInfo, request, timeout_s=timeout_s, retry=retry)
         require_compatible(answer.server, address=self.address)
         return answer.server
 

@@ -1,7 +1,8 @@
 """What every section of a recipe is, and unions of sections that are told apart by `kind`.
 
 Invariant: a section is frozen and takes no key it does not know. A union marked `BY_KIND` takes a bare name for
-`{kind: name}`, which means the defaults of that class. Used by `recipe` and `algorithm`.
+`{kind: name}`, which means the defaults of that class; a member without a `kind` is a plug-in, `module:Name` or
+`{use: module:Name, with: {...}}`. Used by `recipe` and `algorithm`.
 """
 
 from __future__ import annotations
@@ -33,20 +34,25 @@ class Kind(Section):
     """A section that is given as a whole: one member of a union, which its field `kind` names, or a plug-in."""
 
 
+_PLUGIN = "plugin"
+
+
 class _ByKind:
     """Lets a name stand for the member of that name, and names the nearest one for a name that is unknown."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:  # noqa: ANN401
-        kinds = [str(kind_of(member)) for member in get_args(source)]
+        members = {str(kind_of(member)): handler.generate_schema(member) for member in get_args(source)}
+        union = core_schema.tagged_union_schema(members, discriminator=_kind_in)
         return core_schema.no_info_before_validator_function(
-            lambda value: _mapping(value, kinds=kinds), handler(source)
+            lambda value: _mapping(value, kinds=list(members)), union, metadata={"kinds": list(members)}
         )
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         union = handler(schema)
-        return {"anyOf": [{"enum": list(union["discriminator"]["mapping"])}, union]}
+        names = [kind for kind in schema["metadata"]["kinds"] if kind != _PLUGIN]
+        return {"anyOf": [{"enum": names}, *union["oneOf"]]}
 
 
 BY_KIND = _ByKind()
@@ -54,8 +60,9 @@ BY_KIND = _ByKind()
 
 def kind_of(member: Any) -> str | None:  # noqa: ANN401 - any annotation
     """Return the kind of a union's member, None for anything else."""
-    is_kind = isinstance(member, type) and issubclass(member, Kind) and "kind" in member.model_fields
-    return str(member.model_fields["kind"].default) if is_kind else None
+    if not (isinstance(member, type) and issubclass(member, Kind)):
+        return None
+    return str(member.model_fields["kind"].default) if "kind" in member.model_fields else _PLUGIN
 
 
 def merged(base: Section, over: SectionT) -> SectionT:
@@ -76,13 +83,21 @@ def merged(base: Section, over: SectionT) -> SectionT:
 
 
 def _mapping(value: Any, *, kinds: list[str]) -> Any:  # noqa: ANN401 - what a YAML document holds
-    if isinstance(value, Kind):
-        return value
-    mapping = {"kind": value} if isinstance(value, str) else value
-    kind = mapping.get("kind") if isinstance(mapping, Mapping) else None
+    if isinstance(value, str) and ":" not in value:
+        value = {"kind": value}
+    kind = _kind_in(value)
     if kind not in kinds:
-        near = difflib.get_close_matches(str(kind), kinds, n=1) if kind else []
-        hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(kinds)}"
+        known = [name for name in kinds if name != _PLUGIN]
+        near = difflib.get_close_matches(kind, known, n=1) if kind else []
+        hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known)}"
         what = f"unknown kind {kind!r}" if kind else "give a name, or a mapping with `kind`"
         raise ValueError(f"{what}; {hint}")
-    return mapping
+    return value
+
+
+def _kind_in(value: Any) -> str | None:  # noqa: ANN401
+    if isinstance(value, Kind):
+        return kind_of(type(value))
+    if isinstance(value, str) or (isinstance(value, Mapping) and "use" in value):
+        return _PLUGIN
+    return str(value["kind"]) if isinstance(value, Mapping) and "kind" in value else None

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from astraflow.dataflow.v1 import batch_pb2
+from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.errors import ConflictError, InvalidArgumentError
 from astraflow.plugins import StepRequest
 from astraflow_dataflow.batches.selecting import selection
-from astraflow_dataflow.records import AcquireReply, BoundBatch, Selection, Stage
+from astraflow_dataflow.records import Candidates, Selection
 from astraflow_dataflow.rules.staleness import histogram
 from astraflow_dataflow.runs.registry import RunContext
+from astraflow_dataflow.store.batches import stage_name
 from astraflow_dataflow.store.store import Store
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
@@ -30,15 +32,6 @@ PAYLOADS_PER_READ = 32
 _LOOK_AGAIN_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Handed:
-    """What AcquireBatch answers: a batch, or why there is none."""
-
-    batch: batch_pb2.Batch | None
-    waiting_for: str
-    stage: Stage
-
-
 @dataclass(frozen=True)
 class Batching:
     """Hands batches to trainers."""
@@ -48,7 +41,7 @@ class Batching:
 
     async def acquire(
         self, context: RunContext, policy_id: str, *, epoch: int, step: int, base_version: int, wait_s: float
-    ) -> Handed:
+    ) -> pb.AcquireBatchResponse:
         """Return the step's batch, waiting up to `wait_s` for one.
 
         Raises FencedError, NotFoundError, InvalidArgumentError.
@@ -65,19 +58,20 @@ class Batching:
                     base_version=base_version,
                     wait_s=max(0.0, left_s),
                 )
-                if reply.batch_id:
+                if reply is None:
+                    continue
+                if reply.HasField("batch"):
                     failpoints.hit("dataflow.bound")
                     batch = await self.manifest(context, policy_id, epoch=epoch, step=step)
-                    return Handed(batch=batch, waiting_for="", stage=reply.stage)
-                if reply.more:
-                    continue
+                    reply.batch.CopyFrom(batch)
+                    return reply
                 if left_s <= 0:
-                    return Handed(batch=None, waiting_for=reply.waiting_for, stage=Stage.NONE)
+                    return reply
                 await news.wait(min(left_s, _LOOK_AGAIN_S))
 
     async def _try(
         self, context: RunContext, policy_id: str, *, epoch: int, step: int, base_version: int, wait_s: float
-    ) -> AcquireReply:
+    ) -> pb.AcquireBatchResponse | None:
         acquire = partial(
             self.store.batches.acquire,
             context.run_id,
@@ -91,9 +85,9 @@ class Batching:
         )
         selector, flow = context.plugins.selector, context.recipe.dataflow
         if selector is None:
-            return await acquire()
+            return _without_offer(await acquire())
         reply = await acquire(selection=Selection(mode="offer"))
-        if reply.candidates is None:
+        if not isinstance(reply, Candidates):
             return reply
         request = StepRequest(
             policy=policy_id,
@@ -101,28 +95,21 @@ class Batching:
             base_version=base_version,
             num_groups=flow.groups_per_step,
             max_staleness=flow.max_staleness,
-            num_outstanding=reply.candidates.outstanding,
+            num_outstanding=reply.outstanding,
         )
-        chosen = await selection(self.store, context, selector, ready=reply.candidates, request=request)
-        return await acquire(selection=chosen)
+        chosen = await selection(self.store, context, selector, ready=reply, request=request)
+        return _without_offer(await acquire(selection=chosen))
 
     async def manifest(
         self, context: RunContext, policy_id: str, *, epoch: int, step: int
     ) -> batch_pb2.Batch:
         """Return the bound batch of a step, sealing it first when nobody has. Raises FencedError, NotFoundError."""
-        bound = await self.store.batches.batch(context.run_id, policy_id, epoch=epoch, step=step)
-        if bound.manifest:
-            return batch_pb2.Batch.FromString(bound.manifest)
-        batch = assemble(bound, policy_id=policy_id, step=step)
-        oldest = [item.min_version for item in batch.items]
-        await self.store.batches.seal(
-            context.run_id,
-            policy_id,
-            batch_id=batch.batch_id,
-            manifest=batch.SerializeToString(),
-            digest=batch.digest,
-            staleness=histogram(oldest, base_version=bound.base_version),
-        )
+        batch = await self.store.batches.batch(context.run_id, policy_id, epoch=epoch, step=step)
+        if batch.digest:
+            return batch
+        batch.digest = batch_digest([item.trajectory_id for item in batch.items])
+        ages = histogram((item.min_version for item in batch.items), base_version=batch.base_version)
+        await self.store.batches.seal(context.run_id, policy_id, batch=batch, staleness=ages)
         log.info(
             "batch.bound",
             policy_id=policy_id,
@@ -162,8 +149,8 @@ class Batching:
         step: int,
         batch_id: str,
         digest: bytes,
-        stage: Stage,
-    ) -> Stage:
+        stage: pb.BatchStage.ValueType,
+    ) -> pb.BatchStage.ValueType:
         """Record a stage of the step. Raises FencedError, ConflictError, NotFoundError."""
         batch = await self.manifest(context, policy_id, epoch=epoch, step=step)
         if batch.batch_id == batch_id and batch.digest != digest:
@@ -174,21 +161,16 @@ class Batching:
             context.run_id, policy_id, epoch=epoch, step=step, batch_id=batch_id, digest=digest, stage=stage
         )
         failpoints.hit("dataflow.acked")
-        log.info("batch.acked", policy_id=policy_id, step=step, batch_id=batch_id, stage=recorded.value)
+        log.info("batch.acked", policy_id=policy_id, step=step, batch_id=batch_id, stage=stage_name(recorded))
         return recorded
 
 
-def assemble(bound: BoundBatch, *, policy_id: str, step: int) -> batch_pb2.Batch:
-    """Return the manifest of a bound batch: its groups in binding order, and the digest over their trajectory ids."""
-    items = [item for _, stored in bound.groups for item in batch_pb2.Batch.FromString(stored).items]
-    return batch_pb2.Batch(
-        batch_id=bound.batch_id,
-        policy_id=policy_id,
-        step=step,
-        base_version=bound.base_version,
-        items=items,
-        digest=batch_digest([item.trajectory_id for item in items]),
-    )
+def _without_offer(
+    reply: pb.AcquireBatchResponse | Candidates | None,
+) -> pb.AcquireBatchResponse | None:
+    if isinstance(reply, Candidates):
+        raise TypeError("an offer was not asked for")
+    return reply
 
 
 def batch_digest(trajectory_ids: Sequence[str]) -> bytes:

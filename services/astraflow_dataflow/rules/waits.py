@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from astraflow_dataflow.records import Audit, Life, PolicyState, Refused, StoredEvaluation, StoredNode
+from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
+from astraflow.dataflow.v1.version_pb2 import WeightFault
+from astraflow_dataflow.records import Audit, Life, PolicyState, Refused, StoredEvaluation
 from astraflow_dataflow.rules.faults import PluginFault
 
 _BATCH_RELEASES = {
@@ -57,7 +59,7 @@ class WaitBook:
 
 def current_waits(
     audit: Audit,
-    nodes: Sequence[StoredNode],
+    nodes: Sequence[NodeStatus],
     evaluations: Sequence[StoredEvaluation],
     *,
     faults: Sequence[PluginFault] = (),
@@ -67,7 +69,7 @@ def current_waits(
     """Return what waits now; empty when all flows."""
     if audit.life is Life.FINISHED:
         return []
-    connected = [node for node in nodes if node.connected_until_ms > audit.now_ms]
+    connected = [node for node in nodes if node.connected]
     waits = [*_evaluation_waits(evaluations, connected)]
     if refused is not None and refused.count:
         waits.append(_refused(refused, connected))
@@ -81,7 +83,7 @@ def current_waits(
     return waits
 
 
-def _weight_faults(connected: Sequence[StoredNode]) -> Iterator[Wait]:
+def _weight_faults(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
     """One wait per policy that a node cannot bring up to date."""
     found = [(node.node_id, fault) for node in connected for fault in node.weight_faults]
     for policy_id in sorted({fault.policy_id for _, fault in found}):
@@ -92,9 +94,14 @@ def _weight_faults(connected: Sequence[StoredNode]) -> Iterator[Wait]:
             stage="activate",
             reason="weight_fault",
             policy_id=policy_id,
-            detail=f"{node_id} serves an older version: {fault.place}: {fault.problem}{more}",
+            detail=f"{node_id} serves an older version: {_place(fault)}: {fault.problem}{more}",
             released_by=f"sound bytes in the store; look with `astraflow weights verify {fault.version}`",
         )
+
+
+def _place(fault: WeightFault) -> str:
+    inside = f", tile {fault.tile}" if fault.HasField("tile") else ""
+    return f"version {fault.version}" + (f", tensor {fault.tensor!r}{inside}" if fault.tensor else "")
 
 
 def _plugin_faults(faults: Sequence[PluginFault]) -> Iterator[Wait]:
@@ -112,7 +119,7 @@ def _plugin_faults(faults: Sequence[PluginFault]) -> Iterator[Wait]:
 
 
 def _lease_waits(
-    audit: Audit, connected: Sequence[StoredNode], faults: Sequence[PluginFault], skipped: int
+    audit: Audit, connected: Sequence[NodeStatus], faults: Sequence[PluginFault], skipped: int
 ) -> list[Wait]:
     if not connected:
         return [
@@ -156,7 +163,7 @@ def _lease(reason: str, detail: str, released_by: str) -> Wait:
     return Wait(stage="lease", reason=reason, detail=detail, released_by=released_by)
 
 
-def _refused(refused: Refused, connected: Sequence[StoredNode]) -> Wait:
+def _refused(refused: Refused, connected: Sequence[NodeStatus]) -> Wait:
     names = ", ".join(node.node_id for node in connected[:5])
     return Wait(
         stage="lease",
@@ -239,11 +246,11 @@ def _publish_waits(policy: PolicyState) -> list[Wait]:
     ]
 
 
-def _evaluation_waits(evaluations: Sequence[StoredEvaluation], connected: Sequence[StoredNode]) -> list[Wait]:
+def _evaluation_waits(evaluations: Sequence[StoredEvaluation], connected: Sequence[NodeStatus]) -> list[Wait]:
     waits = []
     for item in evaluations:
         if item.state == "open" and not any(
-            node.serving.get(item.policy_id) == item.version for node in connected
+            node.serving_versions.get(item.policy_id) == item.version for node in connected
         ):
             have = f"version {item.version}: {item.samples} of {item.planned} samples"
             waits.append(

@@ -16,7 +16,6 @@ from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import NotFoundError, PreconditionError, RecipeError
 from astraflow.recipe import Recipe
 from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
-from astraflow_dataflow.records import StoredRun
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.window import Window
 from astraflow_dataflow.runs import background
@@ -34,12 +33,9 @@ log = get_logger(__name__)
 class RunContext:
     """One run in this process."""
 
-    run_id: str
+    run: run_pb2.Run
+    """As stored when it was loaded; its state moves on."""
     recipe: Recipe
-    store_uri: str
-    recipe_yaml: str
-    code: run_pb2.CodeBundle
-    create_ms: int
     plugins: DataPlugins
     rules: Rules
     skipped: int = 0
@@ -53,6 +49,11 @@ class RunContext:
     """Background work of the run in this process; ends with the registry."""
 
     @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self.run.run_id
+
+    @property
     def policy_ids(self) -> tuple[str, ...]:
         """The run's policies in recipe order."""
         return tuple(self.recipe.policies)
@@ -60,7 +61,7 @@ class RunContext:
     @property
     def blob_prefix(self) -> str:
         """Where the run's blobs lie in its store."""
-        return blob_prefix(self.store_uri, self.run_id)
+        return blob_prefix(self.run.store_uri, self.run_id)
 
     def require_policy(self, policy_id: str) -> None:
         """Raise NotFoundError unless the run trains the policy."""
@@ -83,18 +84,13 @@ class RunRegistry:
         """Called with each run that was deleted."""
         self._lock = asyncio.Lock()
 
-    async def create(self, run: run_pb2.Run) -> StoredRun:
+    async def create(self, run: run_pb2.Run) -> run_pb2.Run:
         """Validate recipe and plug-ins, then create the run. Raises RecipeError, PluginError, ConflictError."""
         recipe = parse_recipe(run.recipe_yaml, source=f"recipe of run {run.run_id}").recipe
         check_code(run.code)
         self._plugins(run, recipe)
         stored = await self._store.runs.create(
-            run.run_id,
-            recipe_yaml=run.recipe_yaml,
-            code=run.code.SerializeToString(deterministic=True),
-            store_uri=run.store_uri,
-            max_attempts=recipe.dataflow.max_attempts,
-            windows=windows_of(recipe),
+            run, max_attempts=recipe.dataflow.max_attempts, windows=windows_of(recipe)
         )
         await self.get(run.run_id)
         return stored
@@ -155,21 +151,11 @@ class RunRegistry:
             context.newest_versions[policy_id] = -1 if newest is None else newest
 
     async def _load(self, run_id: str) -> RunContext:
-        stored = await self._store.runs.get(run_id)
-        recipe = parse_recipe(stored.recipe_yaml, source=f"recipe of run {run_id}").recipe
-        code = run_pb2.CodeBundle.FromString(stored.code)
-        run = run_pb2.Run(run_id=run_id, recipe_yaml=stored.recipe_yaml, code=code)
+        run = await self._store.runs.get(run_id)
+        recipe = parse_recipe(run.recipe_yaml, source=f"recipe of run {run_id}").recipe
         plugins = self._plugins(run, recipe)
-        context = RunContext(
-            run_id=run_id,
-            recipe=recipe,
-            store_uri=stored.store_uri,
-            recipe_yaml=stored.recipe_yaml,
-            code=code,
-            create_ms=stored.create_ms,
-            plugins=plugins,
-            rules=plugins.rules(min_members=recipe.dataflow.min_members),
-        )
+        rules = plugins.rules(min_members=recipe.dataflow.min_members)
+        context = RunContext(run=run, recipe=recipe, plugins=plugins, rules=rules)
 
         async def after_outage() -> None:
             await self._after_outage(context)
@@ -180,7 +166,11 @@ class RunRegistry:
         context.data_incarnation = await self._store.connection.data_incarnation()
         context.tasks.append(background.start(reader.run, name="events", run_id=run_id))
         self.on_loaded(context)
-        log.info("run.loaded", run_id=run_id, life=stored.life.value)
+        log.info(
+            "run.loaded",
+            run_id=run_id,
+            life=run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower(),
+        )
         return context
 
     async def _after_outage(self, context: RunContext) -> None:

@@ -10,12 +10,10 @@ from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import admin_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
-from astraflow.rollout.v1 import task_pb2
-from astraflow_dataflow.records import StoredDeadLetter
 from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.servicers.bounds import page_size
 from astraflow_dataflow.status.pools import pool_report
-from astraflow_dataflow.status.reporting import Reporting, timestamp
+from astraflow_dataflow.status.reporting import Reporting
 from astraflow_dataflow.status.watching import watch
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
@@ -84,10 +82,12 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         if request.page_token:
             _require_letters([request.page_token])
         size = page_size(request)
-        found = await self.store.admin.dead_letters(run.run_id, after=request.page_token, limit=size + 1)
+        found = await self.store.admin.dead_letters(
+            run.run_id, after=request.page_token, limit=size + 1, with_tasks=request.include_tasks
+        )
         return pb.ListDeadLettersResponse(
-            dead_letters=[letter_message(item, with_task=request.include_tasks) for item in found[:size]],
-            next_page_token=found[size - 1].letter_id if len(found) > size else "",
+            dead_letters=found[:size],
+            next_page_token=found[size - 1].dead_letter_id if len(found) > size else "",
             total=await self.store.admin.num_dead_letters(run.run_id),
         )
 
@@ -99,7 +99,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         done = await self.store.admin.requeue(run.run_id, request.dead_letter_ids)
         await self.durability.barrier()
         log.info("dead_letters.requeued", run_id=run.run_id, count=done.requeued)
-        return pb.RequeueDeadLettersResponse(requeued=done.requeued, unknown=done.unknown, kept=done.kept)
+        return done
 
     async def PurgeDeadLetters(
         self, request: pb.PurgeDeadLettersRequest, context: Context
@@ -114,23 +114,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     async def PoolReport(self, request: pb.PoolReportRequest, context: Context) -> pb.PoolReportResponse:
         run = await self.registry.get(request.run_id)
         audit = await self.store.audits.audit(run.run_id)
-        return pool_report(audit, await self.store.nodes.all(run.run_id))
-
-
-def letter_message(letter: StoredDeadLetter, *, with_task: bool) -> pb.DeadLetter:
-    """Return the contract's form of a dead letter."""
-    return pb.DeadLetter(
-        dead_letter_id=letter.letter_id,
-        task_id=letter.task_id,
-        reason=letter.reason,
-        detail=letter.detail,
-        attempt=letter.attempt,
-        node_id=letter.node_id,
-        create_time=timestamp(letter.create_ms),
-        task=task_pb2.Task.FromString(letter.spec) if with_task else None,
-        payload_ref=f"{letter.key} {letter.letter_id}",
-        evaluation_id=letter.evaluation_id,
-    )
+        return pool_report(audit, await self.store.nodes.all(run.run_id, now_ms=audit.now_ms))
 
 
 def _require_letters(letter_ids: Sequence[str]) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from google.protobuf.duration_pb2 import Duration
-
 from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1 import batch_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
 from astraflow_dataflow.batches.binding import Batching
-from astraflow_dataflow.records import Stage
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.bounds import require_short_reason, wait_seconds
+from astraflow_dataflow.store.batches import stage_name
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
@@ -24,16 +22,7 @@ from astraflow_kit.serve import Context
 log = get_logger(__name__)
 
 _MAX_REASON = bounds_of(pb.NackBatchRequest, "reason").max_len
-
-_STAGES = {
-    pb.BATCH_STAGE_INTENT: Stage.INTENT,
-    pb.BATCH_STAGE_TRAINED: Stage.TRAINED,
-    pb.BATCH_STAGE_SKIPPED: Stage.SKIPPED,
-}
-_STAGE_NUMBERS = {
-    Stage.NONE: pb.BATCH_STAGE_UNSPECIFIED,
-    **{stage: number for number, stage in _STAGES.items()},
-}
+_STAGES = (pb.BATCH_STAGE_INTENT, pb.BATCH_STAGE_TRAINED, pb.BATCH_STAGE_SKIPPED)
 
 
 @dataclass(frozen=True)
@@ -62,19 +51,12 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         log.info(
             "policy.claimed",
             policy_id=request.policy_id,
-            trainer_epoch=claim.epoch,
+            trainer_epoch=claim.trainer_epoch,
             trainer=request.trainer_id,
         )
-        lease = Duration()
-        lease.FromMilliseconds(int(self.batching.lease_s * 1000))
-        return pb.ClaimPolicyResponse(
-            trainer_epoch=claim.epoch,
-            last_finished_step=claim.finished_step,
-            last_durable_step=claim.durable_step,
-            version=claim.version,
-            batch_lease_duration=lease,
-            data_incarnation=await self.store.connection.data_incarnation(),
-        )
+        claim.batch_lease_duration.FromMilliseconds(int(self.batching.lease_s * 1000))
+        claim.data_incarnation = await self.store.connection.data_incarnation()
+        return claim
 
     async def HoldPolicy(self, request: pb.HoldPolicyRequest, context: Context) -> pb.HoldPolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
@@ -93,7 +75,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         self, request: pb.AcquireBatchRequest, context: Context
     ) -> pb.AcquireBatchResponse:
         run = await self._run(request.run_id, request.policy_id, step=request.step)
-        handed = await self.batching.acquire(
+        reply = await self.batching.acquire(
             run,
             request.policy_id,
             epoch=request.trainer_epoch,
@@ -101,11 +83,9 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             base_version=request.base_version,
             wait_s=wait_seconds(request),
         )
-        if handed.batch is not None:
+        if reply.HasField("batch"):
             await self.durability.barrier()
-        return pb.AcquireBatchResponse(
-            batch=handed.batch, waiting_for=handed.waiting_for, stage=_STAGE_NUMBERS[handed.stage]
-        )
+        return reply
 
     async def FetchBatch(
         self, request: pb.FetchBatchRequest, context: Context
@@ -132,13 +112,13 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             step=request.step,
             batch_id=request.batch_id,
             digest=request.digest,
-            stage=_STAGES[request.stage],
+            stage=request.stage,
         )
         await self.durability.barrier()
         self.metrics.increment(
-            "astraflow_dataflow_steps_total", policy=request.policy_id, stage=recorded.value
+            "astraflow_dataflow_steps_total", policy=request.policy_id, stage=stage_name(recorded)
         )
-        return pb.AckBatchResponse(stage=_STAGE_NUMBERS[recorded])
+        return pb.AckBatchResponse(stage=recorded)
 
     async def NackBatch(self, request: pb.NackBatchRequest, context: Context) -> pb.NackBatchResponse:
         run = await self._run(request.run_id, request.policy_id, step=request.step)

@@ -12,11 +12,10 @@ from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
 from astraflow.rollout.v1 import blob_pb2
-from astraflow_dataflow.records import Life, StoredRun
+from astraflow_dataflow.records import Life
 from astraflow_dataflow.rules.conservation import last_count
 from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.servicers.bounds import page_number, page_size
-from astraflow_dataflow.status.reporting import RUN_STATES, timestamp
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.versions.announcements import Versions
@@ -42,7 +41,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
         if not _RUN_ID.fullmatch(request.run.run_id):
             raise InvalidArgumentError(f"run_id {request.run.run_id!r} must be 1–64 characters of [a-z0-9-]")
-        run = run_message(await self.registry.create(request.run))
+        run = await self.registry.create(request.run)
         await self.durability.barrier()
         return pb.CreateRunResponse(run=run)
 
@@ -62,17 +61,17 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             wanted = Life.ACTIVE if request.state == run_pb2.RUN_STATE_ACTIVE else Life.FINISHING
             await self.store.runs.advance(run_id, wanted)
             await self.durability.barrier()
-        return pb.UpdateRunResponse(run=run_message(await self.store.runs.get(run_id)))
+        return pb.UpdateRunResponse(run=await self.store.runs.get(run_id))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         run_id = await self.registry.resolve(request.run_id)
-        return pb.GetRunResponse(run=run_message(await self.store.runs.get(run_id)))
+        return pb.GetRunResponse(run=await self.store.runs.get(run_id))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
         size = page_size(request)
         offset = page_number(request.page_token) or 0
         ids = await self.store.runs.ids(offset=offset, limit=size + 1)
-        runs = [run_message(await self.store.runs.get(run_id)) for run_id in ids[:size]]
+        runs = [await self.store.runs.get(run_id) for run_id in ids[:size]]
         return pb.ListRunsResponse(runs=runs, next_page_token=str(offset + size) if len(ids) > size else "")
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
@@ -110,21 +109,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         lease_ttl = Duration()
         lease_ttl.FromMilliseconds(int(run.recipe.dataflow.lease_ttl_s * 1000))
         return pb.JoinRunResponse(
-            run=run_message(await self.store.runs.get(run.run_id)),
+            run=await self.store.runs.get(run.run_id),
             versions=await self.versions.newest(run),
             lease_ttl_duration=lease_ttl,
             data_incarnation=await self.store.connection.data_incarnation(),
-            code_ref=blob_pb2.CodeRef(sha256=run.code.sha256),
+            code_ref=blob_pb2.CodeRef(sha256=run.run.code.sha256),
         )
-
-
-def run_message(run: StoredRun) -> run_pb2.Run:
-    """Return the contract's form of a stored run."""
-    return run_pb2.Run(
-        run_id=run.run_id,
-        recipe_yaml=run.recipe_yaml,
-        code=run_pb2.CodeBundle.FromString(run.code),
-        store_uri=run.store_uri,
-        state=RUN_STATES[run.life],
-        create_time=timestamp(run.create_ms),
-    )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from astraflow.dataflow.v1 import version_pb2, version_service_pb2_grpc
 from astraflow.dataflow.v1 import version_service_pb2 as pb
-from astraflow_dataflow.records import StoredPin
+from astraflow.dataflow.v1 import version_service_pb2_grpc
 from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.servicers.bounds import page_number, page_size, require_short_reason
-from astraflow_dataflow.status.reporting import timestamp
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit.serve import Context
@@ -47,12 +45,12 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
         newest, asked = run.newest_versions[request.policy_id], page_number(request.page_token)
         first = newest if asked is None else min(newest, asked)
         numbers = range(first, max(-1, first - size), -1)
-        found = await self.versions.several(run, request.policy_id, numbers)
+        found = await self.versions.store.versions.several(run.run_id, request.policy_id, numbers)
         pins = await self.versions.store.versions.pins(run.run_id, request.policy_id)
         return pb.ListVersionsResponse(
             versions=found,
             next_page_token=str(first - size) if first - size >= 0 else "",
-            pins=[pin_message(pin) for pin in pins if pin.version in numbers],
+            pins=[pin for pin in pins if pin.version in numbers],
         )
 
     async def PinVersion(self, request: pb.PinVersionRequest, context: Context) -> pb.PinVersionResponse:
@@ -63,7 +61,7 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
             run.run_id, request.policy_id, version=request.version, reason=request.reason
         )
         await self.durability.barrier()
-        return pb.PinVersionResponse(pin=pin_message(pin))
+        return pb.PinVersionResponse(pin=pin)
 
     async def UnpinVersion(
         self, request: pb.UnpinVersionRequest, context: Context
@@ -75,8 +73,3 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
         )
         await self.durability.barrier()
         return pb.UnpinVersionResponse(was_pinned=was_pinned)
-
-
-def pin_message(pin: StoredPin) -> version_pb2.Pin:
-    """Return the contract's form of a pin."""
-    return version_pb2.Pin(version=pin.version, reason=pin.reason, pin_time=timestamp(pin.pin_ms))

@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from astraflow.dataflow.v1 import admin_service_pb2
-from astraflow_dataflow.records import Audit, Life, StoredNode
+from astraflow_dataflow.records import Audit, Life
 
 
-def pool_report(audit: Audit, nodes: Sequence[StoredNode]) -> admin_service_pb2.PoolReportResponse:
+def pool_report(
+    audit: Audit, nodes: Sequence[admin_service_pb2.NodeStatus]
+) -> admin_service_pb2.PoolReportResponse:
     """Return the load of each pool's connected nodes, and the tasks that more of them could take."""
     pools: dict[str, admin_service_pb2.PoolLoad] = {}
     for node in sorted(nodes, key=lambda node: node.pool):
         pool = pools.setdefault(node.pool, admin_service_pb2.PoolLoad(pool=node.pool))
         pool.leases += node.leases
-        if node.connected_until_ms > audit.now_ms:
+        if node.connected:
             pool.nodes += 1
-            pool.capacity += 0 if node.drain_reason else node.max_tasks
+            pool.capacity += 0 if node.drain_reason else node.max_concurrent_tasks
     return admin_service_pb2.PoolReportResponse(pools=pools.values(), leasable_tasks=leasable_tasks(audit))
 
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 
-from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, trace_pb2, version_pb2
+from astraflow.dataflow.v1 import admin_service_pb2, trace_pb2
 from astraflow.dataflow.v1.account_pb2 import TrajectoryAccount
 from astraflow.errors import NotFoundError
-from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation, StoredNode
+from astraflow_dataflow.records import Audit, PolicyState, StoredEvaluation, timestamp
 from astraflow_dataflow.rules.conservation import drift, recount
 from astraflow_dataflow.rules.staleness import summarize
 from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
+from astraflow_dataflow.store.runs import RUN_STATES
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit.log import get_logger
@@ -30,11 +30,6 @@ from astraflow_kit.metrics import Metrics
 log = get_logger(__name__)
 
 _PLACES = ("ingested", "trained", "in_batch", "ready", "assembling", "evaluated")
-RUN_STATES = {
-    Life.ACTIVE: run_pb2.RUN_STATE_ACTIVE,
-    Life.FINISHING: run_pb2.RUN_STATE_FINISHING,
-    Life.FINISHED: run_pb2.RUN_STATE_FINISHED,
-}
 
 
 @dataclass
@@ -49,9 +44,9 @@ class Reporting:
     async def status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
         """Return the state of a run."""
         audit, account = await self.recount(context)
-        nodes = await self.store.nodes.all(context.run_id)
+        nodes = await self.store.nodes.all(context.run_id, now_ms=audit.now_ms)
         evaluations = await self.store.evaluations.all(context.run_id)
-        connected = [node for node in nodes if node.connected_until_ms > audit.now_ms]
+        connected = [node for node in nodes if node.connected]
         self.metrics.set("astraflow_dataflow_nodes_connected", len(connected))
         faults = sum(len(node.weight_faults) for node in connected)
         self.metrics.set("astraflow_dataflow_weight_faults", faults)
@@ -66,7 +61,7 @@ class Reporting:
             run_id=context.run_id,
             trajectories=account,
             policies=sorted(policies, key=lambda policy: policy.policy_id),
-            nodes=[node_message(node, now_ms=audit.now_ms) for node in nodes],
+            nodes=nodes,
             evaluations=[evaluation_message(item) for item in evaluations],
             waits=waits,
             dead_letters=audit.dead_letters,
@@ -74,8 +69,7 @@ class Reporting:
 
     async def nodes(self, context: RunContext) -> list[admin_service_pb2.NodeStatus]:
         """Return the nodes by id."""
-        now_ms = await self.store.connection.now_ms()
-        return [node_message(node, now_ms=now_ms) for node in await self.store.nodes.all(context.run_id)]
+        return await self.store.nodes.all(context.run_id, now_ms=await self.store.connection.now_ms())
 
     def forget(self, run_id: str) -> None:
         """The run was deleted."""
@@ -84,7 +78,7 @@ class Reporting:
     async def why(self, context: RunContext, task_id: str) -> admin_service_pb2.WhyResponse:
         """Return what each stage waits for, and everything known of a task when one is named. Raises NotFoundError."""
         audit = await self.store.audits.audit(context.run_id)
-        nodes = await self.store.nodes.all(context.run_id)
+        nodes = await self.store.nodes.all(context.run_id, now_ms=audit.now_ms)
         evaluations = await self.store.evaluations.all(context.run_id)
         return admin_service_pb2.WhyResponse(
             run_id=context.run_id,
@@ -110,10 +104,10 @@ class Reporting:
         self,
         context: RunContext,
         audit: Audit,
-        nodes: Sequence[StoredNode],
+        nodes: Sequence[admin_service_pb2.NodeStatus],
         evaluations: Sequence[StoredEvaluation],
     ) -> list[admin_service_pb2.Wait]:
-        connected = [node.node_id for node in nodes if node.connected_until_ms > audit.now_ms]
+        connected = [node.node_id for node in nodes if node.connected]
         refused = await self.store.admin.refused(context.run_id, connected)
         faults = context.plugins.faults
         for fault in faults.all():
@@ -186,31 +180,6 @@ def mean_reward(recent: Sequence[tuple[float, int]]) -> float:
     return sum(total for total, _ in recent) / count if count else math.nan
 
 
-def node_message(node: StoredNode, *, now_ms: int) -> admin_service_pb2.NodeStatus:
-    """Return the contract's form of a node."""
-    return admin_service_pb2.NodeStatus(
-        node_id=node.node_id,
-        restarts=node.restarts,
-        leases=node.leases,
-        episodes=node.episodes,
-        trajectories=node.trajectories,
-        tokens=node.tokens,
-        serving_versions=node.serving,
-        last_seen_time=timestamp(node.seen_ms),
-        waiting_for=node.waiting_for,
-        connected=node.connected_until_ms > now_ms,
-        incarnation=node.incarnation,
-        region=node.region,
-        pool=node.pool,
-        engines=node.engines,
-        max_concurrent_tasks=node.max_tasks,
-        engine_restarts=node.engine_restarts,
-        weight_faults=[version_pb2.WeightFault(**asdict(fault)) for fault in node.weight_faults],
-        drain_reason=node.drain_reason,
-        join_time=timestamp(node.join_ms) if node.join_ms else None,
-    )
-
-
 def evaluation_message(item: StoredEvaluation) -> admin_service_pb2.Evaluation:
     """Return the contract's form of an evaluation."""
     message = admin_service_pb2.Evaluation(
@@ -240,10 +209,3 @@ def wait_message(wait: Wait, waited_ms: int, *, now_ms: int) -> admin_service_pb
         since_time=timestamp(now_ms - waited_ms),
         released_by=wait.released_by,
     )
-
-
-def timestamp(milliseconds: int) -> Timestamp:
-    """Return a protobuf timestamp."""
-    stamp = Timestamp()
-    stamp.FromMilliseconds(milliseconds)
-    return stamp

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from astraflow.dataflow.v1 import trace_pb2
-from astraflow_dataflow.records import StoredTrace
+from astraflow_dataflow.records import StoredTrace, timestamp
 from astraflow_dataflow.rules.groups import group_id
 from astraflow_dataflow.store.keys import TRAIN_LANE
 
@@ -75,14 +73,14 @@ class _History:
             lease_id=f"{self.task_id}#{attempt}",
             attempt=attempt,
             node_id=node_id,
-            lease_time=_timestamp(ms),
+            lease_time=timestamp(ms),
         )
 
     def _lease_ended(self, ms: int, *, attempt: int, outcome: str) -> None:
         lease = self.leases.get(attempt)
         if lease is not None:
             lease.outcome = outcome
-            lease.end_time.CopyFrom(_timestamp(ms))
+            lease.end_time.CopyFrom(timestamp(ms))
 
     def _pushed(self, ms: int, fields: list[str], items: list[str]) -> None:
         member, attempt, node_id, episode_id, outcome, failed, reason = fields
@@ -95,7 +93,7 @@ class _History:
                 outcome=outcome,
                 reason=reason,
                 failed=failed == "1",
-                push_time=_timestamp(ms),
+                push_time=timestamp(ms),
             )
         )
         for item in items:
@@ -137,7 +135,7 @@ class _History:
                 trajectory.place = whereabouts.place
                 trajectory.drop_reason = whereabouts.reason
                 trajectory.batch_id, trajectory.step = whereabouts.batch_id, whereabouts.step
-                trajectory.place_time.CopyFrom(_timestamp(whereabouts.ms))
+                trajectory.place_time.CopyFrom(timestamp(whereabouts.ms))
 
     def all_evaluated(self) -> None:
         """The task was an evaluation's: what was accepted is counted there."""
@@ -155,7 +153,7 @@ def task_trace(stored: StoredTrace) -> trace_pb2.TaskTrace:
     if lane not in ("", TRAIN_LANE):
         history.all_evaluated()
     if stored.deadline_ms and stored.attempt in history.leases:
-        history.leases[stored.attempt].deadline_time.CopyFrom(_timestamp(stored.deadline_ms))
+        history.leases[stored.attempt].deadline_time.CopyFrom(timestamp(stored.deadline_ms))
     message = trace_pb2.TaskTrace(
         task_id=stored.task_id,
         state=_STATES.get(stored.state, trace_pb2.TASK_STATE_UNSPECIFIED),
@@ -170,7 +168,7 @@ def task_trace(stored: StoredTrace) -> trace_pb2.TaskTrace:
         truncated=len(stored.entries) >= MAX_ENTRIES or (not stored.entries and stored.state != "queued"),
     )
     if history.submit_ms:
-        message.submit_time.CopyFrom(_timestamp(history.submit_ms))
+        message.submit_time.CopyFrom(timestamp(history.submit_ms))
     return message
 
 
@@ -210,11 +208,5 @@ def _trajectory(item: str, *, episode_id: str, ms: int) -> trace_pb2.TrajectoryT
         max_version=int(newest),
         reward=float(reward),
         place=trace_pb2.TRAJECTORY_PLACE_ASSEMBLING,
-        place_time=_timestamp(ms),
+        place_time=timestamp(ms),
     )
-
-
-def _timestamp(milliseconds: int) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromMilliseconds(milliseconds)
-    return stamp

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from astraflow_dataflow.records import Refused, Requeued, StoredDeadLetter, StoredTrace
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
+from astraflow.rollout.v1.task_pb2 import Task
+from astraflow_dataflow.records import Refused, StoredTrace, timestamp
 from astraflow_dataflow.store.connection import (
     Connection,
     Reply,
-    as_bytes,
     as_int,
     as_list,
     as_mapping,
@@ -54,40 +55,45 @@ class AdminStore:
         count, example, since = as_list(await self._connection.call(Keys(run_id), "refused", *node_ids))
         return Refused(count=as_int(count), example=as_text(example), since_ms=as_int(since))
 
-    async def dead_letters(self, run_id: str, *, after: str, limit: int) -> list[StoredDeadLetter]:
+    async def dead_letters(
+        self, run_id: str, *, after: str, limit: int, with_tasks: bool = True
+    ) -> list[pb.DeadLetter]:
         """Return letters after an id (empty for the first), oldest first."""
         key = Keys(run_id).of("dead")
         start = f"({after}" if after else "-"
         reply = await self._connection.raw("XRANGE", key, start, "+", "COUNT", limit)
-        return [_letter(key, entry) for entry in as_list(reply)]
+        return [_letter(key, entry, with_task=with_tasks) for entry in as_list(reply)]
 
     async def num_dead_letters(self, run_id: str) -> int:
         """Return how many letters there are."""
         return as_int(await self._connection.raw("XLEN", Keys(run_id).of("dead")))
 
-    async def requeue(self, run_id: str, letter_ids: Sequence[str]) -> Requeued:
+    async def requeue(self, run_id: str, letter_ids: Sequence[str]) -> pb.RequeueDeadLettersResponse:
         """Put dead tasks back into their lane; the oldest ones without ids. Raises PreconditionError when the run
         takes no tasks any more.
         """
         reply = as_list(await self._connection.call(Keys(run_id), "requeue", *letter_ids))
-        return Requeued(requeued=as_int(reply[0]), unknown=as_int(reply[1]), kept=as_int(reply[2]))
+        return pb.RequeueDeadLettersResponse(
+            requeued=as_int(reply[0]), unknown=as_int(reply[1]), kept=as_int(reply[2])
+        )
 
     async def purge(self, run_id: str, letter_ids: Sequence[str]) -> int:
         """Forget letters; all without ids. Returns how many."""
         return as_int(await self._connection.call(Keys(run_id), "purge", *letter_ids))
 
 
-def _letter(key: str, entry: Reply) -> StoredDeadLetter:
+def _letter(key: str, entry: Reply, *, with_task: bool) -> pb.DeadLetter:
     letter_id, flat = as_list(entry)
-    fields = as_mapping(flat)
-    return StoredDeadLetter(
-        letter_id=as_text(letter_id),
-        key=key,
+    name, fields = as_text(letter_id), as_mapping(flat)
+    return pb.DeadLetter(
+        dead_letter_id=name,
         task_id=as_text(fields["task"]),
         reason=as_text(fields["reason"]),
         detail=as_text(fields["detail"]),
         attempt=as_int(fields["attempt"]),
         node_id=as_text(fields["node"]),
+        create_time=timestamp(int(name.partition("-")[0])),
+        task=Task.FromString(fields["spec"]) if with_task else None,
+        payload_ref=f"{key} {name}",
         evaluation_id=as_text(fields["evaluation"]),
-        spec=as_bytes(fields["spec"]),
     )

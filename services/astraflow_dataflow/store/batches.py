@@ -8,17 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from astraflow.dataflow.v1 import batch_pb2
+from astraflow.dataflow.v1 import batch_service_pb2 as pb
+from astraflow.dataflow.v1.version_pb2 import Pin, Version
 from astraflow.errors import NotFoundError
-from astraflow_dataflow.records import (
-    AcquireReply,
-    BoundBatch,
-    Candidates,
-    Claim,
-    Selection,
-    Stage,
-    StoredPin,
-    StoredVersion,
-)
+from astraflow_dataflow.records import Candidates, Selection, timestamp
 from astraflow_dataflow.store.connection import (
     Argument,
     Connection,
@@ -28,6 +22,7 @@ from astraflow_dataflow.store.connection import (
     as_list,
     as_mapping,
     as_text,
+    flag,
 )
 from astraflow_dataflow.store.keys import Keys
 
@@ -53,23 +48,31 @@ class BatchStore:
         known_epoch: int = 0,
         held_epoch: int = 0,
         only_if_unheld: bool = False,
-    ) -> Claim:
+    ) -> pb.ClaimPolicyResponse:
         """Start a new trainer epoch, above `known_epoch` too. Raises NotFoundError for an unknown policy.
 
         A claim under another data `incarnation` than the last skips numbers that may have been given and lost.
 
-        With `held_epoch`, raises FencedError when another trainer has a newer one; with `only_if_unheld`,
-        PolicyHeldError when a trainer was heard of within `lease_s`, and such a claim holds nothing.
+        Batch lease and data incarnation are left out. With `held_epoch`, raises FencedError when another trainer has a
+        newer one; with `only_if_unheld`, PolicyHeldError when a trainer was heard of within `lease_s`, and such a claim
+        holds nothing.
         """
-        unheld = "1" if only_if_unheld else "0"
         lease_ms = int(lease_s * 1000)
-        arguments = (policy_id, trainer_id, known_epoch, held_epoch, incarnation, lease_ms, unheld)
+        arguments = (
+            policy_id,
+            trainer_id,
+            known_epoch,
+            held_epoch,
+            incarnation,
+            lease_ms,
+            flag(only_if_unheld),
+        )
         reply = as_list(await self._connection.call(Keys(run_id), "claim", *arguments))
         version = as_text(reply[3])
-        return Claim(
-            epoch=as_int(reply[0]),
-            finished_step=as_int(reply[1]),
-            durable_step=as_int(reply[2]),
+        return pb.ClaimPolicyResponse(
+            trainer_epoch=as_int(reply[0]),
+            last_finished_step=as_int(reply[1]),
+            last_durable_step=as_int(reply[2]),
             version=int(version) if version else None,
         )
 
@@ -93,10 +96,12 @@ class BatchStore:
         lease_s: float,
         wait_s: float,
         selection: Selection | None = None,
-    ) -> AcquireReply:
-        """Return the step's batch, binding one when it can. Raises FencedError, NotFoundError, InvalidArgumentError.
+    ) -> pb.AcquireBatchResponse | Candidates | None:
+        """Return the step's batch, of which only the id is filled in, binding one when it can; else why there is none.
 
         With a `selection`, what it says: an offer of ready groups, a wait, or exactly the chosen groups, all or none.
+        None asks for another call at once: stale groups were dropped. Raises FencedError, NotFoundError,
+        InvalidArgumentError.
         """
         lease_ms, wait_ms = int(lease_s * 1000), int(wait_s * 1000)
         arguments: tuple[Argument, ...] = (
@@ -112,40 +117,42 @@ class BatchStore:
         if selection is not None:
             arguments += (selection.mode, OFFERED_GROUPS, *selection.chosen)
         kind, *rest = as_list(await self._connection.call(Keys(run_id), "acquire", *arguments))
-        if as_text(kind) == "offer":
-            return AcquireReply(candidates=_candidates(rest))
-        if as_text(kind) == "bound":
-            return AcquireReply(batch_id=as_text(rest[0]), stage=Stage(as_text(rest[1])))
-        if as_text(kind) == "more":
-            return AcquireReply(more=True)
-        return AcquireReply(waiting_for=as_text(rest[0]), detail=as_text(rest[1]))
+        if kind == b"more":
+            return None
+        if kind == b"offer":
+            return _candidates(rest)
+        if kind == b"bound":
+            bound = batch_pb2.Batch(batch_id=as_text(rest[0]))
+            return pb.AcquireBatchResponse(batch=bound, stage=_stage(rest[1]))
+        return pb.AcquireBatchResponse(waiting_for=as_text(rest[0]))
 
-    async def batch(self, run_id: str, policy_id: str, *, epoch: int, step: int) -> BoundBatch:
-        """Return the batch bound to a step. Raises FencedError, NotFoundError."""
+    async def batch(self, run_id: str, policy_id: str, *, epoch: int, step: int) -> batch_pb2.Batch:
+        """Return the batch bound to a step: as it was sealed, or its groups' items in binding order without a digest
+        when nobody has sealed it yet. Raises FencedError, NotFoundError.
+        """
         reply = as_list(await self._connection.call(Keys(run_id), "batch", policy_id, epoch, step))
-        groups = [as_list(group) for group in reply[5:]]
-        return BoundBatch(
-            batch_id=as_text(reply[0]),
-            base_version=as_int(reply[1]),
-            stage=Stage(as_text(reply[2])),
-            manifest=as_bytes(reply[3]),
-            digest=as_bytes(reply[4]),
-            groups=tuple((as_text(group[0]), as_bytes(group[1])) for group in groups),
+        batch_id, base_version, manifest, *groups = reply
+        if manifest:
+            return batch_pb2.Batch.FromString(as_bytes(manifest))
+        batch = batch_pb2.Batch(
+            batch_id=as_text(batch_id), policy_id=policy_id, step=step, base_version=as_int(base_version)
         )
+        for items in groups:
+            batch.MergeFromString(as_bytes(items))
+        return batch
 
     async def seal(
         self,
         run_id: str,
         policy_id: str,
         *,
-        batch_id: str,
-        manifest: bytes,
-        digest: bytes,
+        batch: batch_pb2.Batch,
         staleness: Mapping[int, int],
     ) -> None:
         """Keep the manifest of a bound batch; the first one stays."""
+        arguments = (policy_id, batch.batch_id, batch.SerializeToString(), batch.digest)
         pairs: list[Argument] = [part for item in staleness.items() for part in item]
-        await self._connection.call(Keys(run_id), "seal", policy_id, batch_id, manifest, digest, *pairs)
+        await self._connection.call(Keys(run_id), "seal", *arguments, *pairs)
 
     async def ack(
         self,
@@ -156,11 +163,11 @@ class BatchStore:
         step: int,
         batch_id: str,
         digest: bytes,
-        stage: Stage,
-    ) -> Stage:
+        stage: pb.BatchStage.ValueType,
+    ) -> pb.BatchStage.ValueType:
         """Record a stage and return the one recorded now. Raises FencedError, ConflictError, NotFoundError."""
-        arguments = (policy_id, epoch, step, batch_id, digest, stage.value)
-        return Stage(as_text(await self._connection.call(Keys(run_id), "ack", *arguments)))
+        arguments = (policy_id, epoch, step, batch_id, digest, stage_name(stage))
+        return _stage(await self._connection.call(Keys(run_id), "ack", *arguments))
 
     async def nack(self, run_id: str, policy_id: str, *, epoch: int, step: int) -> int:
         """Return the step's groups to the ready set. Raises FencedError, PreconditionError once it was trained on."""
@@ -225,28 +232,33 @@ class VersionStore:
     async def publish(
         self,
         run_id: str,
-        policy_id: str,
         *,
-        version: int,
-        manifest_sha256: bytes,
-        step: int,
+        version: Version,
         epoch: int,
-        writer_epoch: int,
-        is_rollback: bool,
-        body: bytes,
-    ) -> StoredVersion:
+    ) -> Version:
         """Announce a version once. Raises FencedError, ConflictError, VersionGapError."""
-        kind = "1" if is_rollback else "0"
-        arguments = (policy_id, version, manifest_sha256.hex(), step, epoch, writer_epoch, kind, body)
-        reply = as_list(await self._connection.call(Keys(run_id), "publish", *arguments))
-        return StoredVersion(body=as_bytes(reply[1]), publish_ms=as_int(reply[0]))
+        body = Version()
+        body.CopyFrom(version)
+        body.ClearField("publish_time")
+        arguments = (
+            version.policy_id,
+            version.version,
+            version.manifest_sha256.hex(),
+            version.step,
+            epoch,
+            version.trainer_epoch,
+            flag(version.HasField("rollback_of")),
+            body.SerializeToString(deterministic=True),
+        )
+        publish_ms, stored = as_list(await self._connection.call(Keys(run_id), "publish", *arguments))
+        return _version(as_bytes(stored), as_int(publish_ms))
 
     async def newest(self, run_id: str, policy_id: str) -> int | None:
         """Return the newest announced number, or None before the first."""
         reply = as_text(await self._connection.raw("HGET", Keys(run_id).of("policy", policy_id), "version"))
         return int(reply) if reply else None
 
-    async def several(self, run_id: str, policy_id: str, numbers: Sequence[int]) -> list[StoredVersion]:
+    async def several(self, run_id: str, policy_id: str, numbers: Sequence[int]) -> list[Version]:
         """Return announced versions in the order asked, leaving out unknown ones."""
         if not numbers:
             return []
@@ -265,16 +277,16 @@ class VersionStore:
             if item is not None
         }
 
-    async def pin(self, run_id: str, policy_id: str, *, version: int, reason: str) -> StoredPin:
+    async def pin(self, run_id: str, policy_id: str, *, version: int, reason: str) -> Pin:
         """Keep a version. Raises NotFoundError for one that is not announced, PreconditionError for too many pins."""
         pin_ms = as_text(await self._connection.call(Keys(run_id), "pin", policy_id, version, reason))
-        return StoredPin(version=version, reason=reason, pin_ms=int(pin_ms))
+        return Pin(version=version, reason=reason, pin_time=timestamp(int(pin_ms)))
 
     async def unpin(self, run_id: str, policy_id: str, *, version: int) -> bool:
         """Remove a pin. Returns whether there was one."""
         return as_int(await self._connection.call(Keys(run_id), "unpin", policy_id, version)) == 1
 
-    async def pins(self, run_id: str, policy_id: str) -> list[StoredPin]:
+    async def pins(self, run_id: str, policy_id: str) -> list[Pin]:
         """Return the pins, newest version first."""
         stored = as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of("pins", policy_id)))
         return [_pin(version, stored[version]) for version in sorted(stored, key=int, reverse=True)]
@@ -288,11 +300,26 @@ def _candidates(fields: list[Reply]) -> Candidates:
     )
 
 
-def _stored_version(text: bytes) -> StoredVersion:
+def stage_name(stage: pb.BatchStage.ValueType) -> str:
+    """Return a stage as it is stored, counted and logged: `intent`, `trained` or `skipped`."""
+    return pb.BatchStage.Name(stage).removeprefix("BATCH_STAGE_").lower()
+
+
+def _stage(stored: Reply) -> pb.BatchStage.ValueType:
+    return pb.BatchStage.Value(f"BATCH_STAGE_{as_text(stored).upper() or 'UNSPECIFIED'}")
+
+
+def _stored_version(text: bytes) -> Version:
     publish_ms, _, body = text.split(b" ", 2)
-    return StoredVersion(body=body, publish_ms=int(publish_ms))
+    return _version(body, int(publish_ms))
 
 
-def _pin(version: str, stored: bytes) -> StoredPin:
+def _version(body: bytes, publish_ms: int) -> Version:
+    version = Version.FromString(body)
+    version.publish_time.CopyFrom(timestamp(publish_ms))
+    return version
+
+
+def _pin(version: str, stored: bytes) -> Pin:
     pin_ms, _, reason = stored.decode().partition(" ")
-    return StoredPin(version=int(version), reason=reason, pin_ms=int(pin_ms))
+    return Pin(version=int(version), reason=reason, pin_time=timestamp(int(pin_ms)))

@@ -10,14 +10,16 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
+from google.protobuf.json_format import ParseDict
+
+from astraflow.dataflow.v1 import run_pb2
+from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
 from astraflow.errors import ConflictError, NotFoundError
 from astraflow.rollout.v1.task_pb2 import Task
 from astraflow_dataflow.records import (
     Life,
     StoredEvaluation,
-    StoredNode,
-    StoredRun,
-    WeightFault,
+    timestamp,
 )
 from astraflow_dataflow.rules.window import Window
 from astraflow_dataflow.store.connection import (
@@ -33,6 +35,11 @@ from astraflow_dataflow.store.connection import (
 from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, Keys
 from astraflow_dataflow.store.tasks import flat
 
+RUN_STATES = {
+    Life.ACTIVE: run_pb2.RUN_STATE_ACTIVE,
+    Life.FINISHING: run_pb2.RUN_STATE_FINISHING,
+    Life.FINISHED: run_pb2.RUN_STATE_FINISHED,
+}
 _GONE = ("", "deleting")
 """States of a run that is not there, or not for long."""
 
@@ -45,43 +52,40 @@ class RunStore:
 
     async def create(
         self,
-        run_id: str,
+        run: run_pb2.Run,
         *,
-        recipe_yaml: str,
-        code: bytes,
-        store_uri: str,
         max_attempts: int,
         windows: Sequence[Window],
-    ) -> StoredRun:
+    ) -> run_pb2.Run:
         """Create the run, or return the stored one when it is equal. Raises ConflictError when it is not."""
-        digest = _digest(recipe_yaml.encode(), code, store_uri.encode())
+        code = run.code.SerializeToString(deterministic=True)
+        digest = _digest(run.recipe_yaml.encode(), code, run.store_uri.encode())
         limits: list[Argument] = []
         for window in windows:
             limits += [window.policy_id, window.groups, window.min_acceptance, window.smoothing]
             limits += [window.max_staleness, window.groups_per_step]
-        reply = await self._connection.call(
-            Keys(run_id), "create_run", run_id, digest, recipe_yaml, code, store_uri, max_attempts, *limits
-        )
+        arguments = (run.run_id, digest, run.recipe_yaml, code, run.store_uri, max_attempts)
+        reply = await self._connection.call(Keys(run.run_id), "create_run", *arguments, *limits)
         if as_text(as_list(reply)[1]) != digest:
             raise ConflictError(
-                f"run {run_id} exists with another recipe, code or store; choose another run name, or "
+                f"run {run.run_id} exists with another recipe, code or store; choose another run name, or "
                 "remove the old run's data"
             )
-        return await self.get(run_id)
+        return await self.get(run.run_id)
 
-    async def get(self, run_id: str) -> StoredRun:
+    async def get(self, run_id: str) -> run_pb2.Run:
         """Return a run. Raises NotFoundError."""
         names = ("recipe", "code", "store", "state", "create_ms")
         reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("run"), *names))
         if as_text(reply[3]) in _GONE:
             raise _no_run(run_id)
-        return StoredRun(
+        return run_pb2.Run(
             run_id=run_id,
             recipe_yaml=as_text(reply[0]),
-            code=as_bytes(reply[1]),
+            code=run_pb2.CodeBundle.FromString(as_bytes(reply[1])),
             store_uri=as_text(reply[2]),
-            life=Life(as_text(reply[3])),
-            create_ms=as_int(reply[4]),
+            state=RUN_STATES[Life(as_text(reply[3]))],
+            create_time=timestamp(as_int(reply[4])),
         )
 
     async def life(self, run_id: str) -> Life:
@@ -221,8 +225,8 @@ class NodeStore:
         """Return the bound of leases the node joined with; 0 when unknown."""
         return as_int(await self._connection.raw("HGET", Keys(run_id).of("node", node_id), "max_tasks"))
 
-    async def all(self, run_id: str) -> list[StoredNode]:
-        """Return the nodes by id."""
+    async def all(self, run_id: str, *, now_ms: int) -> list[NodeStatus]:
+        """Return the nodes by id; connected is who was heard of lately at `now_ms`."""
         keys = Keys(run_id)
         ids = sorted(
             as_text(item) for item in as_list(await self._connection.raw("SMEMBERS", keys.of("nodes")))
@@ -231,7 +235,7 @@ class NodeStore:
         for node_id in ids:
             fields = as_mapping(await self._connection.raw("HGETALL", keys.of("node", node_id)))
             leases = as_int(await self._connection.raw("SCARD", keys.of("node_leases", node_id)))
-            nodes.append(_node(node_id, fields, leases=leases))
+            nodes.append(_node(node_id, fields, leases=leases, now_ms=now_ms))
         return nodes
 
 
@@ -293,29 +297,30 @@ def _incarnation(value: int) -> str:
     return f"{value:020d}"
 
 
-def _node(node_id: str, fields: Mapping[str, bytes], *, leases: int) -> StoredNode:
-    serving = json.loads(fields.get("serving", b"{}"))
-    return StoredNode(
+def _node(node_id: str, fields: Mapping[str, bytes], *, leases: int, now_ms: int) -> NodeStatus:
+    node = NodeStatus(
         node_id=node_id,
         incarnation=as_int(fields.get("incarnation")),
         restarts=as_int(fields.get("restarts")),
-        max_tasks=as_int(fields.get("max_tasks")),
         leases=leases,
         episodes=as_int(fields.get("episodes")),
         trajectories=as_int(fields.get("trajectories")),
         tokens=as_int(fields.get("tokens")),
-        serving={str(policy): int(version) for policy, version in serving.items()},
-        seen_ms=as_int(fields.get("seen_ms")),
-        connected_until_ms=as_int(fields.get("connected_until")),
+        engine_restarts=as_int(fields.get("engine_restarts")),
+        serving_versions=json.loads(fields.get("serving", b"{}")),
+        last_seen_time=timestamp(as_int(fields.get("seen_ms"))),
+        connected=as_int(fields.get("connected_until")) > now_ms,
+        max_concurrent_tasks=as_int(fields.get("max_tasks")),
         waiting_for=as_text(fields.get("waiting_for")),
         region=as_text(fields.get("region")),
         pool=as_text(fields.get("pool")),
-        engines=tuple(filter(None, as_text(fields.get("engines")).split(","))),
-        engine_restarts=as_int(fields.get("engine_restarts")),
-        weight_faults=tuple(WeightFault(**fault) for fault in json.loads(fields.get("weight_faults", b"[]"))),
+        engines=filter(None, as_text(fields.get("engines")).split(",")),
         drain_reason=as_text(fields.get("drain")),
-        join_ms=as_int(fields.get("join_ms")),
+        join_time=timestamp(as_int(fields["join_ms"])) if "join_ms" in fields else None,
     )
+    for fault in json.loads(fields.get("weight_faults", b"[]")):
+        ParseDict(fault, node.weight_faults.add())
+    return node
 
 
 def _evaluation(evaluation_id: str, fields: Mapping[str, bytes]) -> StoredEvaluation:
@@ -331,6 +336,5 @@ def _evaluation(evaluation_id: str, fields: Mapping[str, bytes]) -> StoredEvalua
         failed=as_int(fields.get("failed")),
         samples=as_int(fields.get("samples")),
         reward_sum=float(fields.get("sum", b"0")),
-        create_ms=as_int(fields.get("create_ms")),
         complete_ms=as_int(fields.get("complete_ms")),
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 
+from astraflow.chat import message_to_proto
 from astraflow.errors import PluginError
 from astraflow.plugins import Curator, Dataset, TaskSpec
 from astraflow.rollout.v1 import task_pb2
@@ -171,7 +172,7 @@ def new_task(
     """Return the contract's form of a data set's task. Raises PluginError when it breaks the contract's bounds."""
     message = task_pb2.Task(
         task_id=task_id or spec.task_id,
-        messages=[task_pb2.Message(role=message.role, content=message.content) for message in spec.messages],
+        messages=map(message_to_proto, spec.messages),
         data_json=_json(spec),
         purpose=purpose,
         group_size=group_size,

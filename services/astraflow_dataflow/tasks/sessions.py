@@ -12,12 +12,13 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
+
+from google.protobuf.json_format import MessageToDict
 
 from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError, UnavailableError
-from astraflow_dataflow.records import Event, Life, Offer, WeightFault
+from astraflow_dataflow.records import Event, Life, Offer
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
@@ -75,7 +76,7 @@ class WorkSession:
         self._num_sent = 0
         """Leases sent on this stream."""
         self._serving: dict[str, int] = {}
-        self._faults: list[WeightFault] = []
+        self._faults: list[version_pb2.WeightFault] = []
         self._announced: dict[str, int] = {}
         self._lost: list[str] = []
         self._drained = False
@@ -193,21 +194,25 @@ class WorkSession:
 
     def _weight_faults(self, reported: Sequence[version_pb2.WeightFault]) -> str:
         """What is kept of a node's faults; each new one is logged once."""
-        faults = [
-            WeightFault(
-                policy_id=fault.policy_id[: _MAX_FAULT_TEXT["policy_id"]],
-                version=fault.version,
-                tensor=fault.tensor[: _MAX_FAULT_TEXT["tensor"]],
-                tile=fault.tile if fault.HasField("tile") else None,
-                problem=fault.problem[: _MAX_FAULT_TEXT["problem"]],
-            )
-            for fault in reported
-        ]
-        for fault in faults:
-            if fault not in self._faults:
-                log.error("node.weight_fault", node_id=self._node_id, **asdict(fault))
+        faults = []
+        for fault in reported:
+            kept = version_pb2.WeightFault()
+            kept.CopyFrom(fault)
+            for name, limit in _MAX_FAULT_TEXT.items():
+                setattr(kept, name, getattr(fault, name)[:limit])
+            faults.append(kept)
+            if kept not in self._faults:
+                log.error(
+                    "node.weight_fault",
+                    node_id=self._node_id,
+                    policy_id=kept.policy_id,
+                    version=kept.version,
+                    tensor=kept.tensor,
+                    tile=kept.tile if kept.HasField("tile") else None,
+                    problem=kept.problem,
+                )
         self._faults = faults
-        return json.dumps([asdict(fault) for fault in faults])
+        return json.dumps([MessageToDict(fault, preserving_proto_field_name=True) for fault in faults])
 
     async def _renew(self, lease_ids: list[str]) -> None:
         _require_few(lease_ids)

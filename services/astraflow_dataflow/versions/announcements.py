@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import version_pb2
 from astraflow.errors import InvalidArgumentError
-from astraflow_dataflow.records import StoredVersion
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
 from astraflow_kit import failpoints
@@ -40,26 +37,13 @@ class Versions:
         """Announce a version for the trainer of `epoch`. Raises FencedError, ConflictError, InvalidArgumentError."""
         _require_sane(version)
         context.require_policy(version.policy_id)
-        stored = version_pb2.Version()
-        stored.CopyFrom(version)
-        stored.ClearField("publish_time")
-        announced = await self.store.versions.publish(
-            context.run_id,
-            version.policy_id,
-            version=version.version,
-            manifest_sha256=version.manifest_sha256,
-            step=version.step,
-            epoch=epoch,
-            writer_epoch=version.trainer_epoch,
-            is_rollback=version.HasField("rollback_of"),
-            body=stored.SerializeToString(deterministic=True),
-        )
+        announced = await self.store.versions.publish(context.run_id, version=version, epoch=epoch)
         failpoints.hit("dataflow.published")
         context.newest_versions[version.policy_id] = max(
             context.newest_versions.get(version.policy_id, -1), version.version
         )
         log.info("version.announced", policy_id=version.policy_id, version=version.version, step=version.step)
-        return version_message(announced)
+        return announced
 
     async def newest(self, context: RunContext) -> list[version_pb2.Version]:
         """Return the newest announced version of each policy that has one."""
@@ -76,16 +60,8 @@ class Versions:
         if newest is None or newest == known:
             return []
         first = newest if known is None else known + 1
-        return await self.several(context, policy_id, range(first, newest + 1))
-
-    async def several(
-        self, context: RunContext, policy_id: str, numbers: Sequence[int]
-    ) -> list[version_pb2.Version]:
-        """Return announced versions in the order asked."""
-        return [
-            version_message(item)
-            for item in await self.store.versions.several(context.run_id, policy_id, numbers)
-        ]
+        numbers = range(first, newest + 1)
+        return await self.store.versions.several(context.run_id, policy_id, numbers)
 
     async def watch(
         self, context: RunContext, policy_ids: Sequence[str]
@@ -99,15 +75,6 @@ class Versions:
                         known[policy_id] = version.version
                         yield version
                 await news.wait(_LOOK_AGAIN_S)
-
-
-def version_message(stored: StoredVersion) -> version_pb2.Version:
-    """Return the contract's form of an announced version."""
-    publish_time = Timestamp()
-    publish_time.FromMilliseconds(stored.publish_ms)
-    version = version_pb2.Version.FromString(stored.body)
-    version.publish_time.CopyFrom(publish_time)
-    return version
 
 
 def _require_sane(version: version_pb2.Version) -> None:

@@ -35,16 +35,8 @@ class EngineCommand:
 
     def argv(self, *, model_dir: Path, version: int, port: int) -> list[str]:
         """The whole command for one start."""
-        common = [
-            "--model-path",
-            str(model_dir),
-            "--host",
-            LOOPBACK,
-            "--port",
-            str(port),
-            "--weight-version",
-            str(version),
-        ]
+        common = ["--model-path", str(model_dir), "--host", LOOPBACK, "--port", str(port)]
+        common += ["--weight-version", str(version)]
         own = self._embedded_args() if self.kind == EMBEDDED_ENGINE else self._sglang_args()
         return [str(self.python), "-m", *own[:1], *common, *own[1:], *self.extra_args]
 
@@ -54,13 +46,8 @@ class EngineCommand:
         return {**inherited, **threads}
 
     def _embedded_args(self) -> list[str]:
-        args = [
-            "astraflow_engine",
-            "--max-running-requests",
-            str(self.max_running_requests),
-            "--seed",
-            str(self.seed),
-        ]
+        args = ["astraflow_engine", "--seed", str(self.seed)]
+        args += ["--max-running-requests", str(self.max_running_requests)]
         return [*args, *(["--num-threads", str(self.num_threads)] if self.num_threads else [])]
 
     def _sglang_args(self) -> list[str]:

@@ -88,12 +88,11 @@ async def _first_answer(client: AsyncClient, run_id: str, *, patience_s: float) 
 
 
 async def _ask(client: AsyncClient, run_id: str, *, timeout_s: float) -> run_pb2.Run:
-    request = run_service_pb2.GetRunRequest(run_id=run_id)
+    request, once = run_service_pb2.GetRunRequest(run_id=run_id), RetryPolicy(total_s=0)
     with _suggesting_fixes(client):
+        await client.server_info(timeout_s=timeout_s, retry=once)
         try:
-            answer = await client.call(
-                client.runs.GetRun, request, timeout_s=timeout_s, retry=RetryPolicy(total_s=0)
-            )
+            answer = await client.call(client.runs.GetRun, request, timeout_s=timeout_s, retry=once)
         except NotFoundError as error:
             if run_id:
                 raise

@@ -5,7 +5,7 @@ batch. Invariant: a group whose rewards are all equal gets advantages of exactly
 is subtracted, and is flagged. Called by the training step once per batch.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -37,12 +37,13 @@ def compute_advantages(
     rewards: Sequence[float] | FloatArray,
     *,
     group_keys: Sequence[Hashable],
-    settings: AdvantageSettings,
+    settings: AdvantageSettings | Callable[[FloatArray], FloatArray],
 ) -> Advantages:
     """Advantages of a whole batch. Raises ValueError when keys and rewards differ in number or a reward is
     not finite.
 
-    `group_keys[i]` names the group of `rewards[i]`; members need not be adjacent.
+    `group_keys[i]` names the group of `rewards[i]`; members need not be adjacent. Settings may be a function of all
+    rewards.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if len(values) != len(group_keys):
@@ -54,10 +55,16 @@ def compute_advantages(
     zero_variance = np.zeros(len(values), dtype=bool)
     for members, is_flat in zip(groups, flat, strict=True):
         zero_variance[members] = is_flat
-    centred = values - _baselines(values, groups=groups, baseline=settings.baseline)
-    scaled = centred / _scales(values, groups=groups, settings=settings)
+    if isinstance(settings, AdvantageSettings):
+        centred = values - _baselines(values, groups=groups, baseline=settings.baseline)
+        advantages = centred / _scales(values, groups=groups, settings=settings)
+    else:
+        advantages = settings(values)
     return Advantages(
-        values=scaled, zero_variance=zero_variance, num_groups=len(groups), num_zero_variance_groups=sum(flat)
+        values=advantages,
+        zero_variance=zero_variance,
+        num_groups=len(groups),
+        num_zero_variance_groups=sum(flat),
     )
 
 

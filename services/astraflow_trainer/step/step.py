@@ -8,19 +8,20 @@ schedule untouched. Called by the trainer's loop.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
 import torch
 
-from astraflow.algorithm import AlgorithmSettings, KlReference, ProximalAnchor
+from astraflow.algorithm import AdvantageSettings, AlgorithmSettings, KlReference, ProximalAnchor
 from astraflow_trainer.batches.packing import MicroBatch, filler, pack
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.model import PolicyModel, TokenScores
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
-from astraflow_trainer.step.advantages import compute_advantages
+from astraflow_trainer.step.advantages import FloatArray, compute_advantages
 from astraflow_trainer.step.losses import (
     LossInputs,
     LossMetrics,
@@ -31,6 +32,7 @@ from astraflow_trainer.step.losses import (
     resolve_region,
     token_weights,
 )
+from astraflow_trainer.step.plugins import StepPlugins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class StepSettings:
     """How a batch becomes a step."""
 
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
+    plugins: StepPlugins = field(default_factory=StepPlugins)
+    """What the algorithm names of the recipe's own."""
     tokens_per_microbatch: int = 8192
     """Positions of one forward pass, padding included."""
     lane_tokens: int | None = None
@@ -132,7 +136,7 @@ def train_step(
     if plan.counts.num_tokens == 0:
         return _metrics(plan, optimizer=optimizer, skip_reason=SkipReason.NO_SIGNAL)
     learning_rate = optimizer.learning_rate
-    computed = _compute(policy, plan=plan, settings=settings.algorithm, ranks=ranks, reference=reference)
+    computed = _compute(policy, plan=plan, settings=settings, ranks=ranks, reference=reference)
     loss = computed.statistics.metrics()
     gradient_norm = optimizer.gradient_norm()
     skip_reason = _guard(loss.loss, gradient_norm=gradient_norm)
@@ -163,8 +167,11 @@ def _plan(rows: Sequence[TrainingRow], *, settings: StepSettings, ranks: Ranks) 
     keys = torch.tensor([_group_key(row.group_id) for row in rows], dtype=torch.int64)
     # A group may be spread over ranks, and so may a batch-wide baseline: all ranks normalise all rewards.
     all_rewards = ranks.gather(rewards)
+    all_keys = ranks.gather(keys).tolist()
     all_advantages = compute_advantages(
-        all_rewards.numpy(), group_keys=ranks.gather(keys).tolist(), settings=algorithm.advantage
+        all_rewards.numpy(),
+        group_keys=all_keys,
+        settings=_advantage(rows, settings=settings, group_keys=all_keys, ranks=ranks),
     )
     mine = _slice_of_rank(len(rows), ranks=ranks)
     advantages = torch.from_numpy(all_advantages.values[mine])
@@ -189,6 +196,18 @@ def _plan(rows: Sequence[TrainingRow], *, settings: StepSettings, ranks: Ranks) 
     )
 
 
+def _advantage(
+    rows: Sequence[TrainingRow], *, settings: StepSettings, group_keys: list[int], ranks: Ranks
+) -> AdvantageSettings | Callable[[FloatArray], FloatArray]:
+    """The settings, or the recipe's own advantage over the rows of all ranks. A collective."""
+    own = settings.plugins.advantage
+    if own is None:
+        assert isinstance(settings.algorithm.advantage, AdvantageSettings), "make the plug-in and pass it"
+        return settings.algorithm.advantage
+    lengths = ranks.gather(torch.tensor([row.num_trained_tokens for row in rows], dtype=torch.int64))
+    return partial(own.of, groups=group_keys, lengths=lengths.tolist())
+
+
 def _group_key(group_id: str) -> int:
     """A number that names the group on every rank; collectives carry no text."""
     return int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "little", signed=True)
@@ -211,13 +230,14 @@ def _compute(
     policy: PolicyModel,
     *,
     plan: _Plan,
-    settings: AlgorithmSettings,
+    settings: StepSettings,
     ranks: Ranks,
     reference: PolicyModel | None,
 ) -> _Computed:
     """Forward and backward of all micro-batches; the gradient is left on the model's parameters."""
-    first = _first_pass(policy, plan=plan, settings=settings)
-    region = resolve_region(
+    algorithm = settings.algorithm
+    first = _first_pass(policy, plan=plan, settings=algorithm)
+    region = settings.plugins.loss or resolve_region(
         torch.cat([scores.logprob_N for scores in first]) if first else torch.zeros(0),
         behavior_N=torch.cat([batch.behavior_logprob_N for batch in plan.batches])
         if first
@@ -225,7 +245,7 @@ def _compute(
         advantage_N=torch.cat([plan.advantage_R[batch.row_N] for batch in plan.batches])
         if first
         else torch.zeros(0),
-        settings=settings,
+        settings=algorithm,
         ranks=ranks,
     )
     statistics = LossStatistics.empty()
@@ -235,7 +255,7 @@ def _compute(
         inputs = _loss_inputs(
             batch, plan=plan, scores=scores, proximal=first[number] if first else None, reference=reference
         )
-        loss, part = policy_loss(scores.logprob_N, inputs=inputs, region=region, settings=settings)
+        loss, part = policy_loss(scores.logprob_N, inputs=inputs, region=region, settings=algorithm)
         # FSDP averages gradients over ranks; the step's loss is their sum.
         (loss * ranks.size).backward()
         statistics = statistics + part

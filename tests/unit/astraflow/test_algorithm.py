@@ -12,7 +12,7 @@ from astraflow.algorithm import (
     AlgorithmSettings,
     AnyAdvantage,
     BehaviorAnchor,
-    Loss,
+    LossSettings,
     M2po,
     PpoClip,
     ProximalAnchor,
@@ -51,7 +51,7 @@ def test_an_advantage_by_name_has_its_published_form(name: str) -> None:
 
 
 def test_no_name_is_left_out() -> None:
-    assert (_kinds(Loss), _kinds(AnyAdvantage)) == (set(PUBLISHED), set(ADVANTAGES))
+    assert (_kinds(LossSettings), _kinds(AnyAdvantage)) == (set(PUBLISHED), set(ADVANTAGES))
 
 
 def test_without_settings_it_is_the_authors_m2po_over_tokens() -> None:
@@ -96,7 +96,7 @@ def test_the_docs_table_has_every_loss_with_its_defaults() -> None:
     rows = re.findall(
         r"^\| `(\w+)`(?: \(default\))? \| ([\w ,.]*?) ?\| ", text.split("| Loss |")[1], re.MULTILINE
     )
-    members: list[type[BaseModel]] = list(get_args(Loss))
+    members: list[type[BaseModel]] = list(get_args(LossSettings))
     expected = [
         (
             fields["kind"].default,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from astraflow_engine.api import (
-    AbortOrder,
+    AbortRequest,
     GenerateBatch,
     ModelLimits,
     parse_abort,
@@ -253,7 +253,7 @@ def test_an_unknown_pause_mode_is_refused() -> None:
     ],
 )
 def test_an_abort_means_the_request_and_all_its_samples(body: dict[str, object], aborted: list[str]) -> None:
-    order: AbortOrder = parse_abort(body)
+    order: AbortRequest = parse_abort(body)
     requests = [*parse(sampling_params={"n": 2}, rid="a").requests, *parse(rid="b").requests]
     assert [request.rid for request in requests if order.matches(request)] == aborted
 

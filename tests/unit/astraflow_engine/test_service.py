@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_engine.api import AbortOrder, WeightUpdate
+from astraflow_engine.api import AbortRequest, WeightUpdate
 from astraflow_engine.core import EngineCore
 from astraflow_engine.errors import (
     CacheInUse,
@@ -150,9 +150,9 @@ async def test_an_update_may_abort_what_runs(service: EngineService, folder: Pat
 
 async def test_an_abort_without_a_name_means_nothing(service: EngineService) -> None:
     async with held(service):
-        await service.abort(AbortOrder(rid="", abort_all=False))
+        await service.abort(AbortRequest(rid="", abort_all=False))
         assert await live(service) == 1
-        await service.abort(AbortOrder(rid="", abort_all=True))
+        await service.abort(AbortRequest(rid="", abort_all=True))
 
 
 async def test_a_flush_waits_for_an_idle_engine_as_long_as_it_may(service: EngineService) -> None:

@@ -57,7 +57,7 @@ def test_a_refused_request_does_not_disturb_the_others(worker: EngineWorker) -> 
     assert len(answer(first).tokens) == 6
 
 
-def test_an_order_s_error_belongs_to_who_gave_it(worker: EngineWorker) -> None:
+def test_a_command_s_error_belongs_to_its_sender(worker: EngineWorker) -> None:
     def broken(core: EngineCore) -> None:
         raise KeyError("mine")
 
@@ -66,7 +66,7 @@ def test_an_order_s_error_belongs_to_who_gave_it(worker: EngineWorker) -> None:
     assert len(answer(worker.submit(greedy("after"))).tokens) == 6
 
 
-def test_orders_take_effect_in_order(worker: EngineWorker) -> None:
+def test_commands_take_effect_in_order(worker: EngineWorker) -> None:
     paused = worker.pause(PauseMode.IN_PLACE)
     request = worker.submit(greedy("held"))
     live = worker.call(lambda core: core.num_live)
@@ -115,7 +115,7 @@ def test_stopping_refuses_what_is_in_progress_and_what_comes_later(worker: Engin
             future.result(DEADLINE_S)
 
 
-def test_more_than_the_mailbox_holds_is_refused_at_once(make_worker: Callable[..., EngineWorker]) -> None:
+def test_more_than_the_queue_holds_is_refused_at_once(make_worker: Callable[..., EngineWorker]) -> None:
     worker = make_worker(max_in_flight=3)
     futures = [worker.submit(greedy(str(index))) for index in range(5)]
     for future in futures[3:]:

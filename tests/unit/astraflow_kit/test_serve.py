@@ -181,6 +181,25 @@ def echo(channel: grpc.aio.Channel, *, service: str = ECHO) -> Callable[..., Awa
     return call
 
 
+def chatting(channel: grpc.aio.Channel, *, service: str = ECHO) -> Any:
+    """An open stream; its messages are the test's to write and read."""
+    chat: Any = channel.stream_stream(
+        f"/{service}/Chat",
+        request_serializer=StringValue.SerializeToString,
+        response_deserializer=StringValue.FromString,
+    )
+    return chat(timeout=20)
+
+
+def logged() -> Callable[[str], list[dict[str, Any]]]:
+    """Log to memory from now on; gives the lines whose event has this word."""
+    lines = io.StringIO()
+    log.configure("test", log_format="json", stream=lines)
+    return lambda word: [
+        line for line in map(json.loads, lines.getvalue().splitlines()) if word in line["event"]
+    ]
+
+
 async def refusal(call: Awaitable[object]) -> tuple[errors.AstraflowError, grpc.aio.AioRpcError]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
@@ -220,17 +239,14 @@ async def test_retry_info_survives_and_long_messages_are_cut() -> None:
 
 
 async def test_a_defect_is_internal_without_its_text_and_logged_under_the_correlation_id() -> None:
-    lines = io.StringIO()
-    log.configure("test", log_format="json", stream=lines)
+    lines = logged()
     async with serving() as (_, channel):
         metadata = ((CORRELATION_METADATA, "abc-123"),)
         error, raw = await refusal(echo(channel)(StringValue(value="crash"), timeout=5, metadata=metadata))
     assert type(error) is errors.InternalError
     assert error.metadata["correlation_id"] == "abc-123"
     assert "42" not in f"{error.message}{raw.details()}{raw.trailing_metadata()!r}"
-    crash = next(
-        line for line in map(json.loads, lines.getvalue().splitlines()) if line["event"] == "rpc.crashed"
-    )
+    [crash] = lines("rpc.crashed")
     assert crash["correlation_id"] == "abc-123"
     assert "the secret is 42" in crash["exception"]
 
@@ -246,11 +262,7 @@ async def test_an_unusable_correlation_id_is_replaced(unusable: str) -> None:
 async def test_a_stream_is_served_and_its_error_is_typed() -> None:
     servicer = EchoServicer()
     async with serving(servicer=servicer) as (_, channel):
-        call: Any = channel.stream_stream(
-            f"/{ECHO}/Chat",
-            request_serializer=StringValue.SerializeToString,
-            response_deserializer=StringValue.FromString,
-        )(timeout=5)
+        call = chatting(channel)
         await call.write(StringValue(value="one"))
         assert (await call.read()).value == "one"
         await call.write(StringValue(value="fenced"))
@@ -262,11 +274,7 @@ async def test_a_stream_is_served_and_its_error_is_typed() -> None:
 async def test_a_cancelled_stream_ends_its_servicer_and_is_counted() -> None:
     servicer, metrics = EchoServicer(), Metrics()
     async with serving(servicer=servicer, metrics=metrics) as (_, channel):
-        call: Any = channel.stream_stream(
-            f"/{ECHO}/Chat",
-            request_serializer=StringValue.SerializeToString,
-            response_deserializer=StringValue.FromString,
-        )(timeout=5)
+        call = chatting(channel)
         await call.write(StringValue(value="one"))
         await call.read()
         await call.write(StringValue(value="wait"))
@@ -353,11 +361,7 @@ async def test_an_unknown_rpc_is_told_what_this_server_has() -> None:
 async def test_an_rpc_that_the_contract_declares_missing_names_what_is_missing() -> None:
     async with serving() as (_, channel):
         error, _ = await refusal(echo(channel, service=LATER)(StringValue(), timeout=5))
-        chat: Any = channel.stream_stream(
-            f"/{LATER}/Chat",
-            request_serializer=StringValue.SerializeToString,
-            response_deserializer=StringValue.FromString,
-        )(timeout=5)
+        chat = chatting(channel, service=LATER)
         streamed, _ = await refusal(chat.read())
     for refused in (error, streamed):
         assert type(refused) is errors.UnimplementedError
@@ -425,15 +429,11 @@ async def test_a_long_message_in_any_script_arrives_in_part() -> None:
 
 
 async def test_a_reason_that_the_contract_does_not_list_is_logged() -> None:
-    lines = io.StringIO()
-    log.configure("test", log_format="json", stream=lines)
+    lines = logged()
     async with serving() as (_, channel):
         await refusal(echo(channel)(StringValue(value="full"), timeout=5))  # every rpc may answer this one
         await refusal(echo(channel)(StringValue(value="fenced"), timeout=5))
-    undeclared = [
-        line for line in map(json.loads, lines.getvalue().splitlines()) if "undeclared" in line["event"]
-    ]
-    assert [line["reason"] for line in undeclared] == ["FENCED"]
+    assert [line["reason"] for line in lines("undeclared")] == ["FENCED"]
 
 
 async def test_a_taken_port_is_refused_with_holder_and_remedy() -> None:
@@ -452,11 +452,7 @@ async def test_a_taken_port_is_refused_with_holder_and_remedy() -> None:
 async def test_stop_lets_an_open_stream_go_and_run_returns() -> None:
     async with serving() as (server, channel):
         running = asyncio.create_task(server.run())
-        call: Any = channel.stream_stream(
-            f"/{ECHO}/Chat",
-            request_serializer=StringValue.SerializeToString,
-            response_deserializer=StringValue.FromString,
-        )(timeout=20)
+        call = chatting(channel)
         await call.write(StringValue(value="one"))
         await call.read()
         await server.stop(deadline_s=0.2)

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from astraflow.dataflow.v1 import run_pb2
-from astraflow.errors import InvalidArgumentError, NotFoundError, RecipeError, UnavailableError
+from astraflow.errors import (
+    IncompatibleError,
+    InvalidArgumentError,
+    NotFoundError,
+    RecipeError,
+    UnavailableError,
+)
 from astraflow.recipe_file import CodeFile, bundle_digest
 from astraflow_trainer.joined_run import JoinedRun, join_run
 from support.scripted_batches import ScriptedBatches, serving
@@ -49,6 +55,13 @@ def test_the_run_brings_its_recipe_its_store_and_its_only_policy(tmp_path: Path)
 
 def test_a_run_can_be_named(tmp_path: Path) -> None:
     assert _join(ScriptedBatches(), tmp_path, run_id="run-7").run_id == "run-7"
+
+
+def test_a_server_of_other_contracts_is_refused(tmp_path: Path) -> None:
+    script = ScriptedBatches()
+    script.info.oldest_contract_version = script.info.contract_version = 99
+    with pytest.raises(IncompatibleError, match=r"speaks contract version 99, .* update the client"):
+        _join(script, tmp_path)
 
 
 def test_one_of_several_policies_must_be_named(tmp_path: Path) -> None:

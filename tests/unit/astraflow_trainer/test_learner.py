@@ -17,6 +17,7 @@ from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.model.model import Qwen3Shape, build_causal_lm, save_causal_lm
 from astraflow_trainer.ranks.group import join_rank_group
 from astraflow_trainer.settings import RankSettings
+from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import Outcome
 from astraflow_weights.codec.shards import ShardedModel
 from support.scripted_dataflow import RECIPE
@@ -48,6 +49,7 @@ class Bench:
     def learner(self, *overrides: str) -> PolicyLearner:
         return PolicyLearner(
             _policy("trainer.optimizer.warmup_steps=0", *overrides),
+            plugins=StepPlugins(),
             model_dir=self.model_dir,
             checkpoint_dir=self.checkpoint_dir,
             group=join_rank_group(RankSettings(), timeout_s=1.0),

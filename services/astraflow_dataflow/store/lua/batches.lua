@@ -198,18 +198,17 @@ local function acquire(keys, a)
   return { 'bound', bind(P, policy, step, base, take(P, policy, wanted, chosen), tonumber(a[7])), '' }
 end
 
--- batch: policy, epoch, step. Read only. Returns { id, base, stage, manifest or '', digest or '' }, then { gid, items } of its groups when
--- there is no manifest yet.
+-- batch: policy, epoch, step. Read only. Returns { id, base, manifest or '' }, then the items of its groups when there is no manifest yet.
 local function batch(keys, a)
   local P, policy = keys[1], a[1]
   local refusal = fenced(P, policy, a[2])
   if refusal then return refusal end
   local id = call('HGET', K.steps(P, policy), a[3])
   if not id then return unbound(P, policy, a[3]) end
-  local f = call('HMGET', K.batch(P, id), 'base', 'stage', 'manifest', 'digest', 'groups')
-  local out = { id, f[1], f[2], f[3] or '', f[4] or '' }
-  if not f[3] then
-    for _, gid in ipairs(split(f[5])) do out[#out + 1] = { gid, call('HGET', K.group(P, gid), 'items') } end
+  local f = call('HMGET', K.batch(P, id), 'base', 'manifest', 'groups')
+  local out = { id, f[1], f[2] or '' }
+  if not f[2] then
+    for _, gid in ipairs(split(f[3])) do out[#out + 1] = call('HGET', K.group(P, gid), 'items') end
   end
   return out
 end

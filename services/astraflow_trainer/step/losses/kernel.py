@@ -26,6 +26,8 @@ from astraflow.algorithm import (
     PpoClip,
     ProximalAnchor,
 )
+from astraflow.plugin_settings import PluginSettings
+from astraflow.plugins import TrainedTokens
 from astraflow_trainer.ranks.reductions import Ranks
 from astraflow_trainer.step.losses.kl import kl_estimate
 from astraflow_trainer.step.losses.second_moment import (
@@ -36,13 +38,15 @@ from astraflow_trainer.step.losses.second_moment import (
     water_filling_bounds,
 )
 from astraflow_trainer.step.losses.statistics import LossStatistics
+from astraflow_trainer.step.plugins import PluginLoss
 
 # exp(±20) is 5e8 and 2e-9: beyond any ratio worth weighing, well inside float32.
 _MAX_LOG_RATIO = 20.0
 _MAX_SEQUENCE_LOG_RATIO = 10.0
 
-StepRegion: TypeAlias = NoTrustRegion | PpoClip | DualClip | MaskAbove | Gspo | Cispo
-"""A trust region whose bounds are known: what `resolve_region` makes of the settings'."""
+TrustRegion: TypeAlias = NoTrustRegion | PpoClip | DualClip | MaskAbove | Gspo | Cispo
+StepRegion: TypeAlias = TrustRegion | PluginLoss
+"""A trust region whose bounds are known: what `resolve_region` makes of the settings', or the recipe's own loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,6 +94,8 @@ def resolve_region(
             return sorted_suffix_bounds(ranks.gather(squared[away]), region=region)
         case M2poMask():
             return mask_threshold(ranks.gather(squared), region=region)
+        case PluginSettings():
+            raise ValueError(f"make the loss {region.use!r} and pass it as the region")
         case _:
             return region
 
@@ -102,7 +108,10 @@ def policy_loss(
     log_ratio = _log_ratio(logprob_N, anchor_N=anchor_N)
     if isinstance(region, Gspo):
         log_ratio = _sequence_log_ratio(log_ratio, inputs=inputs)
-    surrogate = _surrogate(logprob_N, log_ratio, advantage_N=inputs.advantage_N, region=region)
+    if isinstance(region, PluginLoss):
+        surrogate = region.of(_trained_tokens(logprob_N, anchor_N=anchor_N, inputs=inputs))
+    else:
+        surrogate = _surrogate(logprob_N, log_ratio, advantage_N=inputs.advantage_N, region=region)
     loss_N = surrogate * anchor_weight_N
     kl_N = _kl(logprob_N, inputs=inputs, settings=settings)
     if kl_N is not None and settings.kl is not None:
@@ -148,8 +157,19 @@ def _sequence_log_ratio(log_ratio_N: torch.Tensor, *, inputs: LossInputs) -> tor
     return means[inputs.row_N] + log_ratio_N - log_ratio_N.detach()
 
 
+def _trained_tokens(logprob_N: torch.Tensor, *, anchor_N: torch.Tensor, inputs: LossInputs) -> TrainedTokens:
+    return TrainedTokens(
+        logprob=logprob_N,
+        anchor_logprob=anchor_N,
+        behavior_logprob=inputs.behavior_N,
+        advantage=inputs.advantage_N,
+        row=inputs.row_N,
+        num_rows=inputs.num_rows,
+    )
+
+
 def _surrogate(
-    logprob_N: torch.Tensor, log_ratio_N: torch.Tensor, *, advantage_N: torch.Tensor, region: StepRegion
+    logprob_N: torch.Tensor, log_ratio_N: torch.Tensor, *, advantage_N: torch.Tensor, region: TrustRegion
 ) -> torch.Tensor:
     """Loss per token before aggregation."""
     ratio = log_ratio_N.exp()
@@ -194,7 +214,7 @@ def _cut(
             return ratio > max_ratio, ratio < min_ratio, none
         case MaskAbove(threshold=threshold):
             return none, none, log_ratio.double().square() >= threshold
-        case NoTrustRegion():
+        case NoTrustRegion() | PluginLoss():
             return none, none, none
 
 

@@ -64,7 +64,6 @@ def stored(
         failed=0,
         samples=0,
         reward_sum=0.0,
-        create_ms=0,
         complete_ms=0,
     )
 

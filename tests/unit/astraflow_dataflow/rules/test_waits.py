@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from astraflow_dataflow.records import Audit, Life, Refused, StoredEvaluation, StoredNode, WeightFault
+from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
+from astraflow.dataflow.v1.version_pb2 import WeightFault
+from astraflow_dataflow.records import Audit, Life, Refused, StoredEvaluation
 from astraflow_dataflow.rules.faults import PluginFault
 from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
-from support.dataflow_snapshots import AUDIT, EVALUATION, NODE, POLICY
+from support.dataflow_snapshots import AUDIT, EVALUATION, NODE, POLICY, node
 
 
 def reasons(
-    audit: Audit, *nodes: StoredNode, evaluations: tuple[StoredEvaluation, ...] = (), **more: Any
+    audit: Audit, *nodes: NodeStatus, evaluations: tuple[StoredEvaluation, ...] = (), **more: Any
 ) -> list[tuple[str, str]]:
     """(stage, reason) of what waits."""
     waits = current_waits(audit, nodes, evaluations, **more)
@@ -36,7 +38,7 @@ def test_nothing_waits_when_all_flows() -> None:
 
 
 def test_each_reason_has_its_name() -> None:
-    gone = dataclasses.replace(NODE, connected_until_ms=999)
+    gone = node(connected=False)
     empty = dataclasses.replace(AUDIT, queued_tasks=0)
     assert reasons(AUDIT, gone) == [("lease", "no_node")]
     assert reasons(with_policy(version=None), NODE) == [("lease", "no_version")]
@@ -74,7 +76,7 @@ def test_a_full_window_names_the_next_thing_that_leads_to_room(changes: dict[str
 
 
 def test_an_evaluation_waits_while_no_connected_node_serves_its_version() -> None:
-    elsewhere = dataclasses.replace(NODE, serving={"p": 1})
+    elsewhere = node(serving_versions={"p": 1})
     assert reasons(AUDIT, NODE, evaluations=(EVALUATION,)) == []
     assert reasons(AUDIT, elsewhere, evaluations=(EVALUATION,)) == [("evaluate", "no_node_at_version")]
 
@@ -128,7 +130,7 @@ def test_tasks_that_every_connected_node_refused_wait_for_a_capable_one() -> Non
 
 def test_a_policy_whose_bytes_a_node_cannot_verify_waits_to_be_activated() -> None:
     fault = WeightFault(policy_id="solver", version=5, tensor="w", tile=3, problem="its parts are damaged")
-    faulty = [dataclasses.replace(NODE, node_id=name, weight_faults=(fault,)) for name in ("n1", "n2")]
+    faulty = [node(node_id=name, weight_faults=[fault]) for name in ("n1", "n2")]
     (wait,) = [wait for wait in current_waits(AUDIT, [*faulty, NODE], []) if wait.stage == "activate"]
     assert (wait.reason, wait.policy_id) == ("weight_fault", "solver")
     assert wait.detail == (

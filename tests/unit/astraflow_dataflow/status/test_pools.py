@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from astraflow_dataflow.records import Life
 from astraflow_dataflow.status.pools import leasable_tasks, pool_report
-from support.dataflow_snapshots import AUDIT, NODE, POLICY
+from support.dataflow_snapshots import AUDIT, POLICY, node
 
 
 def test_a_pool_counts_its_connected_nodes_and_all_leases() -> None:
     nodes = [
-        replace(NODE, node_id="a", pool="spot", max_tasks=4, leases=1),
-        replace(NODE, node_id="b", pool="spot", max_tasks=4, leases=2, connected_until_ms=0),
-        replace(NODE, node_id="c", pool="spot", max_tasks=8, drain_reason="operator"),
-        replace(NODE, node_id="d", max_tasks=2),
+        node(node_id="a", pool="spot", max_concurrent_tasks=4, leases=1),
+        node(node_id="b", pool="spot", max_concurrent_tasks=4, leases=2, connected=False),
+        node(node_id="c", pool="spot", max_concurrent_tasks=8, drain_reason="operator"),
+        node(node_id="d", max_concurrent_tasks=2),
     ]
     loads = [(pool.pool, pool.nodes, pool.capacity, pool.leases) for pool in pool_report(AUDIT, nodes).pools]
     assert loads == [("", 1, 2, 0), ("spot", 2, 4, 3)]

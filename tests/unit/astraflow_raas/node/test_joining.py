@@ -10,6 +10,7 @@ from astraflow.errors import (
     AstraflowError,
     DeadlineError,
     FencedError,
+    IncompatibleError,
     InvalidArgumentError,
     NotFoundError,
     PermissionError_,
@@ -38,6 +39,13 @@ async def test_a_node_joins_with_places_that_count_episodes(server: RunningServe
     (joined,) = server.script.joins
     # Three tasks of four episodes: an evaluation task has one.
     assert (joined.node_id, joined.max_concurrent_tasks, list(joined.engines)) == ("node-1", 12, ["remote"])
+
+
+async def test_a_server_of_other_contracts_is_refused_at_once(server: RunningServer) -> None:
+    server.script.info.oldest_contract_version = server.script.info.contract_version = 99
+    async with AsyncClient(server.address) as client:
+        with pytest.raises(IncompatibleError, match=r"speaks contract version 99, .* update the client"):
+            await find_run(client, "", patience_s=60.0)
 
 
 async def test_a_server_that_starts_later_is_waited_for_and_named(server: RunningServer) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from astraflow.algorithm import AlgorithmSettings, M2po
 from astraflow.plugins import VersionSpan
+from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.batches.shares import balanced_shares
 from astraflow_trainer.model.checkpoint import CheckpointStore
@@ -27,16 +28,22 @@ from astraflow_trainer.publish.change_detection import DetectedChanges
 from astraflow_trainer.publish.published import WeightCopies
 from astraflow_trainer.ranks.group import RankGroup, join_rank_group
 from astraflow_trainer.settings import RankSettings
+from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
+from support.docs_code import recipe_folder
 from support.tiny_qwen import TinyShape, save_tiny_qwen
 
 VOCAB_SIZE = 33  # odd, so that two ranks hold different numbers of rows
 NUM_STEPS = 4
+OWN_STEP = 3
+OURS = AlgorithmSettings(loss=M2po(budget=0.02, floor_low=0.0, floor_high=0.0))
+OWN = AlgorithmSettings.model_validate({"loss": "recipe:OffPolicyMask", "advantage": "recipe:LengthWeighted"})
+"""The documented plug-ins, which one step takes."""
 SIZES = (1, 2)
 
 
@@ -68,6 +75,10 @@ class Rank:
 
     def __init__(self, group: RankGroup, model: Path) -> None:
         self.group = group
+        folder = recipe_folder(
+            model.parent / f"code-{group.index}", "plugins/loss.md", "plugins/advantage.md"
+        )
+        self.source = RecipeSource(folder=folder)
         self.policy = PolicyModel(load_causal_lm(model))
         shard(self.policy, mesh=init_device_mesh("cpu", (group.size,)))
         # A learning rate that moves every weight by many ulps, and an eps that keeps steps proportional to
@@ -80,8 +91,10 @@ class Rank:
         """Train on this rank's share of the batch."""
         rows = make_rows(seed)
         share = balanced_shares([row.num_tokens for row in rows], num_ranks=self.group.size)
+        algorithm = OWN if seed == OWN_STEP else OURS
         settings = StepSettings(
-            algorithm=AlgorithmSettings(loss=M2po(budget=0.02, floor_low=0.0, floor_high=0.0)),
+            algorithm=algorithm,
+            plugins=StepPlugins.made(algorithm, source=self.source),
             tokens_per_microbatch=20,
         )
         return train_step(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,11 +24,14 @@ from astraflow.algorithm import (
     SeqMeanTokenMean,
     SeqMeanTokenSum,
 )
+from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.batches.packing import pack
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.model import PolicyModel, local_part
 from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings, ScheduleSettings
+from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics, StepSettings, train_step
+from support.docs_code import recipe_folder
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +47,21 @@ LOSSES = {
     "gspo": AlgorithmSettings(loss=Gspo(low=0.1, high=0.1), aggregation=SeqMeanTokenMean()),
     "cispo": AlgorithmSettings(loss=Cispo(), aggregation=Constant(length=9)),
     "proximal_kl": AlgorithmSettings(anchor=ProximalAnchor(), loss=PpoClip(), kl=KlSettings(coefficient=0.1)),
+    "plugins": AlgorithmSettings.model_validate(
+        {
+            "loss": {"use": "recipe:OffPolicyMask", "with": {"max_drift": 0.1}},
+            "advantage": "recipe:LengthWeighted",
+            "anchor": "proximal",
+            "aggregation": "seq_mean_token_mean",
+        }
+    ),
 }
+
+
+@pytest.fixture
+def documented(tmp_path: Path) -> RecipeSource:
+    """A recipe whose own code is that of the pages on plug-ins."""
+    return RecipeSource(folder=recipe_folder(tmp_path, "plugins/loss.md", "plugins/advantage.md"))
 
 
 def _run(
@@ -62,10 +80,11 @@ def _run(
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_do_not_depend_on_packing_or_micro_batching(
-    name: str, make_policy: MakePolicy, make_rows: MakeRows
+    name: str, make_policy: MakePolicy, make_rows: MakeRows, documented: RecipeSource
 ) -> None:
     rows = make_rows(num_rows=16)
-    whole = StepSettings(algorithm=LOSSES[name], tokens_per_microbatch=1000)
+    plugins = StepPlugins.made(LOSSES[name], source=documented)
+    whole = StepSettings(algorithm=LOSSES[name], plugins=plugins, tokens_per_microbatch=1000)
     metrics, gradient = _run(make_policy(), rows, whole)
     assert metrics.num_micro_batches == 1
     assert metrics.loss is not None

@@ -1,0 +1,53 @@
+"""The pages in docs/plugins: their code runs as a recipe's own, with the settings and the tests that they show."""
+
+from __future__ import annotations
+
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from astraflow.recipe_file import parse_recipe
+from astraflow_dataflow.runs.data_plugins import DataPlugins
+from astraflow_kit.plugins import RecipeSource
+from support.dataflow_world import recipe_text
+from support.source_tree import REPOSITORY
+
+PAGES = sorted((REPOSITORY / "docs" / "plugins").glob("*.md"))
+DATA_PAGES = ("dataset", "curator", "filter", "selector")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.S | re.M)
+
+
+def merged(base: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the sections of `part` in it."""
+    return base | {key: {**base.get(key, {}), **value} for key, value in part.items()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_tests_on_a_page_pass(page: Path) -> None:
+    module = types.ModuleType(page.stem)
+    exec(compile("\n".join(blocks(page, "python")), page.name, "exec"), vars(module))  # noqa: S102
+    tests = [value for name, value in vars(module).items() if name.startswith("test_")]
+    assert tests or page.stem not in DATA_PAGES
+    for test in tests:
+        test()
+
+
+@pytest.mark.parametrize("name", DATA_PAGES)
+def test_the_recipe_on_a_page_makes_its_plugin(name: str, tmp_path: Path) -> None:
+    page = REPOSITORY / "docs" / "plugins" / f"{name}.md"
+    (tmp_path / "recipe.py").write_text("\n".join(blocks(page, "python")))
+    (part,) = map(yaml.safe_load, blocks(page, "yaml"))
+    text = yaml.safe_dump(merged(yaml.safe_load(recipe_text()), part))
+    recipe = parse_recipe(text).recipe
+    made = DataPlugins.make(recipe, RecipeSource(text=text, folder=tmp_path))
+    named = [plugin for plugin in (*made.filters, *made.curators, made.selector) if plugin is not None]
+    assert [plugin.name for plugin in named if plugin.name.startswith("recipe:")] or name == "dataset"
+    assert all(plugin.state is not None for plugin in made.curators)
