@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from astraflow.recipe_file import parse_recipe
+from astraflow.recipe.file import parse_recipe
 from astraflow_dataflow.runs.data_plugins import DataPlugins
 from astraflow_kit.plugins import RecipeSource
 from support.dataflow_world import recipe_text

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from astraflow.algorithm import M2po, M2poClip, M2poMask, PpoClip
+from astraflow.recipe.algorithm import M2po, M2poClip, M2poMask, PpoClip
 
 # "Do not clip" as the authors write it: the lower bound is ratio 0, the upper one beyond any ratio.
 UNCLIPPED = PpoClip(low=1.0, high=1e5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from astraflow.algorithm import (
+from astraflow.recipe.algorithm import (
     AlgorithmSettings,
     Cispo,
     Constant,
