@@ -15,10 +15,10 @@ from astraflow.plugins import Message, MissingCapability, TaskSpec
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable
-from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.work.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
+from support.fake_engine import FakeEngine
 from support.raas_parts import SAMPLING, ScriptedWorkflow, leased, served_policy
 from support.scripted_dataflow import accepted, eventually, result
 

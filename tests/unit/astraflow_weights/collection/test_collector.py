@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_kit.clock import ManualClock
 from astraflow_kit.failpoints import FailpointRaised
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.collection.collector import Collector, Stage
@@ -24,6 +23,7 @@ from astraflow_weights.versions.intents import INTENT_S, UploadIntents
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
 from support.armed import armed
+from support.manual_clock import ManualClock
 from support.published_models import ModelPublisher, open_writer, read_log
 from support.weight_models import POLICY, RUN, make_model, overwrite, same_model, trained
 
