@@ -368,7 +368,10 @@ class Workflow(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectorySummary:
-    """What the server knows of one trajectory without reading its tokens; versions are weight versions."""
+    """What the server knows of one trajectory without reading its tokens; versions are weight versions.
+
+    In a run it is the contract's own message with these fields, to be read only; tests of a plug-in make these.
+    """
 
     reward: float
     trajectory_id: str = ""
@@ -441,8 +444,10 @@ class Curator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyGroup(_OfTrajectories):
-    """One group that a batch may take. `arrival` counts the groups of the run in the order they became ready;
-    `metrics` of its trajectories are not kept."""
+    """One group that a batch may take. `arrival` counts the groups of the run in the order they became ready.
+
+    Of its trajectories `finish_reason` and `metrics` are not kept.
+    """
 
     group_id: str
     trajectories: tuple[TrajectorySummary, ...]

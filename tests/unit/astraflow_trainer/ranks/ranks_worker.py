@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from astraflow.plugins import VersionSpan
 from astraflow.recipe.algorithm import AlgorithmSettings, M2po
 from astraflow_kit.plugins import RecipeSource
+from astraflow_trainer.batches.rank_batches import balanced_shares
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.batches.shares import balanced_shares
 from astraflow_trainer.model.checkpoint import CheckpointStore
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm, local_part, shard
 from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings
