@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from astraflow.dataflow.v1 import run_pb2
 from astraflow.plugins import PluginState
 from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.store.connection import Connection
@@ -198,6 +199,4 @@ async def test_two_servers_that_count_in_one_state_lose_no_count(redis_url: str)
 
 
 async def _create_run(connection: Connection) -> None:
-    await RunStore(connection).create(
-        "run", recipe_yaml="", code=b"", store_uri="", max_attempts=1, windows=[]
-    )
+    await RunStore(connection).create(run_pb2.Run(run_id="run"), max_attempts=1, windows=[])
