@@ -29,11 +29,6 @@ class KvCache:
         starts = torch.arange(2 * num_slots * config.num_kv_heads) * (capacity + 1)
         self._starts_SK = starts.view(2, num_slots, config.num_kv_heads)
 
-    @property
-    def num_bytes(self) -> int:
-        """Address space of the cache; resident memory grows up to it as slots fill."""
-        return self._kv_L2SKTH.untyped_storage().nbytes()
-
     def places(self, rows_B: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where tokens at `positions` [B] or [B, N] of the rows named go; the same for every layer."""
         starts = self._starts_SK[:, rows_B]

@@ -70,11 +70,6 @@ class ModelRunner:
         self._positions = torch.zeros(num_slots, dtype=torch.int64)
         self._write_at = torch.full((num_slots,), capacity, dtype=torch.int64)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of weights and cache address space."""
-        return self._weights.num_bytes + self._cache.num_bytes
-
     def enter(self, sequences: Iterable[Sequence], *, free_slots: Seq[int]) -> list[tuple[Sequence, Draw]]:
         """Choose a slot for each sequence, compute what no row holds yet, and draw each one's next token."""
         free = list(free_slots)

@@ -12,15 +12,15 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, NotRequired, TypeVar, cast, get_type_hints
 
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
-from typing_extensions import get_protocol_members
+from typing_extensions import TypedDict, get_protocol_members
 
 from astraflow.errors import PluginError
 from astraflow.plugin_settings import PluginSettings
@@ -34,8 +34,6 @@ RECIPE_MODULE = "recipe"
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 P = TypeVar("P")
-_Problem = tuple[Sequence[str | int], str]
-"""Keys within the settings, and what is wrong there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,36 +82,37 @@ def resolve(
     place = partial(place_of, plugin, source.text, source=source.name)
     try:
         found = load(plugin.use, protocol=protocol, recipe_dir=source.folder)
+        parameters, takes_any = _parameters(found, protocol=protocol)
+        own = {name: parameter for name, parameter in parameters.items() if name not in offered}
+        kind = _settings_type(found, own)
+        adapter = TypeAdapter[Any](kind)
     except PluginError as error:
         raise PluginError(f"{place()}: {error.message}") from error
-    parameters, takes_any = _parameters(found, protocol=protocol)
-    own = {name: parameter for name, parameter in parameters.items() if name not in offered}
-    try:
-        types = _annotations(found, own)
-        model = types.get("settings")
-        if isinstance(model, type) and issubclass(model, BaseModel):
-            values, problems = _of_model(model, plugin.settings)
-        else:
-            values, problems = _of_signature(own, types, plugin.settings, takes_any=takes_any)
     except (NameError, PydanticUserError) as error:
         raise PluginError(
             f"{place()}: plug-in {plugin.use!r}: the annotations of its settings cannot be used: {error}; "
             "import at run time what they name, and use types that YAML can hold"
         ) from error
-    if problems:
-        told = (f"{place(keys=keys)}: plug-in {plugin.use!r} {text}" for keys, text in problems)
-        raise PluginError("\n".join(told))
-    return found, values
+    is_model = issubclass(kind, BaseModel)
+    known = [field.alias or name for name, field in kind.model_fields.items()] if is_model else list(own)
+    takes_any = kind.model_config.get("extra") == "allow" if is_model else takes_any
+    try:
+        values = adapter.validate_python(plugin.settings, extra="allow" if takes_any else "forbid")
+    except ValidationError as error:
+        problems = [_problem(detail, known=known) for detail in error.errors()]
+        lines = (f"{place(keys=keys)}: plug-in {plugin.use!r} {text}" for keys, text in problems)
+        raise PluginError("\n".join(lines)) from error
+    return found, {"settings": values} if is_model else values
 
 
 def describe(error: BaseException) -> str:
     """`Type: message (file:line in function)`: the last line of the traceback that is not a library's."""
-    told = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     for frame in (own or frames)[-1:]:
-        return f"{told} ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
-    return told
+        return f"{text} ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
+    return text
 
 
 def _parameters(found: object, *, protocol: type) -> tuple[dict[str, inspect.Parameter], bool]:
@@ -132,71 +131,30 @@ def _parameters(found: object, *, protocol: type) -> tuple[dict[str, inspect.Par
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _annotations(found: object, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """The type of each annotated parameter, those written as text read where the plug-in is defined."""
-    function = getattr(found, "__init__") if isinstance(found, type) else found  # noqa: B009 - of a class that mypy cannot know
-    written = {name: p.annotation for name, p in parameters.items() if p.annotation is not p.empty}
+def _settings_type(found: object, parameters: Mapping[str, inspect.Parameter]) -> type[Any]:
+    """The model of the parameter `settings`, or a mapping with the annotations of all parameters."""
+    function = getattr(found, "__init__") if isinstance(found, type) else found  # noqa: B009 - mypy refuses the attribute
     names = getattr(inspect.unwrap(cast("Callable[..., object]", function)), "__globals__", {})
-    return get_type_hints(SimpleNamespace(__annotations__=written), names, include_extras=True)
+    written = {n: Any if p.annotation is p.empty else p.annotation for n, p in parameters.items()}
+    types: dict[str, Any] = get_type_hints(
+        SimpleNamespace(__annotations__=written), names, include_extras=True
+    )
+    model = types.get("settings")
+    if isinstance(model, type) and issubclass(model, BaseModel):
+        return model
+    types |= {n: NotRequired[types[n]] for n, p in parameters.items() if p.default is not p.empty}
+    return cast("type[Any]", cast("Any", TypedDict)("Settings", types))
 
 
-def _of_model(model: type[BaseModel], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[_Problem]]:
-    known = [field.alias or name for name, field in model.model_fields.items()]
-    if model.model_config.get("extra") != "allow":
-        unknown = _unknown(given, known)
-        if unknown:
-            return {}, unknown
-    value, problems = _checked(model, given, keys=())
-    return {"settings": value}, problems
-
-
-def _of_signature(
-    parameters: Mapping[str, inspect.Parameter],
-    types: Mapping[str, Any],
-    given: Mapping[str, Any],
-    *,
-    takes_any: bool,
-) -> tuple[dict[str, Any], list[_Problem]]:
-    problems: list[_Problem] = [] if takes_any else _unknown(given, parameters)
-    for name, parameter in parameters.items():
-        if parameter.default is parameter.empty and name not in given:
-            problems.append(((), _missing(name)))
-    values = dict(given)
-    for name in types.keys() & given.keys():
-        values[name], wrong = _checked(types[name], given[name], keys=(name,))
-        problems += wrong
-    return values, problems
-
-
-def _unknown(given: Iterable[str], known: Collection[str]) -> list[_Problem]:
-    return [
-        ((name,), f"has no setting {name!r}. {did_you_mean(name, known)}")
-        for name in given
-        if name not in known
-    ]
-
-
-def _checked(
-    kind: Any,  # noqa: ANN401 - what an annotation may be has no type
-    value: object,
-    *,
-    keys: tuple[str | int, ...],
-) -> tuple[Any, list[_Problem]]:
-    """The value as `kind`, or what is wrong with it."""
-    try:
-        return TypeAdapter[Any](kind).validate_python(value), []
-    except ValidationError as error:
-        return None, [_problem(detail, (*keys, *detail["loc"])) for detail in error.errors()]
-
-
-def _problem(detail: "ErrorDetails", keys: tuple[str | int, ...]) -> _Problem:
+def _problem(detail: "ErrorDetails", *, known: Collection[str]) -> tuple[Sequence[str | int], str]:
+    """Keys within the settings, and what is wrong there."""
+    *outer, name = detail["loc"]
     if detail["type"] == "missing":
-        return keys[:-1], _missing(str(keys[-1]))
-    return keys, f"refuses {detail['input']!r}: {detail['msg']}"
-
-
-def _missing(name: str) -> str:
-    return f"needs the setting {name!r}; add it under `with`"
+        return outer, f"needs the setting {name!r}; add it under `with`"
+    if detail["type"] == "extra_forbidden":
+        hint = "" if outer else f". {did_you_mean(str(name), known)}" if known else "; it takes none"
+        return detail["loc"], f"has no setting {name!r}{hint}"
+    return detail["loc"], f"refuses {detail['input']!r}: {detail['msg']}"
 
 
 def load(spec: str, *, protocol: type, recipe_dir: Path | None = None) -> object:

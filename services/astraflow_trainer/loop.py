@@ -154,7 +154,7 @@ class TrainingLoop:
         self._progress.ended(Phase.STOPPING)
         if step > saved:
             self._checkpoint(step, version=version)
-        # Nobody else would tell a server that forgot the last version.
+        # Nobody else would announce the last version again to a server that forgot it.
         self._publisher.announce_again()
         self._publisher.wait_until_done()
         self._controls.checkpointed(step)
@@ -178,12 +178,12 @@ class TrainingLoop:
     def _publish(self, batch: StepBatch) -> int:
         """Queue the weights after the batch's step and return the number they have, or will get."""
         newest_step = max(self._published, default=0)
-        if batch.finished_before and batch.step < newest_step and batch.step in self._published:
-            return self._published[batch.step]
+        if batch.finished_before and batch.bound.step < newest_step and batch.bound.step in self._published:
+            return self._published[batch.bound.step]
         with self._blocked.copying():
             model = self._learner.published_bytes()
-        self._publisher.submit(batch.step, model)
-        if batch.step > newest_step:
+        self._publisher.submit(batch.bound.step, model)
+        if batch.bound.step > newest_step:
             self._newest += 1
             return self._newest
         # Equal bytes have their number already; others (a GPU's rounding, other groups after Redis lost the
@@ -221,7 +221,7 @@ class TrainingLoop:
         version = None if skipped else self._publish(batch)
         log.info(
             "step.finished",
-            batch_id=batch.batch_id,
+            batch_id=batch.bound.batch_id,
             version=version,
             reward_mean=round(metrics.reward_mean, 4),
             num_trajectories=metrics.num_rows,
@@ -264,7 +264,7 @@ def _named(metrics: StepMetrics, batch: StepBatch) -> dict[str, float]:
         "num_trajectories": float(metrics.num_rows),
         "num_trained_trajectories": float(metrics.num_trained_rows),
         "num_zero_variance_groups": float(metrics.num_zero_variance_groups),
-        "num_tokens": float(sum(item.num_tokens for item in batch.items)),
+        "num_tokens": float(sum(item.num_tokens for item in batch.bound.items)),
         "staleness_mean": fmean(staleness) if staleness else 0.0,
         "staleness_max": float(max(staleness, default=0)),
         "skipped": float(metrics.outcome is Outcome.SKIPPED),

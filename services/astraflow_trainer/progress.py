@@ -1,4 +1,4 @@
-"""What a trainer is doing, told by the training thread and read by the servicer.
+"""What a trainer is doing, reported by the training thread and read by the servicer.
 
 Invariant: one writer (the training thread), any number of readers in the event loop; readers get copies and
 are woken through the loop, so that neither side ever waits for the other. Metrics of all finished steps are

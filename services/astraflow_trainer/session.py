@@ -4,7 +4,7 @@ Invariant: nothing is trained or published before the policy is claimed, older w
 store and every version in the store is announced. A trainer whose server lost data goes back to its newest
 checkpoint that the server still knows and claims again, but only when no other trainer has a newer epoch;
 otherwise the error that names the other one ends it. Every rank runs a session; the first one claims,
-fetches, announces and tells the others what they must know. `server` runs it in the training thread.
+fetches, announces and sends the others what they must know. `server` runs it in the training thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from astraflow_trainer.memory import keep_freed_memory
 from astraflow_trainer.model.resuming import Start, take_up
 from astraflow_trainer.progress import Progress
 from astraflow_trainer.publish.open_publisher import compacting, open_publisher
-from astraflow_trainer.publish.publishing import Announcer, PublishWorker, SilentAnnouncer
+from astraflow_trainer.publish.publishing import Announcer, PublishWorker
 from astraflow_trainer.ranks.group import RankGroup
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
@@ -74,7 +74,7 @@ class TrainingSession:
         # Read once; writer and compactor take copies of it.
         self._log = VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id)
         self._group = group
-        self._leads = group.index == 0
+        self._is_first = group.index == 0
         self._source = BatchSource(
             client,
             run_id=joined.run_id,
@@ -91,7 +91,7 @@ class TrainingSession:
         torch.set_num_threads(self._settings.threads)
         model_dir = self._starting_model()
         claim = self._claim()
-        with self._source.held(lease_s=claim.batch_lease_s) if self._leads else nullcontext():
+        with self._source.held(lease_s=claim.batch_lease_s) if self._is_first else nullcontext():
             self._train_on(claim, model_dir=model_dir)
 
     def _train_on(self, claim: Claim, *, model_dir: Path) -> None:
@@ -117,7 +117,7 @@ class TrainingSession:
 
         Several ranks start again instead, as a group: the others are in the middle of something.
         """
-        if not self._leads:
+        if not self._is_first:
             raise error
         if isinstance(error, Fenced) or self._epoch_in_store() > claim.epoch:
             self._source.require_epoch(claim.last_finished_step + 1)
@@ -167,7 +167,7 @@ class TrainingSession:
             # Before anything is trained or published: from now on this is where a restart goes on.
             learner.save(step=start.step, version=start.version)
             failpoints.hit("trainer.checkpoint_written")
-            if self._leads:
+            if self._is_first:
                 self._source.mark_durable(start.step)
         self._progress.claimed(epoch=claim.epoch, step=start.step, version=claim.version)
         log.info("policy.claimed", epoch=claim.epoch, step=start.step, version=start.version)
@@ -179,7 +179,8 @@ class TrainingSession:
         policy, newest = self._joined.policy, publisher.newest
         # A commit may have been the last thing an earlier process did, and Redis may have lost announcements.
         announcer = self._announcer(claim)
-        announcer.announce_missing(publisher)
+        if announcer is not None:
+            announcer.announce_missing(publisher)
         compactor = compacting(
             self._store,
             client=self._client,
@@ -193,6 +194,7 @@ class TrainingSession:
             PublishWorker(
                 publisher,
                 announcer,
+                policy_id=self._joined.policy_id,
                 max_behind=policy.trainer.publish.max_behind,
                 published=lambda committed: self._published(committed, notify),
             ) as worker,
@@ -218,14 +220,13 @@ class TrainingSession:
                 )
             )
 
-    def _announcer(self, claim: Claim) -> Announcer | SilentAnnouncer:
-        if not self._leads:
-            return SilentAnnouncer(self._joined.policy_id)
-        return Announcer(
-            self._client,
-            run_id=self._joined.run_id,
-            policy_id=self._joined.policy_id,
-            epoch=claim.epoch,
+    def _announcer(self, claim: Claim) -> Announcer | None:
+        """The first rank's; it announces for all."""
+        run_id, policy_id = self._joined.run_id, self._joined.policy_id
+        return (
+            Announcer(self._client, run_id=run_id, policy_id=policy_id, epoch=claim.epoch)
+            if self._is_first
+            else None
         )
 
     def _published_steps(self, publisher: ShardPublisher) -> dict[int, int]:
@@ -253,15 +254,15 @@ class TrainingSession:
     def _starting_model(self) -> Path:
         """The first rank makes it, which may take minutes; the others wait for it."""
         self._progress.starting("warm_start")
-        if not self._leads:
-            return Path(self._group.find_word("model_dir"))
+        if not self._is_first:
+            return Path(self._group.wait_for_value("model_dir"))
         model_dir = starting_model(
             self._joined,
             cache=self._settings.cache,
             threads=self._settings.warm_start_cores,
             progress=lambda share: self._progress.starting("warm_start", fraction=share),
         )
-        self._group.leave_word("model_dir", str(model_dir.absolute()))
+        self._group.set_value("model_dir", str(model_dir.absolute()))
         return model_dir
 
     def _published(self, committed: CommittedVersion, notify: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 import yaml
 
+from astraflow import plugins
 from astraflow.recipe_file import parse_recipe
 from astraflow_dataflow.runs.data_plugins import DataPlugins
-from astraflow_kit.plugins import RecipeSource
+from astraflow_kit.plugins import RecipeSource, make, mismatch
 from support.dataflow_world import recipe_text
 from support.source_tree import REPOSITORY
 
 PAGES = sorted((REPOSITORY / "docs" / "plugins").glob("*.md"))
 DATA_PAGES = ("dataset", "curator", "filter", "selector")
+NODE_PAGES = ("workflow", "reward", "environment")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -35,7 +38,7 @@ def test_the_tests_on_a_page_pass(page: Path) -> None:
     module = types.ModuleType(page.stem)
     exec(compile("\n".join(blocks(page, "python")), page.name, "exec"), vars(module))  # noqa: S102
     tests = [value for name, value in vars(module).items() if name.startswith("test_")]
-    assert tests or page.stem not in DATA_PAGES
+    assert tests or page.stem not in (*DATA_PAGES, *NODE_PAGES)
     for test in tests:
         test()
 
@@ -51,3 +54,22 @@ def test_the_recipe_on_a_page_makes_its_plugin(name: str, tmp_path: Path) -> Non
     named = [plugin for plugin in (*made.filters, *made.curators, made.selector) if plugin is not None]
     assert [plugin.name for plugin in named if plugin.name.startswith("recipe:")] or name == "dataset"
     assert all(plugin.state is not None for plugin in made.curators)
+
+
+@pytest.mark.parametrize("name", NODE_PAGES)
+def test_the_recipe_on_a_page_makes_its_workflow_and_reward(name: str, tmp_path: Path) -> None:
+    page = REPOSITORY / "docs" / "plugins" / f"{name}.md"
+    (tmp_path / "recipe.py").write_text("\n".join(blocks(page, "python")))
+    (part,) = map(yaml.safe_load, blocks(page, "yaml"))
+    text = yaml.safe_dump(merged(yaml.safe_load(recipe_text()), part))
+    settings, source = parse_recipe(text).recipe.raas, RecipeSource(text=text, folder=tmp_path)
+    reward = make(settings.reward, protocol=plugins.Reward, source=source)
+    workflow = make(settings.workflow, protocol=plugins.Workflow, source=source, reward=reward)
+    if name == "environment":
+        assert (
+            mismatch(
+                vars(sys.modules[type(workflow).__module__])["HigherOrLower"], protocol=plugins.Environment
+            )
+            is None
+        )
+    assert (reward if name == "reward" else workflow).__class__.__module__.startswith("astraflow_recipe")

@@ -1,4 +1,4 @@
-"""What data plug-ins are called with, and what they are given: a change here breaks recipes."""
+"""What plug-ins are called with, and what they are given: a change here breaks recipes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,47 @@ CALLS = {
         "heldout": "(self, index: int) -> TaskSpec | None",
         "train": "(self, index: int) -> TaskSpec | None",
     },
+    "Environment": {
+        "close": "(self) -> None",
+        "reset": "(self, task: TaskSpec) -> Observation",
+        "step": "(self, action: Message) -> Observation",
+    },
     "Filter": {"__call__": "(self, group: Group) -> bool"},
+    "Policy": {
+        "decode": "(self, token_ids: Sequence[int]) -> str",
+        "encode": "(self, messages: Sequence[Message]) -> list[int]",
+        "extend": "(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]",
+        "generate": (
+            "(self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None) -> GenerateResult"
+        ),
+    },
+    "Reward": {"__call__": "(self, task: TaskSpec, completion: str) -> float"},
     "Selector": {
         "select": "(self, candidates: Sequence[ReadyGroup], request: StepRequest) -> Sequence[str]",
     },
+    "Workflow": {"run": "(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode"},
+}
+BUILDER = {
+    "__init__": "(self, policy: Policy, *, role: str = ) -> None",
+    "add_generation": "(self, result: GenerateResult, *, prompt_ids: Sequence[int]) -> None",
+    "add_messages": "(self, messages: Sequence[Message]) -> None",
+    "add_prompt": "(self, messages: Sequence[Message]) -> None",
+    "build": "(self, *, reward: float, metrics: Mapping[str, float] | None = None) -> Trajectory",
+    "generate": "(self, *, max_new_tokens: int | None = None) -> GenerateResult",
 }
 VALUES = {
+    "Episode": "trajectories metrics",
+    "GenerateResult": "token_ids logprobs version_spans text finish_reason",
     "Group": "task trajectories policy role group_id verdict",
+    "Message": "role content tool_calls tool_call_id name",
+    "Observation": "messages reward done metrics",
     "ReadyGroup": "group_id trajectories arrival task_id role source",
     "StepRequest": "policy step base_version num_groups max_staleness num_outstanding",
     "TaskSpec": "task_id messages data source",
+    "ToolCall": "id name arguments",
+    "Trajectory": (
+        "policy token_ids loss_mask logprobs version_spans reward role finish_reason metrics turn_spans"
+    ),
     "TrajectorySummary": (
         "reward trajectory_id num_tokens num_trainable_tokens min_version max_version finish_reason metrics"
     ),
@@ -36,13 +67,21 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_server_calls_data_plugins_like_this(name: str) -> None:
+def test_daemons_call_plugins_like_this(name: str) -> None:
     protocol = getattr(plugins, name)
-    found = {
-        member: str(inspect.signature(getattr(protocol, member))).replace("'", "")
-        for member in get_protocol_members(protocol)
-    }
-    assert found == CALLS[name]
+    methods = [member for member in get_protocol_members(protocol) if hasattr(protocol, member)]
+    assert {member: signature(protocol, member) for member in methods} == CALLS[name]
+
+
+def test_workflows_build_trajectories_like_this() -> None:
+    methods = inspect.getmembers(plugins.TrajectoryBuilder, inspect.isfunction)
+    public = [name for name, _ in methods if not name.startswith("_") or name == "__init__"]
+    assert {name: signature(plugins.TrajectoryBuilder, name) for name in public} == BUILDER
+
+
+def signature(owner: type, member: str) -> str:
+    """As it is written."""
+    return str(inspect.signature(getattr(owner, member))).replace("'", "")
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -1,4 +1,4 @@
-"""docs/add-a-reward.md, executed: blocks with a file name are written, blocks marked `run` are run."""
+"""docs/plugins/reward.md, executed: blocks with a file name are written, blocks marked `run` are run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "add-a-reward.md"
+PAGE = Path(__file__).parents[2] / "docs" / "plugins" / "reward.md"
 BLOCK = re.compile(r"^```(\w+) (\S+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -24,16 +24,13 @@ from astraflow_kit import lifecycle
 from astraflow_kit.settings import load
 from astraflow_trainer import server as trainer_server
 from astraflow_trainer.settings import TrainerSettings
+from support.cli import run
 from support.dataflow_world import World
+from support.recipes import TINY
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart")
-RECIPE = """
-run: {name: tiny, dataset: "recipe:Data"}
-policies: {solver: {model: {path: some/model}}}
-raas: {reward: "recipe:Reward"}
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +148,7 @@ ROWS: dict[str, Row] = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder commands run in, beside a recipe."""
     (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "recipe" / "recipe.yaml").write_text(TINY)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("COLUMNS", "300")
@@ -160,23 +157,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "here"
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """`astraflow ARGUMENTS` in this process."""
-    monkeypatch.setattr("sys.argv", ["astraflow", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
-
-
 @pytest.mark.parametrize("row", ROWS)
-def test_a_bad_command_says_what_to_change_and_makes_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], row: str
-) -> None:
+def test_a_bad_command_says_what_to_change_and_makes_nothing(folder: Path, row: str) -> None:
     wanted = ROWS[row]
     wanted.before(folder)
     before = files(folder)
-    assert run(monkeypatch, *wanted.arguments) == wanted.status
-    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    ended = run(*wanted.arguments)
+    shown = " ".join(ended.errors.replace("│", " ").split())
+    assert ended.status == wanted.status, shown
     assert [word for word in wanted.words if word not in shown] == [], shown
     assert "Traceback" not in shown
     assert files(folder) == before
@@ -188,11 +176,10 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "recipe"])
-def test_every_command_refuses_an_option_it_does_not_have(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    assert run(monkeypatch, name, "--no-such-option") == 2
-    assert "No such option: --no-such-option" in capsys.readouterr().err
+def test_every_command_refuses_an_option_it_does_not_have(folder: Path, name: str) -> None:
+    ended = run(name, "--no-such-option")
+    assert ended.status == 2
+    assert "No such option: --no-such-option" in ended.errors
     assert files(folder) == {}
 
 

@@ -61,7 +61,11 @@ async def test_a_filter_that_raises_drops_the_group_under_its_own_reason(
 
 # Plug-ins of the node, the reason of the letter, the words of its detail, the tries it took.
 ON_NODES: dict[str, tuple[dict[str, object], tuple[str, ...], int]] = {
-    "reward raises": ({"reward": '"support.broken_plugins:Reward"'}, ("KeyError", "'answer'"), 2),
+    "reward raises": (
+        {"reward": '"support.broken_plugins:Reward"'},
+        ("KeyError", "'answer' (broken_plugins.py:", "in __call__)"),
+        2,
+    ),
     "reward is no number": (
         {"reward": '"support.broken_plugins:NotANumber"'},
         ("nan_reward", "nan"),
@@ -69,7 +73,7 @@ ON_NODES: dict[str, tuple[dict[str, object], tuple[str, ...], int]] = {
     ),
     "workflow raises": (
         {"workflow": '"support.broken_plugins:Workflow"'},
-        ("RuntimeError", "the game server said no"),
+        ("RuntimeError", "the game server said no (broken_plugins.py:", "in run)"),
         2,
     ),
 }

@@ -7,15 +7,11 @@ import io
 import json
 import os
 import sys
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from astraflow import cli
 from astraflow_kit import log
+from support.cli import Ended, run
 from support.dataflow_world import World, until
 
 pytestmark = pytest.mark.integration
@@ -23,20 +19,6 @@ pytestmark = pytest.mark.integration
 
 _JUDGED = "0 requeued, 0 unknown, 1 kept as they are\n"
 """Its groups are being settled at this moment."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    status: int
-    output: str
-    errors: str
-
-    @property
-    def json(self) -> Any:
-        """What it printed."""
-        return json.loads(self.output)
 
 
 @pytest.fixture(autouse=True)
@@ -47,17 +29,7 @@ def quiet() -> None:
 
 async def astraflow(world: World, *arguments: str) -> Ended:
     """Run `astraflow ARGUMENTS --join SERVER` in a thread beside the server's loop."""
-    return await asyncio.to_thread(_run_here, [*arguments, "--join", world.address])
-
-
-def _run_here(arguments: list[str]) -> Ended:
-    output, errors, status = io.StringIO(), io.StringIO(), 0
-    with redirect_stdout(output), redirect_stderr(errors), patch("sys.argv", ["astraflow", *arguments]):
-        try:
-            cli.main()
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-    return Ended(status, output.getvalue(), errors.getvalue())
+    return await asyncio.to_thread(run, *arguments, "--join", world.address)
 
 
 async def _run(*arguments: str, **variables: str) -> Ended:
@@ -115,7 +87,7 @@ async def test_an_unknown_run_ends_with_its_reason_and_status_2(world: World) ->
 
 
 async def test_a_server_that_is_not_there_ends_with_status_75() -> None:
-    ended = await asyncio.to_thread(_run_here, ["status", "--join", "127.0.0.1:1"])
+    ended = await asyncio.to_thread(run, "status", "--join", "127.0.0.1:1")
     assert ended.status == 75
     assert "no dataflow server answers at 127.0.0.1:1 (--join)" in ended.errors
 
@@ -205,9 +177,9 @@ async def test_dead_letters_are_listed_requeued_and_deleted(world: World) -> Non
 async def test_runs_are_listed_and_deleted(world: World) -> None:
     assert "the server has no run" in (await astraflow(world, "runs", "list")).output
     await world.create_run()
-    [run] = (await astraflow(world, "runs", "list", "--json")).json
-    assert (run["run_id"], run["state"]) == ("run", "active")
-    assert "recipe_yaml" not in run
+    [listed] = (await astraflow(world, "runs", "list", "--json")).json
+    assert (listed["run_id"], listed["state"]) == ("run", "active")
+    assert "recipe_yaml" not in listed
     await world.finish()
     await until(world.is_finished)
     deleted = await astraflow(world, "runs", "delete", "run")

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.dataflow.v1 import run_pb2
 from astraflow.plugins import PluginState
 from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.plugin_states import PluginStateStore, StateChange
-from astraflow_dataflow.store.runs import RunStore
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import Node, World, served, until
 
@@ -163,40 +161,31 @@ async def test_plugins_that_raise_are_named_and_cost_only_what_they_were_asked(w
     assert (await world.status()).trajectories.conservation_error == 0
 
 
-async def test_a_state_is_saved_only_from_its_newest_revision_and_all_or_nothing(redis_url: str) -> None:
-    async with Connection(redis_url, allow_volatile=True) as connection:
-        await _create_run(connection)
-        store = PluginStateStore(connection)
-        first = StateChange(name="a", revision=0, entries={"x": b"1", "y": b"2"})
-        assert await store.save("run", [first, StateChange(name="b", revision=0, entries={"z": b"3"})])
-        stale = StateChange(name="b", revision=0, entries={"z": b"4"})
-        assert not await store.save("run", [StateChange(name="a", revision=1, entries={"x": b"9"}), stale])
-        assert await store.save("run", [StateChange(name="a", revision=1, entries={"y": b""})])
-        assert await store.revisions("run", ["a", "b", "c"]) == [2, 1, 0]
-        assert (await store.entries("run", "a"), await store.entries("run", "b")) == (
-            {"x": b"1"},
-            {"z": b"3"},
-        )
+async def test_a_state_is_saved_only_from_its_newest_revision_and_all_or_nothing(world: World) -> None:
+    await world.create_run()
+    store = world.dataflow.store.plugin_states
+    first = StateChange(name="a", revision=0, entries={"x": b"1", "y": b"2"})
+    assert await store.save("run", [first, StateChange(name="b", revision=0, entries={"z": b"3"})])
+    stale = StateChange(name="b", revision=0, entries={"z": b"4"})
+    assert not await store.save("run", [StateChange(name="a", revision=1, entries={"x": b"9"}), stale])
+    assert await store.save("run", [StateChange(name="a", revision=1, entries={"y": b""})])
+    assert await store.revisions("run", ["a", "b", "c"]) == [2, 1, 0]
+    assert (await store.entries("run", "a"), await store.entries("run", "b")) == ({"x": b"1"}, {"z": b"3"})
 
 
-async def test_two_servers_that_count_in_one_state_lose_no_count(redis_url: str) -> None:
-    async with Connection(redis_url, allow_volatile=True) as connection:
-        await _create_run(connection)
-        store = PluginStateStore(connection)
+async def test_two_servers_that_count_in_one_state_lose_no_count(world: World) -> None:
+    await world.create_run()
+    store = world.dataflow.store.plugin_states
 
-        async def count(times: int) -> None:
-            plugin = DataPlugin(kind="filter", name="m:Count", made=None, state=PluginState())
+    async def count(times: int) -> None:
+        state = PluginState()
+        plugin = DataPlugin(kind="filter", name="m:Count", made=None, state=state)
 
-            async def work() -> None:
-                assert plugin.state is not None
-                plugin.state["n"] = plugin.state.get("n", 0) + 1
+        async def work() -> None:
+            state["n"] = state.get("n", 0) + 1
 
-            for _ in range(times):
-                await with_states(store, "run", [plugin], work)
+        for _ in range(times):
+            await with_states(store, "run", [plugin], work)
 
-        await asyncio.gather(count(40), count(40))
-        assert await store.entries("run", "filter m:Count") == {"n": b"80"}
-
-
-async def _create_run(connection: Connection) -> None:
-    await RunStore(connection).create(run_pb2.Run(run_id="run"), max_attempts=1, windows=[])
+    await asyncio.gather(count(40), count(40))
+    assert await store.entries("run", "filter m:Count") == {"n": b"80"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+import types
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from astraflow_dataflow.store.keys import Keys
 from astraflow_raas.push.spool import SpoolLimits
 from support.chaos import cut_tail
 from support.dataflow_world import World, served
+from support.docs_code import code_of
 from support.raas_node import local_node
 from support.scripted_dataflow import PATIENCE_S, eventually
 from support.valkey import ValkeyServer
@@ -62,6 +65,30 @@ async def test_a_node_feeds_a_trainer_step_after_step(world: World, tmp_path: Pa
     assert status.trajectories.conservation_error == 0
     assert status.trajectories.ingested == status.nodes[0].trajectories
     assert (status.nodes[0].node_id, status.nodes[0].restarts) == ("node-1", 0)
+
+
+async def test_a_workflow_of_two_turns_feeds_a_training_step(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = types.ModuleType("workflow_page")
+    monkeypatch.setitem(sys.modules, page.__name__, page)
+    exec(code_of("plugins/workflow.md"), vars(page))  # noqa: S102 - what readers copy
+    workflow = '{use: "workflow_page:Retries", with: {max_turns: 2}}'
+    await world.create_run(dataset="Counting", raas={"workflow": workflow})
+    trainer = await world.trainer()
+    async with local_node(world.address, tmp_path) as local:
+        await trainer.train(1, base_version=0)
+        calls = {call.rid: call for request in local.engines["solver"].requests for call in request}
+    for body in await trainer.fetch(1):
+        message = trajectory_pb2.Trajectory.FromString(body.body)
+        columns = decode_columns(message)
+        turns = [(span.role, columns.loss_mask[span.start : span.end]) for span in message.turn_spans]
+        assert [role for role, _ in turns] == ["user", "assistant", "user", "assistant"]
+        assert [set(mask.tolist()) for _, mask in turns] == [{False}, {True}, {False}, {True}]
+        # The second call continued the very tokens of the first, and what stands between them.
+        second = tuple(columns.token_ids[: message.turn_spans[3].start].tolist())
+        assert second in {call.prompt_ids for call in calls.values()}
+    assert (await world.status()).trajectories.conservation_error == 0
 
 
 async def test_a_drained_node_leaves_no_lease_behind_and_costs_no_attempt(

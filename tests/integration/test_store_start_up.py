@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from astraflow import cli
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow_kit.lifecycle import ExitCode
 from astraflow_launcher.commands.doctor import app as doctor
+from support import cli
 from support.dataflow_world import World, recipe_text
 from support.s3_server import S3Server
 
@@ -108,14 +108,12 @@ def test_the_doctor_names_what_is_wrong_and_the_remedy(row: Row) -> None:
 
 
 def test_a_development_run_is_refused_before_it_makes_anything(
-    row: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    row: Row, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["astraflow", "dev", str(QUICKSTART), "--store", row.uri])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == row.status
-    assert_said(row, capsys.readouterr().err)
+    ended = cli.run("dev", str(QUICKSTART), "--store", row.uri)
+    assert ended.status == row.status
+    assert_said(row, ended.errors)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.node.assembly import NodeInputs, connect_node
 from astraflow_raas.node.engine_host import HostSettings, RemoteHost
 from astraflow_raas.node.joining import find_run, join_request, join_run
@@ -31,6 +30,7 @@ from astraflow_raas.timeline import Timeline
 from astraflow_weights.errors import VerificationFailed
 from astraflow_weights.mirror.lock import Hold
 from astraflow_weights.versions.pull import PullCounts
+from support.fake_engine import FakeEngine
 from support.raas_parts import write_tokenizer
 
 

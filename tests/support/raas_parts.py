@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from astraflow.plugins import Episode, Policy, TaskSpec
 from astraflow.rollout.v1 import task_pb2
 from astraflow_raas.engine.base import GenerateCall
-from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.policies.served_policy import ServedPolicy
+from support.fake_engine import FakeEngine
 from support.scripted_dataflow import POLICY, lease
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -7,6 +7,7 @@ only, so a recipe's rewards and workflows can be tested without any service inst
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -19,6 +20,7 @@ __all__ = [
     "Dataset",
     "Demonstration",
     "Demonstrations",
+    "Environment",
     "Episode",
     "Filter",
     "GenerateResult",
@@ -26,6 +28,7 @@ __all__ = [
     "Loss",
     "Message",
     "MissingCapability",
+    "Observation",
     "PluginState",
     "Policy",
     "ReadyGroup",
@@ -34,20 +37,55 @@ __all__ = [
     "Selector",
     "StepRequest",
     "TaskSpec",
+    "ToolCall",
     "TrainedTokens",
     "Trajectory",
+    "TrajectoryBuilder",
     "TrajectorySummary",
+    "TurnSpan",
     "VersionSpan",
     "Workflow",
 ]
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of the tool `name` by an assistant; `arguments` is a JSON object as text, `id` names the call."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Message:
-    """One chat message: `role` is `system`, `user`, `assistant` or `tool`."""
+    """One chat message in the shape of the OpenAI API: `role` is `system`, `user`, `assistant` or `tool`.
+
+    An assistant makes `tool_calls`; a tool answers `tool_call_id`. `name` tells apart who has the same role.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the mapping that chat templates take; arguments are decoded where they are JSON."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _decoded(call)}}
+            for call in self.tool_calls
+        ]
+        optional = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
+        given = {name: value for name, value in optional.items() if value}
+        return {"role": self.role, "content": self.content, **given}
+
+
+def _decoded(call: ToolCall) -> Any:  # noqa: ANN401 - JSON
+    try:
+        return json.loads(call.arguments)
+    except ValueError:
+        return call.arguments
 
 
 @dataclass(frozen=True)
@@ -124,6 +162,15 @@ class VersionSpan:
 
 
 @dataclass(frozen=True)
+class TurnSpan:
+    """Tokens [start, end) of a sequence are one turn of the chat role `role`."""
+
+    start: int
+    end: int
+    role: str
+
+
+@dataclass(frozen=True)
 class GenerateResult:
     """What a policy sampled for one call: token ids, log-probs of exactly those ids, and the versions that
     made them."""
@@ -140,7 +187,8 @@ class Trajectory:
     """One policy's token sequence from one episode, exactly as sampled (never re-tokenised).
 
     `token_ids`, `loss_mask` and `logprobs` have equal length T; `logprobs[t]` is 0.0 where `loss_mask[t]` is
-    False. `version_spans` cover every trainable position.
+    False. `version_spans` cover every trainable position; `turn_spans` are ascending and may be empty.
+    `TrajectoryBuilder` keeps all of them aligned.
     """
 
     policy: str
@@ -152,6 +200,7 @@ class Trajectory:
     role: str = ""
     finish_reason: str = "stop"
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_spans: Sequence[TurnSpan] = ()
 
 
 @dataclass(frozen=True)
@@ -170,6 +219,14 @@ class Policy(Protocol):
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Return the prompt's token ids, chat template applied, generation prompt added."""
 
+    def extend(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Return `token_ids`, which end with an assistant's turn as it was sampled, followed by `messages` and the
+        generation prompt.
+
+        What was sampled is never tokenised again. Raises ValueError when the chat template writes a message
+        differently depending on what stands before it; then a conversation needs a trajectory for each turn.
+        """
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled ids, special tokens removed."""
 
@@ -178,6 +235,126 @@ class Policy(Protocol):
     ) -> GenerateResult:
         """Sample one continuation; may span a weight update. Raises when the episode is cancelled or out of
         time."""
+
+
+class TrajectoryBuilder:
+    """Builds one policy's trajectory turn by turn: token ids, loss mask, log-probs and spans stay aligned.
+
+    `add_prompt` once, then `generate`, and between generations `add_messages`: what the environment, a tool or another
+    policy says. Only what was sampled is trained on. Misuse raises ValueError.
+    """
+
+    def __init__(self, policy: Policy, *, role: str = "") -> None:
+        self._policy, self._role = policy, role
+        self._token_ids: list[int] = []
+        self._loss_mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._version_spans: list[VersionSpan] = []
+        self._turn_spans: list[TurnSpan] = []
+        self._finish_reason = ""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens so far; what the next generation continues."""
+        return tuple(self._token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(self._loss_mask)
+
+    def add_prompt(self, messages: Sequence[Message]) -> None:
+        """Begin with `messages`, which are not trained on."""
+        if self._token_ids:
+            raise ValueError("the prompt comes first, and once; add_messages adds what follows a generation")
+        self._add_given(self._policy.encode(messages), messages)
+
+    def add_messages(self, messages: Sequence[Message]) -> None:
+        """Add what follows a generation and is not trained on."""
+        if not self._finish_reason:
+            raise ValueError("messages follow a generation; give all that stand before it to add_prompt")
+        extended = self._policy.extend(self._token_ids, messages)
+        if extended[: len(self._token_ids)] != self._token_ids:
+            raise ValueError("the policy's extend changed tokens that were sampled; it may only append")
+        self._add_given(extended[len(self._token_ids) :], messages)
+
+    async def generate(self, *, max_new_tokens: int | None = None) -> GenerateResult:
+        """Sample a continuation of what is built, and add it."""
+        prompt_ids = self.token_ids
+        result = await self._policy.generate(prompt_ids, max_new_tokens=max_new_tokens)
+        self.add_generation(result, prompt_ids=prompt_ids)
+        return result
+
+    def add_generation(self, result: GenerateResult, *, prompt_ids: Sequence[int]) -> None:
+        """Add what the policy sampled for `prompt_ids`, which must be what is built so far."""
+        start, num_new = len(self._token_ids), len(result.token_ids)
+        if not start or tuple(prompt_ids) != self.token_ids:
+            raise ValueError(
+                f"the generation continues {len(prompt_ids)} tokens that are not the {start} built so far; "
+                "begin another trajectory with its prompt"
+            )
+        if len(result.logprobs) != num_new:
+            raise ValueError(f"the generation has {num_new} tokens and {len(result.logprobs)} log-probs")
+        self._add(result.token_ids, result.logprobs, role="assistant", sampled=True)
+        self._version_spans += [
+            VersionSpan(start + span.start, start + span.end, span.version) for span in result.version_spans
+        ]
+        self._finish_reason = result.finish_reason
+
+    def build(self, *, reward: float, metrics: Mapping[str, float] | None = None) -> Trajectory:
+        """Return the trajectory; it ended as its last generation did."""
+        if not any(self._loss_mask):
+            raise ValueError("nothing was sampled, so there is nothing to train on; leave the trajectory out")
+        return Trajectory(
+            policy=self._policy.name,
+            token_ids=self.token_ids,
+            loss_mask=tuple(self._loss_mask),
+            logprobs=tuple(self._logprobs),
+            version_spans=tuple(self._version_spans),
+            reward=reward,
+            role=self._role,
+            finish_reason=self._finish_reason,
+            metrics=dict(metrics or {}),
+            turn_spans=tuple(self._turn_spans),
+        )
+
+    def _add_given(self, token_ids: Sequence[int], messages: Sequence[Message]) -> None:
+        self._add(
+            token_ids, [0.0] * len(token_ids), role=messages[-1].role if messages else "", sampled=False
+        )
+
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, role: str, sampled: bool) -> None:
+        start = len(self._token_ids)
+        self._token_ids += token_ids
+        self._loss_mask += [sampled] * len(token_ids)
+        self._logprobs += logprobs
+        if token_ids:
+            self._turn_spans.append(TurnSpan(start, len(self._token_ids), role))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What an environment shows after a reset or an action. `reward` is that of the action; `done` tells that the
+    episode is over, by success, failure or the environment's own limit."""
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """What one episode acts in; made, used and closed by a workflow in the node's event loop."""
+
+    async def reset(self, task: TaskSpec) -> Observation:
+        """Start anew for `task`; deterministic in it. Returns what is seen first."""
+
+    async def step(self, action: Message) -> Observation:
+        """Do what an assistant's message says: its text, or its tool calls. Never called after `done`."""
+
+    async def close(self) -> None:
+        """Free what the episode held; called once, also after an error."""
 
 
 @runtime_checkable
@@ -191,7 +368,10 @@ class Workflow(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectorySummary:
-    """What the server knows of one trajectory without reading its tokens; versions are weight versions."""
+    """What the server knows of one trajectory without reading its tokens; versions are weight versions.
+
+    In a run it is the contract's own message with these fields, to be read only; tests of a plug-in make these.
+    """
 
     reward: float
     trajectory_id: str = ""
@@ -264,8 +444,10 @@ class Curator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyGroup(_OfTrajectories):
-    """One group that a batch may take. `arrival` counts the groups of the run in the order they became ready;
-    `metrics` of its trajectories are not kept."""
+    """One group that a batch may take. `arrival` counts the groups of the run in the order they became ready.
+
+    Of its trajectories `finish_reason` and `metrics` are not kept.
+    """
 
     group_id: str
     trajectories: tuple[TrajectorySummary, ...]

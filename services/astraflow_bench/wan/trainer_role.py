@@ -20,7 +20,7 @@ from astraflow_bench.wan import messages
 from astraflow_bench.weights.model_pairs import SimulatedTraining
 from astraflow_trainer.model.model import PolicyModel
 from astraflow_trainer.publish.published import WeightCopies
-from astraflow_trainer.publish.publishing import PublishWorker, SilentAnnouncer
+from astraflow_trainer.publish.publishing import PublishWorker
 from astraflow_weights.codec.peers import OnePeer
 from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.publish.compaction import due_merges
@@ -131,7 +131,8 @@ class Trainer:
         self._compactor = self._stack.enter_context(compactor)
         worker = PublishWorker(
             publisher,
-            SilentAnnouncer(self._policy_id),
+            None,
+            policy_id=self._policy_id,
             max_behind=_MAX_BEHIND,
             published=self._published,
         )

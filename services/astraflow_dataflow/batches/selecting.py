@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.plugins import ReadyGroup, Selector, StepRequest, TrajectorySummary
@@ -61,17 +62,7 @@ def ready_group(group_id: str, score: float, items: bytes) -> ReadyGroup:
         task_id=stored[0].task_id,
         role=stored[0].role,
         source=stored[0].source,
-        trajectories=tuple(
-            TrajectorySummary(
-                trajectory_id=item.trajectory_id,
-                reward=item.reward,
-                num_tokens=item.num_tokens,
-                num_trainable_tokens=item.num_trainable_tokens,
-                min_version=item.min_version,
-                max_version=item.max_version,
-            )
-            for item in stored
-        ),
+        trajectories=cast("tuple[TrajectorySummary, ...]", tuple(stored)),
     )
 
 

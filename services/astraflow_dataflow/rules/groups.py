@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.plugins import Filter, Group, TrajectorySummary
@@ -41,23 +42,26 @@ def group_id(task_id: str, *, policy_id: str, role: str) -> str:
 
 
 def groups_of(task: CompleteTask) -> list[Group]:
-    """Return the groups of a complete task, in a fixed order; their verdicts are empty."""
-    grouped: dict[tuple[str, str], list[TrajectorySummary]] = {}
+    """Return the groups of a complete task, in a fixed order; their verdicts are empty.
+
+    Their trajectories are the headers as pushed, which have all that a TrajectorySummary has.
+    """
+    grouped: dict[tuple[str, str], list[trajectory_pb2.TrajectoryHeader]] = {}
     for trajectory_id in sorted(task.headers):
         header = trajectory_pb2.TrajectoryHeader.FromString(task.headers[trajectory_id])
-        grouped.setdefault((header.policy_id, header.role), []).append(_summary(header))
+        grouped.setdefault((header.policy_id, header.role), []).append(header)
     if not grouped:
         return []
     spec = task_spec(task.spec)
     return [
         Group(
             task=spec,
-            trajectories=tuple(trajectories),
+            trajectories=cast("tuple[TrajectorySummary, ...]", tuple(headers)),
             policy=policy_id,
             role=role,
             group_id=group_id(task.task_id, policy_id=policy_id, role=role),
         )
-        for (policy_id, role), trajectories in sorted(grouped.items())
+        for (policy_id, role), headers in sorted(grouped.items())
     ]
 
 
@@ -103,7 +107,7 @@ def filter_reason(group: Group, *, rules: Rules) -> str:
 
 
 def _verdict(task: CompleteTask, group: Group, *, rules: Rules, reason: str) -> GroupVerdict:
-    judged = False
+    judged, items = False, _items(task.task_id, group).SerializeToString()
     if not reason and task.credited is not None and group.policy not in task.credited:
         reason = "no_credit"
     if not reason:
@@ -116,21 +120,8 @@ def _verdict(task: CompleteTask, group: Group, *, rules: Rules, reason: str) -> 
         judged=judged,
         oldest_version=group.oldest_version,
         reward_sum=sum(group.rewards),
-        items=_items(task.task_id, group).SerializeToString(),
+        items=items,
         trajectory_ids=tuple(trajectory.trajectory_id for trajectory in group.trajectories),
-    )
-
-
-def _summary(header: trajectory_pb2.TrajectoryHeader) -> TrajectorySummary:
-    return TrajectorySummary(
-        trajectory_id=header.trajectory_id,
-        reward=header.reward,
-        num_tokens=header.num_tokens,
-        num_trainable_tokens=header.num_trainable_tokens,
-        min_version=header.min_version,
-        max_version=header.max_version,
-        finish_reason=header.finish_reason,
-        metrics=header.metrics,
     )
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 from astraflow._contract import bounds_of
-from astraflow.plugins import Message, TaskSpec
+from astraflow.chat import message_from_proto
+from astraflow.plugins import TaskSpec
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
 
@@ -43,7 +44,7 @@ def task_problem(task: task_pb2.Task, *, allow_evaluation: bool = False) -> str 
 def task_spec(stored: bytes) -> TaskSpec:
     """Return a stored task as plug-ins see it; `data` is decoded when somebody looks."""
     task = task_pb2.Task.FromString(stored)
-    messages = tuple(Message(message.role, message.content) for message in task.messages)
+    messages = tuple(map(message_from_proto, task.messages))
     return TaskSpec(task.task_id, messages, _JsonObject(task.data_json), source=task.source)
 
 
@@ -68,6 +69,7 @@ class _JsonObject(Mapping[str, object]):
 
 def _content_problem(task: task_pb2.Task) -> str | None:
     prompt_bytes = sum(len(message.content.encode()) for message in task.messages)
+    prompt_bytes += sum(len(call.arguments_json) for message in task.messages for call in message.tool_calls)
     if prompt_bytes > MAX_PROMPT_BYTES:
         return f"task {task.task_id}: {prompt_bytes} bytes of messages, at most {MAX_PROMPT_BYTES}"
     strange = sorted({message.role for message in task.messages} - ROLES)

@@ -12,19 +12,7 @@ from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, SCHEMA_VERSION
 
 LIBRARY = f"astraflow_{SCHEMA_VERSION}"
 
-_ORDER = (
-    "prelude",
-    "trace",
-    "tasks",
-    "settle",
-    "pushes",
-    "batches",
-    "versions",
-    "plugins",
-    "admin",
-    "runs",
-    "audit",
-)
+_ORDER = ("prelude", "trace", "tasks", "settle", "pushes", "batches", "versions", "admin", "runs", "audit")
 
 # Read only: allowed on replicas and when memory is full.
 _READS = (

@@ -11,8 +11,9 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 
+from astraflow.chat import message_to_proto
 from astraflow.errors import PluginError
 from astraflow.plugins import Curator, Dataset, TaskSpec
 from astraflow.rollout.v1 import task_pb2
@@ -24,7 +25,6 @@ from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
-from astraflow_kit.plugins import describe
 
 log = get_logger(__name__)
 
@@ -44,16 +44,14 @@ class Curation:
     async def feed_training(self, context: RunContext) -> Supply:
         """Queue training tasks until they cover the credit; return the figures found first. Raises PluginError."""
         first = supply = await self.store.tasks.supply(context.run_id)
-        dataset = context.plugins.dataset
+        train = training_tasks(context.plugins.dataset)
         for draws in range(FEEDS_PER_CALL):
             missing = missing_tasks(supply)
             if missing <= 0:
                 break
             # Each draw is larger than the one before, for curators may skip most of it.
             count = min(TASKS_PER_FEED, missing << draws)
-            drawn, ended = await asyncio.to_thread(
-                draw, dataset.train, start=supply.cursor, count=count, end=length(dataset)
-            )
+            drawn, ended = await asyncio.to_thread(draw, train, start=supply.cursor, count=count)
             specs = await self._proposed(context, drawn)
             context.skipped = 0 if specs else context.skipped + len(drawn)
             flow = context.recipe.dataflow
@@ -110,14 +108,15 @@ def missing_tasks(supply: Supply) -> int:
     return max(0, supply.credit - supply.queued)
 
 
-def length(dataset: Dataset) -> int | None:
-    """Return how many training tasks a data set says it has; None when it does not say. Raises PluginError."""
-    if not isinstance(dataset, Sized):
-        return None
-    try:
-        return len(dataset)
-    except Exception as error:
-        raise PluginError(f"the data set's __len__ raised: {describe(error)}; correct it") from error
+def training_tasks(dataset: Dataset) -> Callable[[int], TaskSpec | None]:
+    """Return the data set's `train`, ended where its length, if it has one, says."""
+
+    @wraps(dataset.train)
+    def train(index: int) -> TaskSpec | None:
+        ended = isinstance(dataset, Sized) and index >= len(dataset)
+        return None if ended else dataset.train(index)
+
+    return train
 
 
 def propose(
@@ -140,16 +139,10 @@ def propose(
     return [given[name] for name in names]
 
 
-def draw(
-    source: Callable[[int], TaskSpec | None], *, start: int, count: int, end: int | None = None
-) -> tuple[list[TaskSpec], bool]:
-    """Return (tasks from index `start`, whether the data set ended, at `end` at the latest). Raises PluginError when
-    the plug-in does.
-    """
+def draw(source: Callable[[int], TaskSpec | None], *, start: int, count: int) -> tuple[list[TaskSpec], bool]:
+    """Return (tasks from index `start`, whether the data set ended). Raises PluginError when the plug-in does."""
     specs: list[TaskSpec] = []
     for index in range(start, start + count):
-        if end is not None and index >= end:
-            return specs, True
         try:
             spec = source(index)
         except Exception as error:
@@ -171,7 +164,7 @@ def new_task(
     """Return the contract's form of a data set's task. Raises PluginError when it breaks the contract's bounds."""
     message = task_pb2.Task(
         task_id=task_id or spec.task_id,
-        messages=[task_pb2.Message(role=message.role, content=message.content) for message in spec.messages],
+        messages=map(message_to_proto, spec.messages),
         data_json=_json(spec),
         purpose=purpose,
         group_size=group_size,

@@ -1,1 +1,1 @@
-"""The seam to the inference engine: a Protocol, an HTTP client for SGLang's API, a child process, a fake."""
+"""The seam to the inference engine: a Protocol, an HTTP client for SGLang's API, a child process."""

@@ -1,8 +1,8 @@
 """What a node asks of an inference engine, and the errors it answers with.
 
 Invariant: a `Generation` accounts for every sampled token: one log-prob each, and version spans that cover
-all of them; an engine that cannot say so raises instead. `http` speaks SGLang's API, `fake` is the engine of
-the tests; the rest of the node knows only this module.
+all of them; an engine that cannot say so raises instead. `http` speaks SGLang's API; the rest
+of the node knows only this module.
 
     RetryableError  EngineUnavailable  the engine is gone, starting or overloaded; nothing was sampled
     RequestError    EngineRefused      the engine will never accept this call

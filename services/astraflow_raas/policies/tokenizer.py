@@ -8,6 +8,7 @@ MB). A model without a tokenizer.json falls back to `transformers`. Called by `p
 
 import functools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from astraflow.errors import RecipeError
 from astraflow.plugins import Message
+from astraflow_raas.policies.continuation import Continuation
 
 _CACHED_PROMPTS = 4096
 
@@ -33,6 +35,9 @@ class Tokenizer(Protocol):
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Ids of the chat with the template applied and the generation prompt added."""
 
+    def continuation(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids that follow an assistant's text: the end of its turn, `messages`, the generation prompt."""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, special tokens removed."""
 
@@ -44,10 +49,34 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     return _TransformersTokenizer(model_dir)
 
 
-class FastTokenizer:
+class _ChatTokenizer(ABC):
+    """What both kinds of tokenizer do with a template that can be rendered and a text that can be encoded."""
+
+    def __init__(self) -> None:
+        # The episodes of a task, and its repetitions, share one prompt: it is rendered and encoded once.
+        self._encode = functools.lru_cache(maxsize=_CACHED_PROMPTS)(
+            lambda messages: self._ids(self._render(messages))
+        )
+        self._continuation = Continuation(self._render)
+
+    @abstractmethod
+    def _render(self, messages: Sequence[Message]) -> str: ...
+
+    @abstractmethod
+    def _ids(self, text: str) -> tuple[int, ...]: ...
+
+    def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return self._encode(tuple(messages))
+
+    def continuation(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return self._ids(self._continuation.text(messages))
+
+
+class FastTokenizer(_ChatTokenizer):
     """tokenizer.json plus the chat template; safe to share between tasks of one loop."""
 
     def __init__(self, model_dir: Path) -> None:
+        super().__init__()
         self._tokenizer = RustTokenizer.from_file(str(model_dir / "tokenizer.json"))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -55,22 +84,19 @@ class FastTokenizer:
         self._template = _compile_template(model_dir, config)
         self._special = _special_tokens(config)
         self.stop_token_ids = self._find_stop_tokens(model_dir)
-        # The episodes of a task, and its repetitions, share one prompt: it is rendered and encoded once.
-        self._encode = functools.lru_cache(maxsize=_CACHED_PROMPTS)(self._encode_uncached)
-
-    def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return self._encode(tuple(messages))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
-    def _encode_uncached(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        chat = [{"role": message.role, "content": message.content} for message in messages]
+    def _render(self, messages: Sequence[Message]) -> str:
+        chat = [message.as_chat() for message in messages]
         try:
-            text = self._template.render(messages=chat, add_generation_prompt=True, **self._special)
+            return self._template.render(messages=chat, add_generation_prompt=True, **self._special)
         except jinja2.TemplateError as error:
             raise RecipeError(f"the model's chat template refuses these messages: {error}") from error
+
+    def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _find_stop_tokens(self, model_dir: Path) -> tuple[int, ...]:
@@ -85,10 +111,11 @@ class FastTokenizer:
         return tuple(sorted(token for token in found if token is not None))
 
 
-class _TransformersTokenizer:
+class _TransformersTokenizer(_ChatTokenizer):
     """Slow path for models whose tokenizer exists only in the form that `transformers` reads."""
 
     def __init__(self, model_dir: Path) -> None:
+        super().__init__()
         from transformers import AutoTokenizer  # imported here: it loads torch where that is installed
 
         try:
@@ -100,10 +127,12 @@ class _TransformersTokenizer:
         eos = self._tokenizer.eos_token_id
         self.stop_token_ids: tuple[int, ...] = () if eos is None else (eos,)
 
-    def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        ids = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        return tuple(ids)
+    def _render(self, messages: Sequence[Message]) -> str:
+        chat = [message.as_chat() for message in messages]
+        return str(self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

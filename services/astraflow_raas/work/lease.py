@@ -9,8 +9,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 
+from astraflow.chat import message_from_proto
 from astraflow.errors import InvalidArgumentError
-from astraflow.plugins import Message, TaskSpec
+from astraflow.plugins import TaskSpec
 from astraflow.rollout.v1 import task_pb2
 
 
@@ -27,7 +28,7 @@ def complete_lease(lease: task_pb2.Lease, *, sampling: Mapping[str, task_pb2.Sam
     for policy_id, default in sampling.items():
         params = lease.sampling.get(policy_id, default)
         lease.sampling[policy_id].CopyFrom(_without_zeros(params, default))
-    messages = tuple(Message(item.role, item.content) for item in lease.task.messages)
+    messages = tuple(map(message_from_proto, lease.task.messages))
     return TaskSpec(lease.task.task_id, messages, _data(lease.task), source=lease.task.source)
 
 

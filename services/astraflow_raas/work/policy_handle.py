@@ -66,6 +66,17 @@ class PolicyHandle:
     def encode(self, messages: Sequence[Message]) -> list[int]:
         return list(self._sampler.tokenizer.encode(messages))
 
+    def extend(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        if not token_ids or not messages:
+            raise InvalidArgumentError(
+                f"policy {self.name!r}: extend needs tokens that end with an assistant's turn (got {len(token_ids)}) "
+                f"and messages (got {len(messages)}); encode the first prompt"
+            )
+        added = self._sampler.tokenizer.continuation(messages)
+        # The policy has ended its turn itself unless it ran out of tokens.
+        is_ended = token_ids[-1] == added[0] and added[0] in self._sampler.tokenizer.stop_token_ids
+        return [*token_ids, *added[is_ended:]]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._sampler.tokenizer.decode(token_ids)
 

@@ -19,6 +19,7 @@ from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.ids import IdSource
 from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
+from astraflow_kit.plugins import describe
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.push.pushing import Pusher
@@ -209,7 +210,8 @@ class Session:
 
 def _of_error(error: Exception, *, member: int) -> Failure:
     """The failure that stands for an exception of a workflow or of what it returned."""
-    detail = f"member {member}: {type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}" if isinstance(error, AstraflowError) else describe(error)
+    detail = f"member {member}: {text}"
     if isinstance(error, plugins.MissingCapability):
         return Failure(reason=MISSING_CAPABILITY, detail=f"member {member}: {error}", retryable=True)
     if isinstance(error, VersionMoved):
@@ -219,7 +221,7 @@ def _of_error(error: Exception, *, member: int) -> Failure:
     if isinstance(error, EngineRefused):
         return Failure(reason="workflow_error", detail=detail, retryable=False)
     if not isinstance(error, AstraflowError):
-        # Only the log shows where the plug-in failed; the server and people elsewhere see the message.
+        # The whole traceback is in this node's log only.
         log.error("workflow.raised", member=member, exc_info=error)
     return Failure(reason="workflow_error", detail=detail, retryable=not isinstance(error, BadTrajectory))
 

@@ -8,7 +8,7 @@ episode with it.
 from collections.abc import Mapping
 
 from astraflow.errors import RecipeError
-from astraflow.plugins import Episode, Policy, Reward, TaskSpec, Trajectory, VersionSpan
+from astraflow.plugins import Episode, Policy, Reward, TaskSpec, TrajectoryBuilder
 
 
 class SingleTurn:
@@ -19,23 +19,11 @@ class SingleTurn:
 
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
         """Return one trajectory of the run's only policy. Raises RecipeError when there are several."""
-        policy = _only(policies)
-        prompt = policy.encode(task.messages)
-        result = await policy.generate(prompt)
-        num_prompt, num_new = len(prompt), len(result.token_ids)
-        trajectory = Trajectory(
-            policy=policy.name,
-            token_ids=(*prompt, *result.token_ids),
-            loss_mask=(False,) * num_prompt + (True,) * num_new,
-            logprobs=(0.0,) * num_prompt + result.logprobs,
-            version_spans=tuple(
-                VersionSpan(span.start + num_prompt, span.end + num_prompt, span.version)
-                for span in result.version_spans
-            ),
-            reward=self._reward(task, result.text),
-            finish_reason=result.finish_reason,
-        )
-        return Episode((trajectory,), {"completion_tokens": float(num_new)})
+        turn = TrajectoryBuilder(_only(policies))
+        turn.add_prompt(task.messages)
+        result = await turn.generate()
+        trajectory = turn.build(reward=self._reward(task, result.text))
+        return Episode((trajectory,), {"completion_tokens": float(turn.num_sampled)})
 
 
 def _only(policies: Mapping[str, Policy]) -> Policy:

@@ -16,16 +16,15 @@ from enum import StrEnum
 
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.batches.shares import balanced_shares
-from astraflow_trainer.batches.source import BatchSource, StepBatch, message_of, step_batch
+from astraflow_trainer.batches.source import BatchSource, StepBatch
 from astraflow_trainer.controls import Controls, Orders
 from astraflow_trainer.ranks.reductions import Ranks
 
-__all__ = ["RankBatches"]
+__all__ = ["RankBatches", "balanced_shares"]
 
 
 class _Kind(StrEnum):
-    """What the first rank tells the others."""
+    """What the first rank sends to the others."""
 
     WAIT = "wait"
     STEP = "step"
@@ -33,7 +32,7 @@ class _Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _Decision:
     """The message of one decision: what to do, why, and the orders or the batch when there are some."""
 
     kind: _Kind
@@ -46,7 +45,7 @@ class _Turn:
         return json.dumps(head).encode() + b"\n" + self.batch
 
     @classmethod
-    def decode(cls, message: bytes) -> _Turn:
+    def decode(cls, message: bytes) -> _Decision:
         head, _, batch = message.partition(b"\n")
         fields = json.loads(head)
         return cls(_Kind(fields["kind"]), fields["reason"], Orders(**fields["orders"]), batch)
@@ -69,7 +68,7 @@ class RankBatches:
         """`source` speaks for this rank; its epoch is the one that the first rank claimed."""
         self._source = source
         self._ranks = ranks
-        self._leads = ranks.index == 0
+        self._is_first = ranks.index == 0
         self._received: list[_Received] = []
 
     def unit_of_work(self, step: int) -> AbstractContextManager[None]:
@@ -82,30 +81,31 @@ class RankBatches:
         """Return the batch of `step`, or what to do before it; a collective. Only the first rank's `controls`
         count.
 
-        `waiting` is told why there is none yet, after each empty poll of the first rank.
+        `waiting` is called with the reason why there is none yet, after each empty poll of the first rank.
         """
-        if not self._leads:
+        if not self._is_first:
             return self._follow(waiting=waiting)
 
-        def tell_waiting(reason: str) -> None:
-            self._tell(_Turn(_Kind.WAIT, reason))
+        def report_waiting(reason: str) -> None:
+            self._send(_Decision(_Kind.WAIT, reason))
             waiting(reason)
 
         while True:
-            orders = controls.take(waiting=tell_waiting)
+            orders = controls.take(waiting=report_waiting)
             if orders is not None:
-                self._tell(_Turn(_Kind.ORDERS, orders=orders))
+                self._send(_Decision(_Kind.ORDERS, orders=orders))
                 return orders
             batch = self._source.acquire(
-                step, base_version=base_version, waiting=tell_waiting, stopped=controls.interrupts
+                step, base_version=base_version, waiting=report_waiting, stopped=controls.interrupts
             )
             if batch is not None and controls.begin(step):
-                self._tell(_Turn(_Kind.STEP, batch=message_of(batch).SerializeToString(deterministic=True)))
+                answer = batch_service_pb2.AcquireBatchResponse(batch=batch.bound, stage=batch.stage)
+                self._send(_Decision(_Kind.STEP, batch=answer.SerializeToString()))
                 return batch
 
     def record_intent(self, batch: StepBatch) -> None:
         """The first rank records the intent; no rank trains before, because training is a collective."""
-        if self._leads:
+        if self._is_first:
             self._source.record_intent(batch)
 
     def fetch(self, batch: StepBatch) -> list[TrainingRow]:
@@ -137,34 +137,52 @@ class RankBatches:
 
     def finish(self, batch: StepBatch, *, skipped: bool) -> bool:
         """The first rank writes the ledger and acks; returns whether the step counts as skipped."""
-        if self._leads:
+        if self._is_first:
             return self._source.finish(batch, skipped=skipped)
         return batch.skipped_before if batch.finished_before else skipped
 
     def mark_durable(self, step: int) -> None:
         """The first rank tells the server."""
-        if self._leads:
+        if self._is_first:
             self._source.mark_durable(step)
 
     def kept_alive(self, batch: StepBatch, *, lease_s: float) -> AbstractContextManager[None]:
         """The first rank renews the batch's lease while the block runs."""
-        return self._source.kept_alive(batch, lease_s=lease_s) if self._leads else nullcontext()
+        return self._source.kept_alive(batch, lease_s=lease_s) if self._is_first else nullcontext()
 
     def _share(self, batch: StepBatch) -> Sequence[batch_pb2.BatchItem] | None:
         if self._ranks.size == 1:
             return None
-        tokens = [item.num_tokens for item in batch.items]
+        tokens = [item.num_tokens for item in batch.bound.items]
         mine = balanced_shares(tokens, num_ranks=self._ranks.size)[self._ranks.index]
-        return [batch.items[position] for position in mine]
+        return [batch.bound.items[position] for position in mine]
 
-    def _tell(self, turn: _Turn) -> None:
-        self._ranks.broadcast(turn.encode())
+    def _send(self, decision: _Decision) -> None:
+        self._ranks.broadcast(decision.encode())
 
     def _follow(self, *, waiting: Callable[[str], None]) -> StepBatch | Orders:
         while True:
-            turn = _Turn.decode(self._ranks.broadcast(b""))
-            if turn.kind is _Kind.STEP:
-                return step_batch(batch_service_pb2.AcquireBatchResponse.FromString(turn.batch))
-            if turn.kind is _Kind.ORDERS:
-                return turn.orders
-            waiting(turn.reason)
+            decision = _Decision.decode(self._ranks.broadcast(b""))
+            if decision.kind is _Kind.STEP:
+                return StepBatch.of(batch_service_pb2.AcquireBatchResponse.FromString(decision.batch))
+            if decision.kind is _Kind.ORDERS:
+                return decision.orders
+            waiting(decision.reason)
+
+
+def balanced_shares(num_tokens: Sequence[int], *, num_ranks: int) -> list[list[int]]:
+    """Which rank trains on which trajectories: positions of `num_tokens` for each rank, ascending.
+
+    The longest come first, each goes to the rank with fewest tokens so far: no rank has more than another by more than
+    the longest trajectory. Each rank finds the answer by itself, and a replay finds it again. Groups may be split:
+    advantages are computed over the whole batch.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks {num_ranks} must be at least 1")
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for position in sorted(range(len(num_tokens)), key=lambda position: (-num_tokens[position], position)):
+        rank = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+        shares[rank].append(position)
+        loads[rank] += num_tokens[position]
+    return [sorted(share) for share in shares]

@@ -33,7 +33,7 @@ from astraflow_trainer.batches.rows import TrainingRow
 
 log = get_logger(__name__)
 
-__all__ = ["BatchSource", "Claim", "Ledger", "StepBatch", "message_of", "step_batch"]
+__all__ = ["BatchSource", "Claim", "Ledger", "StepBatch"]
 
 _LONG_POLL_S = 5.0
 _FETCH_TIMEOUT_S = 120.0
@@ -46,7 +46,7 @@ SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
 
 @dataclass(frozen=True)
 class Claim:
-    """What claiming the policy told us."""
+    """The server's answer to a claim."""
 
     epoch: int
     last_finished_step: int
@@ -60,21 +60,30 @@ class Claim:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A batch bound to a step. `items` and `rows` are in the batch's own order."""
+    """A batch bound to a step, as the server has it. Its items, and the rows of them, are in the batch's own order."""
 
-    step: int
-    batch_id: str
-    digest: bytes
-    base_version: int
-    items: Sequence[batch_pb2.BatchItem]
-    finished_before: bool
-    """True when the step was acked before and is replayed now."""
-    skipped_before: bool = False
-    """True when it was acked as skipped."""
+    bound: batch_pb2.Batch
+    stage: batch_service_pb2.BatchStage.ValueType
+    """What was acked of the step before."""
+
+    @classmethod
+    def of(cls, answer: batch_service_pb2.AcquireBatchResponse) -> StepBatch:
+        """The batch of an answer that has one."""
+        return cls(answer.batch, answer.stage)
+
+    @property
+    def finished_before(self) -> bool:
+        """True when the step was acked before and is replayed now."""
+        return self.stage in (TRAINED, SKIPPED)
+
+    @property
+    def skipped_before(self) -> bool:
+        """True when it was acked as skipped."""
+        return self.stage == SKIPPED
 
     def staleness(self) -> list[int]:
         """Versions between the step's base version and each trajectory's oldest token."""
-        return [self.base_version - item.min_version for item in self.items]
+        return [self.bound.base_version - item.min_version for item in self.bound.items]
 
 
 class Ledger:
@@ -91,12 +100,12 @@ class Ledger:
     def append(self, batch: StepBatch, *, epoch: int, stage: str) -> None:
         """Record that `batch` reached `stage`."""
         line = {
-            "step": batch.step,
+            "step": batch.bound.step,
             "epoch": epoch,
-            "batch_id": batch.batch_id,
-            "digest": batch.digest.hex(),
+            "batch_id": batch.bound.batch_id,
+            "digest": batch.bound.digest.hex(),
             "stage": stage,
-            "trajectory_ids": [item.trajectory_id for item in batch.items],
+            "trajectory_ids": [item.trajectory_id for item in batch.bound.items],
         }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -163,7 +172,7 @@ class BatchSource:
     ) -> StepBatch | None:
         """Return the batch of `step`, waiting until there is one; None when `stopped` says so first.
 
-        `waiting` is told the server's reason after each empty poll. Raises FencedError when a newer epoch
+        `waiting` is called with the server's reason after each empty poll. Raises FencedError when a newer epoch
         exists.
         """
         request = batch_service_pb2.AcquireBatchRequest(
@@ -179,7 +188,7 @@ class BatchSource:
                 self._client.batches.AcquireBatch, request, timeout_s=_LONG_POLL_S + 10.0
             )
             if response.HasField("batch"):
-                return step_batch(response)
+                return StepBatch.of(response)
             waiting(response.waiting_for or "ready_groups")
         return None
 
@@ -193,13 +202,13 @@ class BatchSource:
         self, batch: StepBatch, *, items: Sequence[batch_pb2.BatchItem] | None = None
     ) -> list[TrainingRow]:
         """Return the rows of `items`, some of the batch's, in their order; None means all of them."""
-        wanted = batch.items if items is None else items
+        wanted = batch.bound.items if items is None else items
         self.fetched_bytes = 0
         by_id = dict(self._payloads(batch, wanted)) if wanted else {}
         missing = [item.trajectory_id for item in wanted if item.trajectory_id not in by_id]
         if missing:
             raise InternalError(
-                f"batch {batch.batch_id} of step {batch.step}: {len(missing)} of {len(wanted)} payloads "
+                f"batch {batch.bound.batch_id} of step {batch.bound.step}: {len(missing)} of {len(wanted)} payloads "
                 f"did not arrive, the first is {missing[0]}; the server's log says why"
             )
         return [_row(item, by_id[item.trajectory_id]) for item in wanted]
@@ -251,7 +260,7 @@ class BatchSource:
     @contextmanager
     def kept_alive(self, batch: StepBatch, *, lease_s: float) -> Iterator[None]:
         """Renew the batch's lease in the background while the block runs."""
-        renew = partial(self._renew, batch.step)
+        renew = partial(self._renew, batch.bound.step)
         with _in_background(renew, period_s=max(0.2, lease_s / 3), name="batch-lease"):
             yield
 
@@ -276,7 +285,7 @@ class BatchSource:
             with self.unit_of_work(step):
                 self._client.call(self._client.batches.RenewBatch, request)
         except RetryableError as error:
-            # Expiry only raises an alarm at the server; the next renewal, or the ack, will tell.
+            # Expiry only raises an alarm at the server; the next renewal, or the ack, will show it.
             log.warning("batch.renewal_failed", step=step, reason=error.reason)
         except AstraflowError as error:
             # Fenced, most likely: the training thread hears the same from its next call, and raises it.
@@ -291,9 +300,9 @@ class BatchSource:
                 run_id=self._run_id,
                 policy_id=self._policy_id,
                 trainer_epoch=self.epoch,
-                step=batch.step,
-                batch_id=batch.batch_id,
-                digest=batch.digest,
+                step=batch.bound.step,
+                batch_id=batch.bound.batch_id,
+                digest=batch.bound.digest,
                 stage=stage,
             ),
         )
@@ -305,7 +314,7 @@ class BatchSource:
             run_id=self._run_id,
             policy_id=self._policy_id,
             trainer_epoch=self.epoch,
-            step=batch.step,
+            step=batch.bound.step,
             trajectory_ids=[item.trajectory_id for item in items],
         )
         for item in self._client.stream(self._client.batches.FetchBatch, request, timeout_s=_FETCH_TIMEOUT_S):
@@ -329,35 +338,6 @@ def _in_background(call: Callable[[], bool], *, period_s: float, name: str) -> I
     finally:
         done.set()
         thread.join()
-
-
-def message_of(batch: StepBatch) -> batch_service_pb2.AcquireBatchResponse:
-    """Return a batch as a message for another rank; `step_batch` reads it."""
-    bound = batch_pb2.Batch(
-        batch_id=batch.batch_id,
-        step=batch.step,
-        base_version=batch.base_version,
-        items=batch.items,
-        digest=batch.digest,
-    )
-    stage = batch_service_pb2.BATCH_STAGE_UNSPECIFIED
-    if batch.finished_before:
-        stage = SKIPPED if batch.skipped_before else TRAINED
-    return batch_service_pb2.AcquireBatchResponse(batch=bound, stage=stage)
-
-
-def step_batch(response: batch_service_pb2.AcquireBatchResponse) -> StepBatch:
-    """Return the batch of an answer that has one."""
-    batch = response.batch
-    return StepBatch(
-        step=batch.step,
-        batch_id=batch.batch_id,
-        digest=batch.digest,
-        base_version=batch.base_version,
-        items=batch.items,
-        finished_before=response.stage in (TRAINED, SKIPPED),
-        skipped_before=response.stage == SKIPPED,
-    )
 
 
 def _drop_cut_line(path: Path) -> None:

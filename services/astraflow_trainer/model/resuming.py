@@ -20,7 +20,7 @@ from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.version_writer import CommittedVersion
 
-__all__ = ["Resumable", "Start", "take_up", "way_back"]
+__all__ = ["Resumable", "Start", "pending_rollback", "take_up"]
 
 log = get_logger(__name__)
 
@@ -51,7 +51,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WayBack:
+class PendingRollback:
     """A rollback that no checkpoint knows of."""
 
     version: int
@@ -68,15 +68,15 @@ def take_up(
 ) -> Start:
     """Load what to go on from; a collective. `finished_step` and `durable_step` are the server's."""
 
-    def decide() -> WayBack | None:
+    def decide() -> PendingRollback | None:
         positions = [position for position in learner.positions() if position.step <= finished_step]
-        return way_back(publisher.committed_since(None), positions, durable_step=durable_step)
+        return pending_rollback(publisher.committed_since(None), positions, durable_step=durable_step)
 
     back = on_first_rank(
         peers,
         decide,
         encode=lambda found: None if found is None else asdict(found),
-        decode=lambda content: None if content is None else WayBack(**content),
+        decode=lambda content: None if content is None else PendingRollback(**content),
     )
     if back is None:
         position = learner.restore(at_most=finished_step)
@@ -98,9 +98,9 @@ def take_up(
     return Start(step=finished_step, version=back.version, went_back=True)
 
 
-def way_back(
+def pending_rollback(
     versions: Sequence[CommittedVersion], positions: Sequence[Position], *, durable_step: int
-) -> WayBack | None:
+) -> PendingRollback | None:
     """The newest rollback when it came after the newest checkpoint; None: go on from that. Pure.
 
     Where versions were trained from the rollback since, their checkpoint is missing: that is for the caller to
@@ -116,7 +116,7 @@ def way_back(
     roots = {item.version: item.model_root for item in versions}
     same = [at.step for at in positions if roots.get(at.version) == newest.model_root]
     assert back.rollback_of is not None
-    return WayBack(
+    return PendingRollback(
         version=newest.version,
         rollback_of=back.rollback_of,
         checkpoint=same[-1] if same else None,

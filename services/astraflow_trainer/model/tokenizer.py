@@ -66,7 +66,7 @@ def train_tokenizer(corpus: Iterable[str], *, settings: TokenizerSettings) -> Pr
     return wrapped
 
 
-def render_chat(messages: Sequence[Mapping[str, str]]) -> str:
+def render_chat(messages: Sequence[Mapping[str, object]]) -> str:
     """The prompt of `messages` as text: `CHAT_TEMPLATE` applied, generation prompt added."""
     text: str = _TEMPLATE.render(messages=messages, add_generation_prompt=True)
     return text

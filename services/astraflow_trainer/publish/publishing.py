@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,12 +23,12 @@ from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
 from astraflow_weights.codec.shards import ShardedModel
-from astraflow_weights.publish.announcing import Announcer
+from astraflow_weights.publish.announcing import Announcer, Committed
 from astraflow_weights.publish.version_writer import CommittedVersion
 
 log = get_logger(__name__)
 
-__all__ = ["Announcer", "ModelBytes", "PublishWorker", "SilentAnnouncer", "VersionPublisher"]
+__all__ = ["Announcer", "ModelBytes", "PublishWorker", "VersionPublisher"]
 
 _STORE_RETRY_S = 600.0
 _POLL_S = 0.2
@@ -46,7 +46,7 @@ class ModelBytes:
     """Tell the model root of the version that they are now; the copy is no longer needed."""
 
 
-class VersionPublisher(Protocol):
+class VersionPublisher(Committed, Protocol):
     """Commits a model as the version of a step; `astraflow_weights.publish.shard_publisher.ShardPublisher`
     is the implementation.
     """
@@ -55,19 +55,6 @@ class VersionPublisher(Protocol):
         self, model: ShardedModel, *, step: int, learning_rate: float | None = None
     ) -> CommittedVersion:
         """Commit; idempotent for one (step, bytes). Raises a RetryableError to be called again."""
-
-    def committed_since(self, version: int | None) -> Sequence[CommittedVersion]:
-        """Return the versions in the store's log after `version`, in order; all of them for None."""
-
-
-class SilentAnnouncer:
-    """The announcer of a rank that is not the first one, which announces for all."""
-
-    def __init__(self, policy_id: str) -> None:
-        self.policy_id = policy_id
-
-    def announce_missing(self, publisher: VersionPublisher) -> None:
-        """Say nothing."""
 
 
 class PublishWorker:
@@ -78,13 +65,15 @@ class PublishWorker:
     def __init__(
         self,
         publisher: VersionPublisher,
-        announcer: Announcer | SilentAnnouncer,
+        announcer: Announcer | None,
         *,
+        policy_id: str,
         max_behind: int,
         published: Callable[[CommittedVersion], None],
     ) -> None:
         self._publisher = publisher
         self._announcer = announcer
+        self._policy_id = policy_id
         self._max_behind = max_behind
         self._published = published
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -145,7 +134,7 @@ class PublishWorker:
                 self._idle.notify_all()
 
     def _publish(self, step: int, model: ModelBytes, *, learning_rate: float | None) -> None:
-        with unit_of_work(step_correlation(self._announcer.policy_id, step), step=step):
+        with unit_of_work(step_correlation(self._policy_id, step), step=step):
             failpoints.hit("trainer.before_publish")
             shards = model.open()
             for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_STORE_RETRY_S):
@@ -159,6 +148,8 @@ class PublishWorker:
             _log_published(committed)
 
     def _announce(self) -> None:
+        if self._announcer is None:
+            return
         for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_STORE_RETRY_S):
             with attempt:
                 self._announcer.announce_missing(self._publisher)

@@ -74,20 +74,20 @@ class RankGroup:
         if self.watch is not None:
             self.watch.farewell(error)
 
-    def leave_word(self, key: str, value: str) -> None:
-        """Leave something for the other ranks to find, once."""
-        self.store.set(f"word/{key}", value)
+    def set_value(self, key: str, value: str) -> None:
+        """Set a value that the other ranks wait for, once."""
+        self.store.set(f"value/{key}", value)
 
-    def find_word(self, key: str) -> str:
-        """Wait for what the first rank leaves, however long that takes it; its death ends the wait.
+    def wait_for_value(self, key: str) -> str:
+        """Wait for what the first rank sets, however long that takes it; its death ends the wait.
 
         Raises what ended it.
         """
-        while not self.store.check([f"word/{key}"]):
+        while not self.store.check([f"value/{key}"]):
             failure = self.watch.failure(wait_s=_POLL_S) if self.watch else None
             if failure is not None:
                 raise failure
-        return str(self.store.get(f"word/{key}").decode())
+        return str(self.store.get(f"value/{key}").decode())
 
 
 def join_rank_group(settings: RankSettings, *, timeout_s: float) -> RankGroup:

@@ -82,7 +82,7 @@ class RankWatch:
                 connection.sendall(line)
             except OSError as error:
                 # It is gone; this rank's own watch tells what that means.
-                log.info("rank.not_told", error=str(error))
+                log.info("rank.not_notified", error=str(error))
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -104,7 +104,7 @@ class RankWatch:
         for line in lines:
             self._understand(peer, json.loads(line))
         if not data and not peer.said_farewell:
-            self._lose(RankLostError(f"rank {peer.index} of {self.size} ended without a word"))
+            self._lose(RankLostError(f"rank {peer.index} of {self.size} exited without reporting"))
         return bool(data) and len(peer.received) < _MAX_LINE_BYTES
 
     def _understand(self, peer: _Peer, content: Mapping[str, str]) -> None:

@@ -104,7 +104,7 @@ def _examples(stream: Iterator[Demonstration], *, needed: int, plugin: str) -> I
 
 
 def _prompt(messages: tuple[Message, ...]) -> str:
-    return render_chat([{"role": message.role, "content": message.content} for message in messages])
+    return render_chat([message.as_chat() for message in messages])
 
 
 def _shape(architecture: ArchitectureSettings) -> Qwen3Shape:

@@ -12,23 +12,7 @@ import pytest
 
 import astraflow
 from astraflow import cli, errors
-
-Run = Callable[..., int]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs `astraflow ARGUMENTS` in this process and returns its exit status."""
-
-    def run_command_line(*arguments: str) -> int:
-        monkeypatch.setattr("sys.argv", ["astraflow", *arguments])
-        try:
-            cli.main()
-        except SystemExit as ended:
-            return int(ended.code or 0)
-        return 0
-
-    return run_command_line
+from support.cli import Ended, run
 
 
 @pytest.fixture
@@ -45,14 +29,12 @@ def add_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
     return add
 
 
-def test_the_version_is_printed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--version") == 0
-    assert capsys.readouterr().out == f"astraflow {astraflow.__version__}\n"
+def test_the_version_is_printed() -> None:
+    assert run("--version") == Ended(0, f"astraflow {astraflow.__version__}\n", "")
 
 
-def test_help_lists_every_command_with_its_summary(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--help") == 0
-    shown = capsys.readouterr().out
+def test_help_lists_every_command_with_its_summary() -> None:
+    shown = run("--help").output
     assert [name for name, command in cli.COMMANDS.items() if f"{name} " not in shown] == []
     assert [name for name, command in cli.COMMANDS.items() if command.summary not in shown] == []
 
@@ -60,11 +42,10 @@ def test_help_lists_every_command_with_its_summary(run: Run, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("typed", "words"), [("dve", "did you mean `dev`?"), ("zzz", "known: dev, doctor, recipe")]
 )
-def test_an_unknown_command_names_the_nearest_one(
-    run: Run, capsys: pytest.CaptureFixture[str], typed: str, words: str
-) -> None:
-    assert run(typed) == cli.USAGE_ERROR
-    assert words in capsys.readouterr().err
+def test_an_unknown_command_names_the_nearest_one(typed: str, words: str) -> None:
+    ended = run(typed)
+    assert ended.status == cli.USAGE_ERROR
+    assert words in ended.errors
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -85,22 +66,18 @@ def test_a_command_is_where_the_table_says(name: str) -> None:
     [("raas", "pip install 'astraflow[raas]'\n"), ("", "pip install astraflow\n")],
 )
 def test_a_missing_dependency_is_told_with_the_line_that_installs_it(
-    run: Run,
-    add_command: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    extra: str,
-    line: str,
+    add_command: Callable[..., None], extra: str, line: str
 ) -> None:
     add_command("import surely_not_installed.deeply", extra=extra)
-    assert run("extra") == cli.USAGE_ERROR
-    told = capsys.readouterr().err
-    assert "`astraflow extra` needs the package 'surely_not_installed'" in told
-    assert told.endswith(line)
-    assert "Traceback" not in told
+    ended = run("extra")
+    assert ended.status == cli.USAGE_ERROR
+    assert "`astraflow extra` needs the package 'surely_not_installed'" in ended.errors
+    assert ended.errors.endswith(line)
+    assert "Traceback" not in ended.errors
 
 
 def test_a_module_of_ours_that_is_missing_is_a_defect_and_not_told_as_a_dependency(
-    run: Run, add_command: Callable[..., None]
+    add_command: Callable[..., None],
 ) -> None:
     add_command("import module_of_extra_command.gone")
     with pytest.raises(ModuleNotFoundError, match="gone"):
@@ -119,11 +96,7 @@ def test_a_module_of_ours_that_is_missing_is_a_defect_and_not_told_as_a_dependen
     ],
 )
 def test_a_known_error_ends_with_its_message_and_status(
-    run: Run,
-    add_command: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    kind: type[errors.AstraflowError],
-    status: int,
+    add_command: Callable[..., None], kind: type[errors.AstraflowError], status: int
 ) -> None:
     add_command(
         "import typer\n"
@@ -132,11 +105,10 @@ def test_a_known_error_ends_with_its_message_and_status(
         "@app.command()\n"
         "def extra(): raise errors." + kind.__name__ + "('3 exceeds 2; lower it')\n"
     )
-    assert run("extra") == status
-    assert capsys.readouterr().err == f"{kind.reason}: 3 exceeds 2; lower it\n"
+    assert run("extra") == Ended(status, "", f"{kind.reason}: 3 exceeds 2; lower it\n")
 
 
-def test_a_defect_keeps_its_traceback(run: Run, add_command: Callable[..., None]) -> None:
+def test_a_defect_keeps_its_traceback(add_command: Callable[..., None]) -> None:
     add_command("import typer\napp = typer.Typer()\n@app.command()\ndef extra(): raise KeyError('gone')\n")
     with pytest.raises(KeyError, match="gone"):
         run("extra")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from astraflow import plugins
+from astraflow import plugins, trajectories
 
 PROTOCOLS = {
     name: kind
@@ -27,8 +33,9 @@ ERRORS = {
 }
 
 
-def test_every_public_name_is_a_protocol_a_value_an_error_or_the_state() -> None:
-    assert sorted(plugins.__all__) == sorted({**PROTOCOLS, **VALUES, **ERRORS, "PluginState": None})
+def test_every_public_name_is_a_protocol_a_value_an_error_the_state_or_the_builder() -> None:
+    others = ["PluginState", "TrajectoryBuilder"]
+    assert sorted(plugins.__all__) == sorted([*PROTOCOLS, *VALUES, *ERRORS, *others])
 
 
 def test_importing_the_protocols_needs_only_the_standard_library() -> None:
@@ -67,3 +74,106 @@ def test_a_plain_class_and_a_plain_function_are_plugins() -> None:
 
     assert isinstance(Tasks(), plugins.Dataset)
     assert isinstance(keep, plugins.Filter)
+
+
+def test_a_message_becomes_what_chat_templates_take() -> None:
+    assert plugins.Message("user", "hi").as_chat() == {"role": "user", "content": "hi"}
+    calls = (plugins.ToolCall("c1", "add", '{"a": 1}'), plugins.ToolCall("c2", "say", "not json"))
+    assert plugins.Message("assistant", "", tool_calls=calls).as_chat()["tool_calls"] == [
+        {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+        {"id": "c2", "type": "function", "function": {"name": "say", "arguments": "not json"}},
+    ]
+    answer = plugins.Message("tool", "2", tool_call_id="c1", name="add")
+    assert answer.as_chat() == {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"}
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=6)
+"""Of each turn: sampled tokens, of how many under a newer version, tokens of the messages after it."""
+
+
+@given(prompt=st.integers(1, 6), turns=STEPS)
+def test_whatever_a_workflow_adds_the_columns_stay_aligned_and_pass_the_checker(
+    prompt: int, turns: list[tuple[int, int, int]]
+) -> None:
+    policy = ScriptedPolicy(sampled=[(num, newer) for num, newer, _ in turns])
+    builder = plugins.TrajectoryBuilder(policy, role="player")
+    builder.add_prompt([plugins.Message("user", "x" * prompt)])
+    for _, _, observed in turns:
+        asyncio.run(builder.generate())
+        builder.add_messages([plugins.Message("tool", "x" * observed)])
+    if not any(num for num, _, _ in turns):
+        with pytest.raises(ValueError, match="nothing was sampled"):
+            builder.build(reward=1.0)
+        return
+    built = builder.build(reward=1.0, metrics={"turns": 2})
+    trained = trajectories.check_columns(
+        "trajectory",
+        token_ids=np.asarray(built.token_ids, dtype=np.int64),
+        loss_mask=np.asarray(built.loss_mask, dtype=bool),
+        logprobs=np.asarray(built.logprobs, dtype=np.float32),
+        version_spans=built.version_spans,
+    )
+    trajectories.check_spans("trajectory", built.turn_spans, num_tokens=len(built.token_ids), what="turn")
+    assert trained.num_tokens == builder.num_sampled == sum(num for num, _, _ in turns)
+    for token, sampled, logprob in zip(built.token_ids, built.loss_mask, built.logprobs, strict=True):
+        assert (sampled, logprob) == ((True, -float(token)) if token >= SAMPLED else (False, 0.0))
+    for span in built.version_spans:
+        assert [policy.version_of[built.token_ids[i]] for i in range(span.start, span.end)] == [
+            span.version
+        ] * (span.end - span.start)
+    roles = [span.role for span in built.turn_spans for _ in range(span.start, span.end)]
+    assert [role == "assistant" for role in roles] == list(built.loss_mask)
+    assert (built.role, built.finish_reason, built.metrics) == ("player", "stop", {"turns": 2})
+
+
+def test_a_builder_that_is_misused_says_how() -> None:
+    result = plugins.GenerateResult((SAMPLED,), (-1.0,), (), "a", "stop")
+    messages = [plugins.Message("user", "xx")]
+    builder = plugins.TrajectoryBuilder(ScriptedPolicy(sampled=[]))
+    with pytest.raises(ValueError, match="follow a generation"):
+        builder.add_messages(messages)
+    with pytest.raises(ValueError, match="not the 0 built so far"):
+        builder.add_generation(result, prompt_ids=())
+    builder.add_prompt(messages)
+    with pytest.raises(ValueError, match="first, and once"):
+        builder.add_prompt(messages)
+    with pytest.raises(ValueError, match="continues 1 tokens that are not the 2 built so far"):
+        builder.add_generation(result, prompt_ids=(1,))
+    with pytest.raises(ValueError, match="1 tokens and 0 log-probs"):
+        builder.add_generation(replace(result, logprobs=()), prompt_ids=builder.token_ids)
+    assert builder.token_ids == (1, 1)
+
+
+SAMPLED = 100
+
+
+class ScriptedPolicy:
+    """One token for each character of a message; samples new tokens, as many as the script says."""
+
+    name = "solver"
+
+    def __init__(self, *, sampled: list[tuple[int, int]]) -> None:
+        self.script, self.version_of = sampled, dict[int, int]()
+
+    def encode(self, messages: Sequence[plugins.Message]) -> list[int]:
+        return [1 for message in messages for _ in message.content]
+
+    def extend(self, token_ids: Sequence[int], messages: Sequence[plugins.Message]) -> list[int]:
+        return [*token_ids, *self.encode(messages)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "x" * len(token_ids)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None
+    ) -> plugins.GenerateResult:
+        num, newer = self.script.pop(0)
+        first = SAMPLED + len(self.version_of)
+        tokens = tuple(range(first, first + num))
+        old = max(0, num - newer)
+        cuts = [(0, old, 3), (old, num, 4)]
+        spans = tuple(plugins.VersionSpan(*cut) for cut in cuts if cut[0] < cut[1])
+        for span in spans:
+            self.version_of |= dict.fromkeys(tokens[span.start : span.end], span.version)
+        logprobs = tuple(-float(token) for token in tokens)
+        return plugins.GenerateResult(tokens, logprobs, spans, "", "stop")

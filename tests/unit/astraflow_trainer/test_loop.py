@@ -189,6 +189,7 @@ def _bench(
         worker = PublishWorker(
             store,
             announcer,
+            policy_id=POLICY,
             max_behind=max_behind,
             published=lambda committed: progress.published(committed.version),
         )

@@ -15,7 +15,7 @@ from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import Supply
 from astraflow_dataflow.rules.faults import PluginFault, PluginFaults
 from astraflow_dataflow.runs.data_plugins import DataPlugin
-from astraflow_dataflow.tasks.curation import draw, length, missing_tasks, new_task, propose
+from astraflow_dataflow.tasks.curation import draw, missing_tasks, new_task, propose, training_tasks
 
 
 def source(length: int) -> object:
@@ -32,20 +32,28 @@ def test_drawing_stops_at_the_end_and_skips_nothing(length: int, start: int, cou
     assert ended is (start + count > length)
 
 
+class Sized:
+    """A data set that says how many tasks it has, and does not enforce it."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def train(self, index: int) -> TaskSpec | None:
+        return TaskSpec(f"t{index}", ())
+
+
+class Unreadable(Sized):
+    """A data set that cannot tell its length."""
+
+    def __len__(self) -> int:
+        raise OSError("no index file")
+
+
 def test_drawing_ends_where_the_data_set_says_it_does() -> None:
-    specs, ended = draw(source(9), start=2, count=4, end=5)  # type: ignore[arg-type]
-    assert ([spec.task_id for spec in specs], ended) == (["t2", "t3", "t4"], True)
-    assert draw(source(9), start=5, count=4, end=5) == ([], True)  # type: ignore[arg-type]
-
-
-def test_a_data_set_may_say_how_long_it_is() -> None:
-    class Raising(list[int]):
-        def __len__(self) -> int:
-            raise OSError("no index file")
-
-    assert (length([1, 2]), length(object())) == (2, None)  # type: ignore[arg-type]
-    with pytest.raises(PluginError, match="__len__ raised: OSError: no index file"):
-        length(Raising())  # type: ignore[arg-type]
+    specs, ended = draw(training_tasks(Sized()), start=1, count=4)  # type: ignore[arg-type]
+    assert ([spec.task_id for spec in specs], ended) == (["t1", "t2"], True)
+    with pytest.raises(PluginError, match=r"Sized.train raised at index 0: OSError: no index file"):
+        draw(training_tasks(Unreadable()), start=0, count=1)  # type: ignore[arg-type]
 
 
 DRAWN = [TaskSpec(f"t{n}", (), source="ab"[n % 2]) for n in range(4)]

@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 
-from astraflow import cli
 from astraflow_launcher.commands import dev
 from astraflow_launcher.run.development_run import Options, Part
 from astraflow_launcher.view.live import View
 from astraflow_launcher.view.observation import Observation
 from astraflow_launcher.view.summary import Summary, summarize
+from support import cli
+from support.cli import Ended
+from support.recipes import TINY
 
-RECIPE = """
-run: {name: tiny, dataset: "recipe:Data"}
-policies: {solver: {model: {path: some/model}}}
-raas: {reward: "recipe:Reward"}
-"""
 DOCUMENTATION = Path(__file__).parents[4] / "docs" / "launcher.md"
 OPTIONS_OF_DAEMONS = {"--join", "--allow-recipe-code"}
 
-Run = Callable[..., int]
+Run = Callable[..., Ended]
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs `astraflow dev ARGUMENTS` in an empty folder beside a recipe; gives the exit status."""
+    """Runs `astraflow dev ARGUMENTS` in an empty folder beside a recipe."""
     (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "recipe" / "recipe.yaml").write_text(TINY)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(dev, "configure", _close)
-
-    def run_command_line(*arguments: str) -> int:
-        monkeypatch.setattr("sys.argv", ["astraflow", "dev", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0)
-
-    return run_command_line
+    return partial(cli.run, "dev")
 
 
 @pytest.fixture
@@ -91,57 +81,43 @@ def _close(role: str, *, log_format: str, stream: TextIO) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_with_the_remedy_and_makes_nothing(
-    run: Run,
-    started: list[Options],
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
+    run: Run, started: list[Options], arguments: tuple[str, ...], message: str
 ) -> None:
-    assert run("../recipe", *arguments) == 2
-    assert message in capsys.readouterr().err
+    ended = run("../recipe", *arguments)
+    assert ended.status == 2
+    assert message in ended.errors
     assert started == []
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_a_folder_without_a_recipe_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("nowhere") == 2
-    assert "no recipe at nowhere/recipe.yaml" in capsys.readouterr().err
-
-
-def test_help_lists_every_option_of_the_documentation(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_option_of_the_documentation(run: Run) -> None:
     documented = set(re.findall(r"--[a-z][a-z-]*", DOCUMENTATION.read_text())) - OPTIONS_OF_DAEMONS
     assert len(documented) > 5
-    assert run("--help") == 0
-    shown = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
+    shown = set(re.findall(r"--[a-z][a-z-]*", run("--help").output))
     assert documented - shown == set()
 
 
 def test_options_reach_the_run_and_named_keys_the_recipe(run: Run, started: list[Options]) -> None:
-    assert (
-        run("../recipe", "--steps", "3", "--seed", "7", "--nodes", "0", "--without", "raas", "--quiet") == 0
-    )
+    wanted = ("--steps", "3", "--seed", "7", "--nodes", "0", "--without", "raas", "--quiet")
+    assert run("../recipe", *wanted).status == 0
     (options,) = started
     assert (options.loaded.recipe.run.steps, options.loaded.recipe.run.seed) == (3, 7)
     assert (options.num_nodes, options.without) == (0, frozenset({Part.RAAS}))
 
 
 def test_a_run_ends_with_one_json_object_on_stdout_and_in_its_folder(
-    run: Run, started: list[Options], capsys: pytest.CaptureFixture[str]
+    run: Run, started: list[Options]
 ) -> None:
-    assert run("../recipe", "--json", "--data-dir", "data") == 0
-    shown = capsys.readouterr().out
-    assert json.loads(shown)["data_dir"] == str(started[0].folder.root)
-    assert Path("data/summary.json").read_text() == shown
+    ended = run("../recipe", "--json", "--data-dir", "data")
+    assert ended.json["data_dir"] == str(started[0].folder.root)
+    assert Path("data/summary.json").read_text() == ended.output
 
 
-def test_without_json_stdout_stays_empty(
-    run: Run, started: list[Options], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("../recipe") == 0
-    assert len(started) == 1
-    assert capsys.readouterr().out == ""
+def test_without_json_stdout_stays_empty(run: Run, started: list[Options]) -> None:
+    ended = run("../recipe")
+    assert (ended.status, ended.output, len(started)) == (0, "", 1)
 
 
 def test_a_missed_goal_is_status_1(run: Run, started: list[Options]) -> None:
-    assert run("../recipe", "--until", "heldout>=0.7") == 1
+    assert run("../recipe", "--until", "heldout>=0.7").status == 1
     assert started[0].goal is not None

@@ -16,22 +16,17 @@ import pytest
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import UnavailableError
-from astraflow.recipe_file import parse_recipe
 from astraflow_launcher.run import embedded_redis
 from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
 from astraflow_launcher.run.folder import open_run_folder
 from astraflow_launcher.view.live import QuietView
 from astraflow_launcher.view.observation import Goal, Observation, parse_goal
 from astraflow_launcher.view.summary import Summary
+from support.recipes import tiny_recipe
 from support.scripted_daemons import POLICY, ScriptedServer, serving
 
 pytestmark = pytest.mark.slow
 
-RECIPE = """
-run: {name: tiny, dataset: "recipe:Data"}
-policies: {solver: {model: {path: some/model}}}
-raas: {reward: "recipe:Reward"}
-"""
 EVERYTHING = frozenset(Part)
 ALL_BUT_NODES = frozenset({Part.DATAFLOW, Part.TRAINER})
 
@@ -61,7 +56,7 @@ class Scene:
     async def run(
         self, *, without: frozenset[Part], goal: Goal | None = None, timeout_s: float | None = None
     ) -> Summary:
-        loaded = parse_recipe(RECIPE)
+        loaded = tiny_recipe()
         options = Options(
             loaded=loaded,
             folder=open_run_folder(loaded, data_dir=self.folder),
@@ -83,6 +78,15 @@ class Scene:
 
     def finish(self) -> None:
         self.server.status.state = run_pb2.RUN_STATE_FINISHED
+
+    def end_with(self, reward: float) -> None:
+        """Finish the run with this final evaluation as soon as it is asked to finish."""
+
+        def finish() -> None:
+            self.evaluate(reward)
+            self.finish()
+
+        self.server.on_update = finish
 
     def interrupt_once_during(self, *stages: str) -> None:
         """Press Ctrl-C once in each of these stages, as soon as a version is known."""
@@ -122,7 +126,7 @@ async def test_the_run_is_created_with_the_resolved_recipe_and_the_folders_store
     scene.finish()
     await scene.run(without=EVERYTHING)
     (created,) = scene.server.created
-    assert (created.run_id, created.recipe_yaml) == ("tiny", parse_recipe(RECIPE).yaml_text)
+    assert (created.run_id, created.recipe_yaml) == ("tiny", tiny_recipe().yaml_text)
     assert created.store_uri == (scene.folder.resolve() / "store").as_uri()
 
 
@@ -139,12 +143,7 @@ async def test_a_time_out_ends_the_run_with_the_goal_missed(scene: Scene) -> Non
 async def test_ctrl_c_ends_in_order_with_the_final_evaluation(scene: Scene) -> None:
     scene.server.announce(0)
     scene.evaluate(0.25)
-
-    def finish() -> None:
-        scene.evaluate(0.5)
-        scene.finish()
-
-    scene.server.on_update = finish
+    scene.end_with(0.5)
     scene.interrupt_once_during("running")
     summary = await scene.run(without=ALL_BUT_NODES)
     assert scene.server.updates == [run_pb2.RUN_STATE_FINISHING]
@@ -160,12 +159,7 @@ async def test_nothing_is_evaluated_when_there_is_no_version(scene: Scene) -> No
 async def test_a_goal_that_the_final_evaluation_meets_is_met(scene: Scene) -> None:
     scene.server.announce(0)
     scene.evaluate(0.9)
-
-    def finish() -> None:
-        scene.evaluate(0.9)
-        scene.finish()
-
-    scene.server.on_update = finish
+    scene.end_with(0.9)
     scene.interrupt_once_during("running")
     assert (await scene.run(without=ALL_BUT_NODES, goal=parse_goal("heldout>=0.7"))).goal_met is True
 
@@ -173,12 +167,7 @@ async def test_a_goal_that_the_final_evaluation_meets_is_met(scene: Scene) -> No
 async def test_a_goal_stays_met_when_the_final_evaluation_is_worse(scene: Scene) -> None:
     scene.server.announce(0)
     scene.evaluate(0.9, 0.9)
-
-    def finish() -> None:
-        scene.evaluate(0.1)
-        scene.finish()
-
-    scene.server.on_update = finish
+    scene.end_with(0.1)
     assert (await scene.run(without=ALL_BUT_NODES, goal=parse_goal("heldout>=0.7"))).goal_met is True
 
 

@@ -9,25 +9,15 @@ import pytest
 
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import run_pb2
-from astraflow.recipe_file import LoadedRecipe, parse_recipe
 from astraflow_launcher.run.folder import open_run_folder
 from astraflow_launcher.run.registration import register_run
+from support.recipes import tiny_recipe
 from support.scripted_daemons import ScriptedServer, serving
 
-ACTIVE, FINISHING, FINISHED = (
-    run_pb2.RUN_STATE_ACTIVE,
-    run_pb2.RUN_STATE_FINISHING,
-    run_pb2.RUN_STATE_FINISHED,
-)
-RECIPE = """
-run: {name: tiny, dataset: "recipe:Data", steps: 4}
-policies: {solver: {model: {path: some/model}}}
-raas: {reward: "recipe:Reward"}
-"""
+ACTIVE, FINISHED = run_pb2.RUN_STATE_ACTIVE, run_pb2.RUN_STATE_FINISHED
 
 
-def _loaded(*overrides: str) -> LoadedRecipe:
-    return parse_recipe(RECIPE, overrides=overrides)
+STEPS = "run.steps=4"
 
 
 @pytest.fixture
@@ -38,7 +28,7 @@ async def server() -> AsyncIterator[tuple[ScriptedServer, AsyncClient]]:
 
 
 async def _register(client: AsyncClient, folder: Path, *overrides: str) -> None:
-    loaded = _loaded(*overrides)
+    loaded = tiny_recipe(STEPS, *overrides)
     await register_run(client, folder=open_run_folder(loaded, data_dir=folder), loaded=loaded, store_uri=None)
 
 
@@ -54,7 +44,7 @@ async def test_a_new_run_is_created_with_its_store_and_left_active(
 
 
 @pytest.mark.parametrize("key", ["run.steps", "policies.solver.steps"])
-@pytest.mark.parametrize("state", [FINISHING, FINISHED])
+@pytest.mark.parametrize("state", [run_pb2.RUN_STATE_FINISHING, FINISHED])
 async def test_a_run_that_ended_before_the_wanted_steps_is_continued_under_its_own_recipe(
     server: tuple[ScriptedServer, AsyncClient], tmp_path: Path, state: run_pb2.RunState.ValueType, key: str
 ) -> None:
@@ -64,7 +54,7 @@ async def test_a_run_that_ended_before_the_wanted_steps_is_continued_under_its_o
     script.status.state, script.finished_step = state, 4
     await _register(client, tmp_path, f"{key}=9")
     assert script.updates == [ACTIVE]
-    assert {run.recipe_yaml for run in script.created} == {_loaded().yaml_text}
+    assert {run.recipe_yaml for run in script.created} == {tiny_recipe(STEPS).yaml_text}
 
 
 async def test_a_run_that_has_all_wanted_steps_stays_finished(

@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_launcher.view.metrics_file import MetricsFile, to_json
@@ -16,14 +18,8 @@ from astraflow_launcher.view.observation import Observation, StepPoint
 def _evaluation(
     version: int, reward: float, *, complete: bool = True, final: bool = False
 ) -> admin.Evaluation:
-    return admin.Evaluation(
-        policy_id="solver",
-        version=version,
-        mean_reward=reward,
-        num_samples=8,
-        complete=complete,
-        final=final,
-    )
+    figures = {"version": version, "mean_reward": reward, "num_samples": 8}
+    return admin.Evaluation(policy_id="solver", complete=complete, final=final, **figures)
 
 
 def _observation(*evaluations: admin.Evaluation) -> Observation:
@@ -35,77 +31,47 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_step_is_a_line_with_its_metrics(tmp_path: Path) -> None:
-    observation = _observation()
-    observation.steps.append(StepPoint("solver", 1, 2.5, {"reward_mean": 0.5, "loss": -0.25}))
-    with MetricsFile(tmp_path / "metrics.jsonl", run_id="run-1") as metrics:
-        metrics.write(observation)
-    assert _lines(tmp_path / "metrics.jsonl") == [
-        {
-            "kind": "step",
-            "run_id": "run-1",
-            "policy": "solver",
-            "step": 1,
-            "seconds": 2.5,
-            "reward_mean": 0.5,
-            "loss": -0.25,
-        }
-    ]
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the lines go."""
+    return tmp_path / "metrics.jsonl"
 
 
-def test_a_version_is_a_line_with_its_bytes_and_step(tmp_path: Path) -> None:
-    observation = _observation()
-    version = version_pb2.Version(version=4, step=3, delta_bytes=64, snapshot_bytes=0, density=0.125)
-    observation.versions["solver"] = [version]
-    with MetricsFile(tmp_path / "metrics.jsonl", run_id="run-1") as metrics:
-        metrics.write(observation)
-    assert _lines(tmp_path / "metrics.jsonl") == [
-        {
-            "kind": "version",
-            "run_id": "run-1",
-            "policy": "solver",
-            "version": 4,
-            "step": 3,
-            "delta_bytes": 64,
-            "snapshot_bytes": 0,
-            "density": 0.125,
-        }
-    ]
+STEP = StepPoint("solver", 1, 2.5, {"reward_mean": 0.5, "loss": -0.25})
+STEP_LINE = {"step": 1, "seconds": 2.5, "reward_mean": 0.5, "loss": -0.25}
+VERSION = version_pb2.Version(version=4, step=3, delta_bytes=64, snapshot_bytes=0, density=0.125)
+VERSION_LINE = {"version": 4, "step": 3, "delta_bytes": 64, "snapshot_bytes": 0, "density": 0.125}
+EVALUATION_LINE = {"version": 0, "seconds": 7.5, "heldout_reward": 0.5, "num_samples": 8, "final": False}
 
 
-def test_an_evaluation_is_a_line_once_it_is_complete(tmp_path: Path) -> None:
-    observation = _observation(_evaluation(0, 0.25, complete=False))
-    with MetricsFile(tmp_path / "metrics.jsonl", run_id="run-1") as metrics:
-        metrics.write(observation)
-        assert _lines(tmp_path / "metrics.jsonl") == []
-        observation.status = _observation(_evaluation(0, 0.5)).status
-        metrics.write(observation)
-    assert _lines(tmp_path / "metrics.jsonl") == [
-        {
-            "kind": "evaluation",
-            "run_id": "run-1",
-            "policy": "solver",
-            "version": 0,
-            "seconds": 7.5,
-            "heldout_reward": 0.5,
-            "num_samples": 8,
-            "final": False,
-        }
-    ]
+@pytest.mark.parametrize(
+    ("kind", "line", "observed"),
+    [
+        ("step", STEP_LINE, Observation(steps=[STEP])),
+        ("version", VERSION_LINE, Observation(versions={"solver": [VERSION]})),
+        ("evaluation", EVALUATION_LINE, _observation(_evaluation(0, 0.5))),
+        ("evaluation", None, _observation(_evaluation(0, 0.5, complete=False))),
+    ],
+    ids=["step", "version", "evaluation", "evaluation that goes on"],
+)
+def test_what_is_complete_is_a_line(
+    path: Path, kind: str, line: dict[str, object] | None, observed: Observation
+) -> None:
+    _written(path, observed)
+    expected = [] if line is None else [{"kind": kind, "run_id": "run-1", "policy": "solver", **line}]
+    assert _lines(path) == expected
 
 
-def test_only_what_is_new_is_appended(tmp_path: Path) -> None:
+def test_only_what_is_new_is_appended(path: Path) -> None:
     observation = _observation(_evaluation(0, 0.25))
     observation.versions["solver"] = [version_pb2.Version(version=0)]
-    with MetricsFile(tmp_path / "metrics.jsonl", run_id="run-1") as metrics:
+    with MetricsFile(path, run_id="run-1") as metrics:
         for step in (1, 2):
             observation.steps.append(StepPoint("solver", step, float(step), {}))
             observation.versions["solver"].append(version_pb2.Version(version=step))
             metrics.write(observation)
             metrics.write(observation)
-    written = [
-        (line["kind"], line.get("step"), line.get("version")) for line in _lines(tmp_path / "metrics.jsonl")
-    ]
+    written = [(line["kind"], line.get("step"), line.get("version")) for line in _lines(path)]
     assert written == [
         ("step", 1, None),
         ("version", 0, 0),
@@ -116,20 +82,19 @@ def test_only_what_is_new_is_appended(tmp_path: Path) -> None:
     ]
 
 
-def test_the_final_evaluation_of_a_version_is_a_line_of_its_own(tmp_path: Path) -> None:
+def test_the_final_evaluation_of_a_version_is_a_line_of_its_own(path: Path) -> None:
     observation = _observation(_evaluation(3, 0.5), _evaluation(3, 0.75, final=True))
-    with MetricsFile(tmp_path / "metrics.jsonl", run_id="run-1") as metrics:
-        metrics.write(observation)
-    written = [(line["heldout_reward"], line["final"]) for line in _lines(tmp_path / "metrics.jsonl")]
+    _written(path, observation)
+    written = [(line["heldout_reward"], line["final"]) for line in _lines(path)]
     assert written == [(0.5, False), (0.75, True)]
 
 
-def test_a_line_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_line_can_be_read_while_the_run_goes_on(path: Path) -> None:
     observation = _observation()
-    with MetricsFile(tmp_path / "metrics.jsonl", run_id="run-1") as metrics:
+    with MetricsFile(path, run_id="run-1") as metrics:
         observation.steps.append(StepPoint("solver", 1, 2.5, {}))
         metrics.write(observation)
-        assert [line["step"] for line in _lines(tmp_path / "metrics.jsonl")] == [1]
+        assert [line["step"] for line in _lines(path)] == [1]
 
 
 def _written(path: Path, observation: Observation) -> list[StepPoint]:
@@ -146,8 +111,8 @@ def _resumable() -> Observation:
     return observation
 
 
-def test_a_resumed_run_writes_nothing_twice(tmp_path: Path) -> None:
-    path, observation = tmp_path / "metrics.jsonl", _resumable()
+def test_a_resumed_run_writes_nothing_twice(path: Path) -> None:
+    observation = _resumable()
     assert _written(path, observation) == []
     before = path.read_text()
     assert _written(path, observation) == observation.steps
@@ -157,8 +122,8 @@ def test_a_resumed_run_writes_nothing_twice(tmp_path: Path) -> None:
     assert [line["step"] for line in _lines(path) if line["kind"] == "step"] == [1, 2]
 
 
-def test_a_line_that_a_kill_cut_short_is_written_again(tmp_path: Path) -> None:
-    path, observation = tmp_path / "metrics.jsonl", _observation()
+def test_a_line_that_a_kill_cut_short_is_written_again(path: Path) -> None:
+    observation = _observation()
     observation.steps.append(StepPoint("solver", 1, 2.5, {"reward_mean": 0.5}))
     _written(path, observation)
     whole = path.read_text()
@@ -168,8 +133,7 @@ def test_a_line_that_a_kill_cut_short_is_written_again(tmp_path: Path) -> None:
     assert [line["step"] for line in _lines(path)] == [1, 2]
 
 
-def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_numbers_that_json_does_not_know_are_null(path: Path) -> None:
     observation = _observation(_evaluation(0, math.nan))
     observation.steps.append(StepPoint("solver", 1, 2.5, {"loss": math.nan, "ratio_max": math.inf}))
     _written(path, observation)

@@ -6,7 +6,7 @@ import pytest
 
 from astraflow_raas.engine.base import Engine, EngineRefused, EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.engine.batcher import CallBatcher
-from astraflow_raas.engine.fake import FakeEngine
+from support.fake_engine import FakeEngine
 from support.raas_parts import generate_call
 from support.scripted_dataflow import eventually
 

@@ -11,11 +11,11 @@ import pytest
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineUnavailable
-from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.loops import LoopService
 from astraflow_raas.node.engine_host import ChildHost, HostSettings, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
+from support.fake_engine import FakeEngine
 from support.raas_node import BytelessWeights
 from support.raas_parts import generate_call, write_tokenizer
 from support.scripted_dataflow import eventually

@@ -13,7 +13,6 @@ from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit import log
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineFaulty, EngineUnavailable
-from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.policies.weight_sync import WeightSync
@@ -23,6 +22,7 @@ from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
+from support.fake_engine import FakeEngine
 from support.published_models import ModelPublisher, open_writer
 from support.raas_parts import write_tokenizer
 from support.scripted_dataflow import eventually

@@ -8,9 +8,9 @@ import pytest
 from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import Message, VersionSpan
 from astraflow_raas.engine.base import GenerateCall, Generation
-from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.work.policy_handle import PolicyHandle
+from support.fake_engine import FakeEngine
 from support.raas_parts import SAMPLING, leased, served_policy
 
 

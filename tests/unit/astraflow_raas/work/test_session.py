@@ -15,10 +15,10 @@ from astraflow.plugins import Message, MissingCapability, TaskSpec
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable
-from astraflow_raas.engine.fake import FakeEngine
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.work.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
+from support.fake_engine import FakeEngine
 from support.raas_parts import SAMPLING, ScriptedWorkflow, leased, served_policy
 from support.scripted_dataflow import accepted, eventually, result
 
@@ -64,6 +64,12 @@ class Setup:
         assert session.num_running == 0
         return failure
 
+    async def fails(self, lease: task_pb2.Lease, *, timeout_s: float = 20.0) -> Failure:
+        """Run a lease that does not succeed."""
+        failure = await self.run(lease, timeout_s=timeout_s)
+        assert failure is not None
+        return failure
+
     @property
     def members(self) -> list[int]:
         return sorted(episode.member for episode in self.pushed.episodes)
@@ -95,8 +101,7 @@ async def test_every_member_is_pushed_with_prompt_and_completion_as_sampled(setu
 
 
 async def test_a_lease_that_cannot_be_read_is_given_back_for_good(setup: Setup) -> None:
-    failure = await setup.run(leased(data_json=b"["))
-    assert failure is not None
+    failure = await setup.fails(leased(data_json=b"["))
     assert (failure.reason, failure.retryable) == ("workflow_error", False)
     assert setup.workflow.runs == 0
 
@@ -123,9 +128,8 @@ async def test_a_second_attempt_samples_the_same_tokens(setup: Setup) -> None:
 
 async def test_a_plug_in_that_raises_fails_its_own_member_and_no_other(setup: Setup) -> None:
     setup.workflow.script[1] = ValueError("no such gold answer")
-    failure = await setup.run(leased(members=(0, 1, 2)))
+    failure = await setup.fails(leased(members=(0, 1, 2)))
     assert setup.members == [0, 2]
-    assert failure is not None
     assert (failure.reason, failure.retryable) == ("workflow_error", True)
     assert "member 1: ValueError: no such gold answer" in failure.detail
 
@@ -133,27 +137,42 @@ async def test_a_plug_in_that_raises_fails_its_own_member_and_no_other(setup: Se
 async def test_a_task_that_this_machine_cannot_run_is_for_another_node(setup: Setup) -> None:
     setup.workflow.script[0] = RuntimeError("also in trouble")
     setup.workflow.script[1] = MissingCapability("no sandbox: install bubblewrap")
-    failure = await setup.run(leased(members=(0, 1, 2)))
+    failure = await setup.fails(leased(members=(0, 1, 2)))
     assert setup.members == [2]
-    assert failure is not None
     assert (failure.reason, failure.retryable) == ("missing_capability", True)
     assert "member 1: no sandbox: install bubblewrap" in failure.detail
 
 
-async def test_a_workflow_that_hangs_times_out_alone(setup: Setup) -> None:
+async def test_a_workflow_that_hangs_times_out_alone(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[asyncio.Timeout] = []
+    monkeypatch.setattr("astraflow_raas.work.session.asyncio", EpisodeDeadlines(deadlines))
     setup.workflow.script[0] = "hang"
-    failure = await setup.run(leased(members=(0, 1)), timeout_s=0.2)
+    running = asyncio.create_task(setup.fails(leased(members=(0, 1)), timeout_s=600.0))
+    await eventually(lambda: setup.members == [1], what="its neighbour is pushed")
+    deadlines[0].reschedule(asyncio.get_running_loop().time())
+    assert (await running).reason == "timeout"
     assert setup.members == [1]
-    assert failure is not None
-    assert failure.reason == "timeout"
+
+
+@dataclass
+class EpisodeDeadlines:
+    """Stands where the session's asyncio is, and notes the deadline of each episode."""
+
+    noted: list[asyncio.Timeout]
+
+    def timeout(self, delay_s: float) -> asyncio.Timeout:
+        self.noted.append(asyncio.timeout(delay_s))
+        return self.noted[-1]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(asyncio, name)
 
 
 async def test_an_engine_that_never_comes_back_is_an_engine_error_not_the_workflows_fault(
     setup: Setup,
 ) -> None:
     setup.engine.up = False
-    failure = await setup.run(leased(), timeout_s=0.3)
-    assert failure is not None
+    failure = await setup.fails(leased(), timeout_s=0.3)
     assert failure.reason == "engine_error"
     assert failure.retryable
 
@@ -178,16 +197,14 @@ async def test_faults_of_the_engine_keep_their_meaning(
     setup: Setup, fault: Exception, reason: str, retryable: bool
 ) -> None:
     setup.engine.faults.append(fault)
-    failure = await setup.run(leased(members=(0,)))
-    assert failure is not None
+    failure = await setup.fails(leased(members=(0,)))
     assert (failure.reason, failure.retryable) == (reason, retryable)
 
 
 async def test_a_reward_that_is_not_a_number_is_final(setup: Setup) -> None:
     setup.workflow.inner = SingleTurn(reward=lambda _task, _completion: math.nan)
-    failure = await setup.run(leased(members=(0, 1)))
+    failure = await setup.fails(leased(members=(0, 1)))
     assert setup.pushed.episodes == []
-    assert failure is not None
     assert not failure.retryable
     assert "nan_reward" in failure.detail
     assert "1 more" in failure.detail
@@ -195,16 +212,14 @@ async def test_a_reward_that_is_not_a_number_is_final(setup: Setup) -> None:
 
 async def test_nonsense_from_a_workflow_is_its_error(setup: Setup) -> None:
     setup.workflow.script[0] = plugins.Episode((None,))  # type: ignore[arg-type]
-    failure = await setup.run(leased(members=(0, 1)))
-    assert failure is not None
+    failure = await setup.fails(leased(members=(0, 1)))
     assert failure.reason == "workflow_error"
     assert setup.members == [1]
 
 
 async def test_a_quarantined_push_gives_the_lease_back(setup: Setup) -> None:
     setup.pushed.answer = result(trajectory_service_pb2.OUTCOME_POISON, reason="nan_logprob")
-    failure = await setup.run(leased(members=(0,)))
-    assert failure is not None
+    failure = await setup.fails(leased(members=(0,)))
     assert "nan_logprob" in failure.detail
     assert failure.retryable
 
@@ -216,8 +231,7 @@ async def test_every_other_outcome_ends_the_member(setup: Setup, name: str) -> N
 
 
 async def test_an_evaluation_of_another_version_is_refused_before_any_token(setup: Setup) -> None:
-    failure = await setup.run(leased(required_versions={"solver": 6}))
-    assert failure is not None
+    failure = await setup.fails(leased(required_versions={"solver": 6}))
     assert failure.reason == "version_unavailable"
     assert "serves version 7" in failure.detail
     assert setup.engine.requests == []

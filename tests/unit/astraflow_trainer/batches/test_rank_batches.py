@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import pytest
 
 from astraflow.errors import FencedError
-from astraflow_trainer.batches.rank_batches import RankBatches
+from astraflow_trainer.batches.rank_batches import RankBatches, balanced_shares
 from astraflow_trainer.batches.source import BatchSource, Ledger, StepBatch
 from astraflow_trainer.controls import PAUSED, Controls, Orders
 from support.rank_threads import ThreadRanks, run_ranks
@@ -55,8 +56,13 @@ def _acquire(batches: RankBatches) -> StepBatch:
 def test_every_rank_gets_the_batch_that_the_first_one_acquired(tmp_path: Path) -> None:
     script = ScriptedBatches()
     first, second = _on_ranks(script, tmp_path, lambda batches, _: _acquire(batches))
-    assert (second.step, second.batch_id, second.digest, second.base_version) == (1, "b1", b"\1" * 32, 4)
-    assert list(second.items) == list(first.items)
+    assert (second.bound.step, second.bound.batch_id, second.bound.digest, second.bound.base_version) == (
+        1,
+        "b1",
+        b"\1" * 32,
+        4,
+    )
+    assert list(second.bound.items) == list(first.bound.items)
     assert second.staleness() == first.staleness()
     assert script.events.count("acquire 1") == 1
 
@@ -174,3 +180,30 @@ def test_a_first_rank_that_is_fenced_does_not_leave_the_others_waiting(tmp_path:
     script.fail("AcquireBatch", FencedError("epoch 4 holds the policy"))
     with pytest.raises(FencedError, match="epoch 4"):
         _on_ranks(script, tmp_path, lambda batches, _: _acquire(batches))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_trajectory_has_one_rank_and_tokens_are_spread_evenly(num_ranks: int, seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 200, 40).tolist()
+    shares = balanced_shares(lengths, num_ranks=num_ranks)
+    assert sorted(position for share in shares for position in share) == list(range(40))
+    loads = [sum(lengths[position] for position in share) for share in shares]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "shares"),
+    [
+        pytest.param([5, 5, 5, 5], 2, [[0, 2], [1, 3]], id="equal rows are halved"),
+        pytest.param([10, 100, 30, 60], 2, [[1], [0, 2, 3]], id="a long row against many short ones"),
+        pytest.param([7], 3, [[0], [], []], id="more ranks than rows"),
+    ],
+)
+def test_shares_of_a_batch(lengths: list[int], num_ranks: int, shares: list[list[int]]) -> None:
+    assert balanced_shares(lengths, num_ranks=num_ranks) == shares
+
+
+def test_a_number_of_ranks_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_ranks 0 must be at least 1"):
+        balanced_shares([1], num_ranks=0)

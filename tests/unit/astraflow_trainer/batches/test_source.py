@@ -63,7 +63,8 @@ def test_waiting_for_a_batch_tells_the_servers_reasons(tmp_path: Path) -> None:
     with _claimed(script, tmp_path) as source:
         batch = source.acquire(4, base_version=2, waiting=reasons.append, stopped=lambda: False)
     assert batch is not None
-    assert (batch.step, batch.batch_id, batch.digest, batch.base_version) == (4, "b4", b"\4" * 32, 2)
+    bound = batch.bound
+    assert (bound.step, bound.batch_id, bound.digest, bound.base_version) == (4, "b4", b"\4" * 32, 2)
     assert reasons == ["policy_version", "ready_groups"]
     assert script.base_versions == [2, 2, 2]
 
@@ -254,9 +255,7 @@ def test_asking_about_the_epoch_names_who_has_a_newer_one(tmp_path: Path) -> Non
 def test_a_replayed_step_is_recorded_as_it_was_the_first_time(tmp_path: Path) -> None:
     script = ScriptedBatches(last_finished_step=1)
     with _claimed(script, tmp_path) as source:
-        batch = source.acquire(1, base_version=0, waiting=lambda _: None, stopped=lambda: False)
-        assert batch is not None
-        assert source.finish(batch, skipped=True) is False
+        assert source.finish(_acquire(source), skipped=True) is False
 
 
 def test_a_trainer_says_that_it_lives_and_at_the_end_that_it_ends(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from astraflow_trainer.model.checkpoint import Position
-from astraflow_trainer.model.resuming import WayBack, way_back
+from astraflow_trainer.model.resuming import PendingRollback, pending_rollback
 from astraflow_weights.publish.version_writer import CommittedVersion
 
 
@@ -56,7 +56,7 @@ SINCE = log(None, None, None, None, 1, None)
 def test_a_checkpoint_of_the_newest_rollback_or_later_is_where_to_go_on(
     versions: Sequence[CommittedVersion], positions: Sequence[Position]
 ) -> None:
-    assert way_back(versions, positions, durable_step=0) is None
+    assert pending_rollback(versions, positions, durable_step=0) is None
 
 
 @pytest.mark.parametrize(
@@ -73,25 +73,25 @@ def test_a_checkpoint_of_the_newest_rollback_or_later_is_where_to_go_on(
 def test_otherwise_the_newest_weights_with_the_optimizer_of_a_checkpoint_of_the_same(
     versions: Sequence[CommittedVersion], positions: Sequence[Position], checkpoint: int | None
 ) -> None:
-    found = way_back(versions, positions, durable_step=3)
+    found = pending_rollback(versions, positions, durable_step=3)
     assert found is not None
     assert (found.version, found.rollback_of) == (len(versions) - 1, versions[-1].rollback_of)
     assert found.checkpoint == checkpoint
 
 
 def test_the_peak_that_an_operator_set_stays_in_force() -> None:
-    found = way_back(BACK, at(1, 3, learning_rate=0.5), durable_step=0)
-    assert found == WayBack(version=4, rollback_of=1, checkpoint=1, learning_rate=0.5)
+    found = pending_rollback(BACK, at(1, 3, learning_rate=0.5), durable_step=0)
+    assert found == PendingRollback(version=4, rollback_of=1, checkpoint=1, learning_rate=0.5)
 
 
 def test_where_training_went_on_since_a_missing_checkpoint_is_complained_of() -> None:
     """The caller sees a checkpoint before the durable step and names the folder that it needs."""
-    assert way_back(SINCE, at(3), durable_step=4) is None
-    assert way_back(SINCE, [], durable_step=4) is None
+    assert pending_rollback(SINCE, at(3), durable_step=4) is None
+    assert pending_rollback(SINCE, [], durable_step=4) is None
 
 
 def test_weights_that_were_given_up_never_come_back_where_the_server_kept_the_batches() -> None:
     """A replay from the old checkpoint would publish them again: the newest weights are taken up instead."""
-    found = way_back(SINCE, at(3), durable_step=3)
+    found = pending_rollback(SINCE, at(3), durable_step=3)
     assert found is not None
     assert (found.version, found.checkpoint) == (5, None)

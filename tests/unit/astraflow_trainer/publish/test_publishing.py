@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from astraflow.errors import FencedError, InvalidArgumentError, UnavailableError
-from astraflow_trainer.publish.publishing import Announcer, ModelBytes, PublishWorker, SilentAnnouncer
+from astraflow_trainer.publish.publishing import Announcer, ModelBytes, PublishWorker
 from astraflow_weights.codec.parts.writer import Placed
 from astraflow_weights.codec.peers import OnePeer
 from astraflow_weights.codec.shards import ShardedModel, whole
@@ -97,6 +97,7 @@ def _bench(*, max_behind: int = 1, open_gate: bool = True) -> Iterator[Bench]:
         worker = PublishWorker(
             store,
             announcer,
+            policy_id=POLICY,
             max_behind=max_behind,
             published=lambda version: published.append(version.version),
         )
@@ -172,7 +173,7 @@ def test_the_training_thread_neither_opens_nor_encodes_nor_uploads_what_it_submi
     roots: list[bytes] = []
     writer = VersionWriter.open(store, run_id="r", policy_id="p", epoch=1)
     publisher = ShardPublisher(writer, uploads=writer.uploads, peers=OnePeer(), base=None)
-    worker = PublishWorker(publisher, SilentAnnouncer("p"), max_behind=0, published=lambda _: None)
+    worker = PublishWorker(publisher, None, policy_id="p", max_behind=0, published=lambda _: None)
     with worker:
         worker.submit(0, ModelBytes(open=opened, published=roots.append))
         # This thread is past the submission while the upload stands still.

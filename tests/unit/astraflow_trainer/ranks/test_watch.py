@@ -43,7 +43,7 @@ def test_a_connection_that_closes_without_a_word_is_a_dead_rank(pair: Pair) -> N
     pair.close()
     error = pair.first.failure(wait_s=PATIENCE_S)
     assert isinstance(error, RankLostError)
-    assert error.message == "rank 1 of 2 ended without a word"
+    assert error.message == "rank 1 of 2 exited without reporting"
     eventually(lambda: pair.lost == [error], what="the listener to be told")
 
 

@@ -40,9 +40,14 @@ class ReadOnlyStore(FileStore):
 
 
 @pytest.fixture
-def log(store: FileStore) -> VersionLog:
+def store(store: FileStore) -> FileStore:
     """Versions 0 to 3, each with a snapshot."""
     published(store, 4, settings=PublishSettings(snapshot_every_versions=1))
+    return store
+
+
+@pytest.fixture
+def log(store: FileStore) -> VersionLog:
     return read_log(store)
 
 

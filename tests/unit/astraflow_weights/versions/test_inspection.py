@@ -16,7 +16,7 @@ from support.published_models import published, read_log
 from support.weight_models import overwrite, same_model
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def models(store: FileStore) -> list[dict[str, Array]]:
     """Versions 0 to 10; only 0 offers a snapshot."""
     settings = PublishSettings(snapshot_every_versions=100, snapshot_chain_ratio=100)

@@ -55,24 +55,25 @@ class TrajectoryAccount(_message.Message):
     EVALUATED_FIELD_NUMBER: _builtins.int
     CONSERVATION_ERROR_FIELD_NUMBER: _builtins.int
     ingested: _builtins.int
-    """Accepted or counted as dropped at the door."""
+    """Accepted, or counted as dropped on arrival."""
     trained: _builtins.int
     """In a step acked TRAINED."""
     in_batch: _builtins.int
     """In a bound batch."""
     ready: _builtins.int
-    """In a complete group that no batch has taken."""
+    """In a complete group that is in no batch yet."""
     assembling: _builtins.int
     """In a group that is not complete."""
     evaluated: _builtins.int
     """Used for evaluation."""
     conservation_error: _builtins.int
-    """ingested − everything else, where the right side is recomputed from the stored groups and batches; 0 unless there is a defect."""
+    """ingested − everything else, where the right side is recomputed from the stored groups and batches; 0 unless there
+    is a defect.
+    """
     @_builtins.property
     def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Dropped, by reason: poison, superseded, fenced, late_closed, incomplete, expired, filtered, filter_failed, no_credit, run_finished, stale, skipped,
-        voided, run_deleted.
-        docs/data-path.md says what each means.
+        """Dropped, by reason: poison, superseded, fenced, late_closed, incomplete, expired, filtered, filter_failed,
+        no_credit, run_finished, stale, skipped, voided, run_deleted. docs/data-path.md says what each means.
         """
 
     def __init__(

@@ -435,7 +435,7 @@ class StatusResponse(_message.Message):
     """Tasks in the dead-letter stream."""
     @_builtins.property
     def trajectories(self) -> _account_pb2.TrajectoryAccount:
-        """Accounts over all policies."""
+        """Where the trajectories of all policies are."""
 
     @_builtins.property
     def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyStatus]:
@@ -451,7 +451,7 @@ class StatusResponse(_message.Message):
 
     @_builtins.property
     def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
-        """What stages wait for now; empty when all flows."""
+        """What stages wait for now; empty when nothing waits."""
 
     def __init__(
         self,
@@ -573,7 +573,7 @@ class WhyResponse(_message.Message):
     """Life of the run."""
     @_builtins.property
     def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
-        """What stages wait for now; empty when all flows."""
+        """What stages wait for now; empty when nothing waits."""
 
     @_builtins.property
     def task(self) -> _trace_pb2.TaskTrace:
@@ -667,7 +667,7 @@ class DrainNodeRequest(_message.Message):
     node_id: _builtins.str
     """Node to drain."""
     reason: _builtins.str
-    """Why, a slug that the node is told; default `operator`."""
+    """Why, a slug that is sent to the node; default `operator`."""
     def __init__(
         self,
         *,
@@ -711,7 +711,7 @@ Global___DrainNodeResponse: _TypeAlias = DrainNodeResponse  # noqa: Y015
 
 @_typing.final
 class DeadLetter(_message.Message):
-    """A task that nobody will try again."""
+    """A task that is not retried any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -740,7 +740,9 @@ class DeadLetter(_message.Message):
     payload_ref: _builtins.str
     """Where Redis keeps it: key and entry."""
     evaluation_id: _builtins.str
-    """Evaluation it belongs to; empty for training. Evaluation tasks are not requeued: their evaluation has counted them as failed."""
+    """Evaluation it belongs to; empty for training. Evaluation tasks are not requeued: their evaluation has counted them
+    as failed.
+    """
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was given up."""
@@ -907,7 +909,7 @@ class PurgeDeadLettersRequest(_message.Message):
     """Run; empty means the only run."""
     @_builtins.property
     def dead_letter_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Letters to forget; empty means all."""
+        """Letters to delete; empty means all."""
 
     def __init__(
         self,
@@ -931,7 +933,7 @@ class PurgeDeadLettersResponse(_message.Message):
 
     PURGED_FIELD_NUMBER: _builtins.int
     purged: _builtins.int
-    """Letters forgotten."""
+    """Letters deleted."""
     def __init__(
         self,
         *,
@@ -1010,7 +1012,9 @@ class PoolReportResponse(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     LEASABLE_TASKS_FIELD_NUMBER: _builtins.int
     leasable_tasks: _builtins.int
-    """Tasks that could be leased at this moment if a node asked: queued or waiting to be tried again, within every window."""
+    """Tasks that could be leased at this moment if a node asked: queued or waiting to be tried again, within every
+    window.
+    """
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolLoad]:
         """Pools, by name."""

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """Status and care for people and tools.
+    """Status and operations, for people and tools.
     """
 
     def __init__(self, channel):
@@ -88,7 +88,7 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """Status and care for people and tools.
+    """Status and operations, for people and tools.
     """
 
     def GetServerInfo(self, request, context):
@@ -99,23 +99,25 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Returns the state of a run: accounts, policies, nodes, evaluations and what each stage waits for. Read only; the accounts are one atomic snapshot.
+        """Returns the state of a run: counts of trajectories, policies, nodes, evaluations and what each stage waits for.
+        Read only; the counts are one atomic snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Streams the status: at once, then whenever it differs from the one sent before. Times that merely pass do not count as a change. Read only;
-        reconnect freely.
+        """Streams the status: at once, then whenever it differs from the one sent before. Elapsed time alone is not a change.
+        Read only; reconnect freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Why(self, request, context):
-        """Says what each stage waits for, since when and what would release it; with `task_id`, also everything known of that task. Read only. A task
-        never submitted answers NOT_FOUND; of a task that finished long ago only its id and state may be left.
+        """Says what each stage waits for, since when and what would release it; with `task_id`, also everything known of that
+        task. Read only. A task never submitted answers NOT_FOUND; of a task that finished long ago only its id and state
+        may be left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,37 +131,37 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainNode(self, request, context):
-        """Tells a node to finish what it holds, take no more and leave. It gets nothing more from this moment on; the order reaches it on its Work
-        stream, now or when it connects again, and ends with its next incarnation. Atomic, idempotent.
+        """Tells a node to finish its leases, take no more and leave. It is given no lease from then on; the request reaches
+        it on its Work stream, now or when it reconnects, and ends with its next incarnation. Atomic, idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDeadLetters(self, request, context):
-        """Lists tasks that nobody will try again, oldest first, with reason and payload. Read only.
+        """Lists tasks that are not retried any more, oldest first, with reason and payload. Read only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RequeueDeadLetters(self, request, context):
-        """Puts dead tasks back into the training lane with all their members open and their tries forgotten. Atomic per call, idempotent: a letter
-        that was requeued or purged counts as `unknown`.
+        """Queues dead tasks for training again, with all members open and no attempts counted. Atomic per call, idempotent: a
+        letter that was requeued or purged counts as `unknown`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PurgeDeadLetters(self, request, context):
-        """Forgets dead letters. Atomic per call, idempotent.
+        """Deletes dead letters. Atomic per call, idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PoolReport(self, request, context):
-        """Says per pool of nodes what it does and what it could do: the input of autoscalers. Read only.
+        """Returns load and capacity of each pool of nodes, for autoscalers. Read only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,7 +229,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Status and care for people and tools.
+    """Status and operations, for people and tools.
     """
 
     @staticmethod

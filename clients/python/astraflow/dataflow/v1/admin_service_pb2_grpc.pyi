@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """Status and care for people and tools."""
+    """Status and operations, for people and tools."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -36,68 +36,74 @@ class AdminServiceStub:
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetServerInfoRequest, _admin_service_pb2.GetServerInfoResponse]
     """Says who the server is: release, contract version, optional features, clock. Read only; needs no token."""
     Status: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.StatusRequest, _admin_service_pb2.StatusResponse]
-    """Returns the state of a run: accounts, policies, nodes, evaluations and what each stage waits for. Read only; the accounts are one atomic snapshot."""
+    """Returns the state of a run: counts of trajectories, policies, nodes, evaluations and what each stage waits for.
+    Read only; the counts are one atomic snapshot.
+    """
     Watch: _grpc.UnaryStreamMultiCallable[_admin_service_pb2.AdminServiceWatchRequest, _admin_service_pb2.AdminServiceWatchResponse]
-    """Streams the status: at once, then whenever it differs from the one sent before. Times that merely pass do not count as a change. Read only;
-    reconnect freely.
+    """Streams the status: at once, then whenever it differs from the one sent before. Elapsed time alone is not a change.
+    Read only; reconnect freely.
     """
     Why: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.WhyRequest, _admin_service_pb2.WhyResponse]
-    """Says what each stage waits for, since when and what would release it; with `task_id`, also everything known of that task. Read only. A task
-    never submitted answers NOT_FOUND; of a task that finished long ago only its id and state may be left.
+    """Says what each stage waits for, since when and what would release it; with `task_id`, also everything known of that
+    task. Read only. A task never submitted answers NOT_FOUND; of a task that finished long ago only its id and state
+    may be left.
     """
     ListNodes: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListNodesRequest, _admin_service_pb2.ListNodesResponse]
     """Lists the nodes that joined, by id. Read only."""
     DrainNode: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DrainNodeRequest, _admin_service_pb2.DrainNodeResponse]
-    """Tells a node to finish what it holds, take no more and leave. It gets nothing more from this moment on; the order reaches it on its Work
-    stream, now or when it connects again, and ends with its next incarnation. Atomic, idempotent.
+    """Tells a node to finish its leases, take no more and leave. It is given no lease from then on; the request reaches
+    it on its Work stream, now or when it reconnects, and ends with its next incarnation. Atomic, idempotent.
     """
     ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListDeadLettersRequest, _admin_service_pb2.ListDeadLettersResponse]
-    """Lists tasks that nobody will try again, oldest first, with reason and payload. Read only."""
+    """Lists tasks that are not retried any more, oldest first, with reason and payload. Read only."""
     RequeueDeadLetters: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RequeueDeadLettersRequest, _admin_service_pb2.RequeueDeadLettersResponse]
-    """Puts dead tasks back into the training lane with all their members open and their tries forgotten. Atomic per call, idempotent: a letter
-    that was requeued or purged counts as `unknown`.
+    """Queues dead tasks for training again, with all members open and no attempts counted. Atomic per call, idempotent: a
+    letter that was requeued or purged counts as `unknown`.
     """
     PurgeDeadLetters: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PurgeDeadLettersRequest, _admin_service_pb2.PurgeDeadLettersResponse]
-    """Forgets dead letters. Atomic per call, idempotent."""
+    """Deletes dead letters. Atomic per call, idempotent."""
     PoolReport: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PoolReportRequest, _admin_service_pb2.PoolReportResponse]
-    """Says per pool of nodes what it does and what it could do: the input of autoscalers. Read only."""
+    """Returns load and capacity of each pool of nodes, for autoscalers. Read only."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """Status and care for people and tools."""
+    """Status and operations, for people and tools."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetServerInfoRequest, _admin_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Says who the server is: release, contract version, optional features, clock. Read only; needs no token."""
     Status: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.StatusRequest, _admin_service_pb2.StatusResponse]  # type: ignore[assignment]
-    """Returns the state of a run: accounts, policies, nodes, evaluations and what each stage waits for. Read only; the accounts are one atomic snapshot."""
+    """Returns the state of a run: counts of trajectories, policies, nodes, evaluations and what each stage waits for.
+    Read only; the counts are one atomic snapshot.
+    """
     Watch: _aio.UnaryStreamMultiCallable[_admin_service_pb2.AdminServiceWatchRequest, _admin_service_pb2.AdminServiceWatchResponse]  # type: ignore[assignment]
-    """Streams the status: at once, then whenever it differs from the one sent before. Times that merely pass do not count as a change. Read only;
-    reconnect freely.
+    """Streams the status: at once, then whenever it differs from the one sent before. Elapsed time alone is not a change.
+    Read only; reconnect freely.
     """
     Why: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.WhyRequest, _admin_service_pb2.WhyResponse]  # type: ignore[assignment]
-    """Says what each stage waits for, since when and what would release it; with `task_id`, also everything known of that task. Read only. A task
-    never submitted answers NOT_FOUND; of a task that finished long ago only its id and state may be left.
+    """Says what each stage waits for, since when and what would release it; with `task_id`, also everything known of that
+    task. Read only. A task never submitted answers NOT_FOUND; of a task that finished long ago only its id and state
+    may be left.
     """
     ListNodes: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListNodesRequest, _admin_service_pb2.ListNodesResponse]  # type: ignore[assignment]
     """Lists the nodes that joined, by id. Read only."""
     DrainNode: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DrainNodeRequest, _admin_service_pb2.DrainNodeResponse]  # type: ignore[assignment]
-    """Tells a node to finish what it holds, take no more and leave. It gets nothing more from this moment on; the order reaches it on its Work
-    stream, now or when it connects again, and ends with its next incarnation. Atomic, idempotent.
+    """Tells a node to finish its leases, take no more and leave. It is given no lease from then on; the request reaches
+    it on its Work stream, now or when it reconnects, and ends with its next incarnation. Atomic, idempotent.
     """
     ListDeadLetters: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListDeadLettersRequest, _admin_service_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
-    """Lists tasks that nobody will try again, oldest first, with reason and payload. Read only."""
+    """Lists tasks that are not retried any more, oldest first, with reason and payload. Read only."""
     RequeueDeadLetters: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RequeueDeadLettersRequest, _admin_service_pb2.RequeueDeadLettersResponse]  # type: ignore[assignment]
-    """Puts dead tasks back into the training lane with all their members open and their tries forgotten. Atomic per call, idempotent: a letter
-    that was requeued or purged counts as `unknown`.
+    """Queues dead tasks for training again, with all members open and no attempts counted. Atomic per call, idempotent: a
+    letter that was requeued or purged counts as `unknown`.
     """
     PurgeDeadLetters: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PurgeDeadLettersRequest, _admin_service_pb2.PurgeDeadLettersResponse]  # type: ignore[assignment]
-    """Forgets dead letters. Atomic per call, idempotent."""
+    """Deletes dead letters. Atomic per call, idempotent."""
     PoolReport: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PoolReportRequest, _admin_service_pb2.PoolReportResponse]  # type: ignore[assignment]
-    """Says per pool of nodes what it does and what it could do: the input of autoscalers. Read only."""
+    """Returns load and capacity of each pool of nodes, for autoscalers. Read only."""
 
 class AdminServiceServicer:
-    """Status and care for people and tools."""
+    """Status and operations, for people and tools."""
 
     def GetServerInfo(
         self,
@@ -111,15 +117,17 @@ class AdminServiceServicer:
         request: _admin_service_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.StatusResponse, _abc.Awaitable[_admin_service_pb2.StatusResponse]]:
-        """Returns the state of a run: accounts, policies, nodes, evaluations and what each stage waits for. Read only; the accounts are one atomic snapshot."""
+        """Returns the state of a run: counts of trajectories, policies, nodes, evaluations and what each stage waits for.
+        Read only; the counts are one atomic snapshot.
+        """
 
     def Watch(
         self,
         request: _admin_service_pb2.AdminServiceWatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_service_pb2.AdminServiceWatchResponse], _abc.AsyncIterator[_admin_service_pb2.AdminServiceWatchResponse]]:
-        """Streams the status: at once, then whenever it differs from the one sent before. Times that merely pass do not count as a change. Read only;
-        reconnect freely.
+        """Streams the status: at once, then whenever it differs from the one sent before. Elapsed time alone is not a change.
+        Read only; reconnect freely.
         """
 
     def Why(
@@ -127,8 +135,9 @@ class AdminServiceServicer:
         request: _admin_service_pb2.WhyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.WhyResponse, _abc.Awaitable[_admin_service_pb2.WhyResponse]]:
-        """Says what each stage waits for, since when and what would release it; with `task_id`, also everything known of that task. Read only. A task
-        never submitted answers NOT_FOUND; of a task that finished long ago only its id and state may be left.
+        """Says what each stage waits for, since when and what would release it; with `task_id`, also everything known of that
+        task. Read only. A task never submitted answers NOT_FOUND; of a task that finished long ago only its id and state
+        may be left.
         """
 
     def ListNodes(
@@ -143,8 +152,8 @@ class AdminServiceServicer:
         request: _admin_service_pb2.DrainNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.DrainNodeResponse, _abc.Awaitable[_admin_service_pb2.DrainNodeResponse]]:
-        """Tells a node to finish what it holds, take no more and leave. It gets nothing more from this moment on; the order reaches it on its Work
-        stream, now or when it connects again, and ends with its next incarnation. Atomic, idempotent.
+        """Tells a node to finish its leases, take no more and leave. It is given no lease from then on; the request reaches
+        it on its Work stream, now or when it reconnects, and ends with its next incarnation. Atomic, idempotent.
         """
 
     def ListDeadLetters(
@@ -152,15 +161,15 @@ class AdminServiceServicer:
         request: _admin_service_pb2.ListDeadLettersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ListDeadLettersResponse, _abc.Awaitable[_admin_service_pb2.ListDeadLettersResponse]]:
-        """Lists tasks that nobody will try again, oldest first, with reason and payload. Read only."""
+        """Lists tasks that are not retried any more, oldest first, with reason and payload. Read only."""
 
     def RequeueDeadLetters(
         self,
         request: _admin_service_pb2.RequeueDeadLettersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.RequeueDeadLettersResponse, _abc.Awaitable[_admin_service_pb2.RequeueDeadLettersResponse]]:
-        """Puts dead tasks back into the training lane with all their members open and their tries forgotten. Atomic per call, idempotent: a letter
-        that was requeued or purged counts as `unknown`.
+        """Queues dead tasks for training again, with all members open and no attempts counted. Atomic per call, idempotent: a
+        letter that was requeued or purged counts as `unknown`.
         """
 
     def PurgeDeadLetters(
@@ -168,13 +177,13 @@ class AdminServiceServicer:
         request: _admin_service_pb2.PurgeDeadLettersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.PurgeDeadLettersResponse, _abc.Awaitable[_admin_service_pb2.PurgeDeadLettersResponse]]:
-        """Forgets dead letters. Atomic per call, idempotent."""
+        """Deletes dead letters. Atomic per call, idempotent."""
 
     def PoolReport(
         self,
         request: _admin_service_pb2.PoolReportRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.PoolReportResponse, _abc.Awaitable[_admin_service_pb2.PoolReportResponse]]:
-        """Says per pool of nodes what it does and what it could do: the input of autoscalers. Read only."""
+        """Returns load and capacity of each pool of nodes, for autoscalers. Read only."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -92,12 +92,17 @@ class ClaimPolicyRequest(_message.Message):
     trainer_id: _builtins.str
     """Name of the trainer, of this process alone."""
     known_epoch: _builtins.int
-    """Newest epoch the caller has seen anywhere, for example in the policy's manifests; the new epoch is above it, whatever Redis lost. 0 when none."""
+    """Newest epoch the caller has seen anywhere, for example in the policy's manifests; the new epoch is above it,
+    whatever Redis lost. 0 when none.
+    """
     held_epoch: _builtins.int
-    """Set by a trainer that claims again after Redis lost data: the epoch it holds. Another trainer's newer epoch answers FENCED, and nothing changes."""
+    """Set by a trainer that claims again after Redis lost data: the epoch it holds. Another trainer's newer epoch answers
+    FENCED, and nothing changes.
+    """
     only_if_unheld: _builtins.bool
-    """Set by who is no trainer, for example a rollback: claim only when no trainer holds the policy. A trainer holds it from its claim on, until it releases
-    it or was not heard of for a batch's lease time. Such a claim holds nothing itself: a trainer may claim at once, and so may the next one of its kind.
+    """Set by callers other than trainers, for example a rollback: claim only when no trainer holds the policy. A trainer
+    holds it from its claim on, until it releases it or has been silent for the lease time of a batch. Such a claim
+    holds nothing itself: anybody may claim at once.
     """
     def __init__(
         self,
@@ -657,7 +662,7 @@ class VoidBatchRequest(_message.Message):
     action: Global___VoidAction.ValueType
     """What becomes of its groups."""
     reason: _builtins.str
-    """Why, for people; the trainer is told."""
+    """Why, for people; sent to the trainer."""
     def __init__(
         self,
         *,

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class BatchServiceStub:
-    """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one answers
-    FAILED_PRECONDITION (FENCED) and changes nothing.
+    """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one
+    answers FAILED_PRECONDITION (FENCED) and changes nothing.
     """
 
     def __init__(self, channel):
@@ -89,36 +89,39 @@ class BatchServiceStub:
 
 
 class BatchServiceServicer:
-    """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one answers
-    FAILED_PRECONDITION (FENCED) and changes nothing.
+    """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one
+    answers FAILED_PRECONDITION (FENCED) and changes nothing.
     """
 
     def ClaimPolicy(self, request, context):
-        """Starts a new trainer epoch for the policy, fencing every older one, and says where to go on. Atomic. Not idempotent: each call is a new epoch.
-        With `only_if_unheld` a policy that a trainer holds answers FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
+        """Starts a new trainer epoch for the policy, fencing every older one, and returns where to resume. Atomic. Not
+        idempotent: each call is a new epoch. With `only_if_unheld` a policy that a trainer holds answers
+        FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HoldPolicy(self, request, context):
-        """Says that the trainer of this epoch lives, whatever it is busy with: it holds the policy for another lease time, which is a batch's.
-        Idempotent. Expiry changes nothing but the answer to a claim with `only_if_unheld`.
+        """Heartbeat of the trainer of this epoch: it holds the policy for another lease time of a batch. Idempotent. Expiry
+        changes nothing but the answer to a claim with `only_if_unheld`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleasePolicy(self, request, context):
-        """Says that the trainer of this epoch ends: nobody holds the policy from now on. Its epoch stays the newest. Atomic, idempotent.
+        """Ends the hold of the trainer of this epoch: nobody holds the policy any more. Its epoch stays the newest. Atomic,
+        idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AcquireBatch(self, request, context):
-        """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready groups. Atomic, idempotent: the same
-        (policy, step) always returns the same batch. No batch in time answers an empty response with `waiting_for`.
+        """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
+        groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
+        empty response with `waiting_for`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,8 +135,8 @@ class BatchServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AckBatch(self, request, context):
-        """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other than the bound batch's
-        answers ALREADY_EXISTS (CONFLICT).
+        """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
+        than the bound batch's answers ALREADY_EXISTS (CONFLICT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,16 +157,18 @@ class BatchServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def VoidBatch(self, request, context):
-        """Takes a bound batch away from its trainer, whatever its epoch: its groups return to the ready set, or their trajectories end as dropped{voided}.
-        A step that is TRAINED or SKIPPED answers FAILED_PRECONDITION. The trainer's next call on the voided batch answers FAILED_PRECONDITION (its
-        message and metadata say `voided`); acquiring the step again binds another batch. Atomic, idempotent per batch_id.
+        """Takes a bound batch away from its trainer, whatever its epoch: its groups return to the ready set, or their
+        trajectories end as dropped{voided}. A step that is TRAINED or SKIPPED answers FAILED_PRECONDITION. The trainer's
+        next call on the voided batch answers FAILED_PRECONDITION (its message and metadata say `voided`); acquiring the
+        step again binds another batch. Atomic, idempotent per batch_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MarkDurable(self, request, context):
-        """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never moves back.
+        """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never
+        moves back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -231,8 +236,8 @@ def add_BatchServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BatchService:
-    """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one answers
-    FAILED_PRECONDITION (FENCED) and changes nothing.
+    """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one
+    answers FAILED_PRECONDITION (FENCED) and changes nothing.
     """
 
     @staticmethod

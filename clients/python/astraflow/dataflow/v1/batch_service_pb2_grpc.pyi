@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class BatchServiceStub:
-    """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one answers
-    FAILED_PRECONDITION (FENCED) and changes nothing.
+    """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one
+    answers FAILED_PRECONDITION (FENCED) and changes nothing.
     """
 
     @_typing.overload
@@ -36,79 +36,93 @@ class BatchServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> BatchServiceAsyncStub: ...
     ClaimPolicy: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.ClaimPolicyRequest, _batch_service_pb2.ClaimPolicyResponse]
-    """Starts a new trainer epoch for the policy, fencing every older one, and says where to go on. Atomic. Not idempotent: each call is a new epoch.
-    With `only_if_unheld` a policy that a trainer holds answers FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
+    """Starts a new trainer epoch for the policy, fencing every older one, and returns where to resume. Atomic. Not
+    idempotent: each call is a new epoch. With `only_if_unheld` a policy that a trainer holds answers
+    FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
     """
     HoldPolicy: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.HoldPolicyRequest, _batch_service_pb2.HoldPolicyResponse]
-    """Says that the trainer of this epoch lives, whatever it is busy with: it holds the policy for another lease time, which is a batch's.
-    Idempotent. Expiry changes nothing but the answer to a claim with `only_if_unheld`.
+    """Heartbeat of the trainer of this epoch: it holds the policy for another lease time of a batch. Idempotent. Expiry
+    changes nothing but the answer to a claim with `only_if_unheld`.
     """
     ReleasePolicy: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.ReleasePolicyRequest, _batch_service_pb2.ReleasePolicyResponse]
-    """Says that the trainer of this epoch ends: nobody holds the policy from now on. Its epoch stays the newest. Atomic, idempotent."""
+    """Ends the hold of the trainer of this epoch: nobody holds the policy any more. Its epoch stays the newest. Atomic,
+    idempotent.
+    """
     AcquireBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.AcquireBatchRequest, _batch_service_pb2.AcquireBatchResponse]
-    """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready groups. Atomic, idempotent: the same
-    (policy, step) always returns the same batch. No batch in time answers an empty response with `waiting_for`.
+    """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
+    groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
+    empty response with `waiting_for`.
     """
     FetchBatch: _grpc.UnaryStreamMultiCallable[_batch_service_pb2.FetchBatchRequest, _batch_service_pb2.FetchBatchResponse]
     """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only."""
     AckBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.AckBatchRequest, _batch_service_pb2.AckBatchResponse]
-    """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other than the bound batch's
-    answers ALREADY_EXISTS (CONFLICT).
+    """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
+    than the bound batch's answers ALREADY_EXISTS (CONFLICT).
     """
     NackBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.NackBatchRequest, _batch_service_pb2.NackBatchResponse]
     """Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent."""
     RenewBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.RenewBatchRequest, _batch_service_pb2.RenewBatchResponse]
     """Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent."""
     VoidBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.VoidBatchRequest, _batch_service_pb2.VoidBatchResponse]
-    """Takes a bound batch away from its trainer, whatever its epoch: its groups return to the ready set, or their trajectories end as dropped{voided}.
-    A step that is TRAINED or SKIPPED answers FAILED_PRECONDITION. The trainer's next call on the voided batch answers FAILED_PRECONDITION (its
-    message and metadata say `voided`); acquiring the step again binds another batch. Atomic, idempotent per batch_id.
+    """Takes a bound batch away from its trainer, whatever its epoch: its groups return to the ready set, or their
+    trajectories end as dropped{voided}. A step that is TRAINED or SKIPPED answers FAILED_PRECONDITION. The trainer's
+    next call on the voided batch answers FAILED_PRECONDITION (its message and metadata say `voided`); acquiring the
+    step again binds another batch. Atomic, idempotent per batch_id.
     """
     MarkDurable: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.MarkDurableRequest, _batch_service_pb2.MarkDurableResponse]
-    """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never moves back."""
+    """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never
+    moves back.
+    """
 
 @_typing.type_check_only
 class BatchServiceAsyncStub(BatchServiceStub):
-    """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one answers
-    FAILED_PRECONDITION (FENCED) and changes nothing.
+    """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one
+    answers FAILED_PRECONDITION (FENCED) and changes nothing.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ClaimPolicy: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.ClaimPolicyRequest, _batch_service_pb2.ClaimPolicyResponse]  # type: ignore[assignment]
-    """Starts a new trainer epoch for the policy, fencing every older one, and says where to go on. Atomic. Not idempotent: each call is a new epoch.
-    With `only_if_unheld` a policy that a trainer holds answers FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
+    """Starts a new trainer epoch for the policy, fencing every older one, and returns where to resume. Atomic. Not
+    idempotent: each call is a new epoch. With `only_if_unheld` a policy that a trainer holds answers
+    FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
     """
     HoldPolicy: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.HoldPolicyRequest, _batch_service_pb2.HoldPolicyResponse]  # type: ignore[assignment]
-    """Says that the trainer of this epoch lives, whatever it is busy with: it holds the policy for another lease time, which is a batch's.
-    Idempotent. Expiry changes nothing but the answer to a claim with `only_if_unheld`.
+    """Heartbeat of the trainer of this epoch: it holds the policy for another lease time of a batch. Idempotent. Expiry
+    changes nothing but the answer to a claim with `only_if_unheld`.
     """
     ReleasePolicy: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.ReleasePolicyRequest, _batch_service_pb2.ReleasePolicyResponse]  # type: ignore[assignment]
-    """Says that the trainer of this epoch ends: nobody holds the policy from now on. Its epoch stays the newest. Atomic, idempotent."""
+    """Ends the hold of the trainer of this epoch: nobody holds the policy any more. Its epoch stays the newest. Atomic,
+    idempotent.
+    """
     AcquireBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.AcquireBatchRequest, _batch_service_pb2.AcquireBatchResponse]  # type: ignore[assignment]
-    """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready groups. Atomic, idempotent: the same
-    (policy, step) always returns the same batch. No batch in time answers an empty response with `waiting_for`.
+    """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
+    groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
+    empty response with `waiting_for`.
     """
     FetchBatch: _aio.UnaryStreamMultiCallable[_batch_service_pb2.FetchBatchRequest, _batch_service_pb2.FetchBatchResponse]  # type: ignore[assignment]
     """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only."""
     AckBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.AckBatchRequest, _batch_service_pb2.AckBatchResponse]  # type: ignore[assignment]
-    """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other than the bound batch's
-    answers ALREADY_EXISTS (CONFLICT).
+    """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
+    than the bound batch's answers ALREADY_EXISTS (CONFLICT).
     """
     NackBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.NackBatchRequest, _batch_service_pb2.NackBatchResponse]  # type: ignore[assignment]
     """Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent."""
     RenewBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.RenewBatchRequest, _batch_service_pb2.RenewBatchResponse]  # type: ignore[assignment]
     """Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent."""
     VoidBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.VoidBatchRequest, _batch_service_pb2.VoidBatchResponse]  # type: ignore[assignment]
-    """Takes a bound batch away from its trainer, whatever its epoch: its groups return to the ready set, or their trajectories end as dropped{voided}.
-    A step that is TRAINED or SKIPPED answers FAILED_PRECONDITION. The trainer's next call on the voided batch answers FAILED_PRECONDITION (its
-    message and metadata say `voided`); acquiring the step again binds another batch. Atomic, idempotent per batch_id.
+    """Takes a bound batch away from its trainer, whatever its epoch: its groups return to the ready set, or their
+    trajectories end as dropped{voided}. A step that is TRAINED or SKIPPED answers FAILED_PRECONDITION. The trainer's
+    next call on the voided batch answers FAILED_PRECONDITION (its message and metadata say `voided`); acquiring the
+    step again binds another batch. Atomic, idempotent per batch_id.
     """
     MarkDurable: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.MarkDurableRequest, _batch_service_pb2.MarkDurableResponse]  # type: ignore[assignment]
-    """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never moves back."""
+    """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never
+    moves back.
+    """
 
 class BatchServiceServicer:
-    """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one answers
-    FAILED_PRECONDITION (FENCED) and changes nothing.
+    """Batches are bound to (policy, step) until acked, nacked or voided. Every call carries the trainer epoch; an older one
+    answers FAILED_PRECONDITION (FENCED) and changes nothing.
     """
 
     def ClaimPolicy(
@@ -116,8 +130,9 @@ class BatchServiceServicer:
         request: _batch_service_pb2.ClaimPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_batch_service_pb2.ClaimPolicyResponse, _abc.Awaitable[_batch_service_pb2.ClaimPolicyResponse]]:
-        """Starts a new trainer epoch for the policy, fencing every older one, and says where to go on. Atomic. Not idempotent: each call is a new epoch.
-        With `only_if_unheld` a policy that a trainer holds answers FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
+        """Starts a new trainer epoch for the policy, fencing every older one, and returns where to resume. Atomic. Not
+        idempotent: each call is a new epoch. With `only_if_unheld` a policy that a trainer holds answers
+        FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
         """
 
     def HoldPolicy(
@@ -125,8 +140,8 @@ class BatchServiceServicer:
         request: _batch_service_pb2.HoldPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_batch_service_pb2.HoldPolicyResponse, _abc.Awaitable[_batch_service_pb2.HoldPolicyResponse]]:
-        """Says that the trainer of this epoch lives, whatever it is busy with: it holds the policy for another lease time, which is a batch's.
-        Idempotent. Expiry changes nothing but the answer to a claim with `only_if_unheld`.
+        """Heartbeat of the trainer of this epoch: it holds the policy for another lease time of a batch. Idempotent. Expiry
+        changes nothing but the answer to a claim with `only_if_unheld`.
         """
 
     def ReleasePolicy(
@@ -134,15 +149,18 @@ class BatchServiceServicer:
         request: _batch_service_pb2.ReleasePolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_batch_service_pb2.ReleasePolicyResponse, _abc.Awaitable[_batch_service_pb2.ReleasePolicyResponse]]:
-        """Says that the trainer of this epoch ends: nobody holds the policy from now on. Its epoch stays the newest. Atomic, idempotent."""
+        """Ends the hold of the trainer of this epoch: nobody holds the policy any more. Its epoch stays the newest. Atomic,
+        idempotent.
+        """
 
     def AcquireBatch(
         self,
         request: _batch_service_pb2.AcquireBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_batch_service_pb2.AcquireBatchResponse, _abc.Awaitable[_batch_service_pb2.AcquireBatchResponse]]:
-        """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready groups. Atomic, idempotent: the same
-        (policy, step) always returns the same batch. No batch in time answers an empty response with `waiting_for`.
+        """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
+        groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
+        empty response with `waiting_for`.
         """
 
     def FetchBatch(
@@ -157,8 +175,8 @@ class BatchServiceServicer:
         request: _batch_service_pb2.AckBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_batch_service_pb2.AckBatchResponse, _abc.Awaitable[_batch_service_pb2.AckBatchResponse]]:
-        """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other than the bound batch's
-        answers ALREADY_EXISTS (CONFLICT).
+        """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
+        than the bound batch's answers ALREADY_EXISTS (CONFLICT).
         """
 
     def NackBatch(
@@ -180,9 +198,10 @@ class BatchServiceServicer:
         request: _batch_service_pb2.VoidBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_batch_service_pb2.VoidBatchResponse, _abc.Awaitable[_batch_service_pb2.VoidBatchResponse]]:
-        """Takes a bound batch away from its trainer, whatever its epoch: its groups return to the ready set, or their trajectories end as dropped{voided}.
-        A step that is TRAINED or SKIPPED answers FAILED_PRECONDITION. The trainer's next call on the voided batch answers FAILED_PRECONDITION (its
-        message and metadata say `voided`); acquiring the step again binds another batch. Atomic, idempotent per batch_id.
+        """Takes a bound batch away from its trainer, whatever its epoch: its groups return to the ready set, or their
+        trajectories end as dropped{voided}. A step that is TRAINED or SKIPPED answers FAILED_PRECONDITION. The trainer's
+        next call on the voided batch answers FAILED_PRECONDITION (its message and metadata say `voided`); acquiring the
+        step again binds another batch. Atomic, idempotent per batch_id.
         """
 
     def MarkDurable(
@@ -190,6 +209,8 @@ class BatchServiceServicer:
         request: _batch_service_pb2.MarkDurableRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_batch_service_pb2.MarkDurableResponse, _abc.Awaitable[_batch_service_pb2.MarkDurableResponse]]:
-        """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never moves back."""
+        """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never
+        moves back.
+        """
 
 def add_BatchServiceServicer_to_server(servicer: BatchServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -47,7 +47,9 @@ Global___Durability: _TypeAlias = Durability  # noqa: Y015
 
 @_typing.final
 class Watermark(_message.Message):
-    """Every commit of a run with a position up to `durable_position` has reached `durability`. Never falls within one data incarnation."""
+    """Every commit of a run with a position up to `durable_position` has reached `durability`. Never falls within one data
+    incarnation.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -59,7 +61,9 @@ class Watermark(_message.Message):
     durability: Global___Durability.ValueType
     """What it has reached: FSYNCED or REPLICATED."""
     data_incarnation: _builtins.str
-    """Data incarnation the position belongs to, as in JoinRunResponse. Another one than in the message before: push again whatever is kept."""
+    """Data incarnation the position belongs to, as in JoinRunResponse. Another one than in the message before: push again
+    whatever is kept.
+    """
     def __init__(
         self,
         *,

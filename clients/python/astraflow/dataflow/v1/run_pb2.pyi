@@ -76,7 +76,7 @@ Global___CodeFile: _TypeAlias = CodeFile  # noqa: Y015
 
 @_typing.final
 class CodeBundle(_message.Message):
-    """The recipe's own code, pinned by digest. A node uses it only when it was started with leave to do so."""
+    """The recipe's own code, pinned by digest. A node runs it only when it was started with permission to do so."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

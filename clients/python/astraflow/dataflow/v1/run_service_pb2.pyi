@@ -336,8 +336,8 @@ class JoinRunResponse(_message.Message):
     CODE_REF_FIELD_NUMBER: _builtins.int
     STORE_GRANTS_FIELD_NUMBER: _builtins.int
     data_incarnation: _builtins.str
-    """Identity of the Redis data set; another one than before means that writes may have been lost: push every episode again that the durable
-    watermark had not passed. Positions and watermarks are comparable within one identity only.
+    """Identity of the Redis data set; another one than before means that writes may have been lost: push every episode
+    again that the durable watermark had not passed. Positions and watermarks are comparable within one identity only.
     """
     @_builtins.property
     def run(self) -> _run_pb2.Run:
@@ -353,11 +353,13 @@ class JoinRunResponse(_message.Message):
 
     @_builtins.property
     def code_ref(self) -> _blob_pb2.CodeRef:
-        """The recipe's code pinned by digest: `run.code` has this digest, and without leave to run it, what is installed must have it too."""
+        """The recipe's code pinned by digest: `run.code` has this digest, and where it may not be run, what is installed must
+        have it too.
+        """
 
     @_builtins.property
     def store_grants(self) -> _containers.RepeatedCompositeFieldContainer[_blob_pb2.StoreGrant]:
-        """Rights to reach the store at `run.store_uri`; empty when the node's own surroundings suffice, as for `file://`."""
+        """Access to the store at `run.store_uri`; empty when the node's own environment gives it, as for `file://`."""
 
     def __init__(
         self,

@@ -72,8 +72,9 @@ class RunServiceServicer:
     """
 
     def CreateRun(self, request, context):
-        """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run; other content answers
-        ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT (INVALID_RECIPE) and stores nothing.
+        """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run;
+        other content answers ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT
+        (INVALID_RECIPE) and stores nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,18 +102,19 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def JoinRun(self, request, context):
-        """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it needs:
-        recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation answers FENCED.
+        """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it
+        needs: recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation
+        answers FENCED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRun(self, request, context):
-        """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once; any other answers
-        FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not trained yet end as dropped{run_deleted}. From
-        the first moment on, every call on the run answers NOT_FOUND. Idempotent: a call that was cut off is finished by the next one; once all is
-        gone the answer is NOT_FOUND.
+        """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once;
+        any other answers FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not
+        trained yet end as dropped{run_deleted}. From the first moment on, every call on the run answers NOT_FOUND.
+        Idempotent: a call that was cut off is finished by the next one; once all is gone the answer is NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,8 +34,9 @@ class RunServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RunServiceAsyncStub: ...
     CreateRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.CreateRunRequest, _run_service_pb2.CreateRunResponse]
-    """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run; other content answers
-    ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT (INVALID_RECIPE) and stores nothing.
+    """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run;
+    other content answers ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT
+    (INVALID_RECIPE) and stores nothing.
     """
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.UpdateRunRequest, _run_service_pb2.UpdateRunResponse]
     """FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent."""
@@ -44,14 +45,15 @@ class RunServiceStub:
     ListRuns: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.ListRunsRequest, _run_service_pb2.ListRunsResponse]
     """Lists runs by creation time. Read only."""
     JoinRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.JoinRunRequest, _run_service_pb2.JoinRunResponse]
-    """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it needs:
-    recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation answers FENCED.
+    """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it
+    needs: recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation
+    answers FENCED.
     """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.DeleteRunRequest, _run_service_pb2.DeleteRunResponse]
-    """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once; any other answers
-    FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not trained yet end as dropped{run_deleted}. From
-    the first moment on, every call on the run answers NOT_FOUND. Idempotent: a call that was cut off is finished by the next one; once all is
-    gone the answer is NOT_FOUND.
+    """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once;
+    any other answers FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not
+    trained yet end as dropped{run_deleted}. From the first moment on, every call on the run answers NOT_FOUND.
+    Idempotent: a call that was cut off is finished by the next one; once all is gone the answer is NOT_FOUND.
     """
 
 @_typing.type_check_only
@@ -60,8 +62,9 @@ class RunServiceAsyncStub(RunServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.CreateRunRequest, _run_service_pb2.CreateRunResponse]  # type: ignore[assignment]
-    """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run; other content answers
-    ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT (INVALID_RECIPE) and stores nothing.
+    """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run;
+    other content answers ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT
+    (INVALID_RECIPE) and stores nothing.
     """
     UpdateRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.UpdateRunRequest, _run_service_pb2.UpdateRunResponse]  # type: ignore[assignment]
     """FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent."""
@@ -70,14 +73,15 @@ class RunServiceAsyncStub(RunServiceStub):
     ListRuns: _aio.UnaryUnaryMultiCallable[_run_service_pb2.ListRunsRequest, _run_service_pb2.ListRunsResponse]  # type: ignore[assignment]
     """Lists runs by creation time. Read only."""
     JoinRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.JoinRunRequest, _run_service_pb2.JoinRunResponse]  # type: ignore[assignment]
-    """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it needs:
-    recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation answers FENCED.
+    """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it
+    needs: recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation
+    answers FENCED.
     """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.DeleteRunRequest, _run_service_pb2.DeleteRunResponse]  # type: ignore[assignment]
-    """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once; any other answers
-    FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not trained yet end as dropped{run_deleted}. From
-    the first moment on, every call on the run answers NOT_FOUND. Idempotent: a call that was cut off is finished by the next one; once all is
-    gone the answer is NOT_FOUND.
+    """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once;
+    any other answers FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not
+    trained yet end as dropped{run_deleted}. From the first moment on, every call on the run answers NOT_FOUND.
+    Idempotent: a call that was cut off is finished by the next one; once all is gone the answer is NOT_FOUND.
     """
 
 class RunServiceServicer:
@@ -88,8 +92,9 @@ class RunServiceServicer:
         request: _run_service_pb2.CreateRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.CreateRunResponse, _abc.Awaitable[_run_service_pb2.CreateRunResponse]]:
-        """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run; other content answers
-        ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT (INVALID_RECIPE) and stores nothing.
+        """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run;
+        other content answers ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT
+        (INVALID_RECIPE) and stores nothing.
         """
 
     def UpdateRun(
@@ -118,8 +123,9 @@ class RunServiceServicer:
         request: _run_service_pb2.JoinRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.JoinRunResponse, _abc.Awaitable[_run_service_pb2.JoinRunResponse]]:
-        """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it needs:
-        recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation answers FENCED.
+        """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it
+        needs: recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation
+        answers FENCED.
         """
 
     def DeleteRun(
@@ -127,10 +133,10 @@ class RunServiceServicer:
         request: _run_service_pb2.DeleteRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.DeleteRunResponse, _abc.Awaitable[_run_service_pb2.DeleteRunResponse]]:
-        """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once; any other answers
-        FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not trained yet end as dropped{run_deleted}. From
-        the first moment on, every call on the run answers NOT_FOUND. Idempotent: a call that was cut off is finished by the next one; once all is
-        gone the answer is NOT_FOUND.
+        """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once;
+        any other answers FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not
+        trained yet end as dropped{run_deleted}. From the first moment on, every call on the run answers NOT_FOUND.
+        Idempotent: a call that was cut off is finished by the next one; once all is gone the answer is NOT_FOUND.
         """
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -94,8 +94,9 @@ class Hello(_message.Message):
     """Incarnation as joined."""
     @_builtins.property
     def held(self) -> Global___Renewal:
-        """Leases the node holds now, at most 4,096. They are renewed; those it has lost are cancelled; leases that the server gave it and that are
-        not listed never arrived, and are given back without costing an attempt. Unset says nothing about leases.
+        """Leases the node holds now. They are renewed; those it has lost are cancelled; leases that the server
+        gave it and that are not listed never arrived, and are given back without costing an attempt. Unset says nothing
+        about leases.
         """
 
     def __init__(
@@ -156,8 +157,9 @@ class Credits(_message.Message):
     waiting_for: _builtins.str
     """What the node waits for, a slug such as `weights`, `engine_start`; empty when it works."""
     leases_received: _builtins.int
-    """Leases received on this stream so far, all of them taken into account in `tasks`. The server subtracts from `tasks` what it sent since, so that leases
-    that cross this message on the wire are not granted twice. Unset: nothing is subtracted.
+    """Leases received on this stream so far, all of them taken into account in `tasks`. The server subtracts from `tasks`
+    what it sent since, so that leases that cross this message on the wire are not granted twice. Unset: nothing is
+    subtracted.
     """
     @_builtins.property
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
@@ -398,7 +400,7 @@ Global___WorkResponse: _TypeAlias = WorkResponse  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
-    """An order to leave."""
+    """A request to leave."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -493,7 +495,9 @@ class LeaseTasksResponse(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     waiting_for: _builtins.str
-    """Why there were none: a slug of `why` such as `staleness_window`, `no_version`, `dataset_exhausted`; empty when there were."""
+    """Why there were none: a slug of `why` such as `staleness_window`, `no_version`, `dataset_exhausted`; empty when
+    there were.
+    """
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.Lease]:
         """Leases; empty when none came in time."""

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class TaskServiceStub:
-    """Task lanes. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound of attempts the
-    task ends in the dead-letter stream with its reason.
+    """Task queues. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound
+    of attempts the task ends in the dead-letter stream with its reason.
     """
 
     def __init__(self, channel):
@@ -64,45 +64,49 @@ class TaskServiceStub:
 
 
 class TaskServiceServicer:
-    """Task lanes. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound of attempts the
-    task ends in the dead-letter stream with its reason.
+    """Task queues. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound
+    of attempts the task ends in the dead-letter stream with its reason.
     """
 
     def SubmitTasks(self, request, context):
-        """Adds tasks to the run's lane. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and not touched.
+        """Adds tasks to the run's queue. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and
+        not touched.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Work(self, request_iterator, context):
-        """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends leases (never more than the
-        credits given), cancels, version notices and the durable watermark. Closing the stream keeps the leases the node has confirmed (receipt,
-        renewal) until they expire, and gives the others back; a new stream of the same (node_id, incarnation) continues them and replaces the
-        older stream, which answers FENCED. Not retried by the library: the node reconnects itself.
+        """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends
+        leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
+        keeps the leases the node has confirmed (receipt, renewal) until they expire, and gives the others back; a new
+        stream of the same (node_id, incarnation) continues them and replaces the older stream, which answers FENCED. Not
+        retried by the library: the node reconnects itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaseTasks(self, request, context):
-        """Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`. Atomic per task. Not
-        idempotent: a repeated call may lease more.
+        """Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`.
+        Atomic per task. Not idempotent: a repeated call may lease more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewLeases(self, request, context):
-        """Extends leases to a full time to live. Idempotent. Leases lost to expiry or another attempt are listed, not refused as a whole.
+        """Extends leases to a full time to live. Idempotent. Leases lost to expiry or another attempt are listed, not refused
+        as a whole.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FailTask(self, request, context):
-        """Gives a lease back with a reason. Atomic, idempotent per lease. A retryable failure re-queues the task; one that costs no attempt (missing capability,
-        drain, version_unavailable) leaves the count as it was; else the task is dead-lettered after the bound.
+        """Gives a lease back with a reason. Atomic, idempotent per lease. A retryable failure re-queues the task; one that
+        costs no attempt (missing capability, drain, version_unavailable) leaves the count as it was; else the task is
+        dead-lettered after the bound.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,8 +149,8 @@ def add_TaskServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TaskService:
-    """Task lanes. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound of attempts the
-    task ends in the dead-letter stream with its reason.
+    """Task queues. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound
+    of attempts the task ends in the dead-letter stream with its reason.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TaskServiceStub:
-    """Task lanes. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound of attempts the
-    task ends in the dead-letter stream with its reason.
+    """Task queues. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound
+    of attempts the task ends in the dead-letter stream with its reason.
     """
 
     @_typing.overload
@@ -36,53 +36,65 @@ class TaskServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TaskServiceAsyncStub: ...
     SubmitTasks: _grpc.UnaryUnaryMultiCallable[_task_service_pb2.SubmitTasksRequest, _task_service_pb2.SubmitTasksResponse]
-    """Adds tasks to the run's lane. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and not touched."""
+    """Adds tasks to the run's queue. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and
+    not touched.
+    """
     Work: _grpc.StreamStreamMultiCallable[_task_service_pb2.WorkRequest, _task_service_pb2.WorkResponse]
-    """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends leases (never more than the
-    credits given), cancels, version notices and the durable watermark. Closing the stream keeps the leases the node has confirmed (receipt,
-    renewal) until they expire, and gives the others back; a new stream of the same (node_id, incarnation) continues them and replaces the
-    older stream, which answers FENCED. Not retried by the library: the node reconnects itself.
+    """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends
+    leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
+    keeps the leases the node has confirmed (receipt, renewal) until they expire, and gives the others back; a new
+    stream of the same (node_id, incarnation) continues them and replaces the older stream, which answers FENCED. Not
+    retried by the library: the node reconnects itself.
     """
     LeaseTasks: _grpc.UnaryUnaryMultiCallable[_task_service_pb2.LeaseTasksRequest, _task_service_pb2.LeaseTasksResponse]
-    """Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`. Atomic per task. Not
-    idempotent: a repeated call may lease more.
+    """Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`.
+    Atomic per task. Not idempotent: a repeated call may lease more.
     """
     RenewLeases: _grpc.UnaryUnaryMultiCallable[_task_service_pb2.RenewLeasesRequest, _task_service_pb2.RenewLeasesResponse]
-    """Extends leases to a full time to live. Idempotent. Leases lost to expiry or another attempt are listed, not refused as a whole."""
+    """Extends leases to a full time to live. Idempotent. Leases lost to expiry or another attempt are listed, not refused
+    as a whole.
+    """
     FailTask: _grpc.UnaryUnaryMultiCallable[_task_service_pb2.FailTaskRequest, _task_service_pb2.FailTaskResponse]
-    """Gives a lease back with a reason. Atomic, idempotent per lease. A retryable failure re-queues the task; one that costs no attempt (missing capability,
-    drain, version_unavailable) leaves the count as it was; else the task is dead-lettered after the bound.
+    """Gives a lease back with a reason. Atomic, idempotent per lease. A retryable failure re-queues the task; one that
+    costs no attempt (missing capability, drain, version_unavailable) leaves the count as it was; else the task is
+    dead-lettered after the bound.
     """
 
 @_typing.type_check_only
 class TaskServiceAsyncStub(TaskServiceStub):
-    """Task lanes. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound of attempts the
-    task ends in the dead-letter stream with its reason.
+    """Task queues. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound
+    of attempts the task ends in the dead-letter stream with its reason.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SubmitTasks: _aio.UnaryUnaryMultiCallable[_task_service_pb2.SubmitTasksRequest, _task_service_pb2.SubmitTasksResponse]  # type: ignore[assignment]
-    """Adds tasks to the run's lane. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and not touched."""
+    """Adds tasks to the run's queue. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and
+    not touched.
+    """
     Work: _aio.StreamStreamMultiCallable[_task_service_pb2.WorkRequest, _task_service_pb2.WorkResponse]  # type: ignore[assignment]
-    """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends leases (never more than the
-    credits given), cancels, version notices and the durable watermark. Closing the stream keeps the leases the node has confirmed (receipt,
-    renewal) until they expire, and gives the others back; a new stream of the same (node_id, incarnation) continues them and replaces the
-    older stream, which answers FENCED. Not retried by the library: the node reconnects itself.
+    """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends
+    leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
+    keeps the leases the node has confirmed (receipt, renewal) until they expire, and gives the others back; a new
+    stream of the same (node_id, incarnation) continues them and replaces the older stream, which answers FENCED. Not
+    retried by the library: the node reconnects itself.
     """
     LeaseTasks: _aio.UnaryUnaryMultiCallable[_task_service_pb2.LeaseTasksRequest, _task_service_pb2.LeaseTasksResponse]  # type: ignore[assignment]
-    """Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`. Atomic per task. Not
-    idempotent: a repeated call may lease more.
+    """Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`.
+    Atomic per task. Not idempotent: a repeated call may lease more.
     """
     RenewLeases: _aio.UnaryUnaryMultiCallable[_task_service_pb2.RenewLeasesRequest, _task_service_pb2.RenewLeasesResponse]  # type: ignore[assignment]
-    """Extends leases to a full time to live. Idempotent. Leases lost to expiry or another attempt are listed, not refused as a whole."""
+    """Extends leases to a full time to live. Idempotent. Leases lost to expiry or another attempt are listed, not refused
+    as a whole.
+    """
     FailTask: _aio.UnaryUnaryMultiCallable[_task_service_pb2.FailTaskRequest, _task_service_pb2.FailTaskResponse]  # type: ignore[assignment]
-    """Gives a lease back with a reason. Atomic, idempotent per lease. A retryable failure re-queues the task; one that costs no attempt (missing capability,
-    drain, version_unavailable) leaves the count as it was; else the task is dead-lettered after the bound.
+    """Gives a lease back with a reason. Atomic, idempotent per lease. A retryable failure re-queues the task; one that
+    costs no attempt (missing capability, drain, version_unavailable) leaves the count as it was; else the task is
+    dead-lettered after the bound.
     """
 
 class TaskServiceServicer:
-    """Task lanes. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound of attempts the
-    task ends in the dead-letter stream with its reason.
+    """Task queues. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound
+    of attempts the task ends in the dead-letter stream with its reason.
     """
 
     def SubmitTasks(
@@ -90,17 +102,20 @@ class TaskServiceServicer:
         request: _task_service_pb2.SubmitTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_task_service_pb2.SubmitTasksResponse, _abc.Awaitable[_task_service_pb2.SubmitTasksResponse]]:
-        """Adds tasks to the run's lane. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and not touched."""
+        """Adds tasks to the run's queue. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and
+        not touched.
+        """
 
     def Work(
         self,
         request_iterator: _MaybeAsyncIterator[_task_service_pb2.WorkRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_task_service_pb2.WorkResponse], _abc.AsyncIterator[_task_service_pb2.WorkResponse]]:
-        """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends leases (never more than the
-        credits given), cancels, version notices and the durable watermark. Closing the stream keeps the leases the node has confirmed (receipt,
-        renewal) until they expire, and gives the others back; a new stream of the same (node_id, incarnation) continues them and replaces the
-        older stream, which answers FENCED. Not retried by the library: the node reconnects itself.
+        """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends
+        leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
+        keeps the leases the node has confirmed (receipt, renewal) until they expire, and gives the others back; a new
+        stream of the same (node_id, incarnation) continues them and replaces the older stream, which answers FENCED. Not
+        retried by the library: the node reconnects itself.
         """
 
     def LeaseTasks(
@@ -108,8 +123,8 @@ class TaskServiceServicer:
         request: _task_service_pb2.LeaseTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_task_service_pb2.LeaseTasksResponse, _abc.Awaitable[_task_service_pb2.LeaseTasksResponse]]:
-        """Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`. Atomic per task. Not
-        idempotent: a repeated call may lease more.
+        """Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`.
+        Atomic per task. Not idempotent: a repeated call may lease more.
         """
 
     def RenewLeases(
@@ -117,15 +132,18 @@ class TaskServiceServicer:
         request: _task_service_pb2.RenewLeasesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_task_service_pb2.RenewLeasesResponse, _abc.Awaitable[_task_service_pb2.RenewLeasesResponse]]:
-        """Extends leases to a full time to live. Idempotent. Leases lost to expiry or another attempt are listed, not refused as a whole."""
+        """Extends leases to a full time to live. Idempotent. Leases lost to expiry or another attempt are listed, not refused
+        as a whole.
+        """
 
     def FailTask(
         self,
         request: _task_service_pb2.FailTaskRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_task_service_pb2.FailTaskResponse, _abc.Awaitable[_task_service_pb2.FailTaskResponse]]:
-        """Gives a lease back with a reason. Atomic, idempotent per lease. A retryable failure re-queues the task; one that costs no attempt (missing capability,
-        drain, version_unavailable) leaves the count as it was; else the task is dead-lettered after the bound.
+        """Gives a lease back with a reason. Atomic, idempotent per lease. A retryable failure re-queues the task; one that
+        costs no attempt (missing capability, drain, version_unavailable) leaves the count as it was; else the task is
+        dead-lettered after the bound.
         """
 
 def add_TaskServiceServicer_to_server(servicer: TaskServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

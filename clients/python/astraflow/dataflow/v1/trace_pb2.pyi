@@ -29,13 +29,13 @@ class _TaskStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TaskState.V
     TASK_STATE_UNSPECIFIED: _TaskState.ValueType  # 0
     """Never sent."""
     TASK_STATE_QUEUED: _TaskState.ValueType  # 1
-    """Waits in its lane."""
+    """Waits in its queue."""
     TASK_STATE_LEASED: _TaskState.ValueType  # 2
     """A node holds it."""
     TASK_STATE_RETRY: _TaskState.ValueType  # 3
     """Waits to be leased again."""
     TASK_STATE_COMPLETE: _TaskState.ValueType  # 4
-    """Every member has come, or it was closed; its groups are being judged."""
+    """Every member has arrived, or it was closed; its groups are being filtered."""
     TASK_STATE_DONE: _TaskState.ValueType  # 5
     """Its groups are ready, in a batch, trained or dropped."""
     TASK_STATE_FORGOTTEN: _TaskState.ValueType  # 6
@@ -47,13 +47,13 @@ class TaskState(_TaskState, metaclass=_TaskStateEnumTypeWrapper):
 TASK_STATE_UNSPECIFIED: TaskState.ValueType  # 0
 """Never sent."""
 TASK_STATE_QUEUED: TaskState.ValueType  # 1
-"""Waits in its lane."""
+"""Waits in its queue."""
 TASK_STATE_LEASED: TaskState.ValueType  # 2
 """A node holds it."""
 TASK_STATE_RETRY: TaskState.ValueType  # 3
 """Waits to be leased again."""
 TASK_STATE_COMPLETE: TaskState.ValueType  # 4
-"""Every member has come, or it was closed; its groups are being judged."""
+"""Every member has arrived, or it was closed; its groups are being filtered."""
 TASK_STATE_DONE: TaskState.ValueType  # 5
 """Its groups are ready, in a batch, trained or dropped."""
 TASK_STATE_FORGOTTEN: TaskState.ValueType  # 6
@@ -71,7 +71,7 @@ class _TrajectoryPlaceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Traje
     TRAJECTORY_PLACE_ASSEMBLING: _TrajectoryPlace.ValueType  # 1
     """In a group that is not complete."""
     TRAJECTORY_PLACE_READY: _TrajectoryPlace.ValueType  # 2
-    """In a complete group that no batch has taken."""
+    """In a complete group that is in no batch yet."""
     TRAJECTORY_PLACE_IN_BATCH: _TrajectoryPlace.ValueType  # 3
     """In a bound batch."""
     TRAJECTORY_PLACE_TRAINED: _TrajectoryPlace.ValueType  # 4
@@ -89,7 +89,7 @@ TRAJECTORY_PLACE_UNSPECIFIED: TrajectoryPlace.ValueType  # 0
 TRAJECTORY_PLACE_ASSEMBLING: TrajectoryPlace.ValueType  # 1
 """In a group that is not complete."""
 TRAJECTORY_PLACE_READY: TrajectoryPlace.ValueType  # 2
-"""In a complete group that no batch has taken."""
+"""In a complete group that is in no batch yet."""
 TRAJECTORY_PLACE_IN_BATCH: TrajectoryPlace.ValueType  # 3
 """In a bound batch."""
 TRAJECTORY_PLACE_TRAINED: TrajectoryPlace.ValueType  # 4
@@ -120,8 +120,8 @@ class LeaseTrace(_message.Message):
     node_id: _builtins.str
     """Node it was given to."""
     outcome: _builtins.str
-    """How it ended: `completed`, `lease_expired`, `node_restarted`, `undelivered`, `group_closed`, `run_finished` or the reason of the node's failure;
-    empty while it runs.
+    """How it ended: `completed`, `lease_expired`, `node_restarted`, `undelivered`, `group_closed`, `run_finished` or the
+    reason of the node's failure; empty while it runs.
     """
     @_builtins.property
     def lease_time(self) -> _timestamp_pb2.Timestamp:
@@ -307,11 +307,11 @@ class TaskTrace(_message.Message):
     state: Global___TaskState.ValueType
     """Its state."""
     lane: _builtins.str
-    """Lane it was queued in: `train`, or the evaluation."""
+    """Queue it was put in: `train`, or the evaluation."""
     group_size: _builtins.int
     """Members planned."""
     missing_members: _builtins.int
-    """Members that have not come."""
+    """Members that have not arrived."""
     closed_reason: _builtins.str
     """Why it was closed early: `dead_letter`, `expired`, `run_finished`; empty otherwise."""
     truncated: _builtins.bool

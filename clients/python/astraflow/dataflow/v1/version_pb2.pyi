@@ -117,7 +117,9 @@ Global___Pin: _TypeAlias = Pin  # noqa: Y015
 
 @_typing.final
 class WeightFault(_message.Message):
-    """Why a node cannot activate a version, as far as its bytes are to blame. The node serves the version before and keeps trying."""
+    """Why a node cannot activate a version, where the cause is its bytes. The node serves the version before and keeps
+    trying.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -34,7 +34,9 @@ class PublishRequest(_message.Message):
     """Epoch of the caller, from ClaimPolicy."""
     @_builtins.property
     def version(self) -> _version_pb2.Version:
-        """The version; `publish_time` is ignored. Its `trainer_epoch` is the one that wrote the manifest: the caller's, or an older one when the server lost the announcement."""
+        """The version; `publish_time` is ignored. Its `trainer_epoch` is the one that wrote the manifest: the caller's, or an
+        older one when the server lost the announcement.
+        """
 
     def __init__(
         self,

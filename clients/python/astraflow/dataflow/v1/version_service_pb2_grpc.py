@@ -67,17 +67,19 @@ class VersionServiceServicer:
     """
 
     def Publish(self, request, context):
-        """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other content answers ALREADY_EXISTS (CONFLICT); an older
-        epoch answers FENCED. A number above the next one answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
-        announce the versions in between first, which is what a trainer does after Redis lost its last announcements.
-        A rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing waits for their versions.
+        """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other
+        content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one answers
+        FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none): announce the versions in between
+        first, which is what a trainer does after Redis lost its last announcements. A rollback gives no step a version;
+        the weights of finished steps that were never published are given up, so nothing waits for their versions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only; reconnect freely.
+        """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only;
+        reconnect freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +93,8 @@ class VersionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PinVersion(self, request, context):
-        """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces the reason.
+        """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces
+        the reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

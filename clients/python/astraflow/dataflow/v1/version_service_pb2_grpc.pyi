@@ -34,17 +34,22 @@ class VersionServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> VersionServiceAsyncStub: ...
     Publish: _grpc.UnaryUnaryMultiCallable[_version_service_pb2.PublishRequest, _version_service_pb2.PublishResponse]
-    """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other content answers ALREADY_EXISTS (CONFLICT); an older
-    epoch answers FENCED. A number above the next one answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
-    announce the versions in between first, which is what a trainer does after Redis lost its last announcements.
-    A rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing waits for their versions.
+    """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other
+    content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one answers
+    FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none): announce the versions in between
+    first, which is what a trainer does after Redis lost its last announcements. A rollback gives no step a version;
+    the weights of finished steps that were never published are given up, so nothing waits for their versions.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_version_service_pb2.WatchRequest, _version_service_pb2.WatchResponse]
-    """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only; reconnect freely."""
+    """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only;
+    reconnect freely.
+    """
     ListVersions: _grpc.UnaryUnaryMultiCallable[_version_service_pb2.ListVersionsRequest, _version_service_pb2.ListVersionsResponse]
     """Lists announced versions of a policy, newest first. Read only."""
     PinVersion: _grpc.UnaryUnaryMultiCallable[_version_service_pb2.PinVersionRequest, _version_service_pb2.PinVersionResponse]
-    """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces the reason."""
+    """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces
+    the reason.
+    """
     UnpinVersion: _grpc.UnaryUnaryMultiCallable[_version_service_pb2.UnpinVersionRequest, _version_service_pb2.UnpinVersionResponse]
     """Removes a pin; a version that is not pinned is success. Atomic, idempotent."""
 
@@ -54,17 +59,22 @@ class VersionServiceAsyncStub(VersionServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Publish: _aio.UnaryUnaryMultiCallable[_version_service_pb2.PublishRequest, _version_service_pb2.PublishResponse]  # type: ignore[assignment]
-    """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other content answers ALREADY_EXISTS (CONFLICT); an older
-    epoch answers FENCED. A number above the next one answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
-    announce the versions in between first, which is what a trainer does after Redis lost its last announcements.
-    A rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing waits for their versions.
+    """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other
+    content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one answers
+    FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none): announce the versions in between
+    first, which is what a trainer does after Redis lost its last announcements. A rollback gives no step a version;
+    the weights of finished steps that were never published are given up, so nothing waits for their versions.
     """
     Watch: _aio.UnaryStreamMultiCallable[_version_service_pb2.WatchRequest, _version_service_pb2.WatchResponse]  # type: ignore[assignment]
-    """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only; reconnect freely."""
+    """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only;
+    reconnect freely.
+    """
     ListVersions: _aio.UnaryUnaryMultiCallable[_version_service_pb2.ListVersionsRequest, _version_service_pb2.ListVersionsResponse]  # type: ignore[assignment]
     """Lists announced versions of a policy, newest first. Read only."""
     PinVersion: _aio.UnaryUnaryMultiCallable[_version_service_pb2.PinVersionRequest, _version_service_pb2.PinVersionResponse]  # type: ignore[assignment]
-    """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces the reason."""
+    """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces
+    the reason.
+    """
     UnpinVersion: _aio.UnaryUnaryMultiCallable[_version_service_pb2.UnpinVersionRequest, _version_service_pb2.UnpinVersionResponse]  # type: ignore[assignment]
     """Removes a pin; a version that is not pinned is success. Atomic, idempotent."""
 
@@ -76,10 +86,11 @@ class VersionServiceServicer:
         request: _version_service_pb2.PublishRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_version_service_pb2.PublishResponse, _abc.Awaitable[_version_service_pb2.PublishResponse]]:
-        """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other content answers ALREADY_EXISTS (CONFLICT); an older
-        epoch answers FENCED. A number above the next one answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
-        announce the versions in between first, which is what a trainer does after Redis lost its last announcements.
-        A rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing waits for their versions.
+        """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other
+        content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one answers
+        FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none): announce the versions in between
+        first, which is what a trainer does after Redis lost its last announcements. A rollback gives no step a version;
+        the weights of finished steps that were never published are given up, so nothing waits for their versions.
         """
 
     def Watch(
@@ -87,7 +98,9 @@ class VersionServiceServicer:
         request: _version_service_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_version_service_pb2.WatchResponse], _abc.AsyncIterator[_version_service_pb2.WatchResponse]]:
-        """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only; reconnect freely."""
+        """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only;
+        reconnect freely.
+        """
 
     def ListVersions(
         self,
@@ -101,7 +114,9 @@ class VersionServiceServicer:
         request: _version_service_pb2.PinVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_version_service_pb2.PinVersionResponse, _abc.Awaitable[_version_service_pb2.PinVersionResponse]]:
-        """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces the reason."""
+        """Keeps an announced version from being collected until it is unpinned. Atomic, idempotent: pinning again replaces
+        the reason.
+        """
 
     def UnpinVersion(
         self,

@@ -36,7 +36,7 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_OPERATOR: _Role.ValueType  # 3
     """A person or tool that changes runs."""
     ROLE_VIEWER: _Role.ValueType  # 4
-    """A person or tool that only looks."""
+    """A person or tool that only reads."""
     ROLE_AGENT: _Role.ValueType  # 5
     """An agent session bound to one episode."""
     ROLE_ANYONE: _Role.ValueType  # 6
@@ -54,7 +54,7 @@ ROLE_TRAINER: Role.ValueType  # 2
 ROLE_OPERATOR: Role.ValueType  # 3
 """A person or tool that changes runs."""
 ROLE_VIEWER: Role.ValueType  # 4
-"""A person or tool that only looks."""
+"""A person or tool that only reads."""
 ROLE_AGENT: Role.ValueType  # 5
 """An agent session bound to one episode."""
 ROLE_ANYONE: Role.ValueType  # 6
@@ -141,8 +141,8 @@ Global___Missing: _TypeAlias = Missing  # noqa: Y015
 
 @_typing.final
 class Bounds(_message.Message):
-    """Values that a field of a request may have. Of a repeated field they hold for each element, `*_items` aside; of a map, for each key;
-    of a message or an `optional` field, when it is set.
+    """Values that a field of a request may have. Of a repeated field they hold for each element, `*_items` aside; of a map,
+    for each key; of a message or an `optional` field, when it is set.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class EnvironmentServiceStub:
-    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and ends with the lease. Turns of a
-    session are numbered; repeating the last turn with the same action returns the same observation and acts once.
+    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and
+    ends with the lease. Turns of a session are numbered; repeating the last turn with the same action returns the same
+    observation and acts once.
     """
 
     def __init__(self, channel):
@@ -54,28 +55,32 @@ class EnvironmentServiceStub:
 
 
 class EnvironmentServiceServicer:
-    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and ends with the lease. Turns of a
-    session are numbered; repeating the last turn with the same action returns the same observation and acts once.
+    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and
+    ends with the lease. Turns of a session are numbered; repeating the last turn with the same action returns the same
+    observation and acts once.
     """
 
     def Reset(self, request, context):
-        """Starts a session in a freshly seeded environment and returns its first observation. Idempotent per episode binding: the same episode, environment and
-        seed return the same session while it is at turn 0; other content answers ALREADY_EXISTS (CONFLICT).
+        """Starts a session in a freshly seeded environment and returns its first observation. Idempotent per episode binding:
+        the same episode, environment and seed return the same session while it is at turn 0; other content answers
+        ALREADY_EXISTS (CONFLICT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request, context):
-        """Acts once and returns what the agent sees. Idempotent per (session, turn): the last turn again returns its observation; another action for it answers
-        ALREADY_EXISTS (CONFLICT); a turn that is neither the last nor the next, or one after the end, answers FAILED_PRECONDITION.
+        """Acts once and returns what the agent sees. Idempotent per (session, turn): the last turn again returns its
+        observation; another action for it answers ALREADY_EXISTS (CONFLICT); a turn that is neither the last nor the next,
+        or one after the end, answers FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Close(self, request, context):
-        """Ends a session and frees what it holds. Idempotent: closing a closed session returns the same summary until the episode's lease ends.
+        """Ends a session and frees what it holds. Idempotent: closing a closed session returns the same summary until the
+        episode's lease ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,8 +113,9 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EnvironmentService:
-    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and ends with the lease. Turns of a
-    session are numbered; repeating the last turn with the same action returns the same observation and acts once.
+    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and
+    ends with the lease. Turns of a session are numbered; repeating the last turn with the same action returns the same
+    observation and acts once.
     """
 
     @staticmethod

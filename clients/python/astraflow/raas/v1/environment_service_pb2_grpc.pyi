@@ -27,8 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EnvironmentServiceStub:
-    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and ends with the lease. Turns of a
-    session are numbered; repeating the last turn with the same action returns the same observation and acts once.
+    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and
+    ends with the lease. Turns of a session are numbered; repeating the last turn with the same action returns the same
+    observation and acts once.
     """
 
     @_typing.overload
@@ -36,37 +37,47 @@ class EnvironmentServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EnvironmentServiceAsyncStub: ...
     Reset: _grpc.UnaryUnaryMultiCallable[_environment_service_pb2.ResetRequest, _environment_service_pb2.ResetResponse]
-    """Starts a session in a freshly seeded environment and returns its first observation. Idempotent per episode binding: the same episode, environment and
-    seed return the same session while it is at turn 0; other content answers ALREADY_EXISTS (CONFLICT).
+    """Starts a session in a freshly seeded environment and returns its first observation. Idempotent per episode binding:
+    the same episode, environment and seed return the same session while it is at turn 0; other content answers
+    ALREADY_EXISTS (CONFLICT).
     """
     Step: _grpc.UnaryUnaryMultiCallable[_environment_service_pb2.StepRequest, _environment_service_pb2.StepResponse]
-    """Acts once and returns what the agent sees. Idempotent per (session, turn): the last turn again returns its observation; another action for it answers
-    ALREADY_EXISTS (CONFLICT); a turn that is neither the last nor the next, or one after the end, answers FAILED_PRECONDITION.
+    """Acts once and returns what the agent sees. Idempotent per (session, turn): the last turn again returns its
+    observation; another action for it answers ALREADY_EXISTS (CONFLICT); a turn that is neither the last nor the next,
+    or one after the end, answers FAILED_PRECONDITION.
     """
     Close: _grpc.UnaryUnaryMultiCallable[_environment_service_pb2.CloseRequest, _environment_service_pb2.CloseResponse]
-    """Ends a session and frees what it holds. Idempotent: closing a closed session returns the same summary until the episode's lease ends."""
+    """Ends a session and frees what it holds. Idempotent: closing a closed session returns the same summary until the
+    episode's lease ends.
+    """
 
 @_typing.type_check_only
 class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
-    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and ends with the lease. Turns of a
-    session are numbered; repeating the last turn with the same action returns the same observation and acts once.
+    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and
+    ends with the lease. Turns of a session are numbered; repeating the last turn with the same action returns the same
+    observation and acts once.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Reset: _aio.UnaryUnaryMultiCallable[_environment_service_pb2.ResetRequest, _environment_service_pb2.ResetResponse]  # type: ignore[assignment]
-    """Starts a session in a freshly seeded environment and returns its first observation. Idempotent per episode binding: the same episode, environment and
-    seed return the same session while it is at turn 0; other content answers ALREADY_EXISTS (CONFLICT).
+    """Starts a session in a freshly seeded environment and returns its first observation. Idempotent per episode binding:
+    the same episode, environment and seed return the same session while it is at turn 0; other content answers
+    ALREADY_EXISTS (CONFLICT).
     """
     Step: _aio.UnaryUnaryMultiCallable[_environment_service_pb2.StepRequest, _environment_service_pb2.StepResponse]  # type: ignore[assignment]
-    """Acts once and returns what the agent sees. Idempotent per (session, turn): the last turn again returns its observation; another action for it answers
-    ALREADY_EXISTS (CONFLICT); a turn that is neither the last nor the next, or one after the end, answers FAILED_PRECONDITION.
+    """Acts once and returns what the agent sees. Idempotent per (session, turn): the last turn again returns its
+    observation; another action for it answers ALREADY_EXISTS (CONFLICT); a turn that is neither the last nor the next,
+    or one after the end, answers FAILED_PRECONDITION.
     """
     Close: _aio.UnaryUnaryMultiCallable[_environment_service_pb2.CloseRequest, _environment_service_pb2.CloseResponse]  # type: ignore[assignment]
-    """Ends a session and frees what it holds. Idempotent: closing a closed session returns the same summary until the episode's lease ends."""
+    """Ends a session and frees what it holds. Idempotent: closing a closed session returns the same summary until the
+    episode's lease ends.
+    """
 
 class EnvironmentServiceServicer:
-    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and ends with the lease. Turns of a
-    session are numbered; repeating the last turn with the same action returns the same observation and acts once.
+    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and
+    ends with the lease. Turns of a session are numbered; repeating the last turn with the same action returns the same
+    observation and acts once.
     """
 
     def Reset(
@@ -74,8 +85,9 @@ class EnvironmentServiceServicer:
         request: _environment_service_pb2.ResetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_environment_service_pb2.ResetResponse, _abc.Awaitable[_environment_service_pb2.ResetResponse]]:
-        """Starts a session in a freshly seeded environment and returns its first observation. Idempotent per episode binding: the same episode, environment and
-        seed return the same session while it is at turn 0; other content answers ALREADY_EXISTS (CONFLICT).
+        """Starts a session in a freshly seeded environment and returns its first observation. Idempotent per episode binding:
+        the same episode, environment and seed return the same session while it is at turn 0; other content answers
+        ALREADY_EXISTS (CONFLICT).
         """
 
     def Step(
@@ -83,8 +95,9 @@ class EnvironmentServiceServicer:
         request: _environment_service_pb2.StepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_environment_service_pb2.StepResponse, _abc.Awaitable[_environment_service_pb2.StepResponse]]:
-        """Acts once and returns what the agent sees. Idempotent per (session, turn): the last turn again returns its observation; another action for it answers
-        ALREADY_EXISTS (CONFLICT); a turn that is neither the last nor the next, or one after the end, answers FAILED_PRECONDITION.
+        """Acts once and returns what the agent sees. Idempotent per (session, turn): the last turn again returns its
+        observation; another action for it answers ALREADY_EXISTS (CONFLICT); a turn that is neither the last nor the next,
+        or one after the end, answers FAILED_PRECONDITION.
         """
 
     def Close(
@@ -92,6 +105,8 @@ class EnvironmentServiceServicer:
         request: _environment_service_pb2.CloseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_environment_service_pb2.CloseResponse, _abc.Awaitable[_environment_service_pb2.CloseResponse]]:
-        """Ends a session and frees what it holds. Idempotent: closing a closed session returns the same summary until the episode's lease ends."""
+        """Ends a session and frees what it holds. Idempotent: closing a closed session returns the same summary until the
+        episode's lease ends.
+        """
 
 def add_EnvironmentServiceServicer_to_server(servicer: EnvironmentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class NodeServiceStub:
-    """Looking at and draining one node. Nodes dial out; this service is optional and for people on the node's own network.
+    """Status and draining of one node. Nodes dial out; this service is optional and for people on the node's own network.
     """
 
     def __init__(self, channel):
@@ -58,7 +58,7 @@ class NodeServiceStub:
 
 
 class NodeServiceServicer:
-    """Looking at and draining one node. Nodes dial out; this service is optional and for people on the node's own network.
+    """Status and draining of one node. Nodes dial out; this service is optional and for people on the node's own network.
     """
 
     def GetServerInfo(self, request, context):
@@ -76,14 +76,16 @@ class NodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Starts a drain: no new leases, what is held is finished and pushed, then the process exits with status 0. Idempotent.
+        """Starts a drain: no new leases, what is held is finished and pushed, then the process exits with status 0.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListVersions(self, request, context):
-        """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what it was told of. Read only.
+        """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what was
+        announced to it. Read only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +123,7 @@ def add_NodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class NodeService:
-    """Looking at and draining one node. Nodes dial out; this service is optional and for people on the node's own network.
+    """Status and draining of one node. Nodes dial out; this service is optional and for people on the node's own network.
     """
 
     @staticmethod

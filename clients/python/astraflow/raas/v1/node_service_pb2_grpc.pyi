@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class NodeServiceStub:
-    """Looking at and draining one node. Nodes dial out; this service is optional and for people on the node's own network."""
+    """Status and draining of one node. Nodes dial out; this service is optional and for people on the node's own network."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,13 +38,17 @@ class NodeServiceStub:
     Status: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.StatusRequest, _node_service_pb2.StatusResponse]
     """Returns what the node does. Read only."""
     Drain: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.DrainRequest, _node_service_pb2.DrainResponse]
-    """Starts a drain: no new leases, what is held is finished and pushed, then the process exits with status 0. Idempotent."""
+    """Starts a drain: no new leases, what is held is finished and pushed, then the process exits with status 0.
+    Idempotent.
+    """
     ListVersions: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.ListVersionsRequest, _node_service_pb2.ListVersionsResponse]
-    """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what it was told of. Read only."""
+    """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what was
+    announced to it. Read only.
+    """
 
 @_typing.type_check_only
 class NodeServiceAsyncStub(NodeServiceStub):
-    """Looking at and draining one node. Nodes dial out; this service is optional and for people on the node's own network."""
+    """Status and draining of one node. Nodes dial out; this service is optional and for people on the node's own network."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_node_service_pb2.GetServerInfoRequest, _node_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
@@ -52,12 +56,16 @@ class NodeServiceAsyncStub(NodeServiceStub):
     Status: _aio.UnaryUnaryMultiCallable[_node_service_pb2.StatusRequest, _node_service_pb2.StatusResponse]  # type: ignore[assignment]
     """Returns what the node does. Read only."""
     Drain: _aio.UnaryUnaryMultiCallable[_node_service_pb2.DrainRequest, _node_service_pb2.DrainResponse]  # type: ignore[assignment]
-    """Starts a drain: no new leases, what is held is finished and pushed, then the process exits with status 0. Idempotent."""
+    """Starts a drain: no new leases, what is held is finished and pushed, then the process exits with status 0.
+    Idempotent.
+    """
     ListVersions: _aio.UnaryUnaryMultiCallable[_node_service_pb2.ListVersionsRequest, _node_service_pb2.ListVersionsResponse]  # type: ignore[assignment]
-    """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what it was told of. Read only."""
+    """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what was
+    announced to it. Read only.
+    """
 
 class NodeServiceServicer:
-    """Looking at and draining one node. Nodes dial out; this service is optional and for people on the node's own network."""
+    """Status and draining of one node. Nodes dial out; this service is optional and for people on the node's own network."""
 
     def GetServerInfo(
         self,
@@ -78,13 +86,17 @@ class NodeServiceServicer:
         request: _node_service_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_service_pb2.DrainResponse, _abc.Awaitable[_node_service_pb2.DrainResponse]]:
-        """Starts a drain: no new leases, what is held is finished and pushed, then the process exits with status 0. Idempotent."""
+        """Starts a drain: no new leases, what is held is finished and pushed, then the process exits with status 0.
+        Idempotent.
+        """
 
     def ListVersions(
         self,
         request: _node_service_pb2.ListVersionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_service_pb2.ListVersionsResponse, _abc.Awaitable[_node_service_pb2.ListVersionsResponse]]:
-        """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what it was told of. Read only."""
+        """Lists the versions this node has, by policy: what its engine serves, what its mirror holds on disk, what was
+        announced to it. Read only.
+        """
 
 def add_NodeServiceServicer_to_server(servicer: NodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

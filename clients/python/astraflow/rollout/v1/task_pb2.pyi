@@ -45,6 +45,36 @@ PURPOSE_EVALUATION: Purpose.ValueType  # 2
 Global___Purpose: _TypeAlias = Purpose  # noqa: Y015
 
 @_typing.final
+class ToolCall(_message.Message):
+    """A tool call that an assistant message makes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names the call for the tool message that answers it."""
+    name: _builtins.str
+    """The tool."""
+    arguments_json: _builtins.bytes
+    """Its arguments, a JSON object."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
 class Message(_message.Message):
     """One chat message of a prompt."""
 
@@ -52,19 +82,33 @@ class Message(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """`system`, `user`, `assistant` or `tool`."""
     content: _builtins.str
-    """Text; all messages of a task together hold at most 1 MiB."""
+    """Text; all messages of a task, with their calls, hold at most 1 MiB."""
+    tool_call_id: _builtins.str
+    """The call that a tool message answers; empty otherwise."""
+    name: _builtins.str
+    """Who speaks, where several have the same role: the tool, or a participant; may be empty."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls that an assistant message makes."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -116,8 +160,8 @@ Global___Task: _TypeAlias = Task  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are sampled. The recorded log-prob of a token is log_softmax(logits / temperature) at that token, before any
-    top-p or top-k cut; temperature 0 means greedy and records log-probs at temperature 1.
+    """How tokens are sampled. The recorded log-prob of a token is log_softmax(logits / temperature) at that token, before
+    any top-p or top-k cut; temperature 0 means greedy and records log-probs at temperature 1.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -152,7 +196,9 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Lease(_message.Message):
-    """The right to run a task until it expires. A lease that is not renewed in time is handed to another node with attempt + 1."""
+    """The right to run a task until it expires. A lease that is not renewed in time is handed to another node with attempt
+    + 1.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -220,7 +266,9 @@ class Lease(_message.Message):
 
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Members (episode indexes in [0, group_size)) still to be run; those already filled by an earlier attempt are left out."""
+        """Members (episode indexes in [0, group_size)) still to be run; those already filled by an earlier attempt are left
+        out.
+        """
 
     @_builtins.property
     def ttl_duration(self) -> _duration_pb2.Duration:

@@ -33,8 +33,9 @@ class ServerInfo(_message.Message):
     product_version: _builtins.str
     """Release of AstraFlow, for example `0.1.0`. For people; nothing is decided by it."""
     contract_version: _builtins.int
-    """Contract version of the server: one number for everything under `proto/`. It rises by one with a change after which a caller made for the
-    version before may fail or misunderstand (what `buf breaking` refuses, or other meaning). Additions do not raise it.
+    """Contract version of the server: one number for everything under `proto/`. It rises by one with a change after which
+    a caller made for the version before may fail or misunderstand (what `buf breaking` refuses, or other meaning).
+    Additions do not raise it.
     """
     oldest_contract_version: _builtins.int
     """Oldest contract version whose callers this server still understands. A caller made for version N may call when
@@ -42,8 +43,9 @@ class ServerInfo(_message.Message):
     """
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Optional features that are on, as stable slugs in alphabetical order; one that is not listed is off or unknown to the server. Of dataflow
-        servers: `durable_acknowledgements` (acknowledgements wait for a disk or a replica) and `recipe_code` (recipes may bring their own code).
+        """Optional features that are on, as stable slugs in alphabetical order; one that is not listed is off or unknown to
+        the server. Of dataflow servers: `durable_acknowledgements` (acknowledgements wait for a disk or a replica) and
+        `recipe_code` (recipes may bring their own code).
         """
 
     @_builtins.property

@@ -151,7 +151,9 @@ class StatusResponse(_message.Message):
     trainer_epoch: _builtins.int
     """Epoch it holds."""
     wait_fraction: _builtins.float
-    """Share of the time since the first batch was asked for that the trainer waited for batches or publishing, in [0, 1]. Pauses do not count."""
+    """Share of the time since the first batch was asked for that the trainer waited for batches or publishing, in [0, 1].
+    Pauses do not count.
+    """
     pause_reason: _builtins.str
     """Why it was asked to pause; unset when it was not."""
     durable_step: _builtins.int
@@ -470,7 +472,9 @@ class WatchMetricsResponse(_message.Message):
 
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Named numbers: reward_mean, loss, grad_norm, ratio_max, clip_fraction, staleness_mean, staleness_max, num_trajectories, num_tokens, learning_rate, …"""
+        """Named numbers: reward_mean, loss, grad_norm, ratio_max, clip_fraction, staleness_mean, staleness_max,
+        num_trajectories, num_tokens, learning_rate, …
+        """
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub:
-    """Looking at and steering one trainer.
+    """Status and control of one trainer.
     """
 
     def __init__(self, channel):
@@ -78,7 +78,7 @@ class TrainerServiceStub:
 
 
 class TrainerServiceServicer:
-    """Looking at and steering one trainer.
+    """Status and control of one trainer.
     """
 
     def GetServerInfo(self, request, context):
@@ -96,38 +96,39 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Pauses after the step in hand, whose version is still published; the trainer then waits with reason `paused` until Resume or StopAfterStep.
-        Idempotent: the reason given last is shown. A restarted trainer is not paused.
+        """Pauses after the current step, whose version is still published; the trainer then waits with reason `paused` until
+        Resume or StopAfterStep. Idempotent: the reason given last is shown. A restarted trainer is not paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Ends a pause. Idempotent: a trainer that is not paused goes on as it does.
+        """Ends a pause. Idempotent: on a trainer that is not paused it has no effect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Checkpoint(self, request, context):
-        """Writes a durable checkpoint after the step in hand and answers when the dataflow server has been told that it covers its steps. Idempotent: with
-        no step since the last checkpoint, that one is the answer. Also while paused.
+        """Writes a durable checkpoint after the current step and answers when the dataflow server has recorded which steps it
+        covers. Idempotent: with no step since the last checkpoint, that one is the answer. Also while paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetLearningRate(self, request, context):
-        """Changes the peak learning rate of the run's schedule from the next step on. Answers when a durable checkpoint holds it, so that no crash undoes it and no
-        replay crosses it. Idempotent.
+        """Changes the peak learning rate of the run's schedule from the next step on. Answers when a durable checkpoint holds
+        it, so that no crash undoes it and no replay crosses it. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopAfterStep(self, request, context):
-        """Ends training after the step in progress: the version is published, a checkpoint is written and the process exits with status 0. Idempotent.
+        """Ends training after the current step: the version is published, a checkpoint is written and the process exits with
+        status 0. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,7 +193,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService:
-    """Looking at and steering one trainer.
+    """Status and control of one trainer.
     """
 
     @staticmethod

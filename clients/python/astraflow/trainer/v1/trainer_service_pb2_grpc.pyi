@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """Looking at and steering one trainer."""
+    """Status and control of one trainer."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,27 +38,29 @@ class TrainerServiceStub:
     Status: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.StatusRequest, _trainer_service_pb2.StatusResponse]
     """Returns the trainer's phase and last step. Read only."""
     Pause: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.PauseRequest, _trainer_service_pb2.PauseResponse]
-    """Pauses after the step in hand, whose version is still published; the trainer then waits with reason `paused` until Resume or StopAfterStep.
-    Idempotent: the reason given last is shown. A restarted trainer is not paused.
+    """Pauses after the current step, whose version is still published; the trainer then waits with reason `paused` until
+    Resume or StopAfterStep. Idempotent: the reason given last is shown. A restarted trainer is not paused.
     """
     Resume: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ResumeRequest, _trainer_service_pb2.ResumeResponse]
-    """Ends a pause. Idempotent: a trainer that is not paused goes on as it does."""
+    """Ends a pause. Idempotent: on a trainer that is not paused it has no effect."""
     Checkpoint: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.CheckpointRequest, _trainer_service_pb2.CheckpointResponse]
-    """Writes a durable checkpoint after the step in hand and answers when the dataflow server has been told that it covers its steps. Idempotent: with
-    no step since the last checkpoint, that one is the answer. Also while paused.
+    """Writes a durable checkpoint after the current step and answers when the dataflow server has recorded which steps it
+    covers. Idempotent: with no step since the last checkpoint, that one is the answer. Also while paused.
     """
     SetLearningRate: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.SetLearningRateRequest, _trainer_service_pb2.SetLearningRateResponse]
-    """Changes the peak learning rate of the run's schedule from the next step on. Answers when a durable checkpoint holds it, so that no crash undoes it and no
-    replay crosses it. Idempotent.
+    """Changes the peak learning rate of the run's schedule from the next step on. Answers when a durable checkpoint holds
+    it, so that no crash undoes it and no replay crosses it. Idempotent.
     """
     StopAfterStep: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.StopAfterStepRequest, _trainer_service_pb2.StopAfterStepResponse]
-    """Ends training after the step in progress: the version is published, a checkpoint is written and the process exits with status 0. Idempotent."""
+    """Ends training after the current step: the version is published, a checkpoint is written and the process exits with
+    status 0. Idempotent.
+    """
     WatchMetrics: _grpc.UnaryStreamMultiCallable[_trainer_service_pb2.WatchMetricsRequest, _trainer_service_pb2.WatchMetricsResponse]
     """Streams the metrics of every finished step from `after_step` on. Read only; reconnect with the last step seen."""
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """Looking at and steering one trainer."""
+    """Status and control of one trainer."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.GetServerInfoRequest, _trainer_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
@@ -66,26 +68,28 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Status: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.StatusRequest, _trainer_service_pb2.StatusResponse]  # type: ignore[assignment]
     """Returns the trainer's phase and last step. Read only."""
     Pause: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.PauseRequest, _trainer_service_pb2.PauseResponse]  # type: ignore[assignment]
-    """Pauses after the step in hand, whose version is still published; the trainer then waits with reason `paused` until Resume or StopAfterStep.
-    Idempotent: the reason given last is shown. A restarted trainer is not paused.
+    """Pauses after the current step, whose version is still published; the trainer then waits with reason `paused` until
+    Resume or StopAfterStep. Idempotent: the reason given last is shown. A restarted trainer is not paused.
     """
     Resume: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ResumeRequest, _trainer_service_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Ends a pause. Idempotent: a trainer that is not paused goes on as it does."""
+    """Ends a pause. Idempotent: on a trainer that is not paused it has no effect."""
     Checkpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.CheckpointRequest, _trainer_service_pb2.CheckpointResponse]  # type: ignore[assignment]
-    """Writes a durable checkpoint after the step in hand and answers when the dataflow server has been told that it covers its steps. Idempotent: with
-    no step since the last checkpoint, that one is the answer. Also while paused.
+    """Writes a durable checkpoint after the current step and answers when the dataflow server has recorded which steps it
+    covers. Idempotent: with no step since the last checkpoint, that one is the answer. Also while paused.
     """
     SetLearningRate: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.SetLearningRateRequest, _trainer_service_pb2.SetLearningRateResponse]  # type: ignore[assignment]
-    """Changes the peak learning rate of the run's schedule from the next step on. Answers when a durable checkpoint holds it, so that no crash undoes it and no
-    replay crosses it. Idempotent.
+    """Changes the peak learning rate of the run's schedule from the next step on. Answers when a durable checkpoint holds
+    it, so that no crash undoes it and no replay crosses it. Idempotent.
     """
     StopAfterStep: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.StopAfterStepRequest, _trainer_service_pb2.StopAfterStepResponse]  # type: ignore[assignment]
-    """Ends training after the step in progress: the version is published, a checkpoint is written and the process exits with status 0. Idempotent."""
+    """Ends training after the current step: the version is published, a checkpoint is written and the process exits with
+    status 0. Idempotent.
+    """
     WatchMetrics: _aio.UnaryStreamMultiCallable[_trainer_service_pb2.WatchMetricsRequest, _trainer_service_pb2.WatchMetricsResponse]  # type: ignore[assignment]
     """Streams the metrics of every finished step from `after_step` on. Read only; reconnect with the last step seen."""
 
 class TrainerServiceServicer:
-    """Looking at and steering one trainer."""
+    """Status and control of one trainer."""
 
     def GetServerInfo(
         self,
@@ -106,8 +110,8 @@ class TrainerServiceServicer:
         request: _trainer_service_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.PauseResponse, _abc.Awaitable[_trainer_service_pb2.PauseResponse]]:
-        """Pauses after the step in hand, whose version is still published; the trainer then waits with reason `paused` until Resume or StopAfterStep.
-        Idempotent: the reason given last is shown. A restarted trainer is not paused.
+        """Pauses after the current step, whose version is still published; the trainer then waits with reason `paused` until
+        Resume or StopAfterStep. Idempotent: the reason given last is shown. A restarted trainer is not paused.
         """
 
     def Resume(
@@ -115,15 +119,15 @@ class TrainerServiceServicer:
         request: _trainer_service_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.ResumeResponse, _abc.Awaitable[_trainer_service_pb2.ResumeResponse]]:
-        """Ends a pause. Idempotent: a trainer that is not paused goes on as it does."""
+        """Ends a pause. Idempotent: on a trainer that is not paused it has no effect."""
 
     def Checkpoint(
         self,
         request: _trainer_service_pb2.CheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.CheckpointResponse, _abc.Awaitable[_trainer_service_pb2.CheckpointResponse]]:
-        """Writes a durable checkpoint after the step in hand and answers when the dataflow server has been told that it covers its steps. Idempotent: with
-        no step since the last checkpoint, that one is the answer. Also while paused.
+        """Writes a durable checkpoint after the current step and answers when the dataflow server has recorded which steps it
+        covers. Idempotent: with no step since the last checkpoint, that one is the answer. Also while paused.
         """
 
     def SetLearningRate(
@@ -131,8 +135,8 @@ class TrainerServiceServicer:
         request: _trainer_service_pb2.SetLearningRateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.SetLearningRateResponse, _abc.Awaitable[_trainer_service_pb2.SetLearningRateResponse]]:
-        """Changes the peak learning rate of the run's schedule from the next step on. Answers when a durable checkpoint holds it, so that no crash undoes it and no
-        replay crosses it. Idempotent.
+        """Changes the peak learning rate of the run's schedule from the next step on. Answers when a durable checkpoint holds
+        it, so that no crash undoes it and no replay crosses it. Idempotent.
         """
 
     def StopAfterStep(
@@ -140,7 +144,9 @@ class TrainerServiceServicer:
         request: _trainer_service_pb2.StopAfterStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.StopAfterStepResponse, _abc.Awaitable[_trainer_service_pb2.StopAfterStepResponse]]:
-        """Ends training after the step in progress: the version is published, a checkpoint is written and the process exits with status 0. Idempotent."""
+        """Ends training after the current step: the version is published, a checkpoint is written and the process exits with
+        status 0. Idempotent.
+        """
 
     def WatchMetrics(
         self,

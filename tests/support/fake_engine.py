@@ -1,8 +1,7 @@
-"""An engine without a model: the tests' stand-in, satisfying the same Protocol as the real client.
+"""An engine without a model: the stand-in of tests, with the same Protocol as the real client.
 
 Invariant: its answers are a pure function of prompt and seed, so a test can predict every token. It can be
-told to stall, to fail, to break its answers and to end a call in the middle of a swap. Used by tests and by
-the overhead benchmark; never by a running node.
+made to stall, to fail and to hold calls over a swap.
 """
 
 import asyncio

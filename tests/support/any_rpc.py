@@ -1,0 +1,76 @@
+"""Calling the rpc of the dataflow server that takes a request, whichever it is: for tables of requests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf import descriptor_pool
+
+from astraflow._contract import read_contract
+from astraflow.client import typed_stream
+from astraflow.dataflow.v1 import task_service_pb2 as tasks
+from astraflow.dataflow.v1 import trajectory_service_pb2 as trajectories
+from support.dataflow_world import World
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+SERVICES = {
+    "admin": "AdminService",
+    "batches": "BatchService",
+    "runs": "RunService",
+    "tasks": "TaskService",
+    "trajectories": "TrajectoryService",
+    "versions": "VersionService",
+}
+"""The dataflow server's services by the attribute of the client."""
+COMMON = {"run_id": "run", "policy_id": "solver", "node_id": "n1", "incarnation": 1, "trainer_epoch": 1}
+
+
+def request_of(kind: type[Message], **fields: Any) -> Message:
+    """A request about run `run`, its policy, its node and the first epoch, as far as it has such fields."""
+    known = {name: value for name, value in COMMON.items() if name in kind.DESCRIPTOR.fields_by_name}
+    return kind(**(known | fields))
+
+
+async def answer(world: World, request: Message, *, timeout_s: float = 20.0) -> object:
+    """What the rpc of a request answers; the first response of a stream."""
+    if isinstance(request, tasks.WorkRequest):
+        return await in_a_session(world, request)
+    if isinstance(request, trajectories.PushRequest):
+        call = world.client.open(world.client.trajectories.Push)
+        await call.write(request)
+        return await anext(typed_stream(call))
+    service, method = rpc_of(request)
+    rpc = getattr(getattr(world.client, service), method.name)
+    if method.server_streaming:
+        return await anext(world.client.stream(rpc, request), None)
+    return await world.client.call(rpc, request, timeout_s=timeout_s)
+
+
+async def in_a_session(world: World, request: tasks.WorkRequest) -> object:
+    """Everything a session answers that ends with this request."""
+    hello = tasks.Hello(run_id="run", node_id="n1", incarnation=1)
+
+    async def requests() -> AsyncIterator[tasks.WorkRequest]:
+        yield tasks.WorkRequest(hello=hello)
+        yield request
+
+    return [item async for item in typed_stream(world.client.open(world.client.tasks.Work, requests()))]
+
+
+def rpc_of(request: Message) -> tuple[str, Any]:
+    """The client's attribute for the service that takes a request, and the rpc."""
+    for attribute, service in SERVICES.items():
+        for method in served(service):
+            if method.input_type is request.DESCRIPTOR:
+                return attribute, method
+    raise AssertionError(f"no rpc takes {request.DESCRIPTOR.full_name}")
+
+
+def served(service: str) -> Iterator[Any]:
+    """The rpcs of a service that this release provides."""
+    for method in descriptor_pool.Default().FindServiceByName(f"astraflow.dataflow.v1.{service}").methods:
+        if not read_contract(method).capability:
+            yield method
