@@ -9,9 +9,9 @@ import pytest
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from astraflow.algorithm import AlgorithmSettings, M2po
 from astraflow.errors import RecipeError
 from astraflow.recipe import Recipe, json_schema
+from astraflow.recipe.algorithm import AlgorithmSettings, M2po
 from astraflow.recipe.command import app
 
 QUICKSTART = Path(__file__).parents[4] / "recipes" / "quickstart"
