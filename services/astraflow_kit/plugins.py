@@ -23,8 +23,8 @@ from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import TypedDict, get_protocol_members
 
 from astraflow.errors import PluginError
-from astraflow.plugin_settings import PluginSettings
-from astraflow.recipe_file import place_of
+from astraflow.recipe.file import place_of
+from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_kit.nearest import did_you_mean
 
 if TYPE_CHECKING:
@@ -100,19 +100,19 @@ def resolve(
         values = adapter.validate_python(plugin.settings, extra="allow" if takes_any else "forbid")
     except ValidationError as error:
         problems = [_problem(detail, known=known) for detail in error.errors()]
-        told = (f"{place(keys=keys)}: plug-in {plugin.use!r} {text}" for keys, text in problems)
-        raise PluginError("\n".join(told)) from error
+        lines = (f"{place(keys=keys)}: plug-in {plugin.use!r} {text}" for keys, text in problems)
+        raise PluginError("\n".join(lines)) from error
     return found, {"settings": values} if is_model else values
 
 
 def describe(error: BaseException) -> str:
     """`Type: message (file:line in function)`: the last line of the traceback that is not a library's."""
-    told = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     for frame in (own or frames)[-1:]:
-        return f"{told} ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
-    return told
+        return f"{text} ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
+    return text
 
 
 def _parameters(found: object, *, protocol: type) -> tuple[dict[str, inspect.Parameter], bool]:
@@ -152,7 +152,8 @@ def _problem(detail: "ErrorDetails", *, known: Collection[str]) -> tuple[Sequenc
     if detail["type"] == "missing":
         return outer, f"needs the setting {name!r}; add it under `with`"
     if detail["type"] == "extra_forbidden":
-        return detail["loc"], f"has no setting {name!r}. {did_you_mean(str(name), [] if outer else known)}"
+        hint = "" if outer else f". {did_you_mean(str(name), known)}" if known else "; it takes none"
+        return detail["loc"], f"has no setting {name!r}{hint}"
     return detail["loc"], f"refuses {detail['input']!r}: {detail['msg']}"
 
 

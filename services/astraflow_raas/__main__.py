@@ -18,7 +18,7 @@ Example: `astraflow raas --join 10.0.0.5:7070 --engine sglang --engine-python /o
 """
 
 
-# `--help` and wrong settings must not wait for grpc and numpy, so each imports the server itself.
+# `--help` and wrong settings must not wait for grpc and the tokenizer library, so each imports the server itself.
 def _run(settings: NodeSettings) -> int:
     from astraflow_raas import server
 

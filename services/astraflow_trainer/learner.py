@@ -12,13 +12,12 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from astraflow.algorithm import AlgorithmSettings, KlReference
-from astraflow.recipe import OptimizerSettings as RecipeOptimizer
 from astraflow.recipe import ResolvedPolicy
+from astraflow.recipe.algorithm import AlgorithmSettings, KlReference
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore, Position
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm, shard
-from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings, ScheduleSettings
+from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where
 from astraflow_trainer.publish.published import HeldPart, WeightCopies
 from astraflow_trainer.publish.publishing import ModelBytes
@@ -53,7 +52,7 @@ class PolicyLearner:
         shard(self._policy, mesh=mesh)
         training = policy.trainer
         self._reference = _reference(training.algorithm, model_dir=model_dir, mesh=mesh)
-        self._optimizer = MasterOptimizer(self._policy, settings=_optimizer_settings(training.optimizer))
+        self._optimizer = MasterOptimizer(self._policy, settings=training.optimizer)
         self._copies = _weight_source(self._policy, snapshot=snapshot)
         self._settings = StepSettings(
             algorithm=training.algorithm,
@@ -137,15 +136,3 @@ def _reference(algorithm: AlgorithmSettings, *, model_dir: Path, mesh: DeviceMes
     reference = PolicyModel(load_causal_lm(model_dir)).eval().requires_grad_(requires_grad=False)
     shard(reference, mesh=mesh)
     return reference
-
-
-def _optimizer_settings(optimizer: RecipeOptimizer) -> OptimizerSettings:
-    return OptimizerSettings(
-        learning_rate=optimizer.learning_rate,
-        beta1=optimizer.beta1,
-        beta2=optimizer.beta2,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        grad_clip=optimizer.grad_clip,
-        schedule=ScheduleSettings(warmup_steps=optimizer.warmup_steps),
-    )

@@ -14,6 +14,8 @@ from astraflow_kit.settings import CommandOption, DaemonSettings
 from astraflow_weights.settings import ChecksumMode, PieceBytes, RangeBytes, StoreSettings
 
 _DEFAULT = StoreSettings()
+# Of the settings that are those of `StoreSettings`.
+_PREFIX = "store_"
 
 
 class StoreAccess(DaemonSettings):
@@ -41,14 +43,5 @@ class StoreAccess(DaemonSettings):
     @property
     def store(self) -> StoreSettings:
         """How to talk to the weight store."""
-        return StoreSettings(
-            endpoint_url=self.store_endpoint_url,
-            region=self.store_region,
-            credentials_file=self.store_credentials_file,
-            profile=self.store_profile,
-            path_style=self.store_path_style,
-            checksum_mode=self.store_checksum_mode,
-            multipart_threshold_bytes=self.store_multipart_threshold_bytes,
-            multipart_piece_bytes=self.store_multipart_piece_bytes,
-            range_bytes=self.store_range_bytes,
-        )
+        given = {name: getattr(self, name) for name in StoreAccess.model_fields if name.startswith(_PREFIX)}
+        return StoreSettings.model_validate({name.removeprefix(_PREFIX): given[name] for name in given})

@@ -5,7 +5,6 @@ file store and the mirror call it.
 """
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 DRAFT_SUFFIX = ".draft"
@@ -15,11 +14,6 @@ def write_synced(path: Path, *chunks: bytes | memoryview) -> None:
     """Create `path` with the chunks as content and sync it. Raises FileExistsError, and OSError as the
     system does.
     """
-    write_chunks_synced(path, chunks)
-
-
-def write_chunks_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """As `write_synced`, for content that is made on the way."""
     with path.open("xb") as file:
         for chunk in chunks:
             file.write(chunk)

@@ -69,7 +69,7 @@ for arguments in (["--help"], ["--log-level", "loud"]):
         app(arguments)
     except SystemExit as ended:
         print(ended.code, file=sys.stderr)
-loaded = [heavy for heavy in ("torch", "grpc", "numpy", "transformers", "boto3", "redis") if heavy in sys.modules]
+loaded = [heavy for heavy in ("torch", "grpc", "transformers", "boto3", "redis") if heavy in sys.modules]
 print(json.dumps(loaded), file=sys.stderr)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -38,7 +38,7 @@ from astraflow.dataflow.v1 import (
 )
 from astraflow.errors import AstraflowError, DeadlineError, InvalidArgumentError, PreconditionError
 from astraflow.options.v1 import options_pb2
-from astraflow.recipe_file import CodeFile, bundle_digest
+from astraflow.recipe.file import CodeFile, bundle_digest
 from astraflow.rollout.v1 import blob_pb2, task_pb2, trajectory_pb2
 from astraflow.trainer.v1 import trainer_service_pb2 as trainer
 from astraflow_trainer.controls import Controls
@@ -169,7 +169,9 @@ def create(**fields: Any) -> Message:
 
 
 def submit() -> Message:
-    task = task_pb2.Task(task_id="t", messages=[task_pb2.Message(role="user", content="?")])
+    task = task_pb2.Task(
+        task_id="t", messages=[task_pb2.Message(role="user", tool_calls=[task_pb2.ToolCall()])]
+    )
     return tasks.SubmitTasksRequest(run_id="run", tasks=[task])
 
 
@@ -238,6 +240,7 @@ ROWS = [
     Row(submit(), "tasks.task_id", ["a" * 128, "A._:-9"], ["", "a b", "a" * 129]),
     Row(submit(), "tasks.messages.role", ["system", "user", "assistant", "tool"], ["", "User", "users"]),
     Row(submit(), "tasks.messages.content"),
+    Row(submit(), "tasks.messages.tool_calls.arguments_json"),
     Row(submit(), "tasks.data_json", [json_of(KIB64)], [json_of(KIB64 + 1)]),
     Row(submit(), "tasks.group_size"),
     Row(submit(), "tasks.source"),
@@ -324,7 +327,9 @@ async def refused(world: World, row: Row, value: object, *, timeout_s: float) ->
     except DeadlineError:
         return False  # a long poll that was taken
     except AstraflowError as error:
-        return error.reason in REFUSED
+        return (
+            error.reason in REFUSED and len(error.message) > 20
+        )  # it says what, which value and which limit
     result = getattr(answered, "result", None)
     return getattr(result, "reason", None) in row.slugs if row.slugs else False
 

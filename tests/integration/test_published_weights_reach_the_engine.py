@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from astraflow.recipe import OptimizerSettings
 from astraflow_engine.model_config import load_model_config
 from astraflow_engine.weights import Weights, load_weights
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm
-from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings
+from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.published import WeightCopies
 from astraflow_trainer.warm_start.starting_model import asset_files
 from astraflow_weights.codec.tensors import Array

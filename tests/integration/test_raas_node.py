@@ -135,8 +135,9 @@ async def test_a_nodes_life_from_joining_to_leaving(
         script.send(lease=lease("third"))
         await eventually(lambda: len(script.pushes) == 12, what="twelve episodes", patience_s=START_S)
         assert versions_of(script.pushes[8:]) == {1}
-        status = await node.status()
-        assert (status.engine_restarts, status.episodes_unacked, status.draining) == (1, 0, False)
+        while (status := await node.status()).episodes_unacked:
+            pass  # the answers to the last pushes are on their way
+        assert (status.engine_restarts, status.draining) == (1, False)
         (served,) = status.policies
         assert (served.version, served.snapshots_fetched, served.deltas_fetched) == (1, 1, 1)
         assert status.tokens == sum(

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from astraflow_bench.wan import radosgw
 from astraflow_bench.wan.links import LinkPlan, Place, link_to
 from astraflow_bench.wan.network import Network, missing_tools
 from astraflow_bench.wan.role_processes import RoleProcesses
+from support.development import wait_for
 
 pytestmark = [
     pytest.mark.integration,
@@ -92,7 +93,7 @@ def test_nothing_is_left_of_a_run_that_was_stopped(tmp_path: Path, how: signal.S
         for line in process.stdout:
             if b"starting the store" in line:
                 break
-        until(lambda: any(is_named(child, "ceph-mon") for child in children(process.pid)))
+        wait_for(lambda: any(is_named(child, "ceph-mon") for child in children(process.pid)))
         started = children(process.pid)
         process.send_signal(how)
         assert process.wait(timeout=DEADLINE_S) != 0
@@ -100,7 +101,7 @@ def test_nothing_is_left_of_a_run_that_was_stopped(tmp_path: Path, how: signal.S
         process.kill()
         process.communicate(timeout=DEADLINE_S)
     # A namespace without a name lives as long as a process in it, so this is all there is.
-    until(lambda: not any(child.is_running() for child in started))
+    wait_for(lambda: not any(child.is_running() for child in started))
     folders = [*tmp_path.iterdir(), *Path("/dev/shm").glob(f"astraflow-bench-wan-{process.pid}-*")]
     if how is signal.SIGKILL:
         for folder in folders:  # as the next run would
@@ -169,7 +170,7 @@ def measured(
     module = "astraflow_bench.wan.raw_transfer"
     sender = network.start(Place.STORE, sys.executable, "-m", module, "send", str(PORT), stdout=None)
     try:
-        until(lambda: f":{PORT:04X} " in network.run(Place.STORE, "cat", "/proc/net/tcp"))
+        wait_for(lambda: f":{PORT:04X} " in network.run(Place.STORE, "cat", "/proc/net/tcp"))
         roles.start(
             "probe",
             place,
@@ -206,11 +207,3 @@ def is_named(process: psutil.Process, name: str) -> bool:
         return process.name() == name
     except psutil.NoSuchProcess:
         return False
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that comes soon."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

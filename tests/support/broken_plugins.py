@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from astraflow.plugins import Group
+from astraflow.plugins import Group, TrainedTokens
 from support.dataflow_world import Counting
 
 
@@ -84,3 +84,11 @@ class Selector:
     def select(self, candidates: object, request: object) -> object:
         """Never right."""
         return ["t9/solver", "t9/solver"]
+
+
+class Loss:
+    """A loss that raises for every micro-batch."""
+
+    def __call__(self, tokens: TrainedTokens) -> object:
+        """Never answers."""
+        raise IndexError("no such token")

@@ -39,23 +39,9 @@ class DataflowProcess:
         """Start and wait until it serves."""
         address_file = self.folder / "address.json"
         address_file.unlink(missing_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "astraflow_dataflow",
-            "--redis",
-            self._redis_url,
-            "--port",
-            str(self.port),
-        ]
-        command += [
-            "--address-file",
-            str(address_file),
-            "--work-dir",
-            str(self.folder),
-            "--log-format",
-            "json",
-        ]
+        command = [sys.executable, "-m", "astraflow_dataflow", "--redis", self._redis_url]
+        command += ["--port", str(self.port), "--address-file", str(address_file)]
+        command += ["--work-dir", str(self.folder), "--log-format", "json"]
         arming = {"ASTRAFLOW_FAILPOINTS": failpoints, "ASTRAFLOW_FAILPOINTS_LOG": str(self.failpoints_log)}
         tests = str(Path(__file__).parents[1])
         paths = {"PYTHONPATH": os.pathsep.join([tests, *filter(None, sys.path)])}

@@ -231,4 +231,4 @@ class IdleProcess:
     async def end(self) -> None:
         """Let it exit with status 0."""
         (self.folder / f"{self.child.spec.name}.end").touch()
-        await asyncio.wait_for(self.child.finished.wait(), 10)
+        await asyncio.wait_for(self.child.finished.wait(), 60)

@@ -50,7 +50,7 @@ class Settling:
                 log.info(
                     "group.settled", task_id=task.task_id, group_id=verdict.group_id, verdict=verdict.verdict
                 )
-            _tell_curators(context, groups, verdicts)
+            tell_curators(context, groups, verdicts)
         return acted
 
     async def _judge(
@@ -71,7 +71,8 @@ class Settling:
         return len(left)
 
 
-def _tell_curators(context: RunContext, groups: Sequence[Group], verdicts: Sequence[GroupVerdict]) -> None:
+def tell_curators(context: RunContext, groups: Sequence[Group], verdicts: Sequence[GroupVerdict]) -> None:
+    """Let curators observe groups some time; when too many wait already, never."""
     plugins = context.plugins
     for group, verdict in zip(groups if plugins.curators else (), verdicts, strict=False):
         try:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from astraflow.errors import UnavailableError
-from astraflow.plugin_settings import PluginSettings
 from astraflow.plugins import Curator, Dataset, Filter, Group, PluginState, Selector
 from astraflow.recipe import Recipe
+from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.store.plugin_states import PluginStateStore, StateChange
@@ -74,9 +74,8 @@ class DataPlugins:
             state = PluginState()
             plugin = make(settings, protocol=protocol, source=source, seed=seed, state=state)
             name = settings.use if number == 1 else f"{settings.use}#{number}"
-            return DataPlugin(
-                kind=kind, name=name, made=plugin, state=state if _takes_state(plugin) else None
-            )
+            kept = state if _takes_state(plugin) else None
+            return DataPlugin(kind=kind, name=name, made=plugin, state=kept)
 
         return cls(
             dataset=make(recipe.run.dataset, protocol=Dataset, source=source, seed=seed),
@@ -92,7 +91,8 @@ class DataPlugins:
 
 
 def _takes_state(plugin: object) -> bool:
-    return not inspect.isroutine(plugin) and "state" in inspect.signature(type(plugin)).parameters
+    """Whether the constructor named it, and so was given one; a function or an object was not."""
+    return "state" in inspect.signature(type(plugin).__init__).parameters
 
 
 async def with_states(

@@ -210,8 +210,8 @@ class Session:
 
 def _of_error(error: Exception, *, member: int) -> Failure:
     """The failure that stands for an exception of a workflow or of what it returned."""
-    told = f"{type(error).__name__}: {error}" if isinstance(error, AstraflowError) else describe(error)
-    detail = f"member {member}: {told}"
+    text = f"{type(error).__name__}: {error}" if isinstance(error, AstraflowError) else describe(error)
+    detail = f"member {member}: {text}"
     if isinstance(error, plugins.MissingCapability):
         return Failure(reason=MISSING_CAPABILITY, detail=f"member {member}: {error}", retryable=True)
     if isinstance(error, VersionMoved):

@@ -7,66 +7,33 @@ changes nothing at all. Called by the training step and the checkpoint.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from astraflow.recipe import OptimizerSettings
 from astraflow_trainer.model.model import PolicyModel, local_part
-
-
-class Decay(StrEnum):
-    """What the learning rate does after its warm-up."""
-
-    CONSTANT = "constant"
-    COSINE = "cosine"
-    """Falls to `final_fraction` at `num_steps` along half a cosine and stays there."""
-    LINEAR = "linear"
-    """Falls to `final_fraction` at `num_steps` along a line and stays there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSettings:
-    """Linear warm-up, then constant, cosine or linear decay."""
+    """Linear warm-up, then constant, or linear decay to `final_fraction` at `decay_steps`, where it stays."""
 
     warmup_steps: int = 5
-    decay: Decay = Decay.CONSTANT
-    num_steps: int = 0
-    """Steps of the whole schedule; needed by both decays."""
+    decay_steps: int = 0
+    """Steps of the whole schedule; 0 is constant."""
     final_fraction: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.decay is not Decay.CONSTANT and self.num_steps < 1:
-            raise ValueError(f"a {self.decay} schedule needs num_steps of at least 1, not {self.num_steps}")
 
     def factor(self, step: int) -> float:
         """Fraction of the peak learning rate at `step`, from 0; the warm-up never yields 0."""
         warmup = min(1.0, (step + 1) / max(1, self.warmup_steps))
-        if self.decay is Decay.CONSTANT:
+        if not self.decay_steps:
             return warmup
-        progress = min(1.0, step / self.num_steps)
-        is_cosine = self.decay is Decay.COSINE
-        left = 0.5 * (1.0 + math.cos(math.pi * progress)) if is_cosine else 1.0 - progress
+        left = 1.0 - min(1.0, step / self.decay_steps)
         return warmup * (self.final_fraction + (1.0 - self.final_fraction) * left)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """AdamW, arXiv 1711.05101. A large `eps` makes updates follow the gradient and deltas sparse."""
-
-    learning_rate: float = 1e-6
-    """Peak; 0 is a control that must not learn."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    """Decoupled; applied to matrices, not to norm weights."""
-    grad_clip: float = 1.0
-    """Bound of the global gradient norm."""
-    schedule: ScheduleSettings = ScheduleSettings()
 
 
 class MasterOptimizer:
@@ -78,6 +45,7 @@ class MasterOptimizer:
     def __init__(self, policy: PolicyModel, *, settings: OptimizerSettings) -> None:
         self._policy = policy
         self._settings = settings
+        self._schedule = ScheduleSettings(warmup_steps=settings.warmup_steps)
         self._num_steps = 0
         self._changed_learning_rate: float | None = None
         self._parameters = dict(policy.hf_parameters())
@@ -99,7 +67,7 @@ class MasterOptimizer:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
-        return self._settings.learning_rate * self._settings.schedule.factor(self._num_steps)
+        return self._settings.learning_rate * self._schedule.factor(self._num_steps)
 
     @property
     def peak_learning_rate(self) -> float:
@@ -120,7 +88,7 @@ class MasterOptimizer:
         """Change the peak from the next step on. Raises ValueError when negative or not finite."""
         if not (math.isfinite(peak) and peak >= 0):
             raise ValueError(f"learning rate {peak} must be finite and at least 0")
-        self._settings = replace(self._settings, learning_rate=peak)
+        self._settings = self._settings.model_copy(update={"learning_rate": peak})
         self._changed_learning_rate = peak
 
     def gradient_norm(self) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 from astraflow.client import Client
@@ -35,14 +34,6 @@ from astraflow_weights.versions.log import VersionLog
 __all__ = ["compacting", "open_publisher"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Opened:
-    """What the first rank did: its writer, and the folder of the newest version, empty when there is none."""
-
-    writer: VersionWriter | None
-    newest: str
-
-
 def open_publisher(
     store: ObjectStore,
     *,
@@ -61,7 +52,11 @@ def open_publisher(
     """
     settings = _settings(joined)
 
-    def open_log() -> _Opened:
+    writer: VersionWriter | None = None
+
+    def open_log() -> str:
+        """The folder of the newest version; empty when there is none."""
+        nonlocal writer
         writer = VersionWriter.open(
             store,
             run_id=joined.run_id,
@@ -70,25 +65,19 @@ def open_publisher(
             settings=settings,
             log=log.copy(),
         )
-        return _Opened(writer=writer, newest=_fetch_newest(store, writer, mirror_dir=mirror_dir))
+        return _fetch_newest(store, writer, mirror_dir=mirror_dir)
 
-    opened = on_first_rank(
-        peers,
-        open_log,
-        encode=lambda opened: opened.newest,
-        decode=lambda newest: _Opened(writer=None, newest=newest),
-    )
+    newest = on_first_rank(peers, open_log)
     keys = PolicyKeys(joined.run_id, joined.policy_id)
+    own = Uploads(store, keys=keys, threads=settings.upload_threads) if writer is None else writer.uploads
     return ShardPublisher(
-        opened.writer,
-        uploads=opened.writer.uploads
-        if opened.writer
-        else Uploads(store, keys=keys, threads=settings.upload_threads),
+        writer,
+        uploads=own,
         peers=peers,
-        base=same_shards(map_model(Path(opened.newest)), like=held) if opened.newest else None,
+        base=same_shards(map_model(Path(newest)), like=held) if newest else None,
         assets=assets,
         inline_snapshots=False,
-        context=joined.policy.trainer.publish.codec == "rice_ctx",
+        context=joined.recipe.trainer.publish.codec == "rice_ctx",
     )
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from astraflow_trainer.batches.packing import MicroBatch
 from astraflow_trainer.model.model import PolicyModel
-from astraflow_trainer.model.optimizer import Decay, ScheduleSettings
+from astraflow_trainer.model.optimizer import ScheduleSettings
 
 _ENCODE_CHUNK = 4096
 
@@ -163,8 +163,7 @@ class _Learner:
         self._parameters = list(policy.parameters())
         self._schedule = ScheduleSettings(
             warmup_steps=settings.warmup_steps,
-            decay=Decay.LINEAR,
-            num_steps=settings.steps,
+            decay_steps=settings.steps,
             final_fraction=settings.final_fraction,
         )
         self._num_steps = 0

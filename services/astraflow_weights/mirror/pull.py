@@ -67,7 +67,7 @@ class MirrorPull:
         plan = self._plan(held=self.base, target=self._record.version, avoid=frozenset())
         fetcher = self._fetcher()
         try:
-            self._gather(fetcher, plan, manifest=manifest)
+            self._fetch(fetcher, plan, manifest=manifest)
         finally:
             self.counts += fetcher.received.counts
 
@@ -99,7 +99,7 @@ class MirrorPull:
         to = _holding(self._record)
         try:
             if self._in_place(manifest):
-                sets = self._gather(fetcher, plan, manifest=manifest)
+                sets = self._fetch(fetcher, plan, manifest=manifest)
                 failpoints.hit("weights.mirror.fetched")
                 heal = self._heal(avoid, limit_bytes=None)
                 took_s = self._content.apply(sets, plan.steps, to=to, manifest=manifest, heal=heal)
@@ -215,7 +215,7 @@ class MirrorPull:
         finally:
             partial.unlink(missing_ok=True)
 
-    def _gather(self, fetcher: Fetcher, plan: PullPlan, *, manifest: Manifest) -> list[tuple[Edge, PartSet]]:
+    def _fetch(self, fetcher: Fetcher, plan: PullPlan, *, manifest: Manifest) -> list[tuple[Edge, PartSet]]:
         """All that the plan needs, in the journal."""
         check_size(manifest, max_bytes=self._settings.max_model_bytes)
         wrong = set(self._files.wrong_assets(manifest))

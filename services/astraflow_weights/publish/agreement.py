@@ -1,7 +1,7 @@
 """One process acts, or each does its part, and all of them share the outcome, failures included.
 
 Invariant: either every process returns or every process raises, so that nobody waits in a collective that
-another one left. Messages are JSON. The shard publisher calls it.
+another one left. Messages are JSON in which bytes may stand, too. The shard publisher calls it.
 """
 
 import json
@@ -62,11 +62,19 @@ def _attempt(
     except Exception as error:  # noqa: BLE001 - sent to the others, then raised
         reason = error.reason if isinstance(error, AstraflowError) else InternalError.reason
         return None, json.dumps({"reason": reason, "message": str(error)}).encode(), error
-    return (found,), json.dumps({"found": encode(found)}).encode(), None
+    return (found,), json.dumps({"found": encode(found)}, default=_bytes_out).encode(), None
+
+
+def _bytes_out(value: bytes) -> dict[str, str]:
+    return {"hex": value.hex()}
+
+
+def _bytes_in(content: dict[str, Any]) -> Encoded:
+    return bytes.fromhex(content["hex"]) if content.keys() == {"hex"} else content
 
 
 def _opened(message: bytes, *, process: int) -> Encoded:
-    content = json.loads(message)
+    content = json.loads(message, object_hook=_bytes_in)
     if "reason" in content:
         kind = ERRORS_BY_REASON.get(content["reason"], InternalError)
         raise kind(f"process {process} of the publishers failed: {content['message']}")

@@ -5,7 +5,7 @@ function is a collective. The shard publisher calls it, and whoever makes sharde
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from astraflow_weights.codec.parts.format import TARGET_PART_BYTES
 from astraflow_weights.codec.parts.writer import PartSetHead, Placed, TileGroups, group_tiles, seal_parts
@@ -54,14 +54,5 @@ def announce_uploads(announce: Callable[[], object], *, uploads: Uploads, peers:
 
 def upload_shard_parts(parts: Sequence[bytes], *, uploads: Uploads, peers: Peers) -> tuple[PartRef, ...]:
     """Store this process's parts; the references of all processes' parts, in their order."""
-    stored = on_every_rank(peers, lambda: [_encode_ref(ref) for ref in uploads.upload_parts(parts)])
-    return tuple(_decode_ref(ref) for refs in stored for ref in refs)
-
-
-def _encode_ref(ref: PartRef) -> Encoded:
-    return [ref.key, ref.size_bytes, ref.sha256.hex()]
-
-
-def _decode_ref(content: Encoded) -> PartRef:
-    key, size_bytes, digest = content
-    return PartRef(key=key, size_bytes=size_bytes, sha256=bytes.fromhex(digest))
+    stored = on_every_rank(peers, lambda: [asdict(ref) for ref in uploads.upload_parts(parts)])
+    return tuple(PartRef(**ref) for refs in stored for ref in refs)

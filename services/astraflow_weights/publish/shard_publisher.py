@@ -222,7 +222,7 @@ class ShardPublisher:
                 next_version=len(writer.log.records),
             )
 
-        return on_first_rank(self._peers, plan, encode=_encode_plan, decode=_decode_plan)
+        return on_first_rank(self._peers, plan, encode=asdict, decode=_decode_plan)
 
     def _require_writer(self) -> VersionWriter:
         assert self._writer is not None
@@ -234,7 +234,7 @@ class ShardPublisher:
         return on_first_rank(
             self._peers,
             lambda: action(self._require_writer()),
-            encode=_encode_committed,
+            encode=lambda committed: None if committed is None else asdict(committed),
             decode=_decode_committed,
         )
 
@@ -249,32 +249,9 @@ def _require_root(root: bytes | None, plan: _Plan) -> None:
         )
 
 
-def _encode_plan(plan: _Plan) -> Encoded:
-    return {
-        "existing": _encode_committed(plan.existing),
-        "newest_root": plan.newest_root.hex() if plan.newest_root is not None else None,
-        "next_version": plan.next_version,
-    }
-
-
 def _decode_plan(content: Encoded) -> _Plan:
-    root = content["newest_root"]
-    return _Plan(
-        existing=_decode_committed(content["existing"]),
-        newest_root=None if root is None else bytes.fromhex(root),
-        next_version=content["next_version"],
-    )
-
-
-def _encode_committed(committed: CommittedVersion | None) -> Encoded:
-    if committed is None:
-        return None
-    hexed = {"manifest_sha256": committed.manifest_sha256.hex(), "model_root": committed.model_root.hex()}
-    return asdict(committed) | hexed
+    return _Plan(**content | {"existing": _decode_committed(content["existing"])})
 
 
 def _decode_committed(content: Encoded) -> CommittedVersion | None:
-    if content is None:
-        return None
-    digests = {name: bytes.fromhex(content[name]) for name in ("manifest_sha256", "model_root")}
-    return CommittedVersion(**(content | digests))
+    return None if content is None else CommittedVersion(**content)

@@ -14,10 +14,11 @@ from astraflow_weights.errors import CorruptPart, Edge, NoPath, VerificationFail
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.fetch import fetch_part
-from astraflow_weights.versions.inspection import buildable, carry_out, parts_by_base
+from astraflow_weights.versions.inspection import buildable, parts_by_base
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import Manifest, PartRef
 from astraflow_weights.versions.planner import plan_pull
+from astraflow_weights.versions.pull import pull
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ def _rebuild_faults(
     """What hinders building the version from nothing without the paths in `avoid`."""
     try:
         plan = plan_pull(log, held=None, target=manifest.version, avoid=avoid)
-        carry_out(store, plan, manifest=manifest, threads=threads)
+        pull(store, plan, manifest=manifest, threads=threads)
     except NoPath as error:
         return [Fault(version=manifest.version, problem=error.message)]
     except VerificationFailed as failure:

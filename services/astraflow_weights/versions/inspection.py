@@ -14,14 +14,13 @@ from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tensors import Array, TensorSpec, flat_unsigned, require_same_specs
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import NoPath
-from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.collection_records import stored_leases
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.log import VersionLog, VersionRecord
-from astraflow_weights.versions.manifest import Manifest, PartRef
-from astraflow_weights.versions.planner import PullPlan, plan_pull
+from astraflow_weights.versions.manifest import PartRef
+from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull
 
 _LAGS = (1, 8)
@@ -156,20 +155,7 @@ def build_version(
     `load_base` gives the tensors of `held`, which may be changed. Raises as `plan_pull` and `pull` do.
     """
     plan = plan_pull(log, held=held, target=target)
-    return carry_out(store, plan, manifest=log.manifest(target), load_base=load_base, threads=threads)
-
-
-def carry_out(
-    store: ObjectStore,
-    plan: PullPlan,
-    *,
-    manifest: Manifest,
-    load_base: Callable[[], dict[str, Array]] = dict,
-    threads: int,
-) -> dict[str, Array]:
-    """Tensors that a plan ends in, in memory. Raises as `pull` does."""
-    max_bytes = MirrorSettings().max_model_bytes
-    return pull(store, plan, manifest=manifest, load_base=load_base, threads=threads, max_bytes=max_bytes)
+    return pull(store, plan, manifest=log.manifest(target), load_base=load_base, threads=threads)
 
 
 def changes_between(

@@ -13,10 +13,13 @@ from astraflow_weights.codec import apply_delta, decode_snapshot
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.errors import CorruptPart, Edge, VerificationFailed
+from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.manifest import Manifest
 from astraflow_weights.versions.planner import PullPlan, PullStep
+
+_MAX_BYTES = MirrorSettings().max_model_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +53,9 @@ def pull(
     plan: PullPlan,
     *,
     manifest: Manifest,
-    load_base: Callable[[], dict[str, Array]],
+    load_base: Callable[[], dict[str, Array]] = dict,
     threads: int,
-    max_bytes: int,
+    max_bytes: int = _MAX_BYTES,
 ) -> dict[str, Array]:
     """Tensors of the plan's target. `load_base` gives a copy of the held version that may be changed.
 

@@ -45,7 +45,7 @@ async def serving(readiness: dict[str, ReadinessCheck] | None = None) -> AsyncIt
             yield client
     finally:
         await server.stop(deadline_s=2)
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, 60)
 
 
 async def test_the_pages_answer() -> None:

@@ -53,7 +53,7 @@ def _said(child: subprocess.Popen[str]) -> str:
 
 
 def _ended(child: subprocess.Popen[str]) -> tuple[int, list[str]]:
-    _, stderr = child.communicate(timeout=20)
+    _, stderr = child.communicate(timeout=60)
     return child.returncode, [json.loads(line)["event"] for line in stderr.splitlines()]
 
 

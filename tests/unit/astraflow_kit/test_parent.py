@@ -79,13 +79,13 @@ def test_a_child_armed_after_its_parent_died_ends_at_once() -> None:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_another_program_keeps_the_pid_it_was_started_under_and_its_arguments() -> None:
     command = dying_with_us("sh", "-c", 'echo "$$ $0 $1"; exit 3', "first", "two words")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        said, _ = process.communicate(timeout=20)
+        said, _ = process.communicate(timeout=60)
     assert said == f"{process.pid} first two words\n"
     assert process.returncode == 3
 

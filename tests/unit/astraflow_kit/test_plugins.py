@@ -8,7 +8,7 @@ import pytest
 
 from astraflow import plugins as public
 from astraflow.errors import PluginError
-from astraflow.plugin_settings import PluginSettings
+from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_kit import plugins
 from astraflow_kit.plugins import RecipeSource, load, make, mismatch, resolve
 
@@ -46,9 +46,19 @@ class Empty:
 
 from pydantic import BaseModel, Field
 
+class Edge(BaseModel):
+    soft: bool = False
+
 class Shape(BaseModel):
     width: int = Field(gt=0)
     depth: int = 2
+    edge: Edge = Edge()
+
+@dataclass
+class Fields:
+    limit: "int" = 3
+    def __call__(self, task, completion):
+        return float(self.limit)
 
 class Modelled(Exact):
     def __init__(self, settings: Shape, *, seed: int):
@@ -223,8 +233,10 @@ def test_a_function_gets_its_settings_at_every_call(recipe_dir: Path) -> None:
         ("Modelled", {"width": 0}, r"with.width: .* refuses 0: .* greater than 0"),
         ("Modelled", {}, "needs the setting 'width'"),
         ("Unreadable", {"limit": 1}, "annotations of its settings cannot be used"),
-        ("Exact", {"x": 1}, "has no setting 'x'. There are none"),
-        ("exact", {"x": 1}, "has no setting 'x'. There are none"),
+        ("Exact", {"x": 1}, "has no setting 'x'; it takes none"),
+        ("exact", {"x": 1}, "has no setting 'x'; it takes none"),
+        ("Modelled", {"width": 1, "edge": {"with": 1}}, r"with\.edge\.with: .* has no setting 'with'$"),
+        ("Fields", {"limit": "x"}, "refuses 'x'"),
         ("within", {"tolerance": None}, "refuses None"),
     ],
 )

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,6 +15,8 @@ import pytest
 from astraflow.errors import InternalError, InvalidArgumentError, UnavailableError
 from astraflow_kit.lifecycle import ExitCode
 from astraflow_launcher.run.processes import ChildSpec, Supervisor
+from support.development import wait_for
+from support.scripted_dataflow import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -28,31 +28,32 @@ def _spec(folder: Path, code: str, *, name: str = "child", **fields: object) -> 
     return ChildSpec(name=name, argv=argv, log_path=folder / f"{name}.log", **fields)  # type: ignore[arg-type]
 
 
-async def test_a_child_that_ends_with_status_0_is_finished_and_not_restarted(tmp_path: Path) -> None:
-    async with Supervisor() as supervisor:
-        child = await supervisor.start(_spec(tmp_path, "pass"))
-        await asyncio.wait_for(child.finished.wait(), 10)
-        assert (child.exit_code, child.restarts) == (0, 0)
+DIES_ONCE = (
+    "import pathlib, sys; seen = (p := pathlib.Path('{marker}')).exists(); p.touch(); sys.exit(not seen)"
+)
 
 
-async def test_a_child_that_dies_is_started_again(tmp_path: Path) -> None:
-    marker = tmp_path / "second-life"
-    first_life = f"import pathlib, sys; p = pathlib.Path({str(marker)!r}); seen = p.exists(); p.touch()"
-    code = f"{first_life}; sys.exit(0 if seen else 1)"
+@pytest.mark.parametrize(("code", "restarts"), [("pass", 0), (DIES_ONCE, 1)], ids=["status 0", "status 1"])
+async def test_a_child_is_started_again_until_it_ends_with_status_0(
+    tmp_path: Path, code: str, restarts: int
+) -> None:
     async with Supervisor() as supervisor:
-        child = await supervisor.start(_spec(tmp_path, code))
-        await asyncio.wait_for(child.finished.wait(), 20)
-        assert (child.exit_code, child.restarts) == (0, 1)
+        child = await supervisor.start(_spec(tmp_path, code.format(marker=tmp_path / "second-life")))
+        await child.finished.wait()
+        assert (child.exit_code, child.restarts) == (0, restarts)
 
 
 async def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
     async with Supervisor(stop_grace_s=1) as supervisor:
         child = await supervisor.start(_spec(tmp_path, SLEEPS))
-        await _until(lambda: child.running)
+        await eventually(lambda: child.running, what="it runs")
         assert child.process is not None
         first = child.process.pid
         os.kill(first, signal.SIGKILL)
-        await _until(lambda: child.running and child.process is not None and child.process.pid != first)
+        await eventually(
+            lambda: child.running and child.process is not None and child.process.pid != first,
+            what="it runs",
+        )
         assert child.restarts == 1
 
 
@@ -65,7 +66,7 @@ async def test_wrong_settings_and_superseded_children_are_fatal_and_show_the_log
     text = f"import sys; print('port 7 is taken', file=sys.stderr); sys.exit({int(code)})"
     async with Supervisor() as supervisor:
         child = await supervisor.start(_spec(tmp_path, text))
-        await asyncio.wait_for(child.finished.wait(), 10)
+        await child.finished.wait()
         await asyncio.sleep(0)
         with pytest.raises(kind, match="port 7 is taken"):
             supervisor.raise_failures()
@@ -75,7 +76,7 @@ async def test_wrong_settings_and_superseded_children_are_fatal_and_show_the_log
 async def test_a_child_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
     async with Supervisor() as supervisor:
         child = await supervisor.start(_spec(tmp_path, "raise SystemExit(1)", max_restarts=1))
-        await asyncio.wait_for(child.finished.wait(), 20)
+        await child.finished.wait()
         await asyncio.sleep(0)
         with pytest.raises(InternalError, match="ended with status 1"):
             supervisor.raise_failures()
@@ -100,11 +101,11 @@ async def test_stopping_ends_a_child_that_ignores_the_signal_and_its_grandchildr
     async with Supervisor(stop_grace_s=0.5) as supervisor:
         child = await supervisor.start(_spec(tmp_path, code))
         log = tmp_path / "child.log"
-        await _until(lambda: log.exists() and bool(log.read_text().strip()))
+        await eventually(lambda: log.exists() and bool(log.read_text().strip()), what="it runs")
         grandchild = int(log.read_text())
         await supervisor.stop("child")
         assert not child.running
-    assert _gone(grandchild)
+    await eventually(lambda: _gone(grandchild), what="the grandchild ends")
 
 
 def test_children_die_when_the_launcher_is_killed(tmp_path: Path) -> None:
@@ -126,29 +127,15 @@ asyncio.run(main())
 """
     note = tmp_path / "pid"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as launcher:
-        while not (note.exists() and note.read_text()):
-            time.sleep(0.02)
+        wait_for(lambda: note.exists() and note.read_text(), what="the child's pid")
         child = int(note.read_text())
         assert psutil.pid_exists(child)
         launcher.kill()
-    assert _gone(child)
-
-
-async def _until(satisfied: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if satisfied():
-            return
-        await asyncio.sleep(0.01)  # the operating system tells nobody: looking is all one can do
-    raise AssertionError("it did not happen within 10 s")
+    wait_for(lambda: _gone(child), what="the end of the child")
 
 
 def _gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 async def test_children_of_a_group_end_and_start_again_together(tmp_path: Path) -> None:
@@ -159,9 +146,12 @@ async def test_children_of_a_group_end_and_start_again_together(tmp_path: Path) 
         )
         second = await supervisor.start(_spec(tmp_path, SLEEPS, name="second", group="trainer"))
         alone = await supervisor.start(_spec(tmp_path, SLEEPS, name="alone"))
-        await _until(lambda: first.running and second.running and alone.running)
+        await eventually(lambda: first.running and second.running and alone.running, what="it runs")
         before = [child.process.pid for child in (first, second, alone) if child.process is not None]
         os.kill(before[0], signal.SIGKILL)
-        await _until(lambda: (first.restarts, second.restarts) == (1, 1) and first.running and second.running)
+        await eventually(
+            lambda: (first.restarts, second.restarts) == (1, 1) and first.running and second.running,
+            what="it runs",
+        )
         after = [child.process.pid for child in (first, second, alone) if child.process is not None]
         assert (after[0] == before[0], after[1] == before[1], after[2] == before[2]) == (False, False, True)

@@ -2,16 +2,16 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from astraflow.recipe import OptimizerSettings
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointError, CheckpointStore
 from astraflow_trainer.model.model import PolicyModel, local_part
-from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings
+from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.step.step import StepSettings, train_step
 
 MakePolicy = Callable[..., PolicyModel]
@@ -117,7 +117,7 @@ def test_without_an_operator_the_settings_decide_the_learning_rate(
 ) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.write(store.stage(MasterOptimizer(make_policy(), settings=SETTINGS), step=1, version=1))
-    resumed = MasterOptimizer(make_policy(), settings=replace(SETTINGS, learning_rate=0.0625))
+    resumed = MasterOptimizer(make_policy(), settings=SETTINGS.model_copy(update={"learning_rate": 0.0625}))
     position = store.restore(resumed)
     assert position is not None
     assert (position.learning_rate, resumed.peak_learning_rate) == (None, 0.0625)

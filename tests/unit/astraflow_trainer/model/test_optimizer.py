@@ -6,10 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from astraflow.recipe import OptimizerSettings
 from astraflow_trainer.batches.packing import pack
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.model import PolicyModel, local_part
-from astraflow_trainer.model.optimizer import Decay, MasterOptimizer, OptimizerSettings, ScheduleSettings
+from astraflow_trainer.model.optimizer import MasterOptimizer, ScheduleSettings
 
 MakePolicy = Callable[..., PolicyModel]
 MakeRows = Callable[..., list[TrainingRow]]
@@ -72,8 +73,7 @@ def test_updates_below_the_bf16_grid_are_kept_in_the_masters(
     make_policy: MakePolicy, make_rows: MakeRows
 ) -> None:
     policy = make_policy()
-    schedule = ScheduleSettings(warmup_steps=0)
-    optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1e-6, schedule=schedule))
+    optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1e-6, warmup_steps=0))
     before = {name: local_part(master).detach().clone() for name, master in optimizer.masters.items()}
     published = {name: local_part(parameter).detach().clone() for name, parameter in policy.hf_parameters()}
     _backward(policy, make_rows())
@@ -135,25 +135,14 @@ def test_constant_schedule_warms_up_linearly() -> None:
     assert ScheduleSettings(warmup_steps=0).factor(0) == 1.0
 
 
-def test_cosine_schedule_ends_at_its_fraction() -> None:
-    schedule = ScheduleSettings(warmup_steps=0, decay=Decay.COSINE, num_steps=10, final_fraction=0.1)
-    assert schedule.factor(0) == pytest.approx(1.0)
-    assert schedule.factor(5) == pytest.approx(0.55)
-    assert (schedule.factor(10), schedule.factor(99)) == (pytest.approx(0.1), pytest.approx(0.1))
-    with pytest.raises(ValueError, match="num_steps of at least 1"):
-        ScheduleSettings(decay=Decay.COSINE)
-
-
 def test_linear_schedule_falls_along_a_line_to_its_fraction_and_stays_there() -> None:
-    schedule = ScheduleSettings(warmup_steps=0, decay=Decay.LINEAR, num_steps=10, final_fraction=0.2)
+    schedule = ScheduleSettings(warmup_steps=0, decay_steps=10, final_fraction=0.2)
     factors = [schedule.factor(step) for step in (0, 1, 5, 10, 99)]
     assert factors == [pytest.approx(expected) for expected in (1.0, 0.92, 0.6, 0.2, 0.2)]
-    with pytest.raises(ValueError, match="a linear schedule needs num_steps of at least 1, not 0"):
-        ScheduleSettings(decay=Decay.LINEAR)
 
 
 def test_linear_decay_runs_during_the_warm_up_too() -> None:
-    schedule = ScheduleSettings(warmup_steps=4, decay=Decay.LINEAR, num_steps=10, final_fraction=0.0)
+    schedule = ScheduleSettings(warmup_steps=4, decay_steps=10, final_fraction=0.0)
     assert [schedule.factor(step) for step in range(5)] == [
         pytest.approx(expected) for expected in (0.25, 0.5 * 0.9, 0.75 * 0.8, 0.7, 0.6)
     ]

@@ -9,8 +9,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from astraflow.recipe import OptimizerSettings
 from astraflow_trainer.model.model import PolicyModel, local_part
-from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings
+from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.published import HeldPart, WeightCopies, same_shards
 from astraflow_weights.codec.shards import ShardedModel
 

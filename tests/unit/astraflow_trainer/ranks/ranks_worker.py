@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from astraflow.algorithm import AlgorithmSettings, M2po
 from astraflow.plugins import VersionSpan
+from astraflow.recipe import OptimizerSettings
+from astraflow.recipe.algorithm import AlgorithmSettings, M2po
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.batches.rank_batches import balanced_shares
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm, local_part, shard
-from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings
+from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.change_detection import DetectedChanges
 from astraflow_trainer.publish.published import WeightCopies
 from astraflow_trainer.ranks.group import RankGroup, join_rank_group

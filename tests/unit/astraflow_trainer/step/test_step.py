@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from astraflow.algorithm import (
+from astraflow.recipe import OptimizerSettings
+from astraflow.recipe.algorithm import (
     AlgorithmSettings,
     Cispo,
     Constant,
@@ -28,7 +29,7 @@ from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.batches.packing import pack
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.model import PolicyModel, local_part
-from astraflow_trainer.model.optimizer import MasterOptimizer, OptimizerSettings, ScheduleSettings
+from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics, StepSettings, train_step
 from support.docs_code import recipe_folder
@@ -217,8 +218,7 @@ def test_a_bandit_learns_the_rewarded_token_and_not_at_learning_rate_zero(
     learning_rate: float, learns: bool, make_policy: MakePolicy, make_row: Callable[..., TrainingRow]
 ) -> None:
     policy = make_policy()
-    schedule = ScheduleSettings(warmup_steps=0)
-    settings = OptimizerSettings(learning_rate=learning_rate, schedule=schedule)
+    settings = OptimizerSettings(learning_rate=learning_rate, warmup_steps=0)
     optimizer = MasterOptimizer(policy, settings=settings)
     generator = torch.Generator().manual_seed(0)
     start = _distribution(policy, make_row)[7].item()

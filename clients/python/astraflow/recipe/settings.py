@@ -14,28 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
-from astraflow.algorithm import AlgorithmSettings
-from astraflow.plugin_settings import PluginSettings
-from astraflow.section import Section, merged
-
-__all__ = [
-    "ArchitectureSettings",
-    "BatchSettings",
-    "DataflowSettings",
-    "EvaluationSettings",
-    "ModelSettings",
-    "OptimizerSettings",
-    "PolicySettings",
-    "PublishSettings",
-    "RaasSettings",
-    "Recipe",
-    "ResolvedPolicy",
-    "RunSettings",
-    "SamplingSettings",
-    "TokenizerSettings",
-    "TrainerSettings",
-    "WarmStartSettings",
-]
+from astraflow.recipe.algorithm import AlgorithmSettings
+from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow.recipe.section import Section, merged
 
 SCHEMA_VERSION = 1
 
@@ -227,7 +208,7 @@ class RaasSettings(Section):
 
 
 class OptimizerSettings(Section):
-    """AdamW on fp32 masters."""
+    """AdamW on fp32 masters, arXiv 1711.05101."""
 
     learning_rate: float = Field(default=1e-6, ge=0, le=1)
     """Peak learning rate; 0 is a control that must not learn."""
@@ -239,7 +220,7 @@ class OptimizerSettings(Section):
     """Added to the denominator; a large value makes updates proportional to the gradient and deltas sparser.
     """
     weight_decay: float = Field(default=0.0, ge=0, le=1)
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices, not of norm weights."""
     warmup_steps: int = Field(default=5, ge=0)
     """Linear warm-up steps."""
     grad_clip: float = Field(default=1.0, gt=0)

@@ -14,40 +14,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from astraflow.plugin_settings import PluginSettings
-from astraflow.section import BY_KIND, Kind, Section
-
-__all__ = [
-    "REPLACED_KEYS",
-    "AdvantageSettings",
-    "Aggregation",
-    "AlgorithmSettings",
-    "Anchor",
-    "AnyAdvantage",
-    "Baseline",
-    "BehaviorAnchor",
-    "Cispo",
-    "Constant",
-    "DrGrpo",
-    "DualClip",
-    "Grpo",
-    "Gspo",
-    "KlEstimator",
-    "KlReference",
-    "KlSettings",
-    "LossSettings",
-    "M2po",
-    "M2poClip",
-    "M2poMask",
-    "NoTrustRegion",
-    "PpoClip",
-    "ProximalAnchor",
-    "Rloo",
-    "Scale",
-    "SeqMeanTokenMean",
-    "SeqMeanTokenSum",
-    "TokenMean",
-]
+from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow.recipe.section import BY_KIND, Kind, Section
 
 REPLACED_KEYS = {
     key: f"a loss has its own settings now; write for example `loss: {{kind: {example}}}`"

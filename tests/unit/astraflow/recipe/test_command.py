@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from astraflow.errors import RecipeError
 from astraflow.recipe import Recipe, json_schema
-from astraflow.recipe_command import app
+from astraflow.recipe.command import app
 
-QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart"
+QUICKSTART = Path(__file__).parents[4] / "recipes" / "quickstart"
 
 
 def test_check_prints_the_recipe_with_every_default_and_override() -> None:

@@ -1,0 +1,62 @@
+"""A trainer whose recipe names a broken plug-in ends with its name, and what it had not trained on stays bound."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from astraflow_kit.lifecycle import ExitCode
+from support.dataflow_world import World
+from support.trainer_process import (
+    GROUPS_PER_STEP,
+    TrainerProcess,
+    create_run,
+    forking,
+    push_groups,
+    valkey,
+)
+
+__all__ = ["valkey"]
+
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forking() -> Iterator[None]:
+    with forking():
+        yield
+
+
+async def _end(world: World, folder: Path, loss: str, *, groups: int) -> TrainerProcess:
+    """A trainer of a run with this loss, which ended as one does whose settings are wrong."""
+    await create_run(world, folder=folder, overrides=[f"trainer.algorithm.loss={loss}"])
+    trainer = TrainerProcess(world.address, folder)
+    pushing = asyncio.create_task(push_groups(world, count=groups))
+    try:
+        trainer.start()
+        assert await asyncio.to_thread(trainer.wait) == ExitCode.USAGE, trainer.log
+    finally:
+        pushing.cancel()
+        trainer.kill()
+    return trainer
+
+
+async def test_a_loss_that_raises_ends_the_trainer_and_keeps_the_batch(world: World, tmp_path: Path) -> None:
+    trainer = await _end(world, tmp_path, "support.broken_plugins:Loss", groups=GROUPS_PER_STEP)
+    named = "loss plug-in 'support.broken_plugins:Loss' raised IndexError: no such token (broken_plugins.py:"
+    assert named in trainer.log
+    status = await world.status()
+    assert (status.trajectories.in_batch, status.trajectories.trained) == (GROUPS_PER_STEP * 2, 0)
+    assert status.trajectories.conservation_error == 0
+
+
+async def test_a_loss_with_wrong_settings_ends_the_trainer_before_it_claims(
+    world: World, tmp_path: Path
+) -> None:
+    loss = '{use: "support.broken_plugins:Loss", with: {cap: 1}}'
+    trainer = await _end(world, tmp_path, loss, groups=0)
+    assert "has no setting 'cap'" in trainer.log
+    assert (await world.status()).policies[0].trainer_epoch == 0

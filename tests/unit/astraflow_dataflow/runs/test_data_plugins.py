@@ -1,0 +1,57 @@
+"""Making the data plug-ins of a recipe."""
+
+from __future__ import annotations
+
+import pytest
+
+from astraflow.errors import PluginError
+from astraflow.plugins import Group
+from astraflow.recipe.file import parse_recipe
+from astraflow_dataflow.runs.data_plugins import DataPlugins
+from astraflow_kit.plugins import RecipeSource
+from support.dataflow_world import recipe_text
+from support.groups import group
+
+
+def at_least(group: Group, *, reward: float = 0.0) -> bool:
+    """A filter that is a function."""
+    return min(group.rewards) >= reward
+
+
+def made(**flow: str) -> DataPlugins:
+    """The plug-ins of a recipe with these settings."""
+    text = recipe_text(**flow)  # type: ignore[arg-type]
+    return DataPlugins.make(parse_recipe(text).recipe, RecipeSource(text=text))
+
+
+def test_a_plugin_named_twice_has_two_names_and_two_states() -> None:
+    curators = made(curators='["support.data_plugins:SkipSeen", "support.data_plugins:SkipSeen"]').curators
+    names = [plugin.state_name for plugin in curators]
+    assert names == ["curator support.data_plugins:SkipSeen", "curator support.data_plugins:SkipSeen#2"]
+    assert curators[0].state is curators[0].made.state is not curators[1].state  # type: ignore[attr-defined]
+
+
+def test_only_a_plugin_that_asks_for_a_state_has_one() -> None:
+    filters = f'["support.data_plugins:EveryOther", {{use: "{__name__}:at_least", with: {{reward: 0.5}}}}]'
+    stateful, function = made(filters=filters).filters
+    assert stateful.state is not None
+    assert function.state is None
+    assert (function.made(group(0.7)), function.made(group(0.2))) == (True, False)
+    assert made(selector='"support.data_plugins:LastFirst"').selector.state is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("flow", "words"),
+    [
+        ({"curators": '["support.data_plugins:EveryOther"]'}, ("is not a Curator", "define `def observe(")),
+        ({"selector": '"support.data_plugins:SkipAll"'}, ("is not a Selector", "define `def select(")),
+        (
+            {"selector": '{use: "support.data_plugins:LastFirst", with: {at_most: 3}}'},
+            ("at_most", "at_least"),
+        ),
+    ],
+)
+def test_what_cannot_be_made_says_where_and_why(flow: dict[str, str], words: tuple[str, ...]) -> None:
+    with pytest.raises(PluginError) as refused:
+        made(**flow)
+    assert [word for word in (*words, "dataflow") if word not in refused.value.message] == []
