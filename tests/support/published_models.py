@@ -50,6 +50,57 @@ class ModelPublisher(ShardPublisher):
         return super().publish(shards, step=step, learning_rate=learning_rate)
 
 
+def committed(version: int, **changes: object) -> CommittedVersion:
+    """What a writer says of a version that changed one of four elements, of the step of its number."""
+    known: dict[str, object] = {
+        "version": version,
+        "sequence": version,
+        "manifest_sha256": bytes(32),
+        "model_root": b"",
+        "writer_epoch": 3,
+        "step": version,
+        "snapshot_bytes": 0,
+        "delta_bytes": 8,
+        "num_changed": 1,
+        "num_elements": 4,
+        "rollback_of": None,
+        "existed": False,
+    }
+    return CommittedVersion(**(known | changes))  # type: ignore[arg-type]
+
+
+class PublishedModels:
+    """A store, the publisher of its newest epoch, and the models of its versions 0, 1, 2 …"""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        settings: PublishSettings | None = None,
+        clock: Clock | None = None,
+        density: float = 0.02,
+        assets: Sequence[Path] = (),
+        inline_snapshots: bool = True,
+    ) -> None:
+        self.density = density
+        self.models: list[dict[str, Array]] = []
+        self.writer = open_writer(store, settings=settings, clock=clock)
+        self.publisher = ModelPublisher(self.writer, assets=assets, inline_snapshots=inline_snapshots)
+
+    def publish(self, model: dict[str, Array] | None = None) -> None:
+        """Publish a model, or else what training makes of the newest one, as the next step."""
+        if model is None:
+            step = len(self.models)
+            model = trained(self.models[-1], step, density=self.density) if step else make_model()
+        self.models.append(model)
+        self.publisher.publish(model, step=len(self.models) - 1)
+
+    def publish_up_to(self, version: int) -> None:
+        """Publish until there is this version."""
+        while len(self.models) <= version:
+            self.publish()
+
+
 def open_writer(
     store: ObjectStore,
     epoch: int = 1,

@@ -47,7 +47,7 @@ class Spooled:
 
 @dataclass(kw_only=True)
 class Spool:
-    """The three places. `released` is told of each episode that nobody can need any more."""
+    """The three places. `released` is called with each episode that nobody can need any more."""
 
     limits: SpoolLimits
     clock: Clock

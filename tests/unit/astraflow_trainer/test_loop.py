@@ -31,6 +31,7 @@ from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics
 from astraflow_weights.codec.shards import ShardedModel, whole
 from astraflow_weights.publish.version_writer import CommittedVersion
+from support.published_models import committed
 from support.scripted_batches import PATIENCE_S, ScriptedBatches, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
 
@@ -112,22 +113,9 @@ class Store:
         existed = step in self.versions
         self.newest = self.versions.setdefault(step, self.newest + 1)
         self.events.append(f"publish {step}")
-        committed = CommittedVersion(
-            version=self.newest,
-            sequence=self.newest,
-            manifest_sha256=bytes(32),
-            model_root=b"",
-            writer_epoch=3,
-            step=step,
-            snapshot_bytes=0,
-            delta_bytes=8,
-            num_changed=1,
-            num_elements=4,
-            rollback_of=None,
-            existed=existed,
-        )
-        self.log.append(committed)
-        return committed
+        version = committed(self.newest, step=step, existed=existed)
+        self.log.append(version)
+        return version
 
 
 @dataclass

@@ -9,6 +9,7 @@ import pytest
 from astraflow_trainer.model.checkpoint import Position
 from astraflow_trainer.model.resuming import PendingRollback, pending_rollback
 from astraflow_weights.publish.version_writer import CommittedVersion
+from support.published_models import committed
 
 
 def log(*rollback_of: int | None) -> list[CommittedVersion]:
@@ -17,21 +18,7 @@ def log(*rollback_of: int | None) -> list[CommittedVersion]:
     for number, old in enumerate(rollback_of):
         roots.append(bytes([number]) if old is None else roots[old])
     return [
-        CommittedVersion(
-            version=number,
-            sequence=number,
-            manifest_sha256=b"",
-            model_root=roots[number],
-            writer_epoch=1,
-            step=number,
-            snapshot_bytes=0,
-            delta_bytes=0,
-            num_changed=0,
-            num_elements=0,
-            rollback_of=old,
-            existed=True,
-        )
-        for number, old in enumerate(rollback_of)
+        committed(number, model_root=roots[number], rollback_of=old) for number, old in enumerate(rollback_of)
     ]
 
 

@@ -23,30 +23,16 @@ from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.store import PutResult
 from astraflow_weights.store.file import FileStore
+from support.published_models import committed
 from support.scripted_batches import PATIENCE_S, ScriptedBatches, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
 
 FENCED = FencedError("a newer writer holds the log")
 SHARDS = whole({"weight": np.zeros(2, dtype=np.uint16)})
 MODEL = ModelBytes(open=lambda: SHARDS)
-
-
-def committed(step: int, *, version: int | None = None) -> CommittedVersion:
-    """What a store says of the version of a step."""
-    return CommittedVersion(
-        version=step if version is None else version,
-        sequence=step + 1,
-        manifest_sha256=bytes([step]) * 32,
-        model_root=b"",
-        writer_epoch=3,
-        step=step,
-        snapshot_bytes=40,
-        delta_bytes=10,
-        num_changed=1,
-        num_elements=4,
-        rollback_of=None,
-        existed=False,
-    )
+VERSION = committed(
+    7, sequence=3, step=2, manifest_sha256=b"\2" * 32, snapshot_bytes=40, delta_bytes=10, num_changed=1
+)
 
 
 @dataclass
@@ -111,7 +97,7 @@ def test_an_announcement_carries_what_nodes_verify_and_operators_read() -> None:
     script = ScriptedBatches()
     with serving(script) as client:
         announcer = Announcer(client, run_id=RUN_ID, policy_id=POLICY, epoch=4)
-        announcer.announce_missing(Store(script.events, log=[committed(2, version=7)]))
+        announcer.announce_missing(Store(script.events, log=[VERSION]))
     assert script.epochs == {4}
     (version,) = script.announced
     assert (version.policy_id, version.version, version.sequence, version.step) == (POLICY, 7, 3, 2)

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_kit.clock import ManualClock
 from astraflow_kit.failpoints import FailpointRaised
-from astraflow_weights.codec.tensors import Array
 from astraflow_weights.collection.collector import Collector, Stage
 from astraflow_weights.collection.retention import Roots, paths_of
 from astraflow_weights.collection.rounds import FORGET_S
@@ -24,8 +22,9 @@ from astraflow_weights.versions.intents import INTENT_S, UploadIntents
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
 from support.armed import armed
-from support.published_models import ModelPublisher, open_writer, read_log
-from support.weight_models import POLICY, RUN, make_model, overwrite, same_model, trained
+from support.manual_clock import ManualClock
+from support.published_models import ModelPublisher, PublishedModels, open_writer, read_log
+from support.weight_models import POLICY, RUN, overwrite, same_model
 
 KEYS = PolicyKeys(RUN, POLICY)
 SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
@@ -34,27 +33,20 @@ LAST = 10
 HORIZON = 6
 
 
-class Published:
+class Published(PublishedModels):
     """Versions 0 to 10 with snapshots at 0, 3, 6 and 9, and a collector of them."""
 
     def __init__(self, folder: Path) -> None:
         self.store = FileStore(folder / "store")
         self.clock = ManualClock()
         self.roots = Roots()
-        self.models: list[dict[str, Array]] = []
-        self.publisher = self.open_publisher(epoch=1)
-        for step in range(LAST + 1):
-            self.publish(step)
+        super().__init__(self.store, settings=SETTINGS, clock=self.clock)
+        self.publish_up_to(LAST)
 
-    def open_publisher(self, *, epoch: int, version: int | None = None) -> ModelPublisher:
+    def open_publisher(self, *, epoch: int, version: int = -1) -> ModelPublisher:
         """`version` is the newest one that is in the log, if not that of the last model."""
-        writer = open_writer(self.store, epoch=epoch, settings=SETTINGS, clock=self.clock)
-        base = self.models[-1 if version is None else version] if self.models else None
-        return ModelPublisher(writer, base=base)
-
-    def publish(self, step: int) -> None:
-        self.models.append(trained(self.models[-1], step) if self.models else make_model())
-        self.publisher.publish(self.models[-1], step=step)
+        writer = open_writer(self.store, epoch, settings=SETTINGS, clock=self.clock)
+        return ModelPublisher(writer, base=self.models[version])
 
     def collector(self, roots: Callable[[], Roots] | None = None) -> Collector:
         return Collector(
@@ -208,7 +200,7 @@ def test_parts_that_a_killed_publication_left_go_unless_they_come_to_be_named(pu
     published.collect()
     whole = published.parts()
     with armed("weights.publish.before_manifest=raise"), pytest.raises(FailpointRaised):
-        published.publish(LAST + 1)
+        published.publish()
     strays = published.parts() - whole
     assert strays
     published.publisher = published.open_publisher(epoch=2, version=LAST)
@@ -227,7 +219,7 @@ def test_parts_that_a_killed_publication_left_go_unless_they_come_to_be_named(pu
 def test_a_swept_name_is_stored_anew_when_it_is_wanted_again(published: Published) -> None:
     """A publication repeats a killed one's bytes after they were deleted, and before the tombstone is removed."""
     with armed("weights.publish.before_manifest=raise"), pytest.raises(FailpointRaised):
-        published.publish(LAST + 1)
+        published.publish()
     published.publisher = published.open_publisher(epoch=2, version=LAST)
     published.clock.now_s += INTENT_S
     collector = published.collector()
@@ -291,8 +283,7 @@ def test_a_snapshot_with_a_missing_part_does_not_count(published: Published) -> 
 
 def test_rounds_of_yesterday_are_forgotten_and_what_they_swept_stays_swept(published: Published) -> None:
     published.collect()
-    for step in range(LAST + 1, LAST + 8):
-        published.publish(step)
+    published.publish_up_to(LAST + 7)
     published.collect()
     assert len(list(published.store.list(KEYS.tombstones))) == 2
     published.clock.now_s += FORGET_S + 1
@@ -304,8 +295,7 @@ def test_rounds_of_yesterday_are_forgotten_and_what_they_swept_stays_swept(publi
 def test_a_tombstone_of_a_forgotten_number_deletes_nothing(published: Published) -> None:
     """A collector that slept for a day creates a round whose number was decided long ago."""
     published.collect()
-    for step in range(LAST + 1, LAST + 8):
-        published.publish(step)
+    published.publish_up_to(LAST + 7)
     collector = published.collector()
     collector.step()
     published.clock.now_s += GRACE_S

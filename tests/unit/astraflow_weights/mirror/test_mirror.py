@@ -11,14 +11,13 @@ import pytest
 from astraflow.errors import UnknownVersionError
 from astraflow_weights.codec.snapshot import encode_snapshot
 from astraflow_weights.codec.tensor_hash import tensor_digests
-from astraflow_weights.codec.tensors import Array
 from astraflow_weights.errors import Edge, MirrorBusy, MirrorMismatch, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import MirrorSettings, PublishSettings
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import DeltaRef
-from support.published_models import ModelPublisher, open_writer, read_log
+from support.published_models import ModelPublisher, PublishedModels, read_log
 from support.weight_models import RUN, FaultyStore, make_model, overwrite, same_model, trained
 
 pytestmark = pytest.mark.slow
@@ -28,19 +27,16 @@ NUM_VERSIONS = 7
 SETTINGS = PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=100)
 
 
-class Published:
+class Published(PublishedModels):
     """A store with `NUM_VERSIONS` versions, the models in them, and a mirror to advance."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.store = FaultyStore(folder / "store")
-        self.models: list[dict[str, Array]] = []
         (folder / "config.json").write_text("{}")
-        self.writer = open_writer(self.store, epoch=1, settings=SETTINGS)
-        publisher = ModelPublisher(self.writer, assets=[folder / "config.json"])
-        for step in range(NUM_VERSIONS):
-            self.models.append(trained(self.models[-1], step, density=0.01) if step else make_model())
-            publisher.publish(self.models[-1], step=step)
+        assets = [folder / "config.json"]
+        super().__init__(self.store, settings=SETTINGS, density=0.01, assets=assets)
+        self.publish_up_to(NUM_VERSIONS - 1)
         self.log = read_log(self.store)
 
     def mirror(self, *, at: int | None = None, **settings: int) -> Mirror:

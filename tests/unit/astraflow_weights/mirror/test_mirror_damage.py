@@ -8,39 +8,32 @@ from pathlib import Path
 import pytest
 
 from astraflow.errors import UnknownVersionError
-from astraflow_weights.codec.tensors import Array
 from astraflow_weights.errors import CorruptManifest, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
-from support.published_models import ModelPublisher, open_writer, read_log
-from support.weight_models import POLICY, RUN, make_model, same_model, trained
+from support.published_models import PublishedModels, read_log
+from support.weight_models import POLICY, RUN, same_model
 
 SETTINGS = PublishSettings(snapshot_every_versions=100, snapshot_chain_ratio=100)
 
 
-class Damaged:
+class Damaged(PublishedModels):
     """A store with a fence and three versions, a mirror that holds version 1, and one damage at a time."""
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self.folder = folder
         self.draw = draw
         self.store = FileStore(folder / "store")
-        self.models: list[dict[str, Array]] = []
         (folder / "config.json").write_text('{"layers": 2}')
-        writer = open_writer(self.store, epoch=1, settings=SETTINGS)
-        publisher = ModelPublisher(writer, assets=[folder / "config.json"])
-        for step in range(3):
-            self.models.append(trained(self.models[-1], step, density=0.05) if step else make_model())
-            publisher.publish(self.models[-1], step=step)
-        self.log = self.read_log()
+        assets = [folder / "config.json"]
+        super().__init__(self.store, settings=SETTINGS, density=0.05, assets=assets)
+        self.publish_up_to(2)
+        self.log = read_log(self.store)
         self.mirror = Mirror(folder / "mirror")
         self.mirror.advance(self.store, self.log, target=1)
-
-    def read_log(self) -> VersionLog:
-        return read_log(self.store)
 
     def objects(self) -> dict[str, tuple[str, Callable[[], None]]]:
         """What can be damaged: its key, and what must then be refused."""
@@ -107,7 +100,7 @@ def damage_often(folder: Path, *, times: int, seed: int) -> Counter[str]:
         world.check_old_version()
         path.write_bytes(good)
         done[name] += 1
-    assert world.mirror.advance(world.store, world.read_log(), target=2).version == 2
+    assert world.mirror.advance(world.store, read_log(world.store), target=2).version == 2
     assert same_model(world.mirror.load(), world.models[2])
     return done
 

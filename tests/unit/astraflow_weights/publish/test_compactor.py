@@ -18,7 +18,6 @@ from astraflow_weights.codec.parts.writer import Placed
 from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.codec.snapshot import encode_snapshot, encode_snapshot_tiles
 from astraflow_weights.codec.tensor_hash import tensor_digests
-from astraflow_weights.codec.tensors import Array
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import Edge, NeedsBase
 from astraflow_weights.mirror.mirror import Mirror
@@ -32,7 +31,7 @@ from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import DeltaRef
 from astraflow_weights.versions.planner import plan_pull
 from support.armed import armed
-from support.published_models import ModelPublisher, open_writer, read_log
+from support.published_models import PublishedModels, open_writer, read_log
 from support.rank_threads import ThreadRanks, run_ranks
 from support.store_census import take
 from support.weight_models import (
@@ -41,11 +40,9 @@ from support.weight_models import (
     FaultyStore,
     adamw_like,
     codecs_of,
-    make_model,
     overwrite,
     same_model,
     split_model,
-    trained,
 )
 
 NEVER = PublishSettings(snapshot_every_versions=100_000, snapshot_chain_ratio=100)
@@ -53,25 +50,14 @@ EVERY_THIRD = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=10
 KEYS = PolicyKeys(RUN, POLICY)
 
 
-class World:
+class World(PublishedModels):
     """A store, a publisher without snapshots in its manifests, and the models it published."""
 
     def __init__(self, folder: Path, settings: PublishSettings = NEVER) -> None:
         self.folder = folder
         self.settings = settings
         self.store = FaultyStore(folder / "store")
-        writer = open_writer(self.store, epoch=1, settings=settings)
-        self.publisher = ModelPublisher(writer, inline_snapshots=False)
-        self.models: list[dict[str, Array]] = []
-
-    def publish(self, model: dict[str, Array]) -> None:
-        self.models.append(model)
-        self.publisher.publish(model, step=len(self.models) - 1)
-
-    def publish_up_to(self, version: int) -> None:
-        while len(self.models) <= version:
-            before = self.models[-1] if self.models else None
-            self.publish(make_model() if before is None else trained(before, len(self.models), density=0.02))
+        super().__init__(self.store, settings=settings, inline_snapshots=False)
 
     def compactor(self, *, snapshots: bool = True) -> Compactor:
         return Compactor(
