@@ -1,4 +1,4 @@
--- What operators change: nodes told to leave, pins, and tasks that nobody tries again.
+-- What operators change: nodes ordered to leave, pins, and tasks that nobody tries again.
 
 local DEAD_PER_CALL = 500
 local MAX_PINS = 1000

@@ -336,7 +336,7 @@ local function void(keys, a)
   end
   unbind(P, policy, a.step, a.batch)
   call('HSET', K.policy(P, policy), 'voided_step', a.step, 'voided', a.reason, 'voided_batch', a.batch)
-  -- Stays for a while, so that its trainer is told and a repeated call gets the same answer.
+  -- Stays for a while, so that its trainer learns of it and a repeated call gets the same answer.
   call('HDEL', B, 'groups', 'manifest', 'digest')
   call('HSET', B, 'stage', 'voided', 'reason', a.reason, 'returned', returned, 'dropped', dropped)
   call('PEXPIRE', B, 86400000)
