@@ -29,7 +29,9 @@ class DataflowServerSettings(DaemonSettings):
     durability: Level = Level.MEMORY
     """What acknowledgements wait for: `memory`, the Redis host's disk (`fsynced`) or a replica (`replicated`)."""
     allow_recipe_code: bool = False
-    """Run the Python files that come with a recipe (data set and filters). They may do anything this user may do."""
+    """Run the Python files that come with a recipe (data set, curators, filters, selector). They may do anything this
+    user may do.
+    """
     work_dir: Path = Path("~/.cache/astraflow/dataflow")
     """Folder for the code of recipes."""
     batch_lease_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0

@@ -4,7 +4,7 @@ them.
 Invariant: what this index reports as held was computed under the current weights: a weight swap flushes it,
 and a row whose request lived through a swap in place is never recorded. Rows are the slots of the static
 cache, in use or not, so reuse needs no memory of its own; it serves samples of one prompt and later turns
-of one conversation. Called by `core.py` between passes; pure bookkeeping, no tensors.
+of one conversation. Called by `runner.py` between passes; pure bookkeeping, no tensors.
 """
 
 from collections.abc import Sequence

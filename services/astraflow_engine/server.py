@@ -1,7 +1,7 @@
 """The HTTP surface: SGLang's paths, bodies, status codes and error shapes over one `EngineService`.
 
 Invariant: an error becomes a status code here and nowhere else, in one of SGLang's three shapes, and never
-shows a traceback. Built by `__main__`; rollout nodes call it over loopback.
+shows a traceback. Built by `assembly`; rollout nodes call it over loopback.
 """
 
 import json

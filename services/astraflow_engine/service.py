@@ -65,7 +65,7 @@ class EngineService:
         try:
             await asyncio.wrap_future(self._worker.end)
         except Exception as error:
-            # Raising ends the server under its open requests: let them be told first.
+            # Raising ends the server under its open requests: let their callers hear of it first.
             await asyncio.sleep(_LAST_ANSWERS_S)
             raise EngineFault(f"the scheduler thread failed: {error!r}") from error
 

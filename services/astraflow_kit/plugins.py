@@ -23,8 +23,8 @@ from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import TypedDict, get_protocol_members
 
 from astraflow.errors import PluginError
-from astraflow.plugin_settings import PluginSettings
-from astraflow.recipe_file import place_of
+from astraflow.recipe.file import place_of
+from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_kit.nearest import did_you_mean
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
-from astraflow.recipe_file import CodeFile, bundle_digest
+from astraflow.recipe.file import CodeFile, bundle_digest
 
 _SAFE_PATH = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*/)*[A-Za-z0-9_][A-Za-z0-9_.-]*\.py")
 

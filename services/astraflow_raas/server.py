@@ -49,7 +49,7 @@ def run(settings: NodeSettings) -> int:
 
 
 async def serve(settings: NodeSettings, life: Lifecycle) -> None:
-    """Join, serve, drain. Ends at once when it is told to stop before it has joined."""
+    """Join, serve, drain. Ends at once when a stop is requested before it has joined."""
     async with _claimed(settings) as folder, _client(settings) as client:
         bind(node_id=folder.node_id)
         mirrors = MirrorFolders(folder, root=settings.mirror_dir)

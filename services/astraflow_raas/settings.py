@@ -19,7 +19,7 @@ SGLANG_ENGINE = "sglang"
 
 
 class NodeSettings(StoreAccess):
-    """What a node can be told. Only `join` is required."""
+    """The options of a node. Only `join` is required."""
 
     join: Annotated[str, Field(pattern=_ADDRESS), CommandOption("The run", metavar="HOST:PORT")]
     """Address of the dataflow server."""

@@ -2,7 +2,7 @@
 
 Invariant: a stage keeps its latest mark until the first lease, so with several policies it tells when the last of
 them was there; what happens later (restarted engines, new versions) changes nothing. Pure; marked by `server`,
-`weight_sync`, `host` and `worker`, shown as the metric `astraflow_raas_start_seconds` and one line of the log.
+`weight_sync`, `engine_host` and `worker`, shown as the metric `astraflow_raas_start_seconds` and one line of the log.
 """
 
 import os

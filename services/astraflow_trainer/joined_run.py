@@ -13,7 +13,7 @@ from astraflow.client import Client, RetryPolicy
 from astraflow.dataflow.v1 import run_service_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import Recipe, ResolvedPolicy
-from astraflow.recipe_file import parse_recipe
+from astraflow.recipe.file import parse_recipe
 from astraflow_kit.plugins import RecipeSource
 from astraflow_kit.recipe_code import install_code
 

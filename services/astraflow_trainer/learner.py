@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from astraflow.algorithm import AlgorithmSettings, KlReference
 from astraflow.recipe import ResolvedPolicy
+from astraflow.recipe.algorithm import AlgorithmSettings, KlReference
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore, Position
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm, shard

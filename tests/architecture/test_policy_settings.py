@@ -12,7 +12,7 @@ RESOLVED = {
     "trainer": set(TrainerSettings.model_fields),
 }
 """Keys of each section of a recipe that differ by policy."""
-RESOLVER = "clients/python/astraflow/recipe.py"
+RESOLVER = "clients/python/astraflow/recipe/settings.py"
 
 
 def test_settings_of_a_policy_are_read_resolved() -> None:

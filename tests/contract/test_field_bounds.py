@@ -38,7 +38,7 @@ from astraflow.dataflow.v1 import (
 )
 from astraflow.errors import AstraflowError, DeadlineError, InvalidArgumentError, PreconditionError
 from astraflow.options.v1 import options_pb2
-from astraflow.recipe_file import CodeFile, bundle_digest
+from astraflow.recipe.file import CodeFile, bundle_digest
 from astraflow.rollout.v1 import blob_pb2, task_pb2, trajectory_pb2
 from astraflow.trainer.v1 import trainer_service_pb2 as trainer
 from astraflow_trainer.controls import Controls

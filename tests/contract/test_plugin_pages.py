@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from astraflow import plugins
-from astraflow.recipe_file import parse_recipe
+from astraflow.recipe.file import parse_recipe
 from astraflow_dataflow.runs.data_plugins import DataPlugins
 from astraflow_kit.plugins import RecipeSource, make, mismatch
 from support.dataflow_world import recipe_text

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from astraflow.recipe_command import app
+from astraflow.recipe.command import app
 from support.source_tree import REPOSITORY
 
 SCHEMA = REPOSITORY / "docs" / "recipe.schema.json"

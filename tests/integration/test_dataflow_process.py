@@ -14,7 +14,7 @@ import pytest
 
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.errors import PluginError
-from astraflow.recipe_file import CodeFile, bundle_digest
+from astraflow.recipe.file import CodeFile, bundle_digest
 from astraflow_kit.lifecycle import Addresses, ExitCode, read_address_file
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import recipe_text, served

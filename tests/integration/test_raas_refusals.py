@@ -13,7 +13,7 @@ import redis
 
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
-from astraflow.recipe_file import CodeFile, bundle_digest
+from astraflow.recipe.file import CodeFile, bundle_digest
 from support.dataflow_world import World, recipe_text, served
 from support.node_process import NodeProcess, WeightPublisher, node_of, tiny_policy
 from support.scripted_daemons import ScriptedNode, serving

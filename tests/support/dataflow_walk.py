@@ -1,6 +1,6 @@
 """A seeded walk through the contract of the dataflow server, with a journal of its own.
 
-The server's accounts, the ids in batches and the journal are compared without trusting each other. Used by the
+The server's counts, the ids in batches and the journal are compared without trusting each other. Used by the
 conservation tests, on every Redis they run on.
 """
 
@@ -59,7 +59,7 @@ class Walk:
     number: int = 0
 
     async def run(self, steps: int) -> None:
-        """Take random steps, checking the accounts after each."""
+        """Take random steps, checking the counts after each."""
         for _ in range(steps):
             move = self.rng.choice(self._moves())
             await move()
@@ -225,7 +225,7 @@ class Walk:
         assert account.ingested - at_the_door == kept
 
     async def check_traces(self) -> None:
-        """The traces of all tasks, put together, say the same as the accounts."""
+        """The traces of all tasks, put together, say the same as the counts."""
         found: Counter[str] = Counter()
         for task_id in {episode.task_id for _, episode in self.pushed}:
             trace = await self.world.dataflow.reporting.trace(

@@ -29,7 +29,7 @@ from astraflow.dataflow.v1 import (
     version_pb2,
     version_service_pb2,
 )
-from astraflow.recipe_file import parse_recipe
+from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.server import Dataflow, RunKeeper
 from astraflow_dataflow.settings import DataflowServerSettings

@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from astraflow.client import AsyncClient
@@ -19,6 +19,7 @@ from astraflow_raas.node.assembly import NodeInputs, connect_node
 from astraflow_raas.node.engine_host import HostSettings, RemoteHost
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.node.node import Node, PolicyParts, PolicyTable
+from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_raas.push.pushing import Pusher
@@ -34,14 +35,15 @@ from support.fake_engine import FakeEngine
 from support.raas_parts import write_tokenizer
 
 
-@dataclass
-class BytelessWeights:
-    """A weight source whose every version is the same folder with a tokenizer."""
+class BytelessWeights(MirrorSource):
+    """Weights whose every version is the same folder with a tokenizer."""
 
-    folder: Path
     version: int | None = None
-    counts: PullCounts = field(default_factory=PullCounts)
+    counts = PullCounts()
     damage: VerificationFailed | None = None
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def prefetch(self, announced: version_pb2.Version) -> None:
         """Nothing to fetch."""

@@ -1,6 +1,6 @@
 """A recipe that names everything a recipe must, for tests that only need one to exist."""
 
-from astraflow.recipe_file import LoadedRecipe, parse_recipe
+from astraflow.recipe.file import LoadedRecipe, parse_recipe
 
 TINY = """
 run: {name: tiny, dataset: "recipe:Data"}

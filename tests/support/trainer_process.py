@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from astraflow.columns import Columns, encode_columns
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
-from astraflow.recipe_file import parse_recipe
+from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit.lifecycle import read_address_file
 from support.dataflow_world import World, until

@@ -42,7 +42,7 @@ COMMANDS: dict[str, Subcommand] = {
     "doctor": Subcommand(
         "astraflow_launcher.commands.doctor", "Check this machine and suggest fixes.", "dev", _START
     ),
-    "recipe": Subcommand("astraflow.recipe_command", "Check a recipe, or print the schema.", "", _START),
+    "recipe": Subcommand("astraflow.recipe.command", "Check a recipe, or print the schema.", "", _START),
     "status": Subcommand("astraflow.commands.status", "Show what a run has done and holds.", "", _LOOK),
     "why": Subcommand("astraflow.commands.why", "Say what each stage waits for, and why.", "", _LOOK),
     "trace": Subcommand("astraflow.commands.trace", "Follow one task to its weights.", "", _LOOK),

@@ -153,8 +153,7 @@ class Reward(Protocol):
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens [start, end) of a sequence were sampled under weight `version`; `retracted` tells whether the KV
-    cache was recomputed."""
+    """Tokens [start, end) of a sequence were sampled under weight `version`."""
 
     start: int
     end: int

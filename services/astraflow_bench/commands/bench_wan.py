@@ -66,13 +66,17 @@ def wan(
         "join_version": join_at,
         "step_s": step_s,
     }
-    options = Options(
-        **(_QUICK if quick else chosen),
-        learning_rate=learning_rate,
-        scaling=scaling,
-        time_limit_s=time_limit,
-        seed=seed,
-    )
+    fixed: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "scaling": scaling,
+        "time_limit_s": time_limit,
+        "seed": seed,
+    }
+    _measure(Options(**(_QUICK if quick else chosen), **fixed), as_json=as_json, write=write)
+
+
+def _measure(options: Options, *, as_json: bool, write: Path | None) -> None:
+    """Run the experiment, show and write what it found; status 1 when a target was missed."""
     console = Console(stderr=as_json)
     found = experiment.run(options, progress=lambda what: console.print(f"[dim]{what}[/]"))
     if write is not None:

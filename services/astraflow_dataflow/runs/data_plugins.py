@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from astraflow.errors import UnavailableError
-from astraflow.plugin_settings import PluginSettings
 from astraflow.plugins import Curator, Dataset, Filter, Group, PluginState, Selector
 from astraflow.recipe import Recipe
+from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.store.plugin_states import PluginStateStore, StateChange

@@ -15,7 +15,7 @@ from astraflow.blobs import blob_prefix
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import NotFoundError, PreconditionError, RecipeError
 from astraflow.recipe import Recipe
-from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
+from astraflow.recipe.file import CodeFile, bundle_digest, parse_recipe
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.window import Window
 from astraflow_dataflow.runs import background

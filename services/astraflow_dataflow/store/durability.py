@@ -116,9 +116,10 @@ class Durability:
         )
 
     def note(self, run_id: str, position: int) -> None:
-        """A commit got this position: the watermark has to follow."""
-        if position > self._highest.get(run_id, 0):
-            self._highest[run_id] = position
+        """A commit got this position: the watermark has to follow, or, below one seen before, writes may be lost."""
+        highest = self._highest.get(run_id, 0)
+        if position != highest:
+            self._highest[run_id] = max(position, highest)
             self._wanted.set()
 
     def forget(self, run_id: str) -> None:

@@ -82,11 +82,11 @@ def source() -> str:
     folder = resources.files("astraflow_dataflow.store") / "lua"
     parts = [f"#!lua name={LIBRARY}", lua_table(), f"local RUNS, DELETING = '{RUNS_KEY}', '{DELETING_KEY}'"]
     parts += [(folder / f"{name}.lua").read_text(encoding="utf-8") for name in _ORDER]
-    parts += [_registration(name, f"of_a_run({name})", "'no-writes'") for name in _READS]
-    parts += [_registration(name, f"of_a_run({name})", "'allow-oom'") for name in _RELEASES]
-    parts += [_registration(name, f"of_a_run({name})", "") for name in _WRITES]
-    parts += [_registration(name, name, "") for name in _BEGINNINGS]
-    parts += [_registration(name, name, "'allow-oom'") for name in _ENDS]
+    parts += [_registration(name, f"of_a_run({name}, SIGNATURE.{name})", "'no-writes'") for name in _READS]
+    parts += [_registration(name, f"of_a_run({name}, SIGNATURE.{name})", "'allow-oom'") for name in _RELEASES]
+    parts += [_registration(name, f"of_a_run({name}, SIGNATURE.{name})", "") for name in _WRITES]
+    parts += [_registration(name, f"named({name}, SIGNATURE.{name})", "") for name in _BEGINNINGS]
+    parts += [_registration(name, f"named({name}, SIGNATURE.{name})", "'allow-oom'") for name in _ENDS]
     return "\n".join(parts)
 
 

@@ -1,6 +1,6 @@
 """States of plug-ins in Redis: encoded entries and a revision per plug-in of a run.
 
-Saving is a compare-and-set on the revisions, over several plug-ins at once. Called by `runs.plugin_calls`.
+Saving is a compare-and-set on the revisions, over several plug-ins at once. Called by `data_plugins`.
 """
 
 from __future__ import annotations

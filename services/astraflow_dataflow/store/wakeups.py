@@ -100,7 +100,7 @@ class WorkWaiters:
         self._asked[subscription] = self._news
 
     def answered(self, subscription: Subscription, *, more: bool) -> None:
-        """It was told whether another might get something."""
+        """Its answer says whether another might get something."""
         if more:
             self._wake_next()
         elif not self._is_behind(subscription):

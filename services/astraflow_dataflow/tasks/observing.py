@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from astraflow.errors import AstraflowError, NotFoundError
+from astraflow.errors import NotFoundError, UnavailableError
 from astraflow.plugins import Curator, Group
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
@@ -39,20 +39,19 @@ class Observing:
             groups = [await waiting.get()]
             while len(groups) < _GROUPS_PER_CALL and not waiting.empty():
                 groups.append(waiting.get_nowait())
-            for curator in self.context.plugins.curators:
-                try:
+            try:
+                for curator in self.context.plugins.curators:
                     await self._tell(curator, groups)
-                except NotFoundError:
-                    return
+            except NotFoundError:
+                return
 
     async def _tell(self, curator: DataPlugin[Curator], groups: Sequence[Group]) -> None:
+        """Have a curator observe groups, again while Redis is away. Raises NotFoundError when the run is gone."""
         work = partial(asyncio.to_thread, observe, curator, groups, self.context.plugins.faults)
         while True:
             try:
                 return await with_states(self.store.plugin_states, self.context.run_id, [curator], work)
-            except NotFoundError:
-                raise
-            except AstraflowError as error:
+            except UnavailableError as error:
                 log.warning("curator.postponed", curator=curator.name, message=error.message)
                 await asyncio.sleep(_AGAIN_S)
 

@@ -1,1 +1,1 @@
-"""Weight versions: announced once, told in order to everybody who listens."""
+"""Weight versions: announced once, sent in order to everybody who listens."""

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from astraflow.errors import InvalidArgumentError
-from astraflow.recipe_file import load_recipe
+from astraflow.recipe.file import load_recipe
 from astraflow_kit.log import configure
 from astraflow_kit.settings import load
 from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part

@@ -21,7 +21,7 @@ import grpc.aio
 from astraflow.client import AsyncClient, RetryPolicy, channel_options
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.errors import AstraflowError, UnavailableError
-from astraflow.recipe_file import LoadedRecipe
+from astraflow.recipe.file import LoadedRecipe
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.log import get_logger
 from astraflow_kit.ports import free_port

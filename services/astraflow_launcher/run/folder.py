@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from astraflow.errors import ConflictError, IncompatibleError, InvalidArgumentError
-from astraflow.recipe_file import LoadedRecipe
+from astraflow.recipe.file import LoadedRecipe
 
 __all__ = ["DEFAULT_ROOT", "RunFolder", "RunRecord", "open_run_folder"]
 

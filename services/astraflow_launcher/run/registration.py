@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, run_service_pb2
-from astraflow.recipe_file import LoadedRecipe
+from astraflow.recipe.file import LoadedRecipe
 from astraflow_kit.log import get_logger
 from astraflow_launcher.run.folder import RunFolder
 

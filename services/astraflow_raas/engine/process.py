@@ -1,7 +1,7 @@
 """One run of an engine as a child process: start, wait until healthy, end with everything it started.
 
 Invariant: the child leads a process group of its own and never outlives the node; its output goes to one log
-file. `host` starts one after another and decides when to give up on one.
+file. `engine_host` starts one after another and decides when to give up on one.
 """
 
 import asyncio

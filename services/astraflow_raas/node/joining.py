@@ -25,7 +25,7 @@ from astraflow.errors import (
     UnimplementedError,
 )
 from astraflow.recipe import Recipe
-from astraflow.recipe_file import parse_recipe
+from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import task_pb2
 from astraflow_kit.log import get_logger
 from astraflow_raas.settings import NodeSettings

@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 
 class MirrorSource:
-    """A `WeightSource` over a `Mirror`. Not thread-safe: one owner, one call at a time.
+    """Verified versions in a `Mirror`. Not thread-safe: one owner, one call at a time.
 
     Without a `mirror` of an earlier life, `open_mirror` makes one when the size of the model is known.
     """
@@ -41,7 +41,7 @@ class MirrorSource:
 
     @property
     def version(self) -> int | None:
-        """Version the mirror holds; it may be one of an earlier life of this node."""
+        """Version the mirror holds whole, None before the first; it may be one of an earlier life of this node."""
         return self._mirror.version if self._mirror else None
 
     @property

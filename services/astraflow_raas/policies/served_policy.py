@@ -1,7 +1,7 @@
 """What this node serves of one policy at this moment: engine, version, tokenizer, and who needs that version.
 
 Invariant: calls are only sent while an engine is ready; `version` is what that engine really serves, so
-evaluation episodes pin it and a newer one waits for them. State only: `engine.host` brings engines up,
+evaluation episodes pin it and a newer one waits for them. State only: `engine_host` brings engines up,
 `weight_sync` changes versions, `session` samples.
 """
 

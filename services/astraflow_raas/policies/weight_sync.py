@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol
 
 from astraflow.client import RetryPolicy
 from astraflow.dataflow.v1 import version_pb2
@@ -22,6 +21,7 @@ from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import Engine, EngineUnavailable
 from astraflow_raas.loops import LoopService
+from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.timeline import Stage
 from astraflow_weights.errors import (
@@ -32,7 +32,6 @@ from astraflow_weights.errors import (
     VerificationFailed,
 )
 from astraflow_weights.mirror.lock import Hold
-from astraflow_weights.versions.pull import PullCounts
 
 log = get_logger(__name__)
 
@@ -41,37 +40,6 @@ _FATAL_AT_START = (IncompatibleError, MirrorMismatch, StoreRefused)
 _RETRY = RetryPolicy(first_wait_s=0.2, max_wait_s=10.0)
 _HOLD_POLL_S = 0.02
 _MAX_PROBLEM_CHARS = 512
-
-
-class WeightSource(Protocol):
-    """Where verified versions come from; the mirror behind it is this node's host copy."""
-
-    @property
-    def counts(self) -> PullCounts:
-        """Running totals."""
-
-    @property
-    def version(self) -> int | None:
-        """Version the mirror holds whole."""
-
-    @property
-    def damage(self) -> VerificationFailed | None:
-        """What is known to be wrong with the mirror and could not be repaired yet."""
-
-    def prefetch(self, announced: version_pb2.Version) -> None:
-        """Bring what the version is made of to this machine. Blocks; runs in a thread. The mirror does not change.
-
-        Raises as `fetch` does.
-        """
-
-    def fetch(self, announced: version_pb2.Version) -> Path:
-        """Bring the mirror to the version, verified, and return its folder. Blocks; runs in a thread.
-
-        Raises RetryableError when the store does not answer, VerificationFailed and its kin for bad bytes.
-        """
-
-    def try_hold(self) -> Hold | None:
-        """Keep the mirror's version as it is while an engine loads; None while there is no whole one."""
 
 
 class _DiskFault(RetryableError):
@@ -84,11 +52,12 @@ class WeightSync(LoopService):
     """Keeps one policy at its newest announced version. A lifecycle `Service`."""
 
     def __init__(
-        self, policy: ServedPolicy, *, source: WeightSource, metrics: Metrics, evaluation_hold_s: float
+        self, policy: ServedPolicy, *, source: MirrorSource, metrics: Metrics, evaluation_hold_s: float
     ) -> None:
         super().__init__()
         self._policy = policy
-        self._source = source
+        self.source = source
+        """Where versions come from, and what it holds and fetched."""
         self._metrics = metrics
         self._evaluation_hold_s = evaluation_hold_s
         self._announced: version_pb2.Version | None = None
@@ -100,16 +69,6 @@ class WeightSync(LoopService):
         """What is wrong with the bytes of the version to be activated; None when nothing is known to be."""
         self.holding = False
         """True while a newer version waits for evaluations of the served one."""
-
-    @property
-    def counts(self) -> PullCounts:
-        """What was fetched since the process started."""
-        return self._source.counts
-
-    @property
-    def mirror_version(self) -> int | None:
-        """Version the mirror holds whole; None before the first fetch."""
-        return self._source.version
 
     @property
     def announced_version(self) -> int | None:
@@ -143,7 +102,7 @@ class WeightSync(LoopService):
         while True:
             await self._has_weights.wait()
             async with self._policy.changing:
-                held = self._source.try_hold()
+                held = self.source.try_hold()
                 if held is not None:
                     try:
                         yield held
@@ -193,7 +152,7 @@ class WeightSync(LoopService):
     async def _prefetch(self, announced: version_pb2.Version) -> None:
         started_s = time.monotonic()
         try:
-            await asyncio.to_thread(self._source.prefetch, announced)
+            await asyncio.to_thread(self.source.prefetch, announced)
         except VerificationFailed as failure:
             # Fetching for good goes around it, or says so.
             log.warning("weights.prefetch_failed", message=failure.message)
@@ -202,7 +161,7 @@ class WeightSync(LoopService):
 
     async def _fetch(self, announced: version_pb2.Version) -> Path:
         started_s = time.monotonic()
-        model_dir = await asyncio.to_thread(self._source.fetch, announced)
+        model_dir = await asyncio.to_thread(self.source.fetch, announced)
         took_s = time.monotonic() - started_s
         self._metrics.observe("astraflow_raas_apply_seconds", took_s, policy=announced.policy_id)
         log.info("weights.fetched", seconds=round(took_s, 4), model_dir=str(model_dir))
@@ -248,10 +207,10 @@ class WeightSync(LoopService):
         failpoints.hit("raas.activated")
 
     async def _hold(self) -> Hold:
-        held = self._source.try_hold()
+        held = self.source.try_hold()
         while held is None:
             await asyncio.sleep(_HOLD_POLL_S)
-            held = self._source.try_hold()
+            held = self.source.try_hold()
         return held
 
     async def _served(self, engine: Engine) -> int | None:
@@ -270,8 +229,8 @@ class WeightSync(LoopService):
         damaged = isinstance(error, VerificationFailed | CorruptPart | CorruptManifest)
         if damaged:
             self.num_verification_failures += 1
-        if damaged or self._source.damage is not None:
-            self.fault = _fault(announced, error if damaged else self._source.damage or error)
+        if damaged or self.source.damage is not None:
+            self.fault = _fault(announced, error if damaged else self.source.damage or error)
             self._policy.on_change()
         self._metrics.increment(
             "astraflow_raas_version_failures_total", policy=announced.policy_id, reason=error.reason

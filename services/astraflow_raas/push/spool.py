@@ -3,7 +3,7 @@
 Invariant: an episode is in exactly one place: unsent, in flight, or acknowledged but kept a little longer,
 because an acknowledgement in memory survives a server restart and not the loss of its disk; all three together
 are bounded; order of arrival is kept, also when a broken stream sends the unacknowledged ones back. Pure apart
-from the futures that callers wait on; owned by `push`, which keeps the same episodes on disk (`spool_files`).
+from the futures that callers wait on; owned by `pushing`, which keeps the same episodes on disk (`spool_files`).
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Spooled:
 
 @dataclass(kw_only=True)
 class Spool:
-    """The three places. `released` is told of each episode that nobody can need any more."""
+    """The three places. `released` is called with each episode that nobody can need any more."""
 
     limits: SpoolLimits
     clock: Clock

@@ -3,7 +3,7 @@
 Invariant: an episode is in a file from before its first byte is sent until it is released; a write that was
 cut short never hides what lies before it; a file goes when its last episode is released. Nothing is synced:
 the files survive the death of the process, while the death of the machine is what leases are for. Called by
-`push`, from one task at a time.
+`pushing`, from one task at a time.
 
 A file holds records of `length u32 · crc32 u32 · Episode`, little-endian.
 """

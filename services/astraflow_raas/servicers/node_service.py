@@ -56,7 +56,7 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
 
 
 def _versions(name: str, part: PolicyParts) -> list[node_service_pb2.NodeVersion]:
-    mirrored = part.weights.mirror_version
+    mirrored = part.weights.source.version
     serving = part.policy.version if part.policy.engine is not None else None
     newest = part.weights.announced_version
     known = {number for number in (mirrored, serving, newest) if number is not None}
@@ -89,11 +89,11 @@ def node_status(node: Node) -> node_service_pb2.StatusResponse:
 
 
 def _served(name: str, part: PolicyParts) -> node_service_pb2.ServedPolicy:
-    fetched = part.weights.counts
+    fetched = part.weights.source.counts
     return node_service_pb2.ServedPolicy(
         policy_id=name,
         version=part.policy.version,
-        mirror_version=part.weights.mirror_version,
+        mirror_version=part.weights.source.version,
         snapshots_fetched=fetched.snapshots_fetched,
         deltas_fetched=fetched.deltas_fetched,
         snapshot_bytes_fetched=fetched.snapshot_bytes,

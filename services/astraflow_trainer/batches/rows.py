@@ -5,7 +5,6 @@ log-prob and a weight version, and its first token (which nothing predicts) is n
 contract messages by the batch source; read by packing and the training step.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,8 +62,3 @@ class TrainingRow:
     def min_version(self) -> int:
         """Oldest weight version among the spans: what staleness is measured from."""
         return min(span.version for span in self.version_spans)
-
-
-def total_trained_tokens(rows: Sequence[TrainingRow]) -> int:
-    """Tokens of `rows` that the loss covers."""
-    return sum(row.num_trained_tokens for row in rows)

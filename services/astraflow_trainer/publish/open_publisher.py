@@ -77,7 +77,7 @@ def open_publisher(
         base=same_shards(map_model(Path(newest)), like=held) if newest else None,
         assets=assets,
         inline_snapshots=False,
-        context=joined.recipe.trainer.publish.codec == "rice_ctx",
+        context=joined.policy.trainer.publish.codec == "rice_ctx",
     )
 
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from astraflow.algorithm import AdvantageSettings, Baseline, Scale
+from astraflow.recipe.algorithm import AdvantageSettings, Baseline, Scale
 
 FloatArray: TypeAlias = NDArray[np.float64]
 

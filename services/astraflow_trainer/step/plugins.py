@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from astraflow.algorithm import AlgorithmSettings
 from astraflow.errors import PluginError
-from astraflow.plugin_settings import PluginSettings
 from astraflow.plugins import Advantage, Loss, RewardedRows, TrainedTokens
+from astraflow.recipe.algorithm import AlgorithmSettings
+from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_kit.plugins import RecipeSource, describe, make
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from astraflow.algorithm import AdvantageSettings, AlgorithmSettings, KlReference, ProximalAnchor
+from astraflow.recipe.algorithm import AdvantageSettings, AlgorithmSettings, KlReference, ProximalAnchor
 from astraflow_trainer.batches.packing import MicroBatch, filler, pack
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.model import PolicyModel, TokenScores

@@ -2,7 +2,7 @@
 
 Invariant: an object that exists is never written again, and what `upload_parts` returns is stored under a name
 that no collector may delete: a part whose name is in a tombstone is salted and stored under another one. That
-holds between `UploadIntents.open`, followed by `read_tombstones`, and `close`. The version writer has one for
+holds between `UploadIntents.open`, which `read_tombstones` follows, and `close`. The version writer has one for
 the committing process; every further process of a sharded trainer has its own and writes nothing else.
 """
 

@@ -22,7 +22,7 @@ from astraflow_engine.requests import (
 from astraflow_engine.scheduler import AdmissionLimits
 from astraflow_engine.weights import Weights, load_weights
 from astraflow_kit import failpoints
-from astraflow_kit.clock import ManualClock
+from support.manual_clock import ManualClock
 from support.tiny_qwen import (
     EOS,
     load_reference,

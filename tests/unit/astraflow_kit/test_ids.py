@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow_kit.clock import ManualClock
 from astraflow_kit.ids import IdSource
+from support.manual_clock import ManualClock
 
 
 @given(st.lists(st.floats(min_value=-5, max_value=5), max_size=50), st.integers(0, 2**32))

@@ -8,7 +8,7 @@ import pytest
 
 from astraflow import plugins as public
 from astraflow.errors import PluginError
-from astraflow.plugin_settings import PluginSettings
+from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_kit import plugins
 from astraflow_kit.plugins import RecipeSource, load, make, mismatch, resolve
 

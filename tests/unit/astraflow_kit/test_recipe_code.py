@@ -6,7 +6,7 @@ import pytest
 
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
-from astraflow.recipe_file import CodeFile, bundle_digest
+from astraflow.recipe.file import CodeFile, bundle_digest
 from astraflow_kit.recipe_code import install_code
 
 CODE = "class Half: ..."

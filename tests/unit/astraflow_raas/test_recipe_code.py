@@ -8,7 +8,7 @@ import pytest
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import PluginError
 from astraflow.plugins import Workflow
-from astraflow.recipe_file import CodeFile, bundle_digest, parse_recipe
+from astraflow.recipe.file import CodeFile, bundle_digest, parse_recipe
 from astraflow_raas.recipe_code import load_workflow
 
 SINGLE_TURN = "astraflow_raas.workflows.single_turn:SingleTurn"

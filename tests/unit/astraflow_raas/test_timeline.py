@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_kit.clock import ManualClock
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.timeline import Stage, Timeline, process_age_s
+from support.manual_clock import ManualClock
 
 
 def started(clock: ManualClock, metrics: Metrics | None = None) -> Timeline:

@@ -14,7 +14,7 @@ from astraflow.errors import (
     RecipeError,
     UnavailableError,
 )
-from astraflow.recipe_file import CodeFile, bundle_digest
+from astraflow.recipe.file import CodeFile, bundle_digest
 from astraflow_trainer.joined_run import JoinedRun, join_run
 from support.scripted_batches import ScriptedBatches, serving
 from support.scripted_dataflow import RECIPE, RUN_ID

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from astraflow.recipe import ResolvedPolicy
-from astraflow.recipe_file import parse_recipe
+from astraflow.recipe.file import parse_recipe
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.model.model import Qwen3Shape, build_causal_lm, save_causal_lm

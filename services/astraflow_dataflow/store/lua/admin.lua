@@ -1,36 +1,39 @@
--- What operators change: nodes told to leave, pins, and tasks that nobody tries again.
+-- What operators change: nodes ordered to leave, pins, and tasks that nobody tries again.
 
 local DEAD_PER_CALL = 500
 local MAX_PINS = 1000
 
 -- drain: node, reason. The node gets nothing more from now on. Returns { leases held, '1' when connected }.
+SIGNATURE.drain = { 'node', 'reason' }
 local function drain(keys, a)
-  local P, N = keys[1], K.node(keys[1], a[1])
-  if call('EXISTS', N) == 0 then return refuse('NOTFOUND', 'node ' .. a[1] .. ' has not joined this run; ListNodes shows who has') end
-  call('HSET', N, 'drain', a[2])
-  emit(P, 'node ' .. a[1], 'drain', a[2])
+  local P, N = keys[1], K.node(keys[1], a.node)
+  if call('EXISTS', N) == 0 then return refuse('NOTFOUND', 'node ' .. a.node .. ' has not joined this run; ListNodes shows who has') end
+  call('HSET', N, 'drain', a.reason)
+  emit(P, 'node ' .. a.node, 'drain', a.reason)
   local connected = tonumber(call('HGET', N, 'connected_until') or 0) > now_ms()
-  return { call('SCARD', K.node_leases(P, a[1])), connected and '1' or '0' }
+  return { call('SCARD', K.node_leases(P, a.node)), connected and '1' or '0' }
 end
 
 -- pin: policy, version, reason. Returns the time of the pin; pinning again keeps it and replaces the reason.
+SIGNATURE.pin = { 'policy', 'version', 'reason' }
 local function pin(keys, a)
-  local P, pins = keys[1], K.pins(keys[1], a[1])
-  if call('HEXISTS', K.versions(P, a[1]), a[2]) == 0 then
-    return refuse('NOTFOUND', 'version ' .. a[2] .. ' of ' .. a[1] .. ' is not announced; ListVersions shows those that are')
+  local P, pins = keys[1], K.pins(keys[1], a.policy)
+  if call('HEXISTS', K.versions(P, a.policy), a.version) == 0 then
+    return refuse('NOTFOUND', 'version ' .. a.version .. ' of ' .. a.policy .. ' is not announced; ListVersions shows those that are')
   end
-  local known = call('HGET', pins, a[2])
+  local known = call('HGET', pins, a.version)
   if not known and call('HLEN', pins) >= MAX_PINS then
-    return refuse('PRECONDITION', a[1] .. ' has ' .. MAX_PINS .. ' pins, the most there may be; unpin some')
+    return refuse('PRECONDITION', a.policy .. ' has ' .. MAX_PINS .. ' pins, the most there may be; unpin some')
   end
   local ms = known and string.match(known, '^%d+') or tostring(now_ms())
-  call('HSET', pins, a[2], ms .. ' ' .. a[3])
+  call('HSET', pins, a.version, ms .. ' ' .. a.reason)
   return ms
 end
 
 -- unpin: policy, version. Returns 1 when it was pinned.
+SIGNATURE.unpin = { 'policy', 'version' }
 local function unpin(keys, a)
-  return call('HDEL', K.pins(keys[1], a[1]), a[2])
+  return call('HDEL', K.pins(keys[1], a.policy), a.version)
 end
 
 local function fields_of(entry)
@@ -60,13 +63,14 @@ local function revive(P, f)
 end
 
 -- requeue: letter ids, or none for the oldest. Returns { requeued, unknown, kept }.
+SIGNATURE.requeue = { rest = true }
 local function requeue(keys, a)
   local P, requeued, unknown, kept, entries = keys[1], 0, 0, 0, {}
   if call('HGET', K.run(P), 'state') ~= 'active' then
     return refuse('PRECONDITION', 'the run takes no tasks any more; create a new run')
   end
-  if #a == 0 then entries = call('XRANGE', K.dead(P), '-', '+', 'COUNT', DEAD_PER_CALL) end
-  for _, id in ipairs(a) do
+  if #a.rest == 0 then entries = call('XRANGE', K.dead(P), '-', '+', 'COUNT', DEAD_PER_CALL) end
+  for _, id in ipairs(a.rest) do
     local found = call('XRANGE', K.dead(P), id, id)
     if found[1] then entries[#entries + 1] = found[1] else unknown = unknown + 1 end
   end
@@ -85,13 +89,15 @@ local function requeue(keys, a)
 end
 
 -- purge: letter ids, or none for all. Returns how many were forgotten.
+SIGNATURE.purge = { rest = true }
 local function purge(keys, a)
   local P = keys[1]
-  if #a == 0 then return call('XTRIM', K.dead(P), 'MAXLEN', 0) end
-  return call('XDEL', K.dead(P), unpack(a))
+  if #a.rest == 0 then return call('XTRIM', K.dead(P), 'MAXLEN', 0) end
+  return call('XDEL', K.dead(P), unpack(a.rest))
 end
 
 -- refused: nodes. Returns { tasks that all of them refused, one of these, since when }, looking at the oldest that wait to be tried again.
+SIGNATURE.refused = { rest = true }
 local function refused(keys, a)
   local P, n, example, since = keys[1], 0, '', 0
   local lanes = call('HKEYS', K.open_evaluations(P))
@@ -99,8 +105,8 @@ local function refused(keys, a)
   for _, lane in ipairs(lanes) do
     local waiting = call('ZRANGE', K.retry(P, lane), 0, 255, 'WITHSCORES')
     for i = 1, #waiting, 2 do
-      local everywhere = #a > 0
-      for _, node in ipairs(a) do everywhere = everywhere and avoids(P, waiting[i], node) end
+      local everywhere = #a.rest > 0
+      for _, node in ipairs(a.rest) do everywhere = everywhere and avoids(P, waiting[i], node) end
       if everywhere then
         n = n + 1
         local due = tonumber(waiting[i + 1])

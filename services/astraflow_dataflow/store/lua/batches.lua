@@ -41,38 +41,41 @@ end
 
 -- claim: policy, trainer, an epoch to be above, the epoch the trainer holds or 0, data incarnation, lease ms, '1' to claim only what nobody holds
 -- and to hold nothing. Returns { epoch, last finished step, last durable step, newest version or '' }.
+SIGNATURE.claim = { 'policy', 'trainer', 'known_epoch', 'held_epoch', 'incarnation', 'lease_ms', 'only_if_unheld' }
 local function claim(keys, a)
-  local P, Q = keys[1], K.policy(keys[1], a[1])
-  if call('EXISTS', Q) == 0 then return refuse('NOTFOUND', 'no policy ' .. a[1] .. ' in this run') end
+  local P, Q = keys[1], K.policy(keys[1], a.policy)
+  if call('EXISTS', Q) == 0 then return refuse('NOTFOUND', 'no policy ' .. a.policy .. ' in this run') end
   local f = call('HMGET', Q, 'epoch', 'trainer', 'incarnation')
-  local current, held = tonumber(f[1]), tonumber(a[4])
+  local current, held = tonumber(f[1]), tonumber(a.held_epoch)
   -- A claim of the same trainer that is newer than what it holds is one whose answer it did not get.
-  if held > 0 and current > held and f[2] ~= a[2] then return fenced(P, a[1], held) end
-  local only_if_unheld = a[7] == '1'
-  local refusal = only_if_unheld and held_by_another(P, a[1], a[2], tonumber(a[6]))
+  if held > 0 and current > held and f[2] ~= a.trainer then return fenced(P, a.policy, held) end
+  local only_if_unheld = a.only_if_unheld == '1'
+  local refusal = only_if_unheld and held_by_another(P, a.policy, a.trainer, tonumber(a.lease_ms))
   if refusal then return refusal end
   -- Another incarnation may have lost claims: skip more numbers than can have been given in the lost moments, so none is given twice.
-  local skipped = f[3] and f[3] ~= a[5] and LOST_CLAIMS or 0
-  local epoch = math.max(current + skipped, tonumber(a[3]), held) + 1
-  call('HSET', Q, 'epoch', epoch, 'trainer', a[2], 'claim_ms', now_ms(), 'incarnation', a[5])
-  if only_if_unheld then call('HDEL', Q, 'heard_ms') else note_heard(P, a[1]) end
+  local skipped = f[3] and f[3] ~= a.incarnation and LOST_CLAIMS or 0
+  local epoch = math.max(current + skipped, tonumber(a.known_epoch), held) + 1
+  call('HSET', Q, 'epoch', epoch, 'trainer', a.trainer, 'claim_ms', now_ms(), 'incarnation', a.incarnation)
+  if only_if_unheld then call('HDEL', Q, 'heard_ms') else note_heard(P, a.policy) end
   f = call('HMGET', Q, 'finished', 'durable', 'version')
   return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '' }
 end
 
 -- hold: policy, epoch. The trainer lives, whatever it is busy with. Returns 1.
+SIGNATURE.hold = { 'policy', 'epoch' }
 local function hold(keys, a)
-  local refusal = fenced(keys[1], a[1], a[2])
+  local refusal = fenced(keys[1], a.policy, a.epoch)
   if refusal then return refusal end
-  note_heard(keys[1], a[1])
+  note_heard(keys[1], a.policy)
   return 1
 end
 
 -- release_policy: policy, epoch. The trainer ends: nobody holds the policy. Returns 1.
+SIGNATURE.release_policy = { 'policy', 'epoch' }
 local function release_policy(keys, a)
-  local refusal = fenced(keys[1], a[1], a[2])
+  local refusal = fenced(keys[1], a.policy, a.epoch)
   if refusal then return refusal end
-  call('HDEL', K.policy(keys[1], a[1]), 'heard_ms')
+  call('HDEL', K.policy(keys[1], a.policy), 'heard_ms')
   return 1
 end
 
@@ -159,14 +162,15 @@ end
 -- acquire: policy, epoch, step, base version, most versions unpublished, stale groups per call, lease ms, wait ms; with a selector also 'offer',
 -- 'wait' or 'take', most groups offered, groups to take. Returns { 'bound', batch, stage } | { 'wait', reason, figures } | { 'more' } |
 -- { 'offer', outstanding groups, { group, score, items }... }.
+SIGNATURE.acquire = { 'policy', 'epoch', 'step', 'base', 'max_behind', 'stale_limit', 'lease_ms', 'wait_ms', 'mode', 'offered', rest = true }
 local function acquire(keys, a)
-  local P, policy, step, base = keys[1], a[1], tonumber(a[3]), tonumber(a[4])
-  local refusal = fenced(P, policy, a[2])
+  local P, policy, step, base = keys[1], a.policy, tonumber(a.step), tonumber(a.base)
+  local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
   note_heard(P, policy)
-  local id = call('HGET', K.steps(P, policy), a[3])
+  local id = call('HGET', K.steps(P, policy), a.step)
   if id then
-    call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a[7]), id)
+    call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a.lease_ms), id)
     return { 'bound', id, call('HGET', K.batch(P, id), 'stage') }
   end
   local f = call('HMGET', K.policy(P, policy), 'finished', 'durable', 'version', 'groups_per_step')
@@ -181,30 +185,30 @@ local function acquire(keys, a)
     return refuse('PRECONDITION', 'the run is finished and binds no more batches')
   end
   local newest = tonumber(f[3] or -1)
-  if base > newest + tonumber(a[5]) then
-    note_wait(P, policy, 'publish', tonumber(a[8]))
-    return { 'wait', 'publish', 'base version ' .. base .. ', newest published ' .. newest .. ', at most ' .. a[5] .. ' behind' }
+  if base > newest + tonumber(a.max_behind) then
+    note_wait(P, policy, 'publish', tonumber(a.wait_ms))
+    return { 'wait', 'publish', 'base version ' .. base .. ', newest published ' .. newest .. ', at most ' .. a.max_behind .. ' behind' }
   end
-  if drop_stale(P, policy, base, tonumber(a[6])) then return { 'more' } end
+  if drop_stale(P, policy, base, tonumber(a.stale_limit)) then return { 'more' } end
   local ready = call('ZCARD', K.ready(P, policy))
   if ready < tonumber(f[4]) then
-    note_wait(P, policy, 'ready_groups', tonumber(a[8]))
+    note_wait(P, policy, 'ready_groups', tonumber(a.wait_ms))
     return { 'wait', 'ready_groups', ready .. ' of ' .. f[4] .. ' groups are ready' }
   end
-  local wanted, chosen = tonumber(f[4]), {}
-  for i = 11, #a do chosen[#chosen + 1] = a[i] end
-  local instead = a[9] and selected(P, policy, wanted, a[9], tonumber(a[8]), tonumber(a[10]), chosen)
+  local wanted, chosen = tonumber(f[4]), a.rest
+  local instead = a.mode and selected(P, policy, wanted, a.mode, tonumber(a.wait_ms), tonumber(a.offered), chosen)
   if instead then return instead end
-  return { 'bound', bind(P, policy, step, base, take(P, policy, wanted, chosen), tonumber(a[7])), '' }
+  return { 'bound', bind(P, policy, step, base, take(P, policy, wanted, chosen), tonumber(a.lease_ms)), '' }
 end
 
 -- batch: policy, epoch, step. Read only. Returns { id, base, manifest or '' }, then the items of its groups when there is no manifest yet.
+SIGNATURE.batch = { 'policy', 'epoch', 'step' }
 local function batch(keys, a)
-  local P, policy = keys[1], a[1]
-  local refusal = fenced(P, policy, a[2])
+  local P, policy = keys[1], a.policy
+  local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
-  local id = call('HGET', K.steps(P, policy), a[3])
-  if not id then return unbound(P, policy, a[3]) end
+  local id = call('HGET', K.steps(P, policy), a.step)
+  if not id then return unbound(P, policy, a.step) end
   local f = call('HMGET', K.batch(P, id), 'base', 'manifest', 'groups')
   local out = { id, f[1], f[2] or '' }
   if not f[2] then
@@ -214,11 +218,12 @@ local function batch(keys, a)
 end
 
 -- seal: policy, batch, manifest, digest, then staleness, trajectories. Keeps the first manifest; a repetition changes nothing.
+SIGNATURE.seal = { 'policy', 'batch', 'manifest', 'digest', each = { 'age', 'trajectories' } }
 local function seal(keys, a)
-  local P, B = keys[1], K.batch(keys[1], a[2])
-  if call('EXISTS', B) == 0 or call('HSETNX', B, 'manifest', a[3]) == 0 then return 0 end
-  call('HSET', B, 'digest', a[4])
-  for i = 5, #a, 2 do call('HINCRBY', K.staleness(P, a[1]), a[i], a[i + 1]) end
+  local P, B = keys[1], K.batch(keys[1], a.batch)
+  if call('EXISTS', B) == 0 or call('HSETNX', B, 'manifest', a.manifest) == 0 then return 0 end
+  call('HSET', B, 'digest', a.digest)
+  for _, item in ipairs(a.each) do call('HINCRBY', K.staleness(P, a.policy), item.age, item.trajectories) end
   return 1
 end
 
@@ -238,33 +243,34 @@ local function end_step(P, policy, step, id, stage, n)
 end
 
 -- ack: policy, epoch, step, batch, digest, stage. Stages only move forward. Returns the stage recorded now.
+SIGNATURE.ack = { 'policy', 'epoch', 'step', 'batch', 'digest', 'stage' }
 local function ack(keys, a)
-  local P, policy, B = keys[1], a[1], K.batch(keys[1], a[4])
-  local refusal = fenced(P, policy, a[2])
+  local P, policy, B = keys[1], a.policy, K.batch(keys[1], a.batch)
+  local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
   local voided = call('HMGET', B, 'stage', 'reason')
   if voided[1] == 'voided' then
-    return refuse('PRECONDITION', 'batch ' .. a[4] .. ' was voided (' .. voided[2] .. '); forget what it did and acquire step ' .. a[3] ..
-      ' again', 'voided=' .. a[4])
+    return refuse('PRECONDITION', 'batch ' .. a.batch .. ' was voided (' .. voided[2] .. '); forget what it did and acquire step ' .. a.step ..
+      ' again', 'voided=' .. a.batch)
   end
-  if call('HGET', K.steps(P, policy), a[3]) ~= a[4] then
-    return refuse('NOTFOUND', 'batch ' .. a[4] .. ' is not bound to step ' .. a[3] .. ' of ' .. policy .. '; acquire the step again')
+  if call('HGET', K.steps(P, policy), a.step) ~= a.batch then
+    return refuse('NOTFOUND', 'batch ' .. a.batch .. ' is not bound to step ' .. a.step .. ' of ' .. policy .. '; acquire the step again')
   end
   local f = call('HMGET', B, 'stage', 'digest', 'n')
-  if f[2] ~= a[5] then
-    return refuse('CONFLICT', 'the digest is not that of batch ' .. a[4] .. '; fetch the batch again and train on what was handed out')
+  if f[2] ~= a.digest then
+    return refuse('CONFLICT', 'the digest is not that of batch ' .. a.batch .. '; fetch the batch again and train on what was handed out')
   end
-  local now_order, next_order = STAGE_ORDER[f[1]], STAGE_ORDER[a[6]]
-  if now_order == 2 and next_order == 2 and f[1] ~= a[6] then
-    return refuse('CONFLICT', 'step ' .. a[3] .. ' is already ' .. f[1] .. ' and cannot become ' .. a[6])
+  local now_order, next_order = STAGE_ORDER[f[1]], STAGE_ORDER[a.stage]
+  if now_order == 2 and next_order == 2 and f[1] ~= a.stage then
+    return refuse('CONFLICT', 'step ' .. a.step .. ' is already ' .. f[1] .. ' and cannot become ' .. a.stage)
   end
   if next_order <= now_order then return f[1] end
-  call('HSET', B, 'stage', a[6], 'epoch', a[2])
+  call('HSET', B, 'stage', a.stage, 'epoch', a.epoch)
   if next_order == 2 then
-    end_step(P, policy, a[3], a[4], a[6], tonumber(f[3]))
-    call('XADD', K.consumed(P, policy), '*', 'step', a[3], 'batch', a[4], 'stage', a[6], 'epoch', a[2], 'digest', a[5], 'n', f[3])
+    end_step(P, policy, a.step, a.batch, a.stage, tonumber(f[3]))
+    call('XADD', K.consumed(P, policy), '*', 'step', a.step, 'batch', a.batch, 'stage', a.stage, 'epoch', a.epoch, 'digest', a.digest, 'n', f[3])
   end
-  return a[6]
+  return a.stage
 end
 
 local function return_groups(P, policy, gids, n, reason)
@@ -285,35 +291,37 @@ local function unbind(P, policy, step, id)
 end
 
 -- nack: policy, epoch, step. Groups return to the ready set with their old scores. Returns how many.
+SIGNATURE.nack = { 'policy', 'epoch', 'step' }
 local function nack(keys, a)
-  local P, policy = keys[1], a[1]
-  local refusal = fenced(P, policy, a[2])
+  local P, policy = keys[1], a.policy
+  local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
-  local id = call('HGET', K.steps(P, policy), a[3])
+  local id = call('HGET', K.steps(P, policy), a.step)
   if not id then return 0 end
   local f = call('HMGET', K.batch(P, id), 'stage', 'groups', 'n')
   if STAGE_ORDER[f[1]] == 2 then
-    return refuse('PRECONDITION', 'step ' .. a[3] .. ' is ' .. f[1] .. '; only a batch that was not trained on can be given back')
+    return refuse('PRECONDITION', 'step ' .. a.step .. ' is ' .. f[1] .. '; only a batch that was not trained on can be given back')
   end
   local returned = return_groups(P, policy, split(f[2]), tonumber(f[3]), 'nacked')
-  unbind(P, policy, a[3], id)
+  unbind(P, policy, a.step, id)
   call('UNLINK', K.batch(P, id))
   return returned
 end
 
 -- void: policy, step, batch, 'return' or 'discard', reason. Whatever the epoch. Returns { groups returned, trajectories dropped }.
+SIGNATURE.void = { 'policy', 'step', 'batch', 'action', 'reason' }
 local function void(keys, a)
-  local P, policy, B = keys[1], a[1], K.batch(keys[1], a[3])
+  local P, policy, B = keys[1], a.policy, K.batch(keys[1], a.batch)
   local f = call('HMGET', B, 'stage', 'groups', 'n', 'returned', 'dropped')
   if f[1] == 'voided' then return { tonumber(f[4]), tonumber(f[5]) } end
-  if call('HGET', K.steps(P, policy), a[2]) ~= a[3] then
-    return refuse('NOTFOUND', 'batch ' .. a[3] .. ' is not bound to step ' .. a[2] .. ' of ' .. policy .. '; Status and why show what is')
+  if call('HGET', K.steps(P, policy), a.step) ~= a.batch then
+    return refuse('NOTFOUND', 'batch ' .. a.batch .. ' is not bound to step ' .. a.step .. ' of ' .. policy .. '; Status and why show what is')
   end
   if STAGE_ORDER[f[1]] == 2 then
-    return refuse('PRECONDITION', 'step ' .. a[2] .. ' is ' .. f[1] .. '; only a batch that was not trained on can be voided')
+    return refuse('PRECONDITION', 'step ' .. a.step .. ' is ' .. f[1] .. '; only a batch that was not trained on can be voided')
   end
   local gids, returned, dropped = split(f[2]), 0, 0
-  if a[4] == 'return' then
+  if a.action == 'return' then
     returned = return_groups(P, policy, gids, tonumber(f[3]), 'voided')
   else
     dropped = tonumber(f[3])
@@ -326,44 +334,47 @@ local function void(keys, a)
     count(P, 'dropped:voided', dropped)
     emit(P, 'work')
   end
-  unbind(P, policy, a[2], a[3])
-  call('HSET', K.policy(P, policy), 'voided_step', a[2], 'voided', a[5], 'voided_batch', a[3])
-  -- Stays for a while, so that its trainer is told and a repeated call gets the same answer.
+  unbind(P, policy, a.step, a.batch)
+  call('HSET', K.policy(P, policy), 'voided_step', a.step, 'voided', a.reason, 'voided_batch', a.batch)
+  -- Stays for a while, so that its trainer learns of it and a repeated call gets the same answer.
   call('HDEL', B, 'groups', 'manifest', 'digest')
-  call('HSET', B, 'stage', 'voided', 'reason', a[5], 'returned', returned, 'dropped', dropped)
+  call('HSET', B, 'stage', 'voided', 'reason', a.reason, 'returned', returned, 'dropped', dropped)
   call('PEXPIRE', B, 86400000)
   return { returned, dropped }
 end
 
 -- renew_batch: policy, epoch, step, lease ms. Returns 1 when a batch is bound.
+SIGNATURE.renew_batch = { 'policy', 'epoch', 'step', 'lease_ms' }
 local function renew_batch(keys, a)
   local P = keys[1]
-  local refusal = fenced(P, a[1], a[2])
+  local refusal = fenced(P, a.policy, a.epoch)
   if refusal then return refusal end
-  note_heard(P, a[1])
-  local id = call('HGET', K.steps(P, a[1]), a[3])
-  if not id then return unbound(P, a[1], a[3]) end
-  call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a[4]), id)
+  note_heard(P, a.policy)
+  local id = call('HGET', K.steps(P, a.policy), a.step)
+  if not id then return unbound(P, a.policy, a.step) end
+  call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a.lease_ms), id)
   return 1
 end
 
 -- mark_durable: policy, epoch, step. Never moves back. Returns the retained steps that may be released.
+SIGNATURE.mark_durable = { 'policy', 'epoch', 'step' }
 local function mark_durable(keys, a)
-  local P, policy, Q = keys[1], a[1], K.policy(keys[1], a[1])
-  local refusal = fenced(P, policy, a[2])
+  local P, policy, Q = keys[1], a.policy, K.policy(keys[1], a.policy)
+  local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
   local f = call('HMGET', Q, 'durable', 'finished')
-  if tonumber(a[3]) > tonumber(f[2]) then
-    return refuse('INVALID', 'step ' .. a[3] .. ' cannot be durable: the last finished step is ' .. f[2])
+  if tonumber(a.step) > tonumber(f[2]) then
+    return refuse('INVALID', 'step ' .. a.step .. ' cannot be durable: the last finished step is ' .. f[2])
   end
-  local durable = math.max(tonumber(f[1]), tonumber(a[3]))
+  local durable = math.max(tonumber(f[1]), tonumber(a.step))
   call('HSET', Q, 'durable', durable)
   return durable
 end
 
 -- releasable: policy. Returns retained steps that a durable checkpoint covers.
+SIGNATURE.releasable = { 'policy' }
 local function releasable(keys, a)
-  local P, policy = keys[1], a[1]
+  local P, policy = keys[1], a.policy
   local durable, steps = tonumber(call('HGET', K.policy(P, policy), 'durable')), {}
   for _, step in ipairs(call('HKEYS', K.steps(P, policy))) do
     if tonumber(step) <= durable then steps[#steps + 1] = step end
@@ -372,10 +383,11 @@ local function releasable(keys, a)
 end
 
 -- release: policy, step. Frees one durable step. Returns the number of trajectories released.
+SIGNATURE.release = { 'policy', 'step' }
 local function release(keys, a)
-  local P, policy = keys[1], a[1]
-  local id = call('HGET', K.steps(P, policy), a[2])
-  if not id or tonumber(a[2]) > tonumber(call('HGET', K.policy(P, policy), 'durable')) then return 0 end
+  local P, policy = keys[1], a.policy
+  local id = call('HGET', K.steps(P, policy), a.step)
+  if not id or tonumber(a.step) > tonumber(call('HGET', K.policy(P, policy), 'durable')) then return 0 end
   local released = 0
   for _, gid in ipairs(split(call('HGET', K.batch(P, id), 'groups'))) do
     local ids = split(call('HGET', K.group(P, gid), 'ids'))
@@ -384,7 +396,7 @@ local function release(keys, a)
     released = released + #ids
   end
   call('UNLINK', K.batch(P, id))
-  call('HDEL', K.steps(P, policy), a[2])
+  call('HDEL', K.steps(P, policy), a.step)
   return released
 end
 

@@ -2,7 +2,7 @@
 
 -- Counts trajectories dropped at the door, once per episode id, and frees what was uploaded for them. `a` is what commit was called with.
 local function turn_away(P, a, known, outcome, reason, items, detail)
-  local n, task, episode = 0, a[1], a[4]
+  local n, task, episode = 0, a.task, a.episode
   for _, item in ipairs(items) do
     -- An accepted push of the same episode owns these bytes.
     local owned = call('HGET', K.owners(P), item.id) == episode
@@ -13,17 +13,9 @@ local function turn_away(P, a, known, outcome, reason, items, detail)
   count(P, 'dropped:' .. reason, n)
   if known then
     call('HSET', K.task(P, task), 'r' .. episode, outcome .. ' ' .. (detail or ''))
-    note_episode(P, task, a[2], a[3], a[5], episode, outcome, a[7], detail or reason, items)
+    note_episode(P, task, a.member, a.attempt, a.node, episode, outcome, a.failed, detail or reason, items)
   end
   return { outcome, detail or '', {}, position(P, true) }
-end
-
-local function parse_items(a, from)
-  local items = {}
-  for i = from, #a, 5 do
-    items[#items + 1] = { id = a[i], policy = a[i + 1], reward = tonumber(a[i + 2]), header = a[i + 3], trace = a[i + 4] }
-  end
-  return items
 end
 
 local function credit_node(P, node, items)
@@ -39,7 +31,7 @@ local function accept_evaluation(P, id, items)
   for _, item in ipairs(items) do
     if item.policy == policy then
       call('HINCRBY', E, 'samples', 1)
-      call('HSET', E, 'sum', precise(tonumber(call('HGET', E, 'sum')) + item.reward))
+      call('HSET', E, 'sum', precise(tonumber(call('HGET', E, 'sum')) + tonumber(item.reward)))
     end
   end
   count(P, 'ingested', #items)
@@ -86,10 +78,11 @@ end
 
 -- commit: task, member, attempt, episode, node, '1' hedge, '1' failed, horizon ms, then id, policy, reward, header, trace
 -- per trajectory. Returns { outcome, detail, the task when this completed it and it waits to be settled, position }.
+SIGNATURE.commit = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'horizon', each = { 'id', 'policy', 'reward', 'header', 'trace' } }
 local function commit(keys, a)
-  local P, task, episode, node = keys[1], a[1], a[4], a[5]
-  local T, items = K.task(P, task), parse_items(a, 9)
-  local f = call('HMGET', T, 'state', 'attempt', 'size', 'evaluation', 'm' .. a[2], 'r' .. episode)
+  local P, task, episode, node = keys[1], a.task, a.episode, a.node
+  local T, items = K.task(P, task), a.each
+  local f = call('HMGET', T, 'state', 'attempt', 'size', 'evaluation', 'm' .. a.member, 'r' .. episode)
   local state, member = f[1], f[5]
   local is_evaluation = f[4] and f[4] ~= ''
   for _, item in ipairs(items) do item.stored = not is_evaluation end
@@ -99,11 +92,11 @@ local function commit(keys, a)
     local outcome, detail = string.match(f[6], '^(%S+) (.*)$')
     return { outcome, detail, {}, position(P, false) }
   end
-  if tonumber(a[2]) >= tonumber(f[3]) then
+  if tonumber(a.member) >= tonumber(f[3]) then
     return turn_away(P, a, true, 'POISON', 'poison', items, 'member_out_of_range')
   end
   if member then
-    if a[6] ~= '1' and tonumber(a[3]) < tonumber(f[2]) then
+    if a.hedge ~= '1' and tonumber(a.attempt) < tonumber(f[2]) then
       return turn_away(P, a, true, 'FENCED', 'fenced', items)
     end
     return turn_away(P, a, true, 'SUPERSEDED', 'superseded', items)
@@ -115,39 +108,40 @@ local function commit(keys, a)
   local bad = not is_evaluation and unusable(P, episode, items)
   if bad == 'RETRY' then return { 'RETRY', '', {}, 0 } end
   if bad == 'POISON' then return turn_away(P, a, true, 'POISON', 'poison', items, 'duplicate_id') end
-  call('HSET', T, 'm' .. a[2], (a[7] == '1' and 'x' or 'f') .. episode)
+  call('HSET', T, 'm' .. a.member, (a.failed == '1' and 'x' or 'f') .. episode)
   if is_evaluation then accept_evaluation(P, f[4], items) else accept_training(P, task, episode, items) end
   credit_node(P, node, items)
-  local late = a[6] ~= '1' and tonumber(a[3]) < tonumber(f[2])
+  local late = a.hedge ~= '1' and tonumber(a.attempt) < tonumber(f[2])
   local outcome, settle = late and 'ACCEPTED_LATE' or 'ACCEPTED', {}
   open_trace(P, task)
-  note_episode(P, task, a[2], a[3], node, episode, outcome, a[7], '', items)
+  note_episode(P, task, a.member, a.attempt, node, episode, outcome, a.failed, '', items)
   if call('HINCRBY', T, 'left', -1) == 0 then
-    settle = complete_task(P, task, f[4], a[7] == '1', node)
+    settle = complete_task(P, task, f[4], a.failed == '1', node)
   else
-    call('ZADD', K.open(P), 'NX', now_ms() + tonumber(a[8]), task)
+    call('ZADD', K.open(P), 'NX', now_ms() + tonumber(a.horizon), task)
   end
   return { outcome, '', settle, position(P, true) }
 end
 
 -- quarantine: task, member, episode, node, reason, detail, number of trajectories, sample, attempt. Idempotent per episode id.
 -- An episode that was accepted or refused before keeps its first answer. Returns { outcome, detail, position }.
+SIGNATURE.quarantine = { 'task', 'member', 'episode', 'node', 'reason', 'detail', 'num_trajectories', 'sample', 'attempt' }
 local function quarantine(keys, a)
-  local P, task, episode = keys[1], a[1], a[3]
-  local f = call('HMGET', K.task(P, task), 'state', 'm' .. a[2], 'r' .. episode)
+  local P, task, episode = keys[1], a.task, a.episode
+  local f = call('HMGET', K.task(P, task), 'state', 'm' .. a.member, 'r' .. episode)
   if f[2] and string.sub(f[2], 2) == episode then return { 'DUPLICATE', '', position(P, false) } end
   if f[3] then
     local outcome, detail = string.match(f[3], '^(%S+) (.*)$')
     return { outcome, detail, position(P, false) }
   end
-  count(P, 'ingested', tonumber(a[7]))
-  count(P, 'dropped:poison', tonumber(a[7]))
+  count(P, 'ingested', tonumber(a.num_trajectories))
+  count(P, 'dropped:poison', tonumber(a.num_trajectories))
   if f[1] then
-    call('HSET', K.task(P, task), 'r' .. episode, 'POISON ' .. a[5])
-    note_episode(P, task, a[2], a[9], a[4], episode, 'POISON', '0', a[5], {})
+    call('HSET', K.task(P, task), 'r' .. episode, 'POISON ' .. a.reason)
+    note_episode(P, task, a.member, a.attempt, a.node, episode, 'POISON', '0', a.reason, {})
   end
-  if call('SISMEMBER', K.nodes(P), a[4]) == 1 then call('HINCRBY', K.node(P, a[4]), 'poisoned', 1) end
-  call('XADD', K.poison(P), 'MAXLEN', '~', MAX_POISON, '*', 'task', task, 'episode', episode, 'node', a[4],
-    'reason', a[5], 'detail', a[6], 'sample', a[8])
-  return { 'POISON', a[5], position(P, true) }
+  if call('SISMEMBER', K.nodes(P), a.node) == 1 then call('HINCRBY', K.node(P, a.node), 'poisoned', 1) end
+  call('XADD', K.poison(P), 'MAXLEN', '~', MAX_POISON, '*', 'task', task, 'episode', episode, 'node', a.node,
+    'reason', a.reason, 'detail', a.detail, 'sample', a.sample)
+  return { 'POISON', a.reason, position(P, true) }
 end

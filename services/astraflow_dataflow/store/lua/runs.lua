@@ -2,129 +2,136 @@
 
 -- create_run: run id, digest, recipe, code, store, max attempts, then per policy:
 -- name, window, floor, smoothing, max staleness, groups per step. Returns { '1' when new, digest stored }.
+SIGNATURE.create_run = { 'run', 'digest', 'recipe', 'code', 'store', 'max_attempts', each = { 'policy', 'window', 'floor', 'smoothing', 'max_staleness', 'groups_per_step' } }
 local function create_run(keys, a)
   local P = keys[1]
   local known = call('HGET', K.run(P), 'digest')
   if call('HGET', K.run(P), 'state') == 'deleting' then
-    return refuse('PRECONDITION', 'run ' .. a[1] .. ' is being deleted; create it again in a moment, or under another id')
+    return refuse('PRECONDITION', 'run ' .. a.run .. ' is being deleted; create it again in a moment, or under another id')
   end
   if known then return { '0', known } end
   local now = now_ms()
-  call('HSET', K.run(P), 'digest', a[2], 'recipe', a[3], 'code', a[4], 'store', a[5], 'max_attempts', a[6],
+  call('HSET', K.run(P), 'digest', a.digest, 'recipe', a.recipe, 'code', a.code, 'store', a.store, 'max_attempts', a.max_attempts,
     'state', 'active', 'create_ms', now, 'cursor', 0, 'exhausted', '0')
-  for i = 7, #a, 6 do
-    call('RPUSH', K.policies(P), a[i])
-    call('HSET', K.policy(P, a[i]), 'window', a[i + 1], 'floor', a[i + 2], 'smoothing', a[i + 3],
-      'max_staleness', a[i + 4], 'groups_per_step', a[i + 5], 'acceptance', '1', 'epoch', 0, 'finished', 0, 'durable', 0)
+  for _, item in ipairs(a.each) do
+    call('RPUSH', K.policies(P), item.policy)
+    call('HSET', K.policy(P, item.policy), 'window', item.window, 'floor', item.floor, 'smoothing', item.smoothing,
+      'max_staleness', item.max_staleness, 'groups_per_step', item.groups_per_step, 'acceptance', '1', 'epoch', 0, 'finished', 0, 'durable', 0)
   end
   call('XGROUP', 'CREATE', K.lane(P, TRAIN), GROUP, '0', 'MKSTREAM')
-  call('ZADD', RUNS, now, a[1])
+  call('ZADD', RUNS, now, a.run)
   emit(P, 'run')
-  return { '1', a[2] }
+  return { '1', a.digest }
 end
 
 local LIFE = { active = 1, finishing = 2, finished = 3 }
 
 -- advance: state. Moves a run on in its life: forward, or back to active, which continues it. Only a run that is finishing becomes
 -- finished, so that a server that saw it finishing cannot end one that was continued meanwhile. Returns the state it is in now.
+SIGNATURE.advance = { 'state' }
 local function advance(keys, a)
   local P = keys[1]
   local state = call('HGET', K.run(P), 'state')
   if not state then return refuse('NOTFOUND', 'no such run') end
-  if a[1] == 'finished' and state == 'active' then return state end
-  if a[1] ~= 'active' and LIFE[a[1]] < LIFE[state] then
-    return refuse('PRECONDITION', 'the run is ' .. state .. ' and cannot go back to ' .. a[1])
+  if a.state == 'finished' and state == 'active' then return state end
+  if a.state ~= 'active' and LIFE[a.state] < LIFE[state] then
+    return refuse('PRECONDITION', 'the run is ' .. state .. ' and cannot go back to ' .. a.state)
   end
-  if a[1] ~= state then
-    call('HSET', K.run(P), 'state', a[1])
+  if a.state ~= state then
+    call('HSET', K.run(P), 'state', a.state)
     emit(P, 'run')
     emit(P, 'work')
   end
-  return a[1]
+  return a.state
 end
 
 -- join: node, incarnation (20 digits), region, pool, most tasks, engines. Returns { restarts, leases taken back }.
+SIGNATURE.join = { 'node', 'incarnation', 'region', 'pool', 'max_tasks', 'engines' }
 local function join(keys, a)
-  local P, N = keys[1], K.node(keys[1], a[1])
+  local P, N = keys[1], K.node(keys[1], a.node)
   local now, taken = now_ms(), 0
   local known = call('HGET', N, 'incarnation')
-  if known and known > a[2] then
-    return refuse('FENCED', 'node ' .. a[1] .. ' already joined with a newer incarnation (' .. known .. '); another process uses its name')
+  if known and known > a.incarnation then
+    return refuse('FENCED', 'node ' .. a.node .. ' already joined with a newer incarnation (' .. known .. '); another process uses its name')
   end
-  if known and known < a[2] then
+  if known and known < a.incarnation then
     call('HINCRBY', N, 'restarts', 1)
     -- Its process is gone, so its leases need not run out first.
-    for _, task in ipairs(call('SMEMBERS', K.node_leases(P, a[1]))) do
-      give_again(P, task, 'node_restarted', 'node ' .. a[1] .. ' came back with a new incarnation', now, now, a[1])
+    for _, task in ipairs(call('SMEMBERS', K.node_leases(P, a.node))) do
+      give_again(P, task, 'node_restarted', 'node ' .. a.node .. ' came back with a new incarnation', now, now, a.node)
       taken = taken + 1
     end
   end
-  if known ~= a[2] then
+  if known ~= a.incarnation then
     call('HDEL', N, 'drain')
     call('HSET', N, 'join_ms', now)
   end
-  call('SADD', K.nodes(P), a[1])
-  call('HSET', N, 'incarnation', a[2], 'region', a[3], 'pool', a[4], 'max_tasks', a[5], 'engines', a[6], 'seen_ms', now)
+  call('SADD', K.nodes(P), a.node)
+  call('HSET', N, 'incarnation', a.incarnation, 'region', a.region, 'pool', a.pool, 'max_tasks', a.max_tasks, 'engines', a.engines, 'seen_ms', now)
   emit(P, 'work')
   return { tonumber(call('HGET', N, 'restarts') or 0), taken }
 end
 
 -- report: node, incarnation, connected until (ms from now, 0 when it left), '1' when the node itself was heard, then field, value.
 -- Refuses an older incarnation.
+SIGNATURE.report = { 'node', 'incarnation', 'connected_ms', 'heard', each = { 'field', 'value' } }
 local function report(keys, a)
-  local P, N = keys[1], K.node(keys[1], a[1])
+  local P, N = keys[1], K.node(keys[1], a.node)
   local known = call('HGET', N, 'incarnation')
-  if not known then return refuse('NOTFOUND', 'node ' .. a[1] .. ' has not joined this run; join it first') end
-  if known ~= a[2] then
-    return refuse('FENCED', 'node ' .. a[1] .. ' joined with incarnation ' .. known .. ', not ' .. a[2] .. '; another process uses its name')
+  if not known then return refuse('NOTFOUND', 'node ' .. a.node .. ' has not joined this run; join it first') end
+  if known ~= a.incarnation then
+    return refuse('FENCED', 'node ' .. a.node .. ' joined with incarnation ' .. known .. ', not ' .. a.incarnation .. '; another process uses its name')
   end
   local now = now_ms()
-  call('HSET', N, 'connected_until', now + tonumber(a[3]))
-  if a[4] == '1' then call('HSET', N, 'seen_ms', now) end
-  for i = 5, #a, 2 do call('HSET', N, a[i], a[i + 1]) end
+  call('HSET', N, 'connected_until', now + tonumber(a.connected_ms))
+  if a.heard == '1' then call('HSET', N, 'seen_ms', now) end
+  for _, item in ipairs(a.each) do call('HSET', N, item.field, item.value) end
   return 1
 end
 
 -- plan_evaluation: id, policy, version, planned, '1' final. Idempotent. Returns 1 when it is new.
+SIGNATURE.plan_evaluation = { 'id', 'policy', 'version', 'planned', 'final' }
 local function plan_evaluation(keys, a)
-  local P, E = keys[1], K.evaluation(keys[1], a[1])
+  local P, E = keys[1], K.evaluation(keys[1], a.id)
   if call('EXISTS', E) == 1 then return 0 end
   local now = now_ms()
-  call('HSET', E, 'policy', a[2], 'version', a[3], 'planned', a[4], 'final', a[5], 'state', 'open', 'fed', 0, 'done', 0,
+  call('HSET', E, 'policy', a.policy, 'version', a.version, 'planned', a.planned, 'final', a.final, 'state', 'open', 'fed', 0, 'done', 0,
     'failed', 0, 'samples', 0, 'sum', '0', 'create_ms', now)
-  call('ZADD', K.evaluations(P), now, a[1])
-  call('HSET', K.open_evaluations(P), a[1], a[2] .. ' ' .. a[3])
-  call('XGROUP', 'CREATE', K.lane(P, a[1]), GROUP, '0', 'MKSTREAM')
+  call('ZADD', K.evaluations(P), now, a.id)
+  call('HSET', K.open_evaluations(P), a.id, a.policy .. ' ' .. a.version)
+  call('XGROUP', 'CREATE', K.lane(P, a.id), GROUP, '0', 'MKSTREAM')
   emit(P, 'work')
   return 1
 end
 
 -- feed_evaluation: id, expected fed, planned (smaller when the data set ended), then task id, size, spec. Returns -1 when another server was first.
+SIGNATURE.feed_evaluation = { 'evaluation', 'expected', 'planned', each = { 'id', 'size', 'spec' } }
 local function feed_evaluation(keys, a)
-  local P, E = keys[1], K.evaluation(keys[1], a[1])
+  local P, E = keys[1], K.evaluation(keys[1], a.evaluation)
   local f = call('HMGET', E, 'fed', 'state')
-  if f[1] ~= a[2] or f[2] ~= 'open' then return -1 end
+  if f[1] ~= a.expected or f[2] ~= 'open' then return -1 end
   local fresh = 0
-  for i = 4, #a, 3 do
-    if add_task(P, a[1], a[i], tonumber(a[i + 1]), a[1], a[i + 2]) then fresh = fresh + 1 end
+  for _, item in ipairs(a.each) do
+    if add_task(P, a.evaluation, item.id, tonumber(item.size), a.evaluation, item.spec) then fresh = fresh + 1 end
   end
-  call('HSET', E, 'fed', tonumber(a[2]) + (#a - 3) / 3, 'planned', a[3])
-  finish_evaluation(P, a[1])
+  call('HSET', E, 'fed', tonumber(a.expected) + #a.each, 'planned', a.planned)
+  finish_evaluation(P, a.evaluation)
   emit(P, 'work')
   return fresh
 end
 
 -- give_up_evaluation: id, reason. Closes its tasks; what was counted stays counted. Returns the tasks closed.
+SIGNATURE.give_up_evaluation = { 'id', 'reason' }
 local function give_up_evaluation(keys, a)
-  local P, E, now = keys[1], K.evaluation(keys[1], a[1]), now_ms()
+  local P, E, now = keys[1], K.evaluation(keys[1], a.id), now_ms()
   if call('HGET', E, 'state') ~= 'open' then return 0 end
-  call('HSET', E, 'state', 'given_up', 'reason', a[2], 'complete_ms', now)
-  call('HDEL', K.open_evaluations(P), a[1])
+  call('HSET', E, 'state', 'given_up', 'reason', a.reason, 'complete_ms', now)
+  call('HDEL', K.open_evaluations(P), a.id)
   local closed = 0
-  for _, entry in ipairs(call('XRANGE', K.lane(P, a[1]), '-', '+')) do
+  for _, entry in ipairs(call('XRANGE', K.lane(P, a.id), '-', '+')) do
     if close_task(P, entry[2][2], 'given_up', now) then closed = closed + 1 end
   end
-  call('UNLINK', K.lane(P, a[1]), K.retry(P, a[1]))
+  call('UNLINK', K.lane(P, a.id), K.retry(P, a.id))
   emit(P, 'work')
   return closed
 end
@@ -167,14 +174,15 @@ local function at_work(P)
 end
 
 -- begin_delete: run id, '1' force. Ends the run for everybody; its keys are removed afterwards, then end_delete. Returns the counters.
+SIGNATURE.begin_delete = { 'run', 'force' }
 local function begin_delete(keys, a)
   local P = keys[1]
   local state = call('HGET', K.run(P), 'state')
-  if not state then return refuse('NOTFOUND', 'no run ' .. a[1] .. ' on this server; ListRuns shows those it has') end
+  if not state then return refuse('NOTFOUND', 'no run ' .. a.run .. ' on this server; ListRuns shows those it has') end
   if state ~= 'deleting' then
-    local busy = a[2] ~= '1' and state ~= 'finished' and at_work(P)
+    local busy = a.force ~= '1' and state ~= 'finished' and at_work(P)
     if busy then
-      return refuse('PRECONDITION', 'run ' .. a[1] .. ' is ' .. state .. ' and ' .. busy .. '; finish it first, or delete it with force')
+      return refuse('PRECONDITION', 'run ' .. a.run .. ' is ' .. state .. ' and ' .. busy .. '; finish it first, or delete it with force')
     end
     for _, place in ipairs({ 'assembling', 'ready', 'in_batch' }) do
       local n = tonumber(call('HGET', K.counters(P), place) or 0)
@@ -183,16 +191,17 @@ local function begin_delete(keys, a)
     end
     emit(P, 'run')
     call('HSET', K.run(P), 'state', 'deleting')
-    call('ZREM', RUNS, a[1])
-    call('SADD', DELETING, a[1])
+    call('ZREM', RUNS, a.run)
+    call('SADD', DELETING, a.run)
   end
   return call('HGETALL', K.counters(P))
 end
 
 -- end_delete: run id. The last keys of a deleted run.
+SIGNATURE.end_delete = { 'run' }
 local function end_delete(keys, a)
   if call('HGET', K.run(keys[1]), 'state') ~= 'deleting' then return 0 end
   call('UNLINK', K.run(keys[1]), K.counters(keys[1]))
-  call('SREM', DELETING, a[1])
+  call('SREM', DELETING, a.run)
   return 1
 end

@@ -15,8 +15,9 @@ local function complete_task_of(P, task)
 end
 
 -- members: task. Returns a complete task, or {}.
+SIGNATURE.members = { 'task' }
 local function members(keys, a)
-  return complete_task_of(keys[1], a[1])
+  return complete_task_of(keys[1], a.task)
 end
 
 local function judge(P, policy, kept, sum, n)
@@ -41,35 +42,37 @@ end
 
 -- settle: task, tombstone ttl ms, then gid, policy, verdict ('ready' or a drop reason), '1' when filters judged it, n, oldest version,
 -- sum of rewards, items, ids per group. Atomic, and does nothing when another server was first. Returns 1 when it acted.
+SIGNATURE.settle = { 'task', 'tombstone_ms', each = { 'gid', 'policy', 'verdict', 'judged', 'n', 'oldest', 'reward_sum', 'items', 'ids' } }
 local function settle(keys, a)
-  local P, task = keys[1], a[1]
+  local P, task = keys[1], a.task
   if call('HGET', K.task(P, task), 'state') ~= 'complete' then return 0 end
   local total = 0
-  for i = 3, #a, 9 do total = total + tonumber(a[i + 4]) end
+  for _, item in ipairs(a.each) do total = total + tonumber(item.n) end
   if total ~= call('HLEN', K.members(P, task)) then
     return refuse('DEFECT', 'task ' .. task .. ' holds other trajectories than are being settled')
   end
-  for i = 3, #a, 9 do
-    local gid, policy, verdict, n = a[i], a[i + 1], a[i + 2], tonumber(a[i + 4])
+  for _, item in ipairs(a.each) do
+    local gid, policy, verdict, n = item.gid, item.policy, item.verdict, tonumber(item.n)
     note_group(P, gid, 'G', verdict)
-    if a[i + 3] == '1' then judge(P, policy, verdict == 'ready', a[i + 6], n) end
+    if item.judged == '1' then judge(P, policy, verdict == 'ready', item.reward_sum, n) end
     if verdict == 'ready' then
-      make_ready(P, task, gid, policy, n, a[i + 5], a[i + 7], a[i + 8])
+      make_ready(P, task, gid, policy, n, item.oldest, item.items, item.ids)
     else
       count(P, 'dropped:' .. verdict, n)
-      forget(P, split(a[i + 8]))
+      forget(P, split(item.ids))
     end
   end
   count(P, 'assembling', -total)
   for _, policy in ipairs(policies(P)) do call('SREM', K.outstanding(P, policy), task) end
   leave_lane(P, task)
   call('ZREM', K.settling(P), task)
-  entomb(P, task, tonumber(a[2]))
+  entomb(P, task, tonumber(a.tombstone_ms))
   emit(P, 'work')
   return 1
 end
 
 -- unsettled: least age ms, limit. Returns complete tasks that nobody settled yet.
+SIGNATURE.unsettled = { 'least_age', 'limit' }
 local function unsettled(keys, a)
-  return call('ZRANGEBYSCORE', K.settling(keys[1]), '-inf', now_ms() - tonumber(a[1]), 'LIMIT', 0, tonumber(a[2]))
+  return call('ZRANGEBYSCORE', K.settling(keys[1]), '-inf', now_ms() - tonumber(a.least_age), 'LIMIT', 0, tonumber(a.limit))
 end

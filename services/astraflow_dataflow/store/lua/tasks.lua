@@ -95,13 +95,14 @@ local function give_again(P, task, reason, detail, now, due, quiet_node)
 end
 
 -- submit: lane, then id, size, spec per task. Returns the number of new tasks.
+SIGNATURE.submit = { 'lane', each = { 'id', 'size', 'spec' } }
 local function submit(keys, a)
   local P, fresh = keys[1], 0
   if call('HGET', K.run(P), 'state') ~= 'active' then
     return refuse('PRECONDITION', 'the run takes no tasks any more; create a new run')
   end
-  for i = 2, #a, 3 do
-    if add_task(P, a[1], a[i], tonumber(a[i + 1]), '', a[i + 2]) then fresh = fresh + 1 end
+  for _, item in ipairs(a.each) do
+    if add_task(P, a.lane, item.id, tonumber(item.size), '', item.spec) then fresh = fresh + 1 end
   end
   if fresh > 0 then emit(P, 'work') end
   return fresh
@@ -109,14 +110,15 @@ end
 
 -- feed: expected cursor, next cursor, '1' when the data set ended, then id, size, spec per task.
 -- Compare-and-set on the cursor: of two servers feeding at once one does nothing. Returns -1 for that one.
+SIGNATURE.feed = { 'expected', 'next', 'exhausted', each = { 'id', 'size', 'spec' } }
 local function feed(keys, a)
   local P = keys[1]
   local f = call('HMGET', K.run(P), 'cursor', 'state')
-  if f[1] ~= a[1] or f[2] ~= 'active' then return -1 end
-  call('HSET', K.run(P), 'cursor', a[2], 'exhausted', a[3])
+  if f[1] ~= a.expected or f[2] ~= 'active' then return -1 end
+  call('HSET', K.run(P), 'cursor', a.next, 'exhausted', a.exhausted)
   local fresh = 0
-  for i = 4, #a, 3 do
-    if add_task(P, TRAIN, a[i], tonumber(a[i + 1]), '', a[i + 2]) then fresh = fresh + 1 end
+  for _, item in ipairs(a.each) do
+    if add_task(P, TRAIN, item.id, tonumber(item.size), '', item.spec) then fresh = fresh + 1 end
   end
   if fresh > 0 then emit(P, 'work') end
   return fresh
@@ -271,15 +273,16 @@ end
 
 -- lease: node, want, ttl, horizon, most leases the node may hold, session or '', then policy, version served.
 -- Returns { reason, leases, '1' when another node might get something }; reason is '' when all that was wanted was leased.
+SIGNATURE.lease = { 'node', 'want', 'ttl', 'horizon', 'max_held', 'session', each = { 'policy', 'version' } }
 local function lease(keys, a)
-  local P, node, want, ttl, horizon = keys[1], a[1], tonumber(a[2]), tonumber(a[3]), tonumber(a[4])
+  local P, node, want, ttl, horizon = keys[1], a.node, tonumber(a.want), tonumber(a.ttl), tonumber(a.horizon)
   local now, out, serving = now_ms(), {}, {}
-  for i = 7, #a, 2 do serving[a[i]] = tonumber(a[i + 1]) end
+  for _, item in ipairs(a.each) do serving[item.policy] = tonumber(item.version) end
   if call('HGET', K.run(P), 'state') == 'finished' then return { 'run_finished', {}, '0' } end
   local f = call('HMGET', K.node(P, node), 'session', 'drain')
-  if a[6] ~= '' and f[1] ~= a[6] then return { 'session_replaced', {}, '1' } end
+  if a.session ~= '' and f[1] ~= a.session then return { 'session_replaced', {}, '1' } end
   if f[2] then return { 'draining', {}, '1' } end
-  want = math.min(want, tonumber(a[5]) - call('SCARD', K.node_leases(P, node)))
+  want = math.min(want, tonumber(a.max_held) - call('SCARD', K.node_leases(P, node)))
   if want <= 0 then return { 'node_full', {}, '1' } end
   lease_evaluations(P, node, serving, want, ttl, horizon, now, out)
   local reason = nil
@@ -296,11 +299,12 @@ local function holds(P, node, lease_id)
 end
 
 -- renew: node, ttl, lease ids. Returns the leases that are not this node's any more.
+SIGNATURE.renew = { 'node', 'ttl', rest = true }
 local function renew(keys, a)
   local P, lost, now = keys[1], {}, now_ms()
-  for i = 3, #a do
-    local task = holds(P, a[1], a[i])
-    if task then call('ZADD', K.leases(P), now + tonumber(a[2]), task) else lost[#lost + 1] = a[i] end
+  for _, id in ipairs(a.rest) do
+    local task = holds(P, a.node, id)
+    if task then call('ZADD', K.leases(P), now + tonumber(a.ttl), task) else lost[#lost + 1] = id end
   end
   return lost
 end
@@ -312,13 +316,14 @@ local function give_back_undelivered(P, node, task, now)
 end
 
 -- reconcile: node, ttl, lease ids the node holds. Renews these, gives back what it does not hold. Returns { lost lease ids, given back }.
+SIGNATURE.reconcile = { 'node', 'ttl', rest = true }
 local function reconcile(keys, a)
-  local P, node, now, held, given, lost = keys[1], a[1], now_ms(), {}, 0, {}
-  for i = 3, #a do held[a[i]] = true end
+  local P, node, now, held, given, lost = keys[1], a.node, now_ms(), {}, 0, {}
+  for _, id in ipairs(a.rest) do held[id] = true end
   for _, task in ipairs(call('SMEMBERS', K.node_leases(P, node))) do
     local id = task .. '#' .. call('HGET', K.task(P, task), 'attempt')
     if held[id] then
-      call('ZADD', K.leases(P), now + tonumber(a[2]), task)
+      call('ZADD', K.leases(P), now + tonumber(a.ttl), task)
       held[id] = nil
     else
       give_back_undelivered(P, node, task, now)
@@ -330,13 +335,14 @@ local function reconcile(keys, a)
 end
 
 -- leave: node, session, leases that it never confirmed. Gives these back. Returns how many.
+SIGNATURE.leave = { 'node', 'session', rest = true }
 local function leave(keys, a)
-  local P, node, now, given = keys[1], a[1], now_ms(), 0
-  if call('HGET', K.node(P, node), 'session') == a[2] then
+  local P, node, now, given = keys[1], a.node, now_ms(), 0
+  if call('HGET', K.node(P, node), 'session') == a.session then
     call('HSET', K.node(P, node), 'connected_until', now)
   end
-  for i = 3, #a do
-    local task = holds(P, node, a[i])
+  for _, id in ipairs(a.rest) do
+    local task = holds(P, node, id)
     if task then
       give_back_undelivered(P, node, task, now)
       given = given + 1
@@ -346,27 +352,29 @@ local function leave(keys, a)
 end
 
 -- fail: node, lease id, reason, detail, '1' retryable, '1' costs no attempt, backoff ms. Returns 1 when it will be leased again.
+SIGNATURE.fail = { 'node', 'lease', 'reason', 'detail', 'retryable', 'free', 'backoff' }
 local function fail(keys, a)
-  local P, node, now = keys[1], a[1], now_ms()
-  local task = holds(P, node, a[2])
+  local P, node, now = keys[1], a.node, now_ms()
+  local task = holds(P, node, a.lease)
   if not task then return 0 end
   local T = K.task(P, task)
-  if a[6] == '1' then
+  if a.free == '1' then
     call('HINCRBY', T, 'tries', -1)
-    if a[3] == 'missing_capability' then
+    if a.reason == 'missing_capability' then
       call('HSET', T, 'avoid', (call('HGET', T, 'avoid') or '\n') .. node .. '\n')
     end
-  elseif a[5] ~= '1' then
-    bury(P, task, a[3], a[4], now)
+  elseif a.retryable ~= '1' then
+    bury(P, task, a.reason, a.detail, now)
     return 0
   end
-  local again = give_again(P, task, a[3], a[4], now, now + tonumber(a[7]), node)
+  local again = give_again(P, task, a.reason, a.detail, now, now + tonumber(a.backoff), node)
   return again and 1 or 0
 end
 
 -- sweep: limit. Expires leases and groups whose time is over. Returns { expired leases, closed groups }.
+SIGNATURE.sweep = { 'limit' }
 local function sweep(keys, a)
-  local P, now, limit = keys[1], now_ms(), tonumber(a[1])
+  local P, now, limit = keys[1], now_ms(), tonumber(a.limit)
   local expired = call('ZRANGEBYSCORE', K.leases(P), '-inf', now, 'LIMIT', 0, limit)
   for _, task in ipairs(expired) do give_again(P, task, 'lease_expired', 'not renewed in time', now, now, '') end
   local late = call('ZRANGEBYSCORE', K.open(P), '-inf', now, 'LIMIT', 0, limit)
@@ -376,10 +384,11 @@ local function sweep(keys, a)
 end
 
 -- close_training: limit. Closes admitted training tasks of a run that finishes. Returns how many were closed.
+SIGNATURE.close_training = { 'limit' }
 local function close_training(keys, a)
   local P, now, closed = keys[1], now_ms(), 0
   for _, task in ipairs(call('ZRANGE', K.open(P), 0, -1)) do
-    if closed >= tonumber(a[1]) then break end
+    if closed >= tonumber(a.limit) then break end
     if call('HGET', K.task(P, task), 'evaluation') == '' then
       end_lease(P, task, 'run_finished', '', 'run_finished')
       if call('HGET', K.task(P, task), 'state') == 'leased' then call('HSET', K.task(P, task), 'state', 'retry') end

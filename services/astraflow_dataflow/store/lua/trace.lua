@@ -40,8 +40,9 @@ local function note_group(P, gid, kind, ...)
 end
 
 -- trace: task. Returns { '1' when ever submitted, { state, attempt, size, left, lane, why, avoid, entry }, deadline or '', entries }.
+SIGNATURE.trace = { 'task' }
 local function trace(keys, a)
-  local P, task = keys[1], a[1]
+  local P, task = keys[1], a.task
   local f = call('HMGET', K.task(P, task), 'state', 'attempt', 'size', 'left', 'lane', 'why', 'avoid', 'entry')
   for i = 1, 8 do f[i] = f[i] or '' end
   return { tostring(call('SISMEMBER', K.known(P), task)), f, call('ZSCORE', K.leases(P), task) or '', call('LRANGE', K.trace(P, task), 0, -1) }

@@ -31,31 +31,32 @@ local function from_the_future(step, writer, epoch)
 end
 
 -- publish: policy, version, manifest sha256 (hex), step, caller's epoch, writer's epoch, '1' for a rollback, which belongs to no step, body. Returns { ms, body } of the announced version.
+SIGNATURE.publish = { 'policy', 'version', 'sha', 'step', 'epoch', 'writer', 'rollback', 'body' }
 local function publish(keys, a)
-  local P, policy, Q = keys[1], a[1], K.policy(keys[1], a[1])
-  local number, step, epoch, writer = tonumber(a[2]), tonumber(a[4]), tonumber(a[5]), tonumber(a[6])
-  local refusal = fenced(P, policy, a[5])
+  local P, policy, Q = keys[1], a.policy, K.policy(keys[1], a.policy)
+  local number, step, epoch, writer = tonumber(a.version), tonumber(a.step), tonumber(a.epoch), tonumber(a.writer)
+  local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
-  local known = call('HGET', K.versions(P, policy), a[2])
+  local known = call('HGET', K.versions(P, policy), a.version)
   if known then
     local ms, sha, body = stored_version(known)
-    if sha == a[3] then return { ms, body } end
-    return refuse('CONFLICT', 'version ' .. a[2] .. ' of ' .. policy .. ' was announced with manifest ' .. sha ..
+    if sha == a.sha then return { ms, body } end
+    return refuse('CONFLICT', 'version ' .. a.version .. ' of ' .. policy .. ' was announced with manifest ' .. sha ..
       '; publish other bytes under the next free number')
   end
   local next_number = tonumber(call('HGET', Q, 'version') or -1) + 1
   if number ~= next_number then
-    return refuse('GAP', 'version ' .. a[2] .. ' of ' .. policy .. ' leaves a gap: the next number is ' .. next_number ..
+    return refuse('GAP', 'version ' .. a.version .. ' of ' .. policy .. ' leaves a gap: the next number is ' .. next_number ..
       '; announce the versions before it first', 'newest_version=' .. next_number - 1)
   end
   local finished = tonumber(call('HGET', Q, 'finished'))
-  local back = a[7] == '1'
+  local back = a.rollback == '1'
   local wrong = from_the_future(step, writer, epoch) or not back and wrong_step(P, policy, step, writer, epoch, finished)
   if wrong then return wrong end
   local ms = now_ms()
-  call('HSET', K.versions(P, policy), a[2], ms .. ' ' .. a[3] .. ' ' .. a[8])
-  if not back then call('HSET', K.version_steps(P, policy), a[4], a[2] .. ' ' .. a[6]) end
-  call('HSET', Q, 'version', a[2], 'publish_ms', ms)
+  call('HSET', K.versions(P, policy), a.version, ms .. ' ' .. a.sha .. ' ' .. a.body)
+  if not back then call('HSET', K.version_steps(P, policy), a.step, a.version .. ' ' .. a.writer) end
+  call('HSET', Q, 'version', a.version, 'publish_ms', ms)
   -- Finished steps whose weights a rollback gives up will publish none: their groups must not hold credit for ever.
   local over = back and finished or math.min(step, finished)
   for _, bound in ipairs(call('HKEYS', K.unpublished(P, policy))) do
@@ -63,5 +64,5 @@ local function publish(keys, a)
   end
   emit(P, 'version ' .. policy)
   emit(P, 'work')
-  return { tostring(ms), a[8] }
+  return { tostring(ms), a.body }
 end

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from astraflow.algorithm import Aggregation, Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from astraflow.recipe.algorithm import Aggregation, Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ KL.
 Invariant: the loss of a step is the sum of this function's values over any split of its rows, because weights
 and step-wide bounds are computed before and passed in. Called by the training step once per micro-batch.
 
-Shape legend: N trained tokens. Symbols as in `astraflow.algorithm`.
+Shape legend: N trained tokens. Symbols as in `astraflow.recipe.algorithm`.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 import torch
 
-from astraflow.algorithm import (
+from astraflow.plugins import TrainedTokens
+from astraflow.recipe.algorithm import (
     AlgorithmSettings,
     BehaviorAnchor,
     Cispo,
@@ -26,8 +27,7 @@ from astraflow.algorithm import (
     PpoClip,
     ProximalAnchor,
 )
-from astraflow.plugin_settings import PluginSettings
-from astraflow.plugins import TrainedTokens
+from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_trainer.ranks.reductions import Ranks
 from astraflow_trainer.step.losses.kl import kl_estimate
 from astraflow_trainer.step.losses.second_moment import (

@@ -6,7 +6,7 @@ gradient each has is said at `KlEstimator`. Called by the loss kernel, and by it
 
 import torch
 
-from astraflow.algorithm import KlEstimator
+from astraflow.recipe.algorithm import KlEstimator
 
 _MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0

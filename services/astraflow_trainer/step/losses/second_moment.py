@@ -1,6 +1,6 @@
 """Second-moment bounds: the three trust regions known as M2PO, computed over the whole step.
 
-Each function maps squared log-ratios to bounds; the set they are taken over is built by `away_from_anchor`.
+Each function maps squared log-ratios to bounds; the set they are taken over comes from `away_from_anchor`.
 Invariant: the result depends on the multiset of values only, so it is the same for every packing,
 micro-batching and number of ranks. Called by the training step once the log-probs of all its tokens are
 known.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from astraflow.algorithm import M2po, M2poClip, M2poMask, PpoClip
+from astraflow.recipe.algorithm import M2po, M2poClip, M2poMask, PpoClip
 
 # "Do not clip" as the authors write it: the lower bound is ratio 0, the upper one beyond any ratio.
 UNCLIPPED = PpoClip(low=1.0, high=1e5)

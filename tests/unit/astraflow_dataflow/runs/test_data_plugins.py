@@ -6,7 +6,7 @@ import pytest
 
 from astraflow.errors import PluginError
 from astraflow.plugins import Group
-from astraflow.recipe_file import parse_recipe
+from astraflow.recipe.file import parse_recipe
 from astraflow_dataflow.runs.data_plugins import DataPlugins
 from astraflow_kit.plugins import RecipeSource
 from support.dataflow_world import recipe_text

@@ -37,3 +37,11 @@ def test_every_function_that_the_stores_call_is_registered() -> None:
 def test_only_keys_and_the_library_name_redis_keys() -> None:
     known = "local RUNS, DELETING = 'af:runs', 'af:deleting'"
     assert "'af:" not in function_library.source().replace(known, "")
+
+
+def test_every_signature_belongs_to_a_function_that_is_registered_with_it() -> None:
+    source = function_library.source()
+    declared = set(re.findall(r"^SIGNATURE\.(\w+) = ", source, re.MULTILINE))
+    registered = set(re.findall(r"callback=\w+\((\w+), SIGNATURE\.\1\)", source))
+    assert declared <= registered
+    assert {"beat", "audit", "supply", "late_batches", "save_states"} == registered - declared

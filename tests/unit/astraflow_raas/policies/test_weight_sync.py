@@ -124,7 +124,7 @@ async def test_later_versions_are_fetched_as_deltas_and_swapped_in_while_the_eng
     for _ in range(3):
         await setup.serve(setup.trainer.publish())
     assert [version for _, version in setup.engine.swaps] == [1, 2, 3]
-    assert (setup.sync.counts.snapshots_fetched, setup.sync.counts.deltas_fetched) == (1, 3)
+    assert (setup.source.counts.snapshots_fetched, setup.source.counts.deltas_fetched) == (1, 3)
     assert same_model(map_model(setup.engine.swaps[-1][0]), setup.trainer.models[3])
 
 
@@ -132,7 +132,7 @@ async def test_the_store_alone_activates_nothing(setup: Setup) -> None:
     await setup.serve_first()
     first, second = setup.trainer.publish(), setup.trainer.publish()
     await setup.serve(first)
-    assert setup.sync.mirror_version == 1
+    assert setup.source.version == 1
     await setup.serve(second)
 
 
@@ -273,7 +273,7 @@ async def test_a_failed_swap_is_tried_again_and_the_old_version_serves_meanwhile
     await setup.serve_first()
     setup.engine.swap_fault = EngineFaulty("shape mismatch")
     setup.sync.announce(setup.trainer.publish())
-    await eventually(lambda: setup.sync.mirror_version == 1, what="the new version is in the mirror")
+    await eventually(lambda: setup.source.version == 1, what="the new version is in the mirror")
     assert setup.policy.version == 0
     async with setup.sync.loading() as loadable:
         assert loadable.version == 1, "an engine that starts anew takes what the mirror holds"
@@ -292,7 +292,7 @@ async def test_without_an_engine_the_next_one_is_started_with_the_newest_version
     await setup.serve_first()
     setup.policy.engine_lost()
     setup.sync.announce(setup.trainer.publish())
-    await eventually(lambda: setup.sync.mirror_version == 1, what="the version is fetched")
+    await eventually(lambda: setup.source.version == 1, what="the version is fetched")
     await eventually_loadable(setup, 1)
     assert setup.engine.swaps == []
 
@@ -323,21 +323,21 @@ async def test_a_version_is_fetched_and_not_applied_while_an_evaluation_needs_th
     with setup.policy.pinned(0):
         setup.sync.announce(setup.trainer.publish())
         await eventually(lambda: setup.sync.holding, what="the new version waits")
-        assert setup.sync.counts.deltas_fetched == 1
+        assert setup.source.counts.deltas_fetched == 1
         setup.policy.engine_lost()
         async with setup.sync.loading() as loadable:
             assert loadable.version == 0, "an engine that restarts now must serve the evaluation"
             assert same_model(map_model(loadable.directory), setup.trainer.models[0])
-    await eventually(lambda: setup.sync.mirror_version == 1, what="the new version is applied")
+    await eventually(lambda: setup.source.version == 1, what="the new version is applied")
 
 
 async def test_nothing_is_applied_while_an_engine_loads(setup: Setup) -> None:
     await setup.serve_first()
     async with setup.sync.loading() as loadable:
         setup.sync.announce(setup.trainer.publish())
-        await eventually(lambda: setup.sync.counts.deltas_fetched == 1, what="the new version is fetched")
+        await eventually(lambda: setup.source.counts.deltas_fetched == 1, what="the new version is fetched")
         await asyncio.sleep(0.05)
-        assert (setup.sync.mirror_version, loadable.version) == (0, 0)
+        assert (setup.source.version, loadable.version) == (0, 0)
     await eventually(lambda: setup.policy.version == 1, what="the new version serves")
 
 

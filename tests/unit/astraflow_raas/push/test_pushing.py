@@ -12,11 +12,11 @@ from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import trajectory_service_pb2
 from astraflow.errors import PermissionError_
 from astraflow.rollout.v1 import trajectory_pb2
-from astraflow_kit.clock import ManualClock
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
+from support.manual_clock import ManualClock
 from support.scripted_dataflow import RunningServer, eventually, result
 
 LIMITS = SpoolLimits(window_episodes=4)

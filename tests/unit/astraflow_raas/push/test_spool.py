@@ -10,8 +10,8 @@ from hypothesis.strategies import integers
 
 from astraflow.dataflow.v1 import durability_pb2, trajectory_service_pb2
 from astraflow.rollout.v1 import trajectory_pb2
-from astraflow_kit.clock import ManualClock
 from astraflow_raas.push.spool import Spool, Spooled, SpoolLimits
+from support.manual_clock import ManualClock
 
 MEMORY = trajectory_service_pb2.PushResult(durability=durability_pb2.DURABILITY_MEMORY)
 FSYNCED = trajectory_service_pb2.PushResult(durability=durability_pb2.DURABILITY_FSYNCED)

@@ -7,7 +7,7 @@ import pytest
 
 from astraflow.plugins import VersionSpan
 from astraflow.trajectories import BadTrajectory
-from astraflow_trainer.batches.rows import TrainingRow, total_trained_tokens
+from astraflow_trainer.batches.rows import TrainingRow
 
 
 def _row() -> TrainingRow:
@@ -26,7 +26,6 @@ def _row() -> TrainingRow:
 def test_counts_and_oldest_version_come_from_mask_and_spans() -> None:
     row = _row()
     assert (row.num_tokens, row.num_trained_tokens, row.min_version) == (4, 2, 4)
-    assert total_trained_tokens([row, row]) == 4
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.recipe_file import parse_recipe
+from astraflow.recipe.file import parse_recipe
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.model.model import PolicyModel

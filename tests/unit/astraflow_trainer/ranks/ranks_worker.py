@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from astraflow.algorithm import AlgorithmSettings, M2po
 from astraflow.plugins import VersionSpan
 from astraflow.recipe import OptimizerSettings
+from astraflow.recipe.algorithm import AlgorithmSettings, M2po
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.batches.rank_batches import balanced_shares
 from astraflow_trainer.batches.rows import TrainingRow

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.algorithm import AdvantageSettings, Baseline, DrGrpo, Grpo, Rloo, Scale
+from astraflow.recipe.algorithm import AdvantageSettings, Baseline, DrGrpo, Grpo, Rloo, Scale
 from astraflow_trainer.step.advantages import compute_advantages
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 3.0, 3.0]

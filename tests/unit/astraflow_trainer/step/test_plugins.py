@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from astraflow.algorithm import AlgorithmSettings
 from astraflow.errors import PluginError
 from astraflow.plugins import Advantage, Loss, RewardedRows, TrainedTokens
-from astraflow.recipe_file import parse_recipe
+from astraflow.recipe.algorithm import AlgorithmSettings
+from astraflow.recipe.file import parse_recipe
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.step.plugins import PluginAdvantage, PluginLoss, StepPlugins
 from support.docs_code import code_of, recipe_folder

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from astraflow.algorithm import (
+from astraflow.recipe import OptimizerSettings
+from astraflow.recipe.algorithm import (
     AlgorithmSettings,
     Cispo,
     Constant,
@@ -24,7 +25,6 @@ from astraflow.algorithm import (
     SeqMeanTokenMean,
     SeqMeanTokenSum,
 )
-from astraflow.recipe import OptimizerSettings
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.batches.packing import pack
 from astraflow_trainer.batches.rows import TrainingRow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from astraflow.errors import PluginError, RecipeError
-from astraflow.recipe_file import parse_recipe
+from astraflow.recipe.file import parse_recipe
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.model.model import load_causal_lm

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_kit.clock import ManualClock
 from astraflow_kit.failpoints import FailpointRaised
 from astraflow_weights.collection.collector import Collector, Stage
 from astraflow_weights.collection.retention import Roots, paths_of
@@ -23,6 +22,7 @@ from astraflow_weights.versions.intents import INTENT_S, UploadIntents
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
 from support.armed import armed
+from support.manual_clock import ManualClock
 from support.published_models import ModelPublisher, PublishedModels, open_writer, read_log
 from support.weight_models import POLICY, RUN, overwrite, same_model
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from astraflow_kit.clock import ManualClock
 from astraflow_weights.codec.digest import model_root
 from astraflow_weights.codec.peers import OnePeer
 from astraflow_weights.codec.shards import whole
@@ -33,6 +32,7 @@ from astraflow_weights.versions.intents import INTENT_S
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull
+from support.manual_clock import ManualClock
 from support.published_models import open_writer, read_log
 from support.stepped_store import Actor, MemoryStore, Stage, SteppedStore
 from support.weight_models import POLICY, RUN

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_kit.clock import ManualClock
 from astraflow_weights.errors import Edge, NoPath, StoreRefused
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.mirror.pull_guard import PullGuard
@@ -20,6 +19,7 @@ from astraflow_weights.versions.collection_records import (
 )
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import PullPlan, plan_pull
+from support.manual_clock import ManualClock
 from support.published_models import published, read_log
 from support.weight_models import POLICY, RUN
 

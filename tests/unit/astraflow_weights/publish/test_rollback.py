@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from astraflow.errors import PreconditionError
-from astraflow_kit.clock import ManualClock
 from astraflow_weights.codec.delta import encode_delta
 from astraflow_weights.codec.digest import model_root
 from astraflow_weights.codec.tensor_hash import tensor_digests
@@ -25,6 +24,7 @@ from astraflow_weights.tools.verification import verify_version
 from astraflow_weights.versions.inspection import build_version
 from astraflow_weights.versions.manifest import DeltaRef
 from astraflow_weights.versions.planner import plan_pull
+from support.manual_clock import ManualClock
 from support.published_models import ModelPublisher, open_writer, published, read_log
 from support.weight_models import POLICY, RUN, FaultyStore, make_model, same_model, trained
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_kit.clock import ManualClock
 from astraflow_weights.errors import CorruptManifest, Unavailable
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store import ObjectStore, PutResult
@@ -14,6 +13,7 @@ from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.collection_records import Tombstone, encode_tombstone
 from astraflow_weights.versions.intents import INTENT_S, RENEW_S, UploadIntents, find_intents
 from astraflow_weights.versions.tombstones import Tombstones
+from support.manual_clock import ManualClock
 from support.published_models import ModelPublisher, open_writer, read_log
 from support.weight_models import POLICY, RUN, make_model, overwrite, trained
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from astraflow.algorithm import Aggregation, Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from astraflow.recipe.algorithm import Aggregation, Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from astraflow_trainer.step.losses import StepCounts, token_weights
 
 

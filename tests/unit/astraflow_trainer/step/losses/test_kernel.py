@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from astraflow.algorithm import (
+from astraflow.recipe.algorithm import (
     AlgorithmSettings,
     Cispo,
     DualClip,

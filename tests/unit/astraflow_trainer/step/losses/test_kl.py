@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from astraflow.algorithm import KlEstimator
+from astraflow.recipe.algorithm import KlEstimator
 from astraflow_trainer.step.losses.kl import kl_estimate
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.algorithm import M2po, M2poClip, M2poMask, PpoClip
+from astraflow.recipe.algorithm import M2po, M2poClip, M2poMask, PpoClip
 from astraflow_trainer.step.losses.second_moment import (
     UNCLIPPED,
     mask_threshold,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from astraflow.algorithm import AlgorithmSettings, PpoClip
+from astraflow.recipe.algorithm import AlgorithmSettings, PpoClip
 from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_trainer.step.losses import LossInputs, LossStatistics, policy_loss
 

@@ -14,28 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
-from astraflow.algorithm import AlgorithmSettings
-from astraflow.plugin_settings import PluginSettings
-from astraflow.section import Section, merged
-
-__all__ = [
-    "ArchitectureSettings",
-    "BatchSettings",
-    "DataflowSettings",
-    "EvaluationSettings",
-    "ModelSettings",
-    "OptimizerSettings",
-    "PolicySettings",
-    "PublishSettings",
-    "RaasSettings",
-    "Recipe",
-    "ResolvedPolicy",
-    "RunSettings",
-    "SamplingSettings",
-    "TokenizerSettings",
-    "TrainerSettings",
-    "WarmStartSettings",
-]
+from astraflow.recipe.algorithm import AlgorithmSettings
+from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow.recipe.section import Section, merged
 
 SCHEMA_VERSION = 1
 

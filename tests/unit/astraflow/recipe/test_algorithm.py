@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from astraflow.algorithm import (
+from astraflow.recipe.algorithm import (
     AlgorithmSettings,
     AnyAdvantage,
     BehaviorAnchor,

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from astraflow.section import Kind
+from astraflow.recipe.section import Kind
 
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema

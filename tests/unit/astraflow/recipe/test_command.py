@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from astraflow.errors import RecipeError
 from astraflow.recipe import Recipe, json_schema
-from astraflow.recipe_command import app
+from astraflow.recipe.algorithm import AlgorithmSettings, M2po
+from astraflow.recipe.command import app
 
-QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart"
+QUICKSTART = Path(__file__).parents[4] / "recipes" / "quickstart"
 
 
 def test_check_prints_the_recipe_with_every_default_and_override() -> None:
@@ -21,6 +22,9 @@ def test_check_prints_the_recipe_with_every_default_and_override() -> None:
     assert finished.exit_code == 0
     printed = Recipe.model_validate(YAML(typ="safe").load(finished.stdout))
     assert printed.run.steps == 7
+    # What the published curves of the quickstart were made with.
+    loss = M2po(budget=0.04, floor_low=0.3, floor_high=0.5)
+    assert printed.policy("solver").trainer.algorithm == AlgorithmSettings(loss=loss)
     assert "lease_ttl_s" in finished.stdout  # a default that the file does not mention
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from astraflow.algorithm import Gspo, KlSettings, M2po
 from astraflow.errors import RecipeError
-from astraflow.plugin_settings import PluginSettings
 from astraflow.recipe import BatchSettings, Recipe
-from astraflow.recipe_file import CodeFile, bundle_digest, load_recipe, parse_recipe, place_of
+from astraflow.recipe.algorithm import Gspo, KlSettings, M2po
+from astraflow.recipe.file import CodeFile, bundle_digest, load_recipe, parse_recipe, place_of
+from astraflow.recipe.plugin_settings import PluginSettings
 
 GOOD = """\
 run:

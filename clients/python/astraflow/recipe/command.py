@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from astraflow.recipe import json_schema
-from astraflow.recipe_file import load_recipe
+from astraflow.recipe.file import load_recipe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Check a recipe, or print the schema.")
 

@@ -14,8 +14,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from astraflow.plugin_settings import PluginSettings
-from astraflow.section import BY_KIND, Kind, Section
+from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow.recipe.section import BY_KIND, Kind, Section
 
 REPLACED_KEYS = {
     key: f"a loss has its own settings now; write for example `loss: {{kind: {example}}}`"

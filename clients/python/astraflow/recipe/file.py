@@ -21,11 +21,11 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
-from astraflow.algorithm import REPLACED_KEYS
 from astraflow.errors import RecipeError
-from astraflow.plugin_settings import PluginSettings
 from astraflow.recipe import SCHEMA_VERSION, Recipe
-from astraflow.section import kind_of
+from astraflow.recipe.algorithm import REPLACED_KEYS
+from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow.recipe.section import kind_of
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -1,0 +1,43 @@
+"""The recipe: what it may say (`settings`, `algorithm`), how its file is read (`file`) and checked (`command`)."""
+
+from astraflow.recipe.settings import (
+    SCHEMA_VERSION,
+    ArchitectureSettings,
+    BatchSettings,
+    DataflowSettings,
+    EvaluationSettings,
+    ModelSettings,
+    OptimizerSettings,
+    PolicySettings,
+    PublishSettings,
+    RaasSettings,
+    Recipe,
+    ResolvedPolicy,
+    RunSettings,
+    SamplingSettings,
+    TokenizerSettings,
+    TrainerSettings,
+    WarmStartSettings,
+    json_schema,
+)
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "ArchitectureSettings",
+    "BatchSettings",
+    "DataflowSettings",
+    "EvaluationSettings",
+    "ModelSettings",
+    "OptimizerSettings",
+    "PolicySettings",
+    "PublishSettings",
+    "RaasSettings",
+    "Recipe",
+    "ResolvedPolicy",
+    "RunSettings",
+    "SamplingSettings",
+    "TokenizerSettings",
+    "TrainerSettings",
+    "WarmStartSettings",
+    "json_schema",
+]

@@ -1,0 +1,63 @@
+"""How large the hand-written source is: code lines per module and per room.
+
+A code line holds code. Blank lines, comments and docstrings do not count: saying more about the code costs nothing, and
+writing it denser gains nothing that the formatter does not take back. Generated contracts are left out.
+"""
+
+import ast
+import io
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterable
+
+from support.source_tree import REPOSITORY, Module, modules, roots
+
+_NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+}  # fmt: skip
+
+
+def code_lines(module: Module) -> int:
+    """Number of lines of a module that hold code."""
+    return code_lines_of(module.source)
+
+
+def code_lines_of(text: str) -> int:
+    """Number of lines of Python that hold code."""
+    held: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            held.update(range(token.start[0], token.end[0] + 1))
+    return len(held - _docstring_lines(ast.parse(text)))
+
+
+def _docstring_lines(tree: ast.Module) -> set[int]:
+    """Lines of every string that stands as a statement: docstrings of modules, classes, functions and fields."""
+    strings = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+    return {line for node in strings for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+def product_modules() -> list[Module]:
+    """What a user runs: every root but the benchmarks."""
+    return [
+        module for name, folder in roots().items() if name != "astraflow_bench" for module in modules(folder)
+    ]
+
+
+def suite_modules() -> list[Module]:
+    """Everything under tests/."""
+    return modules(REPOSITORY / "tests")
+
+
+def by_room(listed: Iterable[Module]) -> dict[str, list[Module]]:
+    """Modules by the folder they lie in."""
+    rooms: dict[str, list[Module]] = defaultdict(list)
+    for module in listed:
+        rooms[module.path.parent.relative_to(REPOSITORY).as_posix()].append(module)
+    return dict(sorted(rooms.items()))
