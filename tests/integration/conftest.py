@@ -1,6 +1,15 @@
 """Fixtures shared by the integration tests."""
 
-from support.dataflow_fixtures import own_valkey, redis_binary, redis_url, valkey, world
+from support.dataflow_fixtures import own_valkey, process, redis_binary, redis_url, valkey, world
 from support.node_fixtures import checkpoint, shared_engine
 
-__all__ = ["checkpoint", "own_valkey", "redis_binary", "redis_url", "shared_engine", "valkey", "world"]
+__all__ = [
+    "checkpoint",
+    "own_valkey",
+    "process",
+    "redis_binary",
+    "redis_url",
+    "shared_engine",
+    "valkey",
+    "world",
+]
