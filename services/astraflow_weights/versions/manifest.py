@@ -144,7 +144,7 @@ def encode_entry(entry: Entry) -> bytes:
 
 def encode_path(path: AddedPath) -> bytes:
     """Sealed bytes of an added path. Raises ValueError for what no reader would accept."""
-    message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_way=_path_message(_checked_path(path)))
+    message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_path=_path_message(_checked_path(path)))
     return seal_entry(message)
 
 
@@ -153,10 +153,10 @@ def decode_path(data: bytes) -> AddedPath:
     version.
     """
     message = open_entry(data)
-    if message.WhichOneof("entry") != "added_way":
+    if message.WhichOneof("entry") != "added_path":
         raise CorruptManifest(f"an object of {len(data)} bytes is not an added path")
     try:
-        return _checked_path(_path(message.added_way))
+        return _checked_path(_path(message.added_path))
     except ValueError as error:
         raise CorruptManifest(f"an added path of {len(data)} bytes contradicts itself: {error}") from error
 
@@ -250,8 +250,8 @@ def _fence_message(fence: Fence) -> manifest_pb2.Fence:
     )
 
 
-def _path_message(path: AddedPath) -> manifest_pb2.AddedWay:
-    return manifest_pb2.AddedWay(
+def _path_message(path: AddedPath) -> manifest_pb2.AddedPath:
+    return manifest_pb2.AddedPath(
         run_id=path.run_id,
         policy_id=path.policy_id,
         version=path.version,
@@ -322,7 +322,7 @@ def _fence(message: manifest_pb2.Fence) -> Fence:
     )
 
 
-def _path(message: manifest_pb2.AddedWay) -> AddedPath:
+def _path(message: manifest_pb2.AddedPath) -> AddedPath:
     return AddedPath(
         run_id=check_id(message.run_id, what="run id"),
         policy_id=check_id(message.policy_id, what="policy id"),
