@@ -13,8 +13,9 @@ from astraflow.dataflow.v1.task_service_pb2 import LeaseFailure
 from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome, PushResult
 from astraflow.errors import AstraflowError, NotFoundError, PayloadMissingError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
-from astraflow_dataflow.records import Committed, CompleteTask, GroupVerdict, Offer, Supply
+from astraflow_dataflow.records import Committed, CompleteTask, Offer, Supply
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
+from astraflow_dataflow.rules.groups import groups_of, items_of, was_judged
 from astraflow_dataflow.store.connection import Argument, Call, Connection
 from astraflow_dataflow.store.keys import TRAIN_LANE, Keys
 from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_text, as_texts, flag
@@ -177,19 +178,15 @@ class EpisodeStore:
         return _complete_task(task_id, reply)
 
     async def settle(
-        self, run_id: str, task_id: str, verdicts: Sequence[GroupVerdict], *, tombstone_s: float
+        self, run_id: str, task: CompleteTask, verdicts: Sequence[str], *, tombstone_s: float
     ) -> bool:
         """Move a complete task's groups to ready or dropped. Returns False when another server was first."""
-        arguments: list[Argument] = [task_id, _ms(tombstone_s)]
-        for verdict in verdicts:
-            arguments += [
-                verdict.group_id,
-                verdict.policy_id,
-                verdict.verdict,
-                flag(verdict.judged),
-            ]
-            arguments += [len(verdict.trajectory_ids), verdict.oldest_version, repr(verdict.reward_sum)]
-            arguments += [verdict.items, "\n".join(verdict.trajectory_ids)]
+        arguments: list[Argument] = [task.task_id, _ms(tombstone_s)]
+        for group, batch, verdict in zip(task.groups, task.items, verdicts, strict=True):
+            items = batch.items
+            arguments += [group.group_id, group.policy, verdict, flag(was_judged(verdict)), len(items)]
+            arguments += [min(item.min_version for item in items), repr(sum(item.reward for item in items))]
+            arguments += [batch.SerializeToString(), "\n".join(item.trajectory_id for item in items)]
         return as_int(await self._connection.call(Keys(run_id), "settle", *arguments)) == 1
 
     async def unsettled(self, run_id: str, *, least_age_s: float, limit: int) -> list[str]:
@@ -239,14 +236,16 @@ def _complete_task(task_id: str, fields: list[Reply]) -> CompleteTask | None:
     if not fields:
         return None
     credited, held = as_text(fields[1]), as_list(fields[4])
+    headers = {as_text(key): as_bytes(value) for key, value in zip(held[::2], held[1::2], strict=True)}
+    groups = groups_of(task_id, spec=as_bytes(fields[5]), headers=headers)
     return CompleteTask(
         task_id=task_id,
         why=as_text(fields[0]),
         credited=None if credited == "*" else frozenset(filter(None, credited.split("\n"))),
         group_size=as_int(fields[2]),
         num_finished=as_int(fields[3]),
-        headers={as_text(key): as_bytes(value) for key, value in zip(held[::2], held[1::2], strict=True)},
-        spec=as_bytes(fields[5]),
+        groups=groups,
+        items=[items_of(task_id, group) for group in groups],
     )
 
 

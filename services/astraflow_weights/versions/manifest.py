@@ -144,9 +144,9 @@ def encode_entry(entry: Entry) -> bytes:
 
 def encode_path(path: AddedPath) -> bytes:
     """Sealed bytes of an added path. Raises ValueError for what no reader would accept."""
-    fields = _to_fields(_checked_path(path), manifest_pb2.AddedWay)
-    message = manifest_pb2.AddedWay(**fields, parts=map(_ref_message, path.parts))
-    return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_way=message))
+    fields = _to_fields(_checked_path(path), manifest_pb2.AddedPath)
+    message = manifest_pb2.AddedPath(**fields, parts=map(_ref_message, path.parts))
+    return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_path=message))
 
 
 def decode_path(data: bytes) -> AddedPath:
@@ -154,10 +154,10 @@ def decode_path(data: bytes) -> AddedPath:
     version.
     """
     message = open_entry(data)
-    if message.WhichOneof("entry") != "added_way":
+    if message.WhichOneof("entry") != "added_path":
         raise CorruptManifest(f"an object of {len(data)} bytes is not an added path")
     try:
-        path = message.added_way
+        path = message.added_path
         return _checked_path(AddedPath(**_from_fields(path), parts=_refs(path.parts)))
     except ValueError as error:
         raise CorruptManifest(f"an added path of {len(data)} bytes contradicts itself: {error}") from error
@@ -239,10 +239,10 @@ def _to_fields(record: Entry | AddedPath, kind: type[Message]) -> dict[str, Any]
 
 
 def _from_fields(
-    message: manifest_pb2.Manifest | manifest_pb2.Fence | manifest_pb2.AddedWay,
+    message: manifest_pb2.Manifest | manifest_pb2.Fence | manifest_pb2.AddedPath,
 ) -> dict[str, Any]:
-    """What `_to_fields` was given. Raises ValueError for ids that cannot stand in a key, and nonces and roots of another
-    size.
+    """What `_to_fields` was given. Raises ValueError for ids that cannot stand in a key, and for nonces and roots of
+    another size.
     """
     fields = {name: optional(message, name) for name in _plain_fields(message)}
     for name in ("run_id", "policy_id"):
