@@ -4,7 +4,7 @@ Owns the short way from a model in memory to a committed version through the pro
 a version back to the bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,21 @@ from astraflow_weights.codec.peers import OnePeer, Peers
 from astraflow_weights.codec.shards import ShardedModel, whole
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array, Model
+from astraflow_weights.collection.collector import Collector, Stage
+from astraflow_weights.collection.retention import Roots
 from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
-from astraflow_weights.settings import PublishSettings
+from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.collection_records import Tombstone, encode_tombstone
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import DeltaRef
+from support.manual_clock import ManualClock
 from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, same_model, trained
+
+GRACE_S = 100.0
 
 
 class ModelPublisher(ShardPublisher):
@@ -211,3 +216,20 @@ def bury(store: ObjectStore, number: int, *names: bytes) -> None:
     """A round of collection that wants the parts of these names."""
     tombstone = Tombstone(number=number, parts=frozenset(names), created_time_s=0)
     store.put_if_absent(KEYS.tombstone(number), encode_tombstone(KEYS, tombstone))
+
+
+def new_collector(
+    store: ObjectStore, clock: Clock, roots: Callable[[], Roots], *, keep_snapshots: int = 2
+) -> Collector:
+    """A collector of the policy whose grace is `GRACE_S`."""
+    settings = CollectionSettings(keep_snapshots=keep_snapshots, grace_s=GRACE_S)
+    return Collector(store, run_id=RUN, policy_id=POLICY, roots=roots, settings=settings, clock=clock)
+
+
+def collect_all(collector: Collector, clock: ManualClock) -> None:
+    """Take rounds until nothing is left that may go."""
+    for _ in range(10):
+        if collector.step().stage is Stage.NOTHING:
+            return
+        clock.now_s += GRACE_S
+    raise AssertionError("there is no end to it")
