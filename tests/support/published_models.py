@@ -204,12 +204,12 @@ def commit_parts(
     version = len(writer.log.records)
     base_version = version - 1 if base_version is None else base_version
     upload = writer.uploads.upload_parts
-    options = {"step": version, "tensors": tensor_digests(model)} | options
+    named: dict[str, Any] = {"step": version, "tensors": tensor_digests(model)}
     if snapshot:
-        options["snapshot"] = upload(snapshot)
+        named["snapshot"] = upload(snapshot)
     if delta:
-        options["deltas"] = (DeltaRef(base_version=base_version, parts=upload(delta)),)
-    return writer.commit(**options)
+        named["deltas"] = (DeltaRef(base_version=base_version, parts=upload(delta)),)
+    return writer.commit(**(named | options))
 
 
 def bury(store: ObjectStore, number: int, *names: bytes) -> None:

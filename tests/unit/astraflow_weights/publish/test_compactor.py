@@ -239,7 +239,7 @@ def test_the_thread_works_when_notified_and_ends_with_its_block(world: World) ->
         for version in range(9):
             world.publish_up_to(version)
             compactor.notify()
-        eventually(world.added, what="a merged delta")
+        eventually(world.added, what="a merged delta", patience_s=60.0)
     assert not any(thread.name == "weights-compactor" for thread in threading.enumerate())
     assert world.added() == [(0, 8)]
 

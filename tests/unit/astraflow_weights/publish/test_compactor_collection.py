@@ -38,7 +38,7 @@ class Training(PublishedModels):
         self.compactor.notify()
 
     def wait_until(self, condition: Callable[[VersionLog], bool], what: str) -> None:
-        eventually(lambda: condition(self.log()), what=what)
+        eventually(lambda: condition(self.log()), what=what, patience_s=120.0)
 
     def wait_for_a_snapshot(self) -> None:
         """Among the newest three versions."""
