@@ -20,8 +20,8 @@ import pytest
 from astraflow.dataflow.v1 import admin_service_pb2, batch_pb2, batch_service_pb2
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow.rollout.v1 import task_pb2
-from astraflow_dataflow.store.connection import as_list, as_text
 from astraflow_dataflow.store.keys import Keys
+from astraflow_dataflow.store.replies import as_list, as_text
 from astraflow_kit import failpoints
 from astraflow_raas.push.spool_files import SpoolFiles
 from astraflow_raas.timeline import Stage

@@ -13,8 +13,8 @@ import redis
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import batch_service_pb2, run_pb2
 from astraflow.rollout.v1 import trajectory_pb2
-from astraflow_dataflow.store.connection import as_list, as_text
 from astraflow_dataflow.store.keys import Keys
+from astraflow_dataflow.store.replies import as_list, as_text
 from astraflow_raas.push.spool import SpoolLimits
 from support.chaos import cut_tail
 from support.dataflow_world import World, served

@@ -48,7 +48,7 @@ def test_list_tells_what_was_published(ask: Ask, published: list[CommittedVersio
 def test_show_tells_codecs_routes_and_tensors(ask: Ask, published: list[CommittedVersion]) -> None:
     told, parsed = ask("show", "2"), ask("show", "2", "--json")
     assert (told.status, parsed.status) == (0, 0), told.errors + parsed.errors
-    (path,) = parsed.json["ways"]
+    (path,) = parsed.json["paths"]
     assert (path["base_version"], path["size_bytes"]) == (1, published[2].delta_bytes)
     assert sum(codec["num_changed"] for codec in path["codecs"].values()) == published[2].num_changed
     assert [(route["held"], route["steps"]) for route in parsed.json["routes"]] == [(None, 3), (1, 1)]
