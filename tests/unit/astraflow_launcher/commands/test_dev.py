@@ -71,7 +71,7 @@ def _close(role: str, *, log_format: str, stream: TextIO) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--nodes", "0"), "--nodes 0 leaves nobody to run tasks; give at least 1, or --without raas"),
+        (("--nodes", "0"), "--nodes 0 leaves no node to run tasks; give at least 1, or --without raas"),
         (("--nodes", "65"), "--nodes"),
         (("--until", "soon"), "--until 'soon' is not a condition; write heldout>=0.7 or reward>=0.9"),
         (("--set", "dataflow.group_sise=4"), "group_size"),
