@@ -2,8 +2,6 @@
 and bytes that stay what they are.
 """
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -2,19 +2,18 @@
 refusal has details, and only reasons that callers were told of.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet, MethodOptions
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
@@ -36,9 +35,6 @@ from astraflow_trainer.servicer import TrainerServicer
 from support.dataflow_world import World
 from support.raas_node import local_node
 from support.source_tree import REPOSITORY
-
-if TYPE_CHECKING:
-    from google.protobuf.descriptor import MethodDescriptor
 
 pytestmark = pytest.mark.slow
 

@@ -3,8 +3,6 @@
 Status 2: what was given must change. 1: another run, release or program is in the way.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

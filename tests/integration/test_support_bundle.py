@@ -1,7 +1,5 @@
 """The support bundle asks a living server, and an object store elsewhere, for what no folder has."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """Running a command of `astraflow` inside the test's own process, and in one that may be killed."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The status page says what there is, and nothing about what there is not."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console

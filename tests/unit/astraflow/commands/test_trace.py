@@ -1,7 +1,5 @@
 """The tree of a task leads from leases to the version that came of it."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """`why` says for each wait who, since when, the figures and what releases it; a verdict comes first."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console

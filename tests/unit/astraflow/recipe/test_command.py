@@ -1,7 +1,5 @@
 """`astraflow recipe` prints what it checked, and refuses what does not hold."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`astraflow dev` refuses what cannot work before it makes anything, and tells the end of a run by its status."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The embedded server is real, durable by default, and found without configuration."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An archive holds no recognisable secret, stays bounded, and says what it has and what it lacks."""
 
-from __future__ import annotations
-
 import tarfile
 from pathlib import Path
 

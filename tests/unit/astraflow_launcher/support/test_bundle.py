@@ -1,7 +1,5 @@
 """The support bundle packs evidence and leaves weights out, whatever is missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import tarfile

@@ -1,15 +1,11 @@
 """The doctor's checks pass on a working machine and name a remedy on a broken one."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from astraflow_launcher.support import checks
 from astraflow_launcher.support.checks import State, run_checks
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_every_check_of_a_working_machine_passes_or_warns() -> None:

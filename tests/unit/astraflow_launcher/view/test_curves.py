@@ -1,7 +1,5 @@
 """The curves are drawn for whatever was observed, down to nothing."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a person sees: on a terminal, and as lines."""
 
-from __future__ import annotations
-
 import io
 import math
 

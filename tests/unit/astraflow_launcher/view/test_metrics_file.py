@@ -1,7 +1,5 @@
 """`metrics.jsonl` holds every step, version and complete evaluation once, with what joins it to the logs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Conditions that end a run, and what an observation derives."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow.dataflow.v1 import admin_service_pb2 as admin

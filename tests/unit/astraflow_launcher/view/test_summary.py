@@ -1,7 +1,5 @@
 """The final numbers of a run, from an observation made by hand."""
 
-from __future__ import annotations
-
 import io
 import json
 
