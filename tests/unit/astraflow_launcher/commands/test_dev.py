@@ -66,28 +66,6 @@ def _close(role: str, *, log_format: str, stream: TextIO) -> None:
     stream.close()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--nodes", "0"), "--nodes 0 leaves nobody to run tasks; give at least 1, or --without raas"),
-        (("--nodes", "65"), "--nodes"),
-        (("--until", "soon"), "--until 'soon' is not a condition; write heldout>=0.7 or reward>=0.9"),
-        (("--set", "dataflow.group_sise=4"), "group_size"),
-        (("--without", "redis"), "'redis' is not one of 'dataflow', 'raas', 'trainer'"),
-        (("--steps", "0"), "--steps"),
-        (("--node", "2"), "--nodes"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_remedy_and_makes_nothing(
-    run: Run, started: list[Options], arguments: tuple[str, ...], message: str
-) -> None:
-    ended = run("../recipe", *arguments)
-    assert ended.status == 2
-    assert message in ended.errors
-    assert started == []
-    assert list(Path.cwd().iterdir()) == []
-
-
 def test_help_lists_every_option_of_the_documentation(run: Run) -> None:
     documented = set(re.findall(r"--[a-z][a-z-]*", DOCUMENTATION.read_text())) - OPTIONS_OF_DAEMONS
     assert len(documented) > 5

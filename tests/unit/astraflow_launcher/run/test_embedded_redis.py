@@ -18,7 +18,7 @@ def test_the_bundled_server_starts_and_answers(tmp_path: Path) -> None:
         server_command(binary, port=port, folder=tmp_path), stdout=subprocess.DEVNULL
     ) as server:
         try:
-            wait_until_answering(port, timeout_s=10)
+            wait_until_answering(port, timeout_s=100)
             assert (tmp_path / "appendonlydir").is_dir()
         finally:
             server.terminate()

@@ -117,7 +117,6 @@ async def main():
         child = await supervisor.start(spec)
         while not child.running:
             await asyncio.sleep(0.02)
-        await asyncio.sleep(1.0)
         (folder / "pid").write_text(str(child.process.pid))
         await asyncio.sleep(60)
 asyncio.run(main())
