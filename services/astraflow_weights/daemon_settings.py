@@ -1,4 +1,4 @@
-"""What a daemon that reads or writes weights can be told of its store, beside what every daemon can be told.
+"""Settings of a daemon that reads or writes weights: how to reach its store, beside what every daemon has.
 
 Invariant: where the weights are comes from the run, never from here; these settings only say how to reach the
 service and who asks. Nodes, trainers and `astraflow doctor` build on it, so that all three take the same

@@ -93,7 +93,7 @@ class PullGuard:
         return frozenset(step.edge for step in plan.steps if any(part.sha256 in names for part in step.parts))
 
     def _write(self, guard: "_OpenGuard") -> None:
-        """Write the next lease, then delete the one before. What fails is told once and goes without."""
+        """Write the next lease, then delete the one before. What fails is logged once, and the pull goes without."""
         if self._refused:
             return
         lease = PullLease(

@@ -95,7 +95,7 @@ def test_a_node_that_left_says_since_when() -> None:
     status = full_status()
     status.nodes[0].connected = False
     status.nodes[0].last_seen_time.GetCurrentTime()
-    assert "gone since 0.0 s" in text_of(status)
+    assert "gone for 0.0 s" in text_of(status)
 
 
 def test_a_node_that_is_sent_home_says_why() -> None:

@@ -80,7 +80,7 @@ def test_episodes_of_leases_that_are_not_kept_are_shown_all_the_same() -> None:
     del trace.leases[:]
     trace.truncated = True
     page = text_of(trace)
-    assert "pushed outside of any lease that is kept" in page
+    assert "pushed outside any recorded lease" in page
     assert "episode e.0" in page
     assert "earlier history is not kept" in page
 

@@ -33,15 +33,15 @@ def test_each_wait_is_a_block_and_the_longest_comes_first() -> None:
     assert page.splitlines() == [
         "run quickstart is active",
         "",
-        "rollout-bound: the trainer of solver waited for finished groups in 100% of 1 looks over 3 s",
+        "rollout-bound: the trainer of solver waited for finished groups in 100% of 1 checks over 3 s",
         "",
-        "publishing solver waits since 70 s: unpublished",
+        "publishing solver has waited 70 s: unpublished",
         "  figures of unpublished",
-        "  release: end of unpublished",
+        "  next: end of unpublished",
         "",
-        "training solver waits since 2.0 s: ready_groups",
+        "training solver has waited 2.0 s: ready_groups",
         "  figures of ready_groups",
-        "  release: end of ready_groups",
+        "  next: end of ready_groups",
     ]
 
 
