@@ -238,21 +238,21 @@ async def test_an_evaluation_of_another_version_is_refused_before_any_token(setu
 
 
 async def test_an_evaluation_pins_its_version_until_its_episodes_are_done(setup: Setup) -> None:
-    setup.engine.hold = asyncio.Event()
+    setup.engine.may_answer.clear()
     running = asyncio.create_task(setup.run(leased(required_versions={"solver": 7})))
     await eventually(lambda: setup.engine.requests, what="the episodes call the engine")
     assert not await setup.policy.wait_unpinned(deadline_s=0.05)
-    setup.engine.hold.set()
+    setup.engine.may_answer.set()
     assert await running is None
     assert await setup.policy.wait_unpinned(deadline_s=5.0)
 
 
 async def test_an_evaluation_whose_version_moved_under_it_is_not_pushed(setup: Setup) -> None:
-    setup.engine.hold = asyncio.Event()
+    setup.engine.may_answer.clear()
     running = asyncio.create_task(setup.run(leased(members=(0,), required_versions={"solver": 7})))
     await eventually(lambda: setup.engine.requests, what="the episode calls the engine")
     await setup.engine.swap(model_dir=Path("v8"), version=8)
-    setup.engine.hold.set()
+    setup.engine.may_answer.set()
     failure = await running
     assert failure is not None
     assert failure.reason == "version_unavailable"
@@ -260,18 +260,18 @@ async def test_an_evaluation_whose_version_moved_under_it_is_not_pushed(setup: S
 
 
 async def test_a_training_episode_that_met_a_swap_carries_both_versions(setup: Setup) -> None:
-    setup.engine.hold = asyncio.Event()
+    setup.engine.may_answer.clear()
     running = asyncio.create_task(setup.run(leased(members=(0,))))
     await eventually(lambda: setup.engine.requests, what="the episode calls the engine")
     await setup.engine.swap(model_dir=Path("v8"), version=8)
-    setup.engine.hold.set()
+    setup.engine.may_answer.set()
     assert await running is None
     header = setup.pushed.episodes[0].trajectories[0].header
     assert (header.min_version, header.max_version) == (7, 8)
 
 
 async def test_a_cancelled_lease_stops_its_calls_in_the_engine(setup: Setup) -> None:
-    setup.engine.hold = asyncio.Event()
+    setup.engine.may_answer.clear()
     running = asyncio.create_task(setup.run(leased(members=(0, 1))))
     await eventually(lambda: setup.engine.requests, what="the episodes call the engine")
     running.cancel()
