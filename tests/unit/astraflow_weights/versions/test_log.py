@@ -69,29 +69,16 @@ def test_an_empty_log_has_no_version(store: FileStore) -> None:
 
 
 def test_versions_are_counted_over_manifests_only(store: FileStore) -> None:
-    log = write(
-        store,
-        fence(0),
-        manifest(1, version=0),
-        manifest(2, version=1),
-        fence(3, epoch=2),
-        manifest(4, epoch=2, version=2),
-    )
+    write(store, fence(0), manifest(1, version=0), manifest(2, version=1))
+    log = write(store, fence(3, epoch=2), manifest(4, epoch=2, version=2))
     assert log.refresh() == 2
     assert [record.sequence for record in log.records] == [1, 2, 4]
     assert log.next_sequence == 5
 
 
 def test_a_zombie_wastes_a_number_and_wins_none(store: FileStore) -> None:
-    log = write(
-        store,
-        fence(0),
-        manifest(1, version=0),
-        fence(2, epoch=2),
-        manifest(3, version=1),
-        fence(4),
-        manifest(5, epoch=2, version=1),
-    )
+    write(store, fence(0), manifest(1, version=0), fence(2, epoch=2))
+    log = write(store, manifest(3, version=1), fence(4), manifest(5, epoch=2, version=1))
     assert log.refresh() == 1
     assert [(record.sequence, record.writer_epoch) for record in log.records] == [(1, 1), (5, 2)]
     assert log.num_ignored == 2
@@ -104,8 +91,13 @@ def test_a_manifest_that_arrived_before_the_fence_counts(store: FileStore) -> No
     assert log.refresh() == 0
 
 
-def test_refreshing_reads_only_what_is_new(store: FileStore) -> None:
-    log = write(store, fence(0), manifest(1, version=0))
+@pytest.fixture
+def log(store: FaultyStore) -> VersionLog:
+    """A log with version 0, which nobody has read."""
+    return write(store, fence(0), manifest(1, version=0))
+
+
+def test_refreshing_reads_only_what_is_new(store: FaultyStore, log: VersionLog) -> None:
     assert log.refresh() == 0
     assert log.refresh() == 0
     write(store, manifest(2, version=1))
@@ -119,8 +111,7 @@ def test_entries_behind_a_gap_wait_until_it_is_filled(store: FileStore) -> None:
     assert log.refresh() == 1
 
 
-def test_strange_objects_among_the_entries_are_not_entries(store: FileStore) -> None:
-    log = write(store, fence(0), manifest(1, version=0))
+def test_strange_objects_among_the_entries_are_not_entries(store: FaultyStore, log: VersionLog) -> None:
     store.put(f"{KEYS.entries}backup.pb", b"junk")
     store.put(f"{KEYS.entries}2.pb", b"junk")
     assert log.refresh() == 0
@@ -139,21 +130,18 @@ def test_an_entry_copied_from_elsewhere_is_refused(store: FileStore) -> None:
         write(store).refresh()
 
 
-def test_an_unknown_version_is_worth_asking_for_again(store: FileStore) -> None:
-    log = write(store, fence(0), manifest(1, version=0))
+def test_an_unknown_version_is_worth_asking_for_again(log: VersionLog) -> None:
     log.refresh()
     with pytest.raises(UnknownVersionError, match="version 1 of policy 'solver' is not in the log"):
         log.record(1)
 
 
-def test_the_whole_manifest_is_read_back(store: FileStore) -> None:
-    log = write(store, fence(0), manifest(1, version=0))
+def test_the_whole_manifest_is_read_back(log: VersionLog) -> None:
     log.refresh()
     assert log.manifest(0) == manifest(1, version=0)
 
 
-def test_an_entry_that_changed_since_it_was_read_is_refused(store: FileStore) -> None:
-    log = write(store, fence(0), manifest(1, version=0))
+def test_an_entry_that_changed_since_it_was_read_is_refused(store: FaultyStore, log: VersionLog) -> None:
     log.refresh()
     overwrite(store, KEYS.entry(1), entries.encode_entry(replace(manifest(1, version=0), step=9)))
     with pytest.raises(CorruptManifest, match="was changed after it was created"):
@@ -172,7 +160,7 @@ def add(store: FileStore, added: entries.AddedPath) -> str:
     return key
 
 
-def test_paths_made_later_are_offered_beside_those_of_the_manifest(store: FileStore) -> None:
+def test_paths_made_later_are_offered_beside_those_of_the_manifest(store: FaultyStore) -> None:
     log = write(store, *(manifest(number, version=number) for number in range(3)))
     assert log.refresh() == 2
     key = add(store, path(2, base=0))
@@ -254,8 +242,7 @@ def test_a_path_in_the_sequence_is_no_entry(store: FileStore) -> None:
         write(store).refresh()
 
 
-def test_a_copy_goes_on_alone_and_reads_nothing_twice(store: FaultyStore) -> None:
-    log = write(store, fence(0), manifest(1, version=0))
+def test_a_copy_goes_on_alone_and_reads_nothing_twice(store: FaultyStore, log: VersionLog) -> None:
     first = read_log(store)
     other = first.copy()
     write(store, manifest(2, version=1))
