@@ -9,24 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from astraflow.dataflow.v1.task_service_pb2 import LeaseFailure
 from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome, PushResult
 from astraflow.errors import AstraflowError, NotFoundError, PayloadMissingError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.records import Committed, CompleteTask, Offer, Supply
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
 from astraflow_dataflow.rules.groups import groups_of, items_of, was_judged
-from astraflow_dataflow.store.connection import (
-    Argument,
-    Call,
-    Connection,
-    Reply,
-    as_bytes,
-    as_int,
-    as_list,
-    as_text,
-    flag,
-)
+from astraflow_dataflow.store.connection import Argument, Call, Connection
 from astraflow_dataflow.store.keys import TRAIN_LANE, Keys
+from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_text, as_texts, flag
 
 PAYLOAD_TTL_S = 3600
 """Life of a payload whose commit never came."""
@@ -103,26 +95,15 @@ class TaskStore:
         for start in range(0, len(lease_ids), 256):
             chunk = lease_ids[start : start + 256]
             reply = await self._connection.call(Keys(run_id), "renew", node_id, _ms(ttl_s), *chunk)
-            lost += [as_text(item) for item in as_list(reply)]
+            lost += as_texts(reply)
         return lost
 
     async def fail(
-        self,
-        run_id: str,
-        *,
-        node_id: str,
-        lease_id: str,
-        reason: str,
-        detail: str,
-        retryable: bool,
-        free: bool,
-        backoff_s: float,
+        self, run_id: str, failure: LeaseFailure, *, node_id: str, free: bool, backoff_s: float
     ) -> bool:
         """Give a lease back; `free` costs no attempt. Returns whether the task will be leased again."""
-        flags = (flag(retryable), flag(free))
-        reply = await self._connection.call(
-            Keys(run_id), "fail", node_id, lease_id, reason, detail, *flags, _ms(backoff_s)
-        )
+        arguments = (failure.lease_id, failure.reason, failure.detail, flag(failure.retryable), flag(free))
+        reply = await self._connection.call(Keys(run_id), "fail", node_id, *arguments, _ms(backoff_s))
         return as_int(reply) == 1
 
     async def sweep(self, run_id: str, *, limit: int) -> tuple[int, int]:
@@ -211,7 +192,7 @@ class EpisodeStore:
     async def unsettled(self, run_id: str, *, least_age_s: float, limit: int) -> list[str]:
         """Return complete tasks that nobody settled for `least_age_s`."""
         reply = await self._connection.call(Keys(run_id), "unsettled", _ms(least_age_s), limit)
-        return [as_text(item) for item in as_list(reply)]
+        return as_texts(reply)
 
 
 def _ms(seconds: float) -> int:
