@@ -17,18 +17,17 @@ from typing import Any
 
 import grpc
 
-from astraflow.dataflow.v1 import (
-    admin_service_pb2,
-    admin_service_pb2_grpc,
-    run_pb2,
-    run_service_pb2,
-    run_service_pb2_grpc,
-    version_pb2,
-    version_service_pb2,
-    version_service_pb2_grpc,
-)
-from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
-from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.dataflow.v1 import admin_service_pb2_grpc as admin_grpc
+from astraflow.dataflow.v1 import run_pb2, version_pb2
+from astraflow.dataflow.v1 import run_service_pb2 as runs
+from astraflow.dataflow.v1 import run_service_pb2_grpc as runs_grpc
+from astraflow.dataflow.v1 import version_service_pb2 as versions_pb
+from astraflow.dataflow.v1 import version_service_pb2_grpc as versions_grpc
+from astraflow.raas.v1 import node_service_pb2 as nodes
+from astraflow.raas.v1 import node_service_pb2_grpc as nodes_grpc
+from astraflow.trainer.v1 import trainer_service_pb2 as trainers
+from astraflow.trainer.v1 import trainer_service_pb2_grpc as trainers_grpc
 from astraflow_kit.lifecycle import Addresses, write_address_file
 from astraflow_kit.server_info import server_info
 from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor
@@ -36,14 +35,14 @@ from support.scripted_dataflow import eventually
 
 POLICY = "solver"
 Context = grpc.aio.ServicerContext[Any, Any]
-Status = admin_service_pb2.StatusResponse
+Status = admin.StatusResponse
 
 
 @dataclass
 class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it answers neither
-    admin_service_pb2_grpc.AdminServiceServicer,
-    run_service_pb2_grpc.RunServiceServicer,
-    version_service_pb2_grpc.VersionServiceServicer,
+    admin_grpc.AdminServiceServicer,
+    runs_grpc.RunServiceServicer,
+    versions_grpc.VersionServiceServicer,
 ):
     """The dataflow server of a run with one policy."""
 
@@ -62,80 +61,64 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
         """Add versions, oldest first."""
         self.versions += [version_pb2.Version(policy_id=POLICY, version=number) for number in numbers]
 
-    async def Status(self, request: admin_service_pb2.StatusRequest, context: Context) -> Status:
+    async def Status(self, request: admin.StatusRequest, context: Context) -> Status:
         """The scripted status, with the newest version in it."""
-        del request
         if self.failure is not None:
             await context.abort(self.failure, "scripted")
         answer = Status()
         answer.CopyFrom(self.status)
         newest = self.versions[-1] if self.versions else None
-        answer.policies.append(
-            admin_service_pb2.PolicyStatus(
-                policy_id=POLICY, version=newest, last_finished_step=self.finished_step
-            )
-        )
+        answer.policies.add(policy_id=POLICY, version=newest, last_finished_step=self.finished_step)
         return answer
 
     async def GetServerInfo(
-        self, request: admin_service_pb2.GetServerInfoRequest, context: Context
-    ) -> admin_service_pb2.GetServerInfoResponse:
+        self, request: admin.GetServerInfoRequest, context: Context
+    ) -> admin.GetServerInfoResponse:
         """This release."""
-        return admin_service_pb2.GetServerInfoResponse(server=server_info())
+        return admin.GetServerInfoResponse(server=server_info())
 
     async def ListVersions(
-        self, request: version_service_pb2.ListVersionsRequest, context: Context
-    ) -> version_service_pb2.ListVersionsResponse:
+        self, request: versions_pb.ListVersionsRequest, context: Context
+    ) -> versions_pb.ListVersionsResponse:
         """Versions, newest first, in pages of at most 1,000."""
-        del context
         self.num_listings += 1
         self.before_listing()
         size = min(request.page_size or 50, 1000)
         end = int(request.page_token or len(self.versions))
-        found = list(reversed(self.versions[max(0, end - size) : end]))
+        found = self.versions[max(0, end - size) : end][::-1]
         token = str(end - size) if end > size else ""
-        return version_service_pb2.ListVersionsResponse(versions=found, next_page_token=token)
+        return versions_pb.ListVersionsResponse(versions=found, next_page_token=token)
 
-    async def CreateRun(
-        self, request: run_service_pb2.CreateRunRequest, context: Context
-    ) -> run_service_pb2.CreateRunResponse:
+    async def CreateRun(self, request: runs.CreateRunRequest, context: Context) -> runs.CreateRunResponse:
         """Keep the run."""
-        del context
         self.created.append(request.run)
-        answer = run_service_pb2.CreateRunResponse(run=request.run)
+        answer = runs.CreateRunResponse(run=request.run)
         answer.run.state = self.status.state
         return answer
 
-    async def UpdateRun(
-        self, request: run_service_pb2.UpdateRunRequest, context: Context
-    ) -> run_service_pb2.UpdateRunResponse:
+    async def UpdateRun(self, request: runs.UpdateRunRequest, context: Context) -> runs.UpdateRunResponse:
         """Keep the asked state; `on_update` decides what follows."""
-        del context
         self.updates.append(request.state)
         self.on_update()
-        return run_service_pb2.UpdateRunResponse()
+        return runs.UpdateRunResponse()
 
 
 @dataclass
-class ScriptedTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
+class ScriptedTrainer(trainers_grpc.TrainerServiceServicer):
     """A trainer that has finished `steps`; its stream ends once `ending` is set."""
 
     steps: list[int] = field(default_factory=list)
     ending: bool = False
     asked_after: list[int] = field(default_factory=list)
 
-    async def Status(
-        self, request: trainer_service_pb2.StatusRequest, context: Context
-    ) -> trainer_service_pb2.StatusResponse:
+    async def Status(self, request: trainers.StatusRequest, context: Context) -> trainers.StatusResponse:
         """The last step."""
-        del request, context
-        return trainer_service_pb2.StatusResponse(step=self.steps[-1] if self.steps else 0)
+        return trainers.StatusResponse(step=self.steps[-1] if self.steps else 0)
 
     async def WatchMetrics(
-        self, request: trainer_service_pb2.WatchMetricsRequest, context: Context
-    ) -> AsyncIterator[trainer_service_pb2.WatchMetricsResponse]:
+        self, request: trainers.WatchMetricsRequest, context: Context
+    ) -> AsyncIterator[trainers.WatchMetricsResponse]:
         """Every step after the asked one, as it is added."""
-        del context
         self.asked_after.append(request.after_step)
         after = request.after_step
         while True:
@@ -148,22 +131,19 @@ class ScriptedTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
 
 
 @dataclass
-class ScriptedNode(node_service_pb2_grpc.NodeServiceServicer):
+class ScriptedNode(nodes_grpc.NodeServiceServicer):
     """A node that has sampled some tokens."""
 
     tokens: int = 0
 
-    async def Status(
-        self, request: node_service_pb2.StatusRequest, context: Context
-    ) -> node_service_pb2.StatusResponse:
+    async def Status(self, request: nodes.StatusRequest, context: Context) -> nodes.StatusResponse:
         """Its tokens."""
-        del request, context
-        return node_service_pb2.StatusResponse(tokens=self.tokens)
+        return nodes.StatusResponse(tokens=self.tokens)
 
 
-def metrics_of(step: int) -> trainer_service_pb2.WatchMetricsResponse:
+def metrics_of(step: int) -> trainers.WatchMetricsResponse:
     """What a trainer tells of a step."""
-    message = trainer_service_pb2.WatchMetricsResponse(step=step, metrics={"reward_mean": step / 10})
+    message = trainers.WatchMetricsResponse(step=step, metrics={"reward_mean": step / 10})
     message.wait_duration.FromMilliseconds(250)
     message.train_duration.FromMilliseconds(1500)
     return message
@@ -174,13 +154,13 @@ async def serving(servicer: ScriptedServer | ScriptedTrainer | ScriptedNode) -> 
     """Serve on a free port of loopback; gives the address. Streams are cut at the end."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     if isinstance(servicer, ScriptedServer):
-        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
-        run_service_pb2_grpc.add_RunServiceServicer_to_server(servicer, server)
-        version_service_pb2_grpc.add_VersionServiceServicer_to_server(servicer, server)
+        admin_grpc.add_AdminServiceServicer_to_server(servicer, server)
+        runs_grpc.add_RunServiceServicer_to_server(servicer, server)
+        versions_grpc.add_VersionServiceServicer_to_server(servicer, server)
     elif isinstance(servicer, ScriptedTrainer):
-        trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
+        trainers_grpc.add_TrainerServiceServicer_to_server(servicer, server)
     else:
-        node_service_pb2_grpc.add_NodeServiceServicer_to_server(servicer, server)
+        nodes_grpc.add_NodeServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -218,13 +198,12 @@ class IdleProcess:
 
     async def restart(self) -> None:
         """SIGKILL it and wait until the supervisor has started it again."""
-        assert self.child.process is not None
-        before = self.child.process.pid
-        os.kill(before, signal.SIGKILL)
+        before = self.child.process
+        assert before is not None
+        os.kill(before.pid, signal.SIGKILL)
 
         def is_new() -> bool:
-            process = self.child.process
-            return self.child.running and process is not None and process.pid != before
+            return self.child.running and self.child.process not in (None, before)
 
         await eventually(is_new, what="the child was started again")
 
