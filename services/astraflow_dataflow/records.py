@@ -12,7 +12,9 @@ from enum import Enum
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from astraflow.dataflow.v1.batch_pb2 import Batch
 from astraflow.dataflow.v1.trajectory_service_pb2 import PushResult
+from astraflow.plugins import Group
 from astraflow.rollout.v1.task_pb2 import Lease
 
 
@@ -34,7 +36,7 @@ class Level(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class CompleteTask:
-    """A complete task before its groups are judged: `headers` are serialized TrajectoryHeaders by trajectory id."""
+    """A complete task before its groups are judged."""
 
     task_id: str
     why: str
@@ -43,9 +45,10 @@ class CompleteTask:
     """Policies that were charged for it; None when it was never leased, and then every policy counts as charged."""
     group_size: int
     num_finished: int
-    headers: Mapping[str, bytes]
-    spec: bytes = b""
-    """The serialized Task."""
+    groups: Sequence[Group]
+    """In a fixed order; their verdicts are empty."""
+    items: Sequence[Batch]
+    """Of each group what a batch says of it, made before any plug-in saw the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +66,6 @@ class Offer:
     leases: Sequence[Lease]
     waiting_for: str
     more: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupVerdict:
-    """What becomes of one group: `verdict` is `ready` or a drop reason; `items` is a serialized Batch
-    holding only items.
-    """
-
-    group_id: str
-    policy_id: str
-    verdict: str
-    judged: bool
-    """True when the filters decided, so that the acceptance average moves."""
-    oldest_version: int
-    reward_sum: float
-    items: bytes
-    trajectory_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainerServicer"]
 
-_PHASES = {
-    Phase.STARTING: trainer_service_pb2.PHASE_STARTING,
-    Phase.WAITING: trainer_service_pb2.PHASE_WAITING,
-    Phase.TRAINING: trainer_service_pb2.PHASE_TRAINING,
-    Phase.STOPPING: trainer_service_pb2.PHASE_STOPPING,
-    Phase.FINISHED: trainer_service_pb2.PHASE_FINISHED,
-}
 _WATCH_POLL_S = 5.0
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -54,7 +47,7 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         return trainer_service_pb2.StatusResponse(
             run_id=self._run_id,
             policy_id=self._policy_id,
-            phase=_PHASES[state.phase],
+            phase=trainer_service_pb2.Phase.Value(f"PHASE_{state.phase.name}"),
             waiting_for=state.waiting_for,
             progress=state.fraction,
             step=state.step,

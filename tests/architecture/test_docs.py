@@ -23,6 +23,8 @@ INLINE = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(r"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?(astraflow|make) (.+)")
 SECTION_LINK = re.compile(r"\]\(([^)#\s:]*)#([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.M)
+WIDTH = 120
+GENERATED = {"docs/contracts.md", "docs/results"}
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,28 @@ def test_a_wrong_command_is_seen(line: str, expected: str) -> None:
     for text in (f"```sh\n{line}\n```\n", f"Run `{line}` now."):
         (found,) = commands_of("page", text)
         assert complaint(found) == expected
+
+
+def test_prose_is_not_wider_than_the_house_allows() -> None:
+    wide = [
+        f"{page.relative_to(REPOSITORY)}: {line[:60]}…"
+        for page in PAGES
+        if not any(str(page.relative_to(REPOSITORY)).startswith(name) for name in GENERATED)
+        for line in wide_lines(page.read_text())
+    ]
+    assert not wide, f"wrap these lines at {WIDTH} characters: {wide}"
+
+
+def wide_lines(text: str) -> list[str]:
+    """Lines over the width, without fenced blocks and tables."""
+    return [
+        line for line in FENCE.sub("", text).splitlines() if len(line) > WIDTH and not line.startswith("|")
+    ]
+
+
+def test_a_wide_line_is_seen() -> None:
+    wide = "word " * 25
+    assert wide_lines(f"# Page\n\n{wide}\n\n| {wide} |\n\n```\n{wide}\n```\n") == [wide]
 
 
 def test_every_section_that_a_link_names_exists() -> None:

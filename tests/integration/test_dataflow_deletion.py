@@ -9,7 +9,7 @@ import pytest
 
 from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import AstraflowError, InvalidArgumentError, NotFoundError, PreconditionError
-from astraflow_dataflow.store.connection import as_list, as_text
+from astraflow_dataflow.store.replies import as_list, as_text
 from astraflow_kit.failpoints import read_hits
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import World, served, until

@@ -16,26 +16,18 @@ DEADLINE_S = 20.0
 
 def make_worker(folder: Path, *, max_in_flight: int = 16, num_slots: int = 4) -> EngineWorker:
     """A worker that is not started yet."""
-    config = load_model_config(folder)
-    limits = CoreLimits(
-        num_slots=num_slots,
-        capacity=config.max_positions,
-        admission=AdmissionLimits(max_waiting=16, max_prefill_tokens=200),
-    )
+    config, clock = load_model_config(folder), SystemClock()
+    admission = AdmissionLimits(max_waiting=16, max_prefill_tokens=200)
+    limits = CoreLimits(num_slots=num_slots, capacity=config.max_positions, admission=admission)
     weights = load_weights(folder, config=config)
-    core = EngineCore(config, weights, limits=limits, seed=0, version="0", clock=SystemClock())
-    return EngineWorker(core, max_in_flight=max_in_flight, clock=SystemClock())
+    core = EngineCore(config, weights, limits=limits, seed=0, version="0", clock=clock)
+    return EngineWorker(core, max_in_flight=max_in_flight, clock=clock)
 
 
 def make_service(folder: Path, worker: EngineWorker, *, request_timeout_s: float = 20.0) -> EngineService:
     """The service over a worker."""
-    return EngineService(
-        worker,
-        load_model_config(folder),
-        model_path=folder,
-        request_timeout_s=request_timeout_s,
-        clock=SystemClock(),
-    )
+    config, clock = load_model_config(folder), SystemClock()
+    return EngineService(worker, config, model_path=folder, request_timeout_s=request_timeout_s, clock=clock)
 
 
 def greedy(rid: str, *, max_new_tokens: int = 6) -> GenerateRequest:

@@ -4,8 +4,6 @@ They keep what they were asked; fields may be changed at any time. Their process
 that does nothing, so restarts and ends are real. Used by the tests of `observer` and `development_run`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -13,36 +11,38 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
-from astraflow.dataflow.v1 import admin_service_pb2_grpc as admin_grpc
-from astraflow.dataflow.v1 import run_pb2, version_pb2
+from astraflow.dataflow.v1 import (
+    admin_service_pb2_grpc,
+    run_pb2,
+    run_service_pb2_grpc,
+    version_pb2,
+    version_service_pb2_grpc,
+)
 from astraflow.dataflow.v1 import run_service_pb2 as runs
-from astraflow.dataflow.v1 import run_service_pb2_grpc as runs_grpc
-from astraflow.dataflow.v1 import version_service_pb2 as versions_pb
-from astraflow.dataflow.v1 import version_service_pb2_grpc as versions_grpc
+from astraflow.dataflow.v1 import version_service_pb2 as version_rpcs
 from astraflow.raas.v1 import node_service_pb2 as nodes
-from astraflow.raas.v1 import node_service_pb2_grpc as nodes_grpc
+from astraflow.raas.v1 import node_service_pb2_grpc
 from astraflow.trainer.v1 import trainer_service_pb2 as trainers
-from astraflow.trainer.v1 import trainer_service_pb2_grpc as trainers_grpc
+from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit.lifecycle import Addresses, write_address_file
 from astraflow_kit.server_info import server_info
 from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor
 from support.scripted_dataflow import eventually
 
 POLICY = "solver"
-Context = grpc.aio.ServicerContext[Any, Any]
 Status = admin.StatusResponse
 
 
 @dataclass
 class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it answers neither
-    admin_grpc.AdminServiceServicer,
-    runs_grpc.RunServiceServicer,
-    versions_grpc.VersionServiceServicer,
+    admin_service_pb2_grpc.AdminServiceServicer,
+    run_service_pb2_grpc.RunServiceServicer,
+    version_service_pb2_grpc.VersionServiceServicer,
 ):
     """The dataflow server of a run with one policy."""
 
@@ -61,7 +61,7 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
         """Add versions, oldest first."""
         self.versions += [version_pb2.Version(policy_id=POLICY, version=number) for number in numbers]
 
-    async def Status(self, request: admin.StatusRequest, context: Context) -> Status:
+    async def Status(self, request: Any, context: Any) -> Status:
         """The scripted status, with the newest version in it."""
         if self.failure is not None:
             await context.abort(self.failure, "scripted")
@@ -71,32 +71,28 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
         answer.policies.add(policy_id=POLICY, version=newest, last_finished_step=self.finished_step)
         return answer
 
-    async def GetServerInfo(
-        self, request: admin.GetServerInfoRequest, context: Context
-    ) -> admin.GetServerInfoResponse:
+    async def GetServerInfo(self, request: Any, context: Any) -> admin.GetServerInfoResponse:
         """This release."""
         return admin.GetServerInfoResponse(server=server_info())
 
-    async def ListVersions(
-        self, request: versions_pb.ListVersionsRequest, context: Context
-    ) -> versions_pb.ListVersionsResponse:
+    async def ListVersions(self, request: Any, context: Any) -> version_rpcs.ListVersionsResponse:
         """Versions, newest first, in pages of at most 1,000."""
         self.num_listings += 1
         self.before_listing()
         size = min(request.page_size or 50, 1000)
         end = int(request.page_token or len(self.versions))
-        found = self.versions[max(0, end - size) : end][::-1]
+        found = list(reversed(self.versions[max(0, end - size) : end]))
         token = str(end - size) if end > size else ""
-        return versions_pb.ListVersionsResponse(versions=found, next_page_token=token)
+        return version_rpcs.ListVersionsResponse(versions=found, next_page_token=token)
 
-    async def CreateRun(self, request: runs.CreateRunRequest, context: Context) -> runs.CreateRunResponse:
+    async def CreateRun(self, request: Any, context: Any) -> runs.CreateRunResponse:
         """Keep the run."""
         self.created.append(request.run)
         answer = runs.CreateRunResponse(run=request.run)
         answer.run.state = self.status.state
         return answer
 
-    async def UpdateRun(self, request: runs.UpdateRunRequest, context: Context) -> runs.UpdateRunResponse:
+    async def UpdateRun(self, request: Any, context: Any) -> runs.UpdateRunResponse:
         """Keep the asked state; `on_update` decides what follows."""
         self.updates.append(request.state)
         self.on_update()
@@ -104,20 +100,18 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
 
 
 @dataclass
-class ScriptedTrainer(trainers_grpc.TrainerServiceServicer):
+class ScriptedTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
     """A trainer that has finished `steps`; its stream ends once `ending` is set."""
 
     steps: list[int] = field(default_factory=list)
     ending: bool = False
     asked_after: list[int] = field(default_factory=list)
 
-    async def Status(self, request: trainers.StatusRequest, context: Context) -> trainers.StatusResponse:
+    async def Status(self, request: Any, context: Any) -> trainers.StatusResponse:
         """The last step."""
         return trainers.StatusResponse(step=self.steps[-1] if self.steps else 0)
 
-    async def WatchMetrics(
-        self, request: trainers.WatchMetricsRequest, context: Context
-    ) -> AsyncIterator[trainers.WatchMetricsResponse]:
+    async def WatchMetrics(self, request: Any, context: Any) -> AsyncIterator[trainers.WatchMetricsResponse]:
         """Every step after the asked one, as it is added."""
         self.asked_after.append(request.after_step)
         after = request.after_step
@@ -131,12 +125,12 @@ class ScriptedTrainer(trainers_grpc.TrainerServiceServicer):
 
 
 @dataclass
-class ScriptedNode(nodes_grpc.NodeServiceServicer):
+class ScriptedNode(node_service_pb2_grpc.NodeServiceServicer):
     """A node that has sampled some tokens."""
 
     tokens: int = 0
 
-    async def Status(self, request: nodes.StatusRequest, context: Context) -> nodes.StatusResponse:
+    async def Status(self, request: Any, context: Any) -> nodes.StatusResponse:
         """Its tokens."""
         return nodes.StatusResponse(tokens=self.tokens)
 
@@ -154,13 +148,13 @@ async def serving(servicer: ScriptedServer | ScriptedTrainer | ScriptedNode) -> 
     """Serve on a free port of loopback; gives the address. Streams are cut at the end."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     if isinstance(servicer, ScriptedServer):
-        admin_grpc.add_AdminServiceServicer_to_server(servicer, server)
-        runs_grpc.add_RunServiceServicer_to_server(servicer, server)
-        versions_grpc.add_VersionServiceServicer_to_server(servicer, server)
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
+        run_service_pb2_grpc.add_RunServiceServicer_to_server(servicer, server)
+        version_service_pb2_grpc.add_VersionServiceServicer_to_server(servicer, server)
     elif isinstance(servicer, ScriptedTrainer):
-        trainers_grpc.add_TrainerServiceServicer_to_server(servicer, server)
+        trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
     else:
-        nodes_grpc.add_NodeServiceServicer_to_server(servicer, server)
+        node_service_pb2_grpc.add_NodeServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -177,7 +171,7 @@ class IdleProcess:
     folder: Path
 
     @classmethod
-    async def start(cls, supervisor: Supervisor, folder: Path, *, name: str) -> IdleProcess:
+    async def start(cls, supervisor: Supervisor, folder: Path, *, name: str) -> Self:
         """Start it under `supervisor` and wait until it runs."""
         loop = 'while [ ! -e "$0" ]; do sleep 0.02; done'
         spec = ChildSpec(
@@ -198,12 +192,13 @@ class IdleProcess:
 
     async def restart(self) -> None:
         """SIGKILL it and wait until the supervisor has started it again."""
-        before = self.child.process
-        assert before is not None
-        os.kill(before.pid, signal.SIGKILL)
+        assert self.child.process is not None
+        before = self.child.process.pid
+        os.kill(before, signal.SIGKILL)
 
         def is_new() -> bool:
-            return self.child.running and self.child.process not in (None, before)
+            process = self.child.process
+            return self.child.running and process is not None and process.pid != before
 
         await eventually(is_new, what="the child was started again")
 

@@ -20,7 +20,7 @@ from astraflow_dataflow.batches.selecting import selection
 from astraflow_dataflow.records import Candidates, Selection
 from astraflow_dataflow.rules.staleness import histogram
 from astraflow_dataflow.runs.registry import RunContext
-from astraflow_dataflow.store.batches import stage_name
+from astraflow_dataflow.store.batches import BoundStep, stage_name
 from astraflow_dataflow.store.store import Store
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
@@ -40,46 +40,36 @@ class Batching:
     lease_s: float
 
     async def acquire(
-        self, context: RunContext, policy_id: str, *, epoch: int, step: int, base_version: int, wait_s: float
+        self, context: RunContext, request: pb.AcquireBatchRequest, *, wait_s: float
     ) -> pb.AcquireBatchResponse:
         """Return the step's batch, waiting up to `wait_s` for one.
 
         Raises FencedError, NotFoundError, InvalidArgumentError.
         """
         deadline_s = asyncio.get_running_loop().time() + wait_s
-        with context.wakeups.subscribe(f"ready {policy_id}", f"version {policy_id}", "run") as news:
+        topics = (f"ready {request.policy_id}", f"version {request.policy_id}", "run")
+        with context.wakeups.subscribe(*topics) as news:
             while True:
                 left_s = deadline_s - asyncio.get_running_loop().time()
-                reply = await self._try(
-                    context,
-                    policy_id,
-                    epoch=epoch,
-                    step=step,
-                    base_version=base_version,
-                    wait_s=max(0.0, left_s),
-                )
+                reply = await self._try(context, request, wait_s=max(0.0, left_s))
                 if reply is None:
                     continue
                 if reply.HasField("batch"):
                     failpoints.hit("dataflow.bound")
-                    batch = await self.manifest(context, policy_id, epoch=epoch, step=step)
-                    reply.batch.CopyFrom(batch)
+                    reply.batch.CopyFrom(await self._manifest(context, request))
                     return reply
                 if left_s <= 0:
                     return reply
                 await news.wait(min(left_s, _LOOK_AGAIN_S))
 
     async def _try(
-        self, context: RunContext, policy_id: str, *, epoch: int, step: int, base_version: int, wait_s: float
+        self, context: RunContext, request: pb.AcquireBatchRequest, *, wait_s: float
     ) -> pb.AcquireBatchResponse | None:
         acquire = partial(
             self.store.batches.acquire,
             context.run_id,
-            policy_id,
-            epoch=epoch,
-            step=step,
-            base_version=base_version,
-            max_behind=context.recipe.policy(policy_id).trainer.publish.max_behind,
+            request,
+            max_behind=context.recipe.policy(request.policy_id).trainer.publish.max_behind,
             lease_s=self.lease_s,
             wait_s=wait_s,
         )
@@ -89,79 +79,66 @@ class Batching:
         reply = await acquire(selection=Selection(mode="offer"))
         if not isinstance(reply, Candidates):
             return reply
-        request = StepRequest(
-            policy=policy_id,
-            step=step,
-            base_version=base_version,
+        asked = StepRequest(
+            policy=request.policy_id,
+            step=request.step,
+            base_version=request.base_version,
             num_groups=flow.groups_per_step,
             max_staleness=flow.max_staleness,
             num_outstanding=reply.outstanding,
         )
-        chosen = await selection(self.store, context, selector, ready=reply, request=request)
+        chosen = await selection(self.store, context, selector, ready=reply, request=asked)
         return _without_offer(await acquire(selection=chosen))
 
-    async def manifest(
-        self, context: RunContext, policy_id: str, *, epoch: int, step: int
-    ) -> batch_pb2.Batch:
+    async def _manifest(self, context: RunContext, request: BoundStep) -> batch_pb2.Batch:
         """Return the bound batch of a step, sealing it first when nobody has. Raises FencedError, NotFoundError."""
-        batch = await self.store.batches.batch(context.run_id, policy_id, epoch=epoch, step=step)
+        batch = await self.store.batches.batch(context.run_id, request)
         if batch.digest:
             return batch
         batch.digest = batch_digest([item.trajectory_id for item in batch.items])
         ages = histogram((item.min_version for item in batch.items), base_version=batch.base_version)
-        await self.store.batches.seal(context.run_id, policy_id, batch=batch, staleness=ages)
+        await self.store.batches.seal(context.run_id, batch, staleness=ages)
         log.info(
             "batch.bound",
-            policy_id=policy_id,
-            step=step,
+            policy_id=batch.policy_id,
+            step=batch.step,
             batch_id=batch.batch_id,
             num_trajectories=len(batch.items),
         )
         return batch
 
     async def payloads(
-        self, context: RunContext, policy_id: str, *, epoch: int, step: int, wanted: Sequence[str]
+        self, context: RunContext, request: pb.FetchBatchRequest
     ) -> AsyncIterator[tuple[str, bytes]]:
         """Yield (trajectory id, body) in the order asked; all of the batch when nothing is.
 
         Raises InvalidArgumentError for a stranger.
         """
-        batch = await self.manifest(context, policy_id, epoch=epoch, step=step)
+        batch = await self._manifest(context, request)
         members = [item.trajectory_id for item in batch.items]
-        strangers = set(wanted) - set(members)
+        strangers = set(request.trajectory_ids) - set(members)
         if strangers:
             raise InvalidArgumentError(
                 f"trajectories {sorted(strangers)[:5]} are not in batch {batch.batch_id}; ask for ids of its items"
             )
-        chosen = list(wanted) or members
+        chosen = list(request.trajectory_ids) or members
         for start in range(0, len(chosen), PAYLOADS_PER_READ):
             chunk = chosen[start : start + PAYLOADS_PER_READ]
             bodies = await self.store.batches.payloads(context.run_id, chunk)
             for trajectory_id, body in zip(chunk, bodies, strict=True):
                 yield trajectory_id, body
 
-    async def ack(
-        self,
-        context: RunContext,
-        policy_id: str,
-        *,
-        epoch: int,
-        step: int,
-        batch_id: str,
-        digest: bytes,
-        stage: pb.BatchStage.ValueType,
-    ) -> pb.BatchStage.ValueType:
+    async def ack(self, context: RunContext, request: pb.AckBatchRequest) -> pb.BatchStage.ValueType:
         """Record a stage of the step. Raises FencedError, ConflictError, NotFoundError."""
-        batch = await self.manifest(context, policy_id, epoch=epoch, step=step)
-        if batch.batch_id == batch_id and batch.digest != digest:
+        batch, batch_id = await self._manifest(context, request), request.batch_id
+        if batch.batch_id == batch_id and batch.digest != request.digest:
             raise ConflictError(
                 f"the digest is not that of batch {batch_id}; fetch the batch again and train on what was handed out"
             )
-        recorded = await self.store.batches.ack(
-            context.run_id, policy_id, epoch=epoch, step=step, batch_id=batch_id, digest=digest, stage=stage
-        )
+        recorded = await self.store.batches.ack(context.run_id, request)
         failpoints.hit("dataflow.acked")
-        log.info("batch.acked", policy_id=policy_id, step=step, batch_id=batch_id, stage=stage_name(recorded))
+        policy_id, stage = request.policy_id, stage_name(recorded)
+        log.info("batch.acked", policy_id=policy_id, step=request.step, batch_id=batch_id, stage=stage)
         return recorded
 
 

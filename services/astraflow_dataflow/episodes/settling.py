@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from astraflow.plugins import Group
-from astraflow_dataflow.records import CompleteTask, GroupVerdict
-from astraflow_dataflow.rules.groups import groups_of, judge
+from astraflow_dataflow.records import CompleteTask
+from astraflow_dataflow.rules.groups import judge
 from astraflow_dataflow.runs.data_plugins import with_states
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
@@ -37,29 +37,21 @@ class Settling:
 
     async def settle(self, context: RunContext, task: CompleteTask) -> bool:
         """Settle one complete task. Returns False when another server was first."""
-        groups = groups_of(task)
-        verdicts = await self._judge(context, task, groups)
-        acted = await self.store.episodes.settle(
-            context.run_id, task.task_id, verdicts, tombstone_s=TOMBSTONE_S
-        )
+
+        async def work() -> list[str]:
+            return judge(task, context.rules)
+
+        filters = context.plugins.filters
+        verdicts = await with_states(self.store.plugin_states, context.run_id, filters, work)
+        acted = await self.store.episodes.settle(context.run_id, task, verdicts, tombstone_s=TOMBSTONE_S)
         if acted:
-            for verdict in verdicts:
+            for group, verdict in zip(task.groups, verdicts, strict=True):
                 self.metrics.increment(
-                    "astraflow_dataflow_groups_total", policy=verdict.policy_id, verdict=verdict.verdict
+                    "astraflow_dataflow_groups_total", policy=group.policy, verdict=verdict
                 )
-                log.info(
-                    "group.settled", task_id=task.task_id, group_id=verdict.group_id, verdict=verdict.verdict
-                )
-            tell_curators(context, groups, verdicts)
+                log.info("group.settled", task_id=task.task_id, group_id=group.group_id, verdict=verdict)
+            inform_curators(context, task.groups, verdicts)
         return acted
-
-    async def _judge(
-        self, context: RunContext, task: CompleteTask, groups: Sequence[Group]
-    ) -> list[GroupVerdict]:
-        async def work() -> list[GroupVerdict]:
-            return judge(task, groups, context.rules)
-
-        return await with_states(self.store.plugin_states, context.run_id, context.plugins.filters, work)
 
     async def settle_left_behind(self, context: RunContext, *, least_age_s: float = _LEFT_BEHIND_S) -> int:
         """Settle tasks that whoever completed them did not. Returns how many."""
@@ -71,12 +63,12 @@ class Settling:
         return len(left)
 
 
-def tell_curators(context: RunContext, groups: Sequence[Group], verdicts: Sequence[GroupVerdict]) -> None:
+def inform_curators(context: RunContext, groups: Sequence[Group], verdicts: Sequence[str]) -> None:
     """Let curators observe groups some time; when too many wait already, never."""
     plugins = context.plugins
     for group, verdict in zip(groups if plugins.curators else (), verdicts, strict=False):
         try:
-            plugins.unobserved.put_nowait(replace(group, verdict=verdict.verdict))
+            plugins.unobserved.put_nowait(replace(group, verdict=verdict))
         except asyncio.QueueFull:
             slow = TimeoutError(
                 f"{plugins.unobserved.maxsize} groups wait for `observe`; others are not observed"

@@ -19,13 +19,7 @@ def recount(audit: Audit, *, trained_in_log: int) -> TrajectoryAccount:
     """Return where the trajectories of one snapshot are; `trained_in_log` is the sum of the consumed log at that
     moment. `conservation_error` is 0 unless there is a defect.
     """
-    return _account(
-        audit.counters,
-        trained=trained_in_log,
-        in_batch=audit.held_in_batch,
-        ready=audit.held_ready,
-        assembling=audit.held_assembling,
-    )
+    return _account(audit.counters, **_recounted(audit, trained_in_log=trained_in_log))
 
 
 def last_count(counters: Mapping[str, int]) -> TrajectoryAccount:
@@ -35,13 +29,17 @@ def last_count(counters: Mapping[str, int]) -> TrajectoryAccount:
 
 def drift(audit: Audit, *, trained_in_log: int) -> dict[str, int]:
     """Return counter − recount of each live place; all zeros unless there is a defect."""
-    recounted = {
+    recounted = _recounted(audit, trained_in_log=trained_in_log)
+    return {place: audit.counters.get(place, 0) - held for place, held in recounted.items()}
+
+
+def _recounted(audit: Audit, *, trained_in_log: int) -> dict[str, int]:
+    return {
         "trained": trained_in_log,
         "in_batch": audit.held_in_batch,
         "ready": audit.held_ready,
         "assembling": audit.held_assembling,
     }
-    return {place: audit.counters.get(place, 0) - held for place, held in recounted.items()}
 
 
 def _account(

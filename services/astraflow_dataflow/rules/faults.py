@@ -1,6 +1,6 @@
 """Faults of a run's plug-ins, as this process met them: which one, where it raised, how often.
 
-A plug-in that fails costs only what it was asked about; here is what people are told of it. Pure. Noted by whoever
+A plug-in that fails costs only what it was asked about; here is what people see of it. Pure. Noted by whoever
 calls a plug-in, shown by reporting as a wait of the run and as a gauge.
 """
 
@@ -37,6 +37,8 @@ class PluginFaults:
 
     monotonic_s: Callable[[], float] = time.monotonic
     _faults: dict[tuple[str, str], PluginFault] = field(default_factory=dict)
+    _running: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Since when a call is under way."""
 
     def note(self, kind: str, name: str, error: Exception) -> bool:
         """Count a fault; return whether it is another than the plug-in's last one."""
@@ -57,10 +59,20 @@ class PluginFaults:
     def timed(self, kind: str, name: str) -> Iterator[None]:
         """Count what is inside as a fault when it is slow."""
         started_s = self.monotonic_s()
-        yield
+        with self.running(kind, name):
+            yield
         took_s = self.monotonic_s() - started_s
         if took_s > SLOW_S:
             self.note_slow(kind, name, took_s, limit_s=SLOW_S)
+
+    @contextmanager
+    def running(self, kind: str, name: str) -> Iterator[None]:
+        """What is inside is a call: one that does not return is shown as a fault until it does."""
+        self._running[kind, name] = self.monotonic_s()
+        try:
+            yield
+        finally:
+            self._running.pop((kind, name), None)
 
     def clear(self, kind: str, name: str) -> None:
         """The plug-in works again."""
@@ -71,6 +83,14 @@ class PluginFaults:
         return list(self._faults.values())
 
     def current(self) -> list[PluginFault]:
-        """Return those that happened lately."""
-        since_s = self.monotonic_s() - SHOWN_S
-        return [fault for fault in self._faults.values() if fault.seen_s >= since_s]
+        """Return those that happened lately, and calls that have not returned."""
+        now_s = self.monotonic_s()
+        lately = [fault for fault in self._faults.values() if fault.seen_s >= now_s - SHOWN_S]
+        # A copy, for calls begin and end in threads.
+        return lately + [
+            PluginFault(
+                kind, name, problem=f"a call has not returned for {now_s - since_s:.0f} s", seen_s=now_s
+            )
+            for (kind, name), since_s in list(self._running.items())
+            if now_s - since_s > SLOW_S
+        ]

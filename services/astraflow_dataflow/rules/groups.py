@@ -7,21 +7,21 @@ group becomes ready or all of it is dropped for one reason. Called by `settling`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.plugins import Filter, Group, TrajectorySummary
 from astraflow.rollout.v1 import trajectory_pb2
-from astraflow_dataflow.records import CompleteTask, GroupVerdict
+from astraflow_dataflow.records import CompleteTask
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.rules.tasks import task_spec
 from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
 
-READY = "ready"
+READY, FILTERED = "ready", "filtered"
 SLOW_FILTER_S = 0.1
 """A filter that takes longer is a fault: the server answers nobody meanwhile."""
 
@@ -41,34 +41,39 @@ def group_id(task_id: str, *, policy_id: str, role: str) -> str:
     return f"{task_id}/{policy_id}/{role}" if role else f"{task_id}/{policy_id}"
 
 
-def groups_of(task: CompleteTask) -> list[Group]:
-    """Return the groups of a complete task, in a fixed order; their verdicts are empty.
+def groups_of(task_id: str, *, spec: bytes, headers: Mapping[str, bytes]) -> list[Group]:
+    """Return the groups of a task in a fixed order; `spec` is its serialized Task, `headers` are those pushed, by id.
 
     Their trajectories are the headers as pushed, which have all that a TrajectorySummary has.
     """
     grouped: dict[tuple[str, str], list[trajectory_pb2.TrajectoryHeader]] = {}
-    for trajectory_id in sorted(task.headers):
-        header = trajectory_pb2.TrajectoryHeader.FromString(task.headers[trajectory_id])
+    for trajectory_id in sorted(headers):
+        header = trajectory_pb2.TrajectoryHeader.FromString(headers[trajectory_id])
         grouped.setdefault((header.policy_id, header.role), []).append(header)
     if not grouped:
         return []
-    spec = task_spec(task.spec)
+    task = task_spec(spec)
     return [
         Group(
-            task=spec,
-            trajectories=cast("tuple[TrajectorySummary, ...]", tuple(headers)),
+            task=task,
+            trajectories=cast("tuple[TrajectorySummary, ...]", tuple(members)),
             policy=policy_id,
             role=role,
-            group_id=group_id(task.task_id, policy_id=policy_id, role=role),
+            group_id=group_id(task_id, policy_id=policy_id, role=role),
         )
-        for (policy_id, role), headers in sorted(grouped.items())
+        for (policy_id, role), members in sorted(grouped.items())
     ]
 
 
-def judge(task: CompleteTask, groups: Sequence[Group], rules: Rules) -> list[GroupVerdict]:
-    """Return one verdict for each of the task's groups, in their order."""
+def judge(task: CompleteTask, rules: Rules) -> list[str]:
+    """Return `ready` or why it is dropped for each of the task's groups, in their order."""
     reason = incomplete_reason(task, min_members=rules.min_members)
-    return [_verdict(task, group, rules=rules, reason=reason) for group in groups]
+    return [reason or _verdict(task, group, rules=rules) for group in task.groups]
+
+
+def was_judged(verdict: str) -> bool:
+    """Whether the filters decided, so that the acceptance average moves."""
+    return verdict in (READY, FILTERED)
 
 
 def incomplete_reason(task: CompleteTask, *, min_members: int | None) -> str:
@@ -82,9 +87,15 @@ def incomplete_reason(task: CompleteTask, *, min_members: int | None) -> str:
     return "expired" if task.why == "expired" else "incomplete"
 
 
-def filter_reason(group: Group, *, rules: Rules) -> str:
-    """Return `filtered` when a filter refuses the group, `filter_failed` when one raises or answers no bool, else an
-    empty string.
+def _verdict(task: CompleteTask, group: Group, *, rules: Rules) -> str:
+    if task.credited is not None and group.policy not in task.credited:
+        return "no_credit"
+    return filter_verdict(group, rules=rules)
+
+
+def filter_verdict(group: Group, *, rules: Rules) -> str:
+    """Return `filtered` when a filter refuses the group, `filter_failed` when one raises or answers no bool, else
+    `ready`.
     """
     for name, keep in rules.filters:
         started_s = rules.clock()
@@ -102,30 +113,12 @@ def filter_reason(group: Group, *, rules: Rules) -> str:
         if took_s > SLOW_FILTER_S:
             rules.faults.note_slow("filter", name, took_s, limit_s=SLOW_FILTER_S)
         if not kept:
-            return "filtered"
-    return ""
+            return FILTERED
+    return READY
 
 
-def _verdict(task: CompleteTask, group: Group, *, rules: Rules, reason: str) -> GroupVerdict:
-    judged, items = False, _items(task.task_id, group).SerializeToString()
-    if not reason and task.credited is not None and group.policy not in task.credited:
-        reason = "no_credit"
-    if not reason:
-        reason = filter_reason(group, rules=rules)
-        judged = reason in ("", "filtered")
-    return GroupVerdict(
-        group_id=group.group_id,
-        policy_id=group.policy,
-        verdict=reason or READY,
-        judged=judged,
-        oldest_version=group.oldest_version,
-        reward_sum=sum(group.rewards),
-        items=items,
-        trajectory_ids=tuple(trajectory.trajectory_id for trajectory in group.trajectories),
-    )
-
-
-def _items(task_id: str, group: Group) -> batch_pb2.Batch:
+def items_of(task_id: str, group: Group) -> batch_pb2.Batch:
+    """Return what a batch says of a group: one item for each of its trajectories."""
     return batch_pb2.Batch(
         items=[
             batch_pb2.BatchItem(

@@ -39,11 +39,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         run = await self._run(request.run_id, request.policy_id)
         claim = await self.store.batches.claim(
             run.run_id,
-            request.policy_id,
-            trainer_id=request.trainer_id,
-            known_epoch=request.known_epoch,
-            held_epoch=request.held_epoch,
-            only_if_unheld=request.only_if_unheld,
+            request,
             lease_s=self.batching.lease_s,
             incarnation=await self.store.connection.data_incarnation(),
         )
@@ -75,14 +71,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         self, request: pb.AcquireBatchRequest, context: Context
     ) -> pb.AcquireBatchResponse:
         run = await self._run(request.run_id, request.policy_id, step=request.step)
-        reply = await self.batching.acquire(
-            run,
-            request.policy_id,
-            epoch=request.trainer_epoch,
-            step=request.step,
-            base_version=request.base_version,
-            wait_s=wait_seconds(request),
-        )
+        reply = await self.batching.acquire(run, request, wait_s=wait_seconds(request))
         if reply.HasField("batch"):
             await self.durability.barrier()
         return reply
@@ -91,29 +80,14 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         self, request: pb.FetchBatchRequest, context: Context
     ) -> AsyncIterator[pb.FetchBatchResponse]:
         run = await self._run(request.run_id, request.policy_id, step=request.step)
-        payloads = self.batching.payloads(
-            run,
-            request.policy_id,
-            epoch=request.trainer_epoch,
-            step=request.step,
-            wanted=request.trajectory_ids,
-        )
-        async for trajectory_id, body in payloads:
+        async for trajectory_id, body in self.batching.payloads(run, request):
             yield pb.FetchBatchResponse(trajectory_id=trajectory_id, body=body)
 
     async def AckBatch(self, request: pb.AckBatchRequest, context: Context) -> pb.AckBatchResponse:
         run = await self._run(request.run_id, request.policy_id, step=request.step)
         if request.stage not in _STAGES:
             raise InvalidArgumentError(f"stage {request.stage} is not INTENT, TRAINED or SKIPPED")
-        recorded = await self.batching.ack(
-            run,
-            request.policy_id,
-            epoch=request.trainer_epoch,
-            step=request.step,
-            batch_id=request.batch_id,
-            digest=request.digest,
-            stage=request.stage,
-        )
+        recorded = await self.batching.ack(run, request)
         await self.durability.barrier()
         self.metrics.increment(
             "astraflow_dataflow_steps_total", policy=request.policy_id, stage=stage_name(recorded)

@@ -97,15 +97,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 "max_concurrent_tasks is 0; a node must be able to run at least one task"
             )
         run = await self.registry.get(request.run_id)
-        await self.store.nodes.join(
-            run.run_id,
-            node_id=request.node_id,
-            incarnation=request.incarnation,
-            region=request.region,
-            pool=request.pool,
-            max_tasks=request.max_concurrent_tasks,
-            engines=request.engines,
-        )
+        await self.store.nodes.join(run.run_id, request)
         lease_ttl = Duration()
         lease_ttl.FromMilliseconds(int(run.recipe.dataflow.lease_ttl_s * 1000))
         return pb.JoinRunResponse(

@@ -107,15 +107,7 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
 
     async def FailTask(self, request: pb.FailTaskRequest, context: Context) -> pb.FailTaskResponse:
         run = await self.registry.get(request.run_id)
-        failure = request.failure
-        requeued = await self.leasing.fail(
-            run,
-            node_id=request.node_id,
-            lease_id=failure.lease_id,
-            reason=failure.reason,
-            detail=failure.detail,
-            retryable=failure.retryable,
-        )
+        requeued = await self.leasing.fail(run, request.failure, node_id=request.node_id)
         return pb.FailTaskResponse(requeued=requeued)
 
 

@@ -11,15 +11,9 @@ from collections.abc import Sequence
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.rollout.v1.task_pb2 import Task
 from astraflow_dataflow.records import Refused, StoredTrace, timestamp
-from astraflow_dataflow.store.connection import (
-    Connection,
-    Reply,
-    as_int,
-    as_list,
-    as_mapping,
-    as_text,
-)
+from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.keys import Keys
+from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text, as_texts
 
 
 class AdminStore:
@@ -45,7 +39,7 @@ class AdminStore:
             why=as_text(why),
             refused_by=tuple(dict.fromkeys(filter(None, as_text(avoid).split("\n")))),
             deadline_ms=int(float(as_text(deadline) or 0)),
-            entries=tuple(as_text(entry) for entry in as_list(entries)),
+            entries=tuple(as_texts(entries)),
         )
 
     async def refused(self, run_id: str, node_ids: Sequence[str]) -> Refused:

@@ -7,8 +7,9 @@ reporting and by the event reader.
 from __future__ import annotations
 
 from astraflow_dataflow.records import Audit, Event, Life, PolicyState
-from astraflow_dataflow.store.connection import Connection, Reply, as_int, as_list, as_mapping, as_text
+from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.keys import Keys
+from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
 
 _EVENTS_PER_READ = 256
 

@@ -7,28 +7,31 @@ nothing. Called by the batch and version services and by the run loop.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1.version_pb2 import Pin, Version
 from astraflow.errors import NotFoundError
 from astraflow_dataflow.records import Candidates, Selection, timestamp
-from astraflow_dataflow.store.connection import (
-    Argument,
-    Connection,
+from astraflow_dataflow.store.connection import Argument, Connection
+from astraflow_dataflow.store.keys import Keys
+from astraflow_dataflow.store.replies import (
     Reply,
     as_bytes,
     as_int,
     as_list,
     as_mapping,
     as_text,
+    as_texts,
     flag,
 )
-from astraflow_dataflow.store.keys import Keys
 
 STALE_GROUPS_PER_CALL = 64
 OFFERED_GROUPS = 1024
 """Ready groups a selector chooses from at most, or as many as the step needs."""
+BoundStep: TypeAlias = pb.AcquireBatchRequest | pb.FetchBatchRequest | pb.AckBatchRequest
+"""A request of a trainer about the batch of one step."""
 
 
 class BatchStore:
@@ -38,34 +41,24 @@ class BatchStore:
         self._connection = connection
 
     async def claim(
-        self,
-        run_id: str,
-        policy_id: str,
-        *,
-        trainer_id: str,
-        incarnation: str,
-        lease_s: float,
-        known_epoch: int = 0,
-        held_epoch: int = 0,
-        only_if_unheld: bool = False,
+        self, run_id: str, request: pb.ClaimPolicyRequest, *, incarnation: str, lease_s: float
     ) -> pb.ClaimPolicyResponse:
         """Start a new trainer epoch, above `known_epoch` too. Raises NotFoundError for an unknown policy.
 
         A claim under another data `incarnation` than the last skips numbers that may have been given and lost.
 
         Batch lease and data incarnation are left out. With `held_epoch`, raises FencedError when another trainer has a
-        newer one; with `only_if_unheld`, PolicyHeldError when a trainer was heard of within `lease_s`, and such a claim
-        holds nothing.
+        newer one; with `only_if_unheld`, PolicyHeldError when a trainer has called within `lease_s`; such a claim does
+        not hold the policy.
         """
-        lease_ms = int(lease_s * 1000)
         arguments = (
-            policy_id,
-            trainer_id,
-            known_epoch,
-            held_epoch,
+            request.policy_id,
+            request.trainer_id,
+            request.known_epoch,
+            request.held_epoch,
             incarnation,
-            lease_ms,
-            flag(only_if_unheld),
+            int(lease_s * 1000),
+            flag(request.only_if_unheld),
         )
         reply = as_list(await self._connection.call(Keys(run_id), "claim", *arguments))
         version = as_text(reply[3])
@@ -87,11 +80,8 @@ class BatchStore:
     async def acquire(
         self,
         run_id: str,
-        policy_id: str,
+        request: pb.AcquireBatchRequest,
         *,
-        epoch: int,
-        step: int,
-        base_version: int,
         max_behind: int,
         lease_s: float,
         wait_s: float,
@@ -105,10 +95,10 @@ class BatchStore:
         """
         lease_ms, wait_ms = int(lease_s * 1000), int(wait_s * 1000)
         arguments: tuple[Argument, ...] = (
-            policy_id,
-            epoch,
-            step,
-            base_version,
+            request.policy_id,
+            request.trainer_epoch,
+            request.step,
+            request.base_version,
             max_behind,
             STALE_GROUPS_PER_CALL,
             lease_ms,
@@ -126,48 +116,36 @@ class BatchStore:
             return pb.AcquireBatchResponse(batch=bound, stage=_stage(rest[1]))
         return pb.AcquireBatchResponse(waiting_for=as_text(rest[0]))
 
-    async def batch(self, run_id: str, policy_id: str, *, epoch: int, step: int) -> batch_pb2.Batch:
+    async def batch(self, run_id: str, request: BoundStep) -> batch_pb2.Batch:
         """Return the batch bound to a step: as it was sealed, or its groups' items in binding order without a digest
         when nobody has sealed it yet. Raises FencedError, NotFoundError.
         """
-        reply = as_list(await self._connection.call(Keys(run_id), "batch", policy_id, epoch, step))
+        arguments = (request.policy_id, request.trainer_epoch, request.step)
+        reply = as_list(await self._connection.call(Keys(run_id), "batch", *arguments))
         batch_id, base_version, manifest, *groups = reply
         if manifest:
             return batch_pb2.Batch.FromString(as_bytes(manifest))
         batch = batch_pb2.Batch(
-            batch_id=as_text(batch_id), policy_id=policy_id, step=step, base_version=as_int(base_version)
+            batch_id=as_text(batch_id),
+            policy_id=request.policy_id,
+            step=request.step,
+            base_version=as_int(base_version),
         )
         for items in groups:
             batch.MergeFromString(as_bytes(items))
         return batch
 
-    async def seal(
-        self,
-        run_id: str,
-        policy_id: str,
-        *,
-        batch: batch_pb2.Batch,
-        staleness: Mapping[int, int],
-    ) -> None:
+    async def seal(self, run_id: str, batch: batch_pb2.Batch, *, staleness: Mapping[int, int]) -> None:
         """Keep the manifest of a bound batch; the first one stays."""
-        arguments = (policy_id, batch.batch_id, batch.SerializeToString(), batch.digest)
+        arguments = (batch.policy_id, batch.batch_id, batch.SerializeToString(), batch.digest)
         pairs: list[Argument] = [part for item in staleness.items() for part in item]
         await self._connection.call(Keys(run_id), "seal", *arguments, *pairs)
 
-    async def ack(
-        self,
-        run_id: str,
-        policy_id: str,
-        *,
-        epoch: int,
-        step: int,
-        batch_id: str,
-        digest: bytes,
-        stage: pb.BatchStage.ValueType,
-    ) -> pb.BatchStage.ValueType:
+    async def ack(self, run_id: str, request: pb.AckBatchRequest) -> pb.BatchStage.ValueType:
         """Record a stage and return the one recorded now. Raises FencedError, ConflictError, NotFoundError."""
-        arguments = (policy_id, epoch, step, batch_id, digest, stage_name(stage))
-        return _stage(await self._connection.call(Keys(run_id), "ack", *arguments))
+        arguments = (request.policy_id, request.trainer_epoch, request.step, request.batch_id)
+        stage = (request.digest, stage_name(request.stage))
+        return _stage(await self._connection.call(Keys(run_id), "ack", *arguments, *stage))
 
     async def nack(self, run_id: str, policy_id: str, *, epoch: int, step: int) -> int:
         """Return the step's groups to the ready set. Raises FencedError, PreconditionError once it was trained on."""
@@ -202,7 +180,7 @@ class BatchStore:
 
     async def late(self, run_id: str) -> list[str]:
         """Return batches whose lease is over."""
-        return [as_text(item) for item in as_list(await self._connection.call(Keys(run_id), "late_batches"))]
+        return as_texts(await self._connection.call(Keys(run_id), "late_batches"))
 
     async def payloads(self, run_id: str, trajectory_ids: Sequence[str]) -> list[bytes]:
         """Return bodies in the order asked. Raises NotFoundError naming the first that is gone."""

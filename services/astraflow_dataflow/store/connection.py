@@ -22,6 +22,7 @@ from astraflow import errors
 from astraflow_dataflow.records import Ability, Beat
 from astraflow_dataflow.store import function_library
 from astraflow_dataflow.store.keys import BEAT_KEY, INCARNATION_KEY, SCHEMA_KEY, SCHEMA_VERSION, Keys
+from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
 from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
@@ -29,7 +30,6 @@ log = get_logger(__name__)
 MIN_REDIS_VERSION = (7, 0)
 _DEADLINE_S = 10.0
 
-Reply: TypeAlias = "int | bytes | list[Reply] | None"
 Argument: TypeAlias = str | bytes | int | float
 Call: TypeAlias = tuple[str, tuple[Argument, ...]]
 
@@ -324,36 +324,3 @@ def _shown(url: str) -> str:
     """The address without credentials."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"
-
-
-def flag(value: bool) -> str:  # noqa: FBT001 - a conversion, as bool() is
-    """Return a truth value as the functions read it."""
-    return "1" if value else "0"
-
-
-def as_text(reply: object) -> str:
-    """Return a bulk reply as text; empty for nil."""
-    if reply is None:
-        return ""
-    return reply.decode() if isinstance(reply, bytes) else str(reply)
-
-
-def as_bytes(reply: object) -> bytes:
-    """Return a bulk reply as bytes; empty for nil."""
-    return reply if isinstance(reply, bytes) else b""
-
-
-def as_int(reply: object) -> int:
-    """Return a reply as an int; 0 for nil or empty."""
-    return int(reply) if isinstance(reply, int | bytes) and reply != b"" else 0
-
-
-def as_list(reply: object) -> list[Reply]:
-    """Return an array reply; empty for nil."""
-    return reply if isinstance(reply, list) else []
-
-
-def as_mapping(reply: object) -> dict[str, bytes]:
-    """Return a flat field-value array as a mapping."""
-    flat = as_list(reply)
-    return {as_text(field): as_bytes(value) for field, value in zip(flat[::2], flat[1::2], strict=True)}

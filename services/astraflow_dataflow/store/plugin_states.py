@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from astraflow_dataflow.store.connection import Argument, Connection, as_int, as_list, as_mapping
+from astraflow_dataflow.store.connection import Argument, Connection
 from astraflow_dataflow.store.keys import Keys
+from astraflow_dataflow.store.replies import as_int, as_list, as_mapping
 
 
 @dataclass(frozen=True, kw_only=True)

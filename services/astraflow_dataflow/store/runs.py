@@ -14,6 +14,7 @@ from google.protobuf.json_format import ParseDict
 
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
+from astraflow.dataflow.v1.run_service_pb2 import JoinRunRequest
 from astraflow.errors import ConflictError, NotFoundError
 from astraflow.rollout.v1.task_pb2 import Task
 from astraflow_dataflow.records import (
@@ -22,17 +23,9 @@ from astraflow_dataflow.records import (
     timestamp,
 )
 from astraflow_dataflow.rules.window import Window
-from astraflow_dataflow.store.connection import (
-    Argument,
-    Connection,
-    as_bytes,
-    as_int,
-    as_list,
-    as_mapping,
-    as_text,
-    flag,
-)
+from astraflow_dataflow.store.connection import Argument, Connection
 from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, Keys
+from astraflow_dataflow.store.replies import as_bytes, as_int, as_list, as_mapping, as_text, as_texts, flag
 from astraflow_dataflow.store.tasks import flat
 
 RUN_STATES = {
@@ -98,7 +91,7 @@ class RunStore:
     async def ids(self, *, offset: int = 0, limit: int = 500) -> list[str]:
         """Return run ids, oldest first."""
         reply = await self._connection.raw("ZRANGE", RUNS_KEY, offset, offset + limit - 1)
-        return [as_text(item) for item in as_list(reply)]
+        return as_texts(reply)
 
     async def advance(self, run_id: str, life: Life) -> None:
         """Move the run forward in its life. Raises PreconditionError for a move back."""
@@ -122,7 +115,7 @@ class RunStore:
 
     async def deleting(self) -> list[str]:
         """Return the runs whose deletion began and has not ended."""
-        return [as_text(item) for item in as_list(await self._connection.raw("SMEMBERS", DELETING_KEY))]
+        return as_texts(await self._connection.raw("SMEMBERS", DELETING_KEY))
 
     async def _delete_once(self, keys: Keys, last: set[str]) -> int:
         cursor, removed = "0", 0
@@ -131,7 +124,7 @@ class RunStore:
                 await self._connection.raw("SCAN", cursor, "MATCH", f"{keys.prefix}*", "COUNT", 1000)
             )
             cursor = as_text(reply[0])
-            names = [name for name in map(as_text, as_list(reply[1])) if name not in last]
+            names = [name for name in as_texts(reply[1]) if name not in last]
             if names:
                 removed += as_int(await self._connection.raw("UNLINK", *names))
             if cursor == "0":
@@ -144,17 +137,7 @@ class NodeStore:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def join(
-        self,
-        run_id: str,
-        *,
-        node_id: str,
-        incarnation: int,
-        region: str,
-        pool: str,
-        max_tasks: int,
-        engines: Sequence[str],
-    ) -> int:
+    async def join(self, run_id: str, request: JoinRunRequest) -> int:
         """Register a node; leases of its earlier incarnation are taken back at once.
 
         Returns how many. Raises FencedError.
@@ -162,12 +145,12 @@ class NodeStore:
         reply = await self._connection.call(
             Keys(run_id),
             "join",
-            node_id,
-            _incarnation(incarnation),
-            region,
-            pool,
-            max_tasks,
-            ",".join(engines),
+            request.node_id,
+            _incarnation(request.incarnation),
+            request.region,
+            request.pool,
+            request.max_concurrent_tasks,
+            ",".join(request.engines),
         )
         return as_int(as_list(reply)[1])
 
@@ -206,7 +189,7 @@ class NodeStore:
         lost, given = as_list(
             await self._connection.call(Keys(run_id), "reconcile", node_id, int(ttl_s * 1000), *held)
         )
-        return [as_text(item) for item in as_list(lost)], as_int(given)
+        return as_texts(lost), as_int(given)
 
     async def leave(self, run_id: str, *, node_id: str, session: str, undelivered: Sequence[str]) -> int:
         """End a working session and give back leases that it never confirmed. Returns how many."""
@@ -226,11 +209,9 @@ class NodeStore:
         return as_int(await self._connection.raw("HGET", Keys(run_id).of("node", node_id), "max_tasks"))
 
     async def all(self, run_id: str, *, now_ms: int) -> list[NodeStatus]:
-        """Return the nodes by id; connected is who was heard of lately at `now_ms`."""
+        """Return the nodes by id; connected is who has called recently at `now_ms`."""
         keys = Keys(run_id)
-        ids = sorted(
-            as_text(item) for item in as_list(await self._connection.raw("SMEMBERS", keys.of("nodes")))
-        )
+        ids = sorted(as_texts(await self._connection.raw("SMEMBERS", keys.of("nodes"))))
         nodes = []
         for node_id in ids:
             fields = as_mapping(await self._connection.raw("HGETALL", keys.of("node", node_id)))
@@ -268,10 +249,7 @@ class EvaluationStore:
     async def all(self, run_id: str) -> list[StoredEvaluation]:
         """Return the evaluations, oldest first."""
         keys = Keys(run_id)
-        ids = [
-            as_text(item)
-            for item in as_list(await self._connection.raw("ZRANGE", keys.of("evaluations"), 0, -1))
-        ]
+        ids = as_texts(await self._connection.raw("ZRANGE", keys.of("evaluations"), 0, -1))
         return [
             _evaluation(
                 evaluation_id,

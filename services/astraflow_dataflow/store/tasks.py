@@ -9,23 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from astraflow.dataflow.v1.task_service_pb2 import LeaseFailure
 from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome, PushResult
 from astraflow.errors import AstraflowError, NotFoundError, PayloadMissingError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
-from astraflow_dataflow.records import Committed, CompleteTask, GroupVerdict, Offer, Supply
+from astraflow_dataflow.records import Committed, CompleteTask, Offer, Supply
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
-from astraflow_dataflow.store.connection import (
-    Argument,
-    Call,
-    Connection,
-    Reply,
-    as_bytes,
-    as_int,
-    as_list,
-    as_text,
-    flag,
-)
+from astraflow_dataflow.rules.groups import groups_of, items_of, was_judged
+from astraflow_dataflow.store.connection import Argument, Call, Connection
 from astraflow_dataflow.store.keys import TRAIN_LANE, Keys
+from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_text, as_texts, flag
 
 PAYLOAD_TTL_S = 3600
 """Life of a payload whose commit never came."""
@@ -102,26 +95,15 @@ class TaskStore:
         for start in range(0, len(lease_ids), 256):
             chunk = lease_ids[start : start + 256]
             reply = await self._connection.call(Keys(run_id), "renew", node_id, _ms(ttl_s), *chunk)
-            lost += [as_text(item) for item in as_list(reply)]
+            lost += as_texts(reply)
         return lost
 
     async def fail(
-        self,
-        run_id: str,
-        *,
-        node_id: str,
-        lease_id: str,
-        reason: str,
-        detail: str,
-        retryable: bool,
-        free: bool,
-        backoff_s: float,
+        self, run_id: str, failure: LeaseFailure, *, node_id: str, free: bool, backoff_s: float
     ) -> bool:
         """Give a lease back; `free` costs no attempt. Returns whether the task will be leased again."""
-        flags = (flag(retryable), flag(free))
-        reply = await self._connection.call(
-            Keys(run_id), "fail", node_id, lease_id, reason, detail, *flags, _ms(backoff_s)
-        )
+        arguments = (failure.lease_id, failure.reason, failure.detail, flag(failure.retryable), flag(free))
+        reply = await self._connection.call(Keys(run_id), "fail", node_id, *arguments, _ms(backoff_s))
         return as_int(reply) == 1
 
     async def sweep(self, run_id: str, *, limit: int) -> tuple[int, int]:
@@ -196,25 +178,21 @@ class EpisodeStore:
         return _complete_task(task_id, reply)
 
     async def settle(
-        self, run_id: str, task_id: str, verdicts: Sequence[GroupVerdict], *, tombstone_s: float
+        self, run_id: str, task: CompleteTask, verdicts: Sequence[str], *, tombstone_s: float
     ) -> bool:
         """Move a complete task's groups to ready or dropped. Returns False when another server was first."""
-        arguments: list[Argument] = [task_id, _ms(tombstone_s)]
-        for verdict in verdicts:
-            arguments += [
-                verdict.group_id,
-                verdict.policy_id,
-                verdict.verdict,
-                flag(verdict.judged),
-            ]
-            arguments += [len(verdict.trajectory_ids), verdict.oldest_version, repr(verdict.reward_sum)]
-            arguments += [verdict.items, "\n".join(verdict.trajectory_ids)]
+        arguments: list[Argument] = [task.task_id, _ms(tombstone_s)]
+        for group, batch, verdict in zip(task.groups, task.items, verdicts, strict=True):
+            items = batch.items
+            arguments += [group.group_id, group.policy, verdict, flag(was_judged(verdict)), len(items)]
+            arguments += [min(item.min_version for item in items), repr(sum(item.reward for item in items))]
+            arguments += [batch.SerializeToString(), "\n".join(item.trajectory_id for item in items)]
         return as_int(await self._connection.call(Keys(run_id), "settle", *arguments)) == 1
 
     async def unsettled(self, run_id: str, *, least_age_s: float, limit: int) -> list[str]:
         """Return complete tasks that nobody settled for `least_age_s`."""
         reply = await self._connection.call(Keys(run_id), "unsettled", _ms(least_age_s), limit)
-        return [as_text(item) for item in as_list(reply)]
+        return as_texts(reply)
 
 
 def _ms(seconds: float) -> int:
@@ -258,14 +236,16 @@ def _complete_task(task_id: str, fields: list[Reply]) -> CompleteTask | None:
     if not fields:
         return None
     credited, held = as_text(fields[1]), as_list(fields[4])
+    headers = {as_text(key): as_bytes(value) for key, value in zip(held[::2], held[1::2], strict=True)}
+    groups = groups_of(task_id, spec=as_bytes(fields[5]), headers=headers)
     return CompleteTask(
         task_id=task_id,
         why=as_text(fields[0]),
         credited=None if credited == "*" else frozenset(filter(None, credited.split("\n"))),
         group_size=as_int(fields[2]),
         num_finished=as_int(fields[3]),
-        headers={as_text(key): as_bytes(value) for key, value in zip(held[::2], held[1::2], strict=True)},
-        spec=as_bytes(fields[5]),
+        groups=groups,
+        items=[items_of(task_id, group) for group in groups],
     )
 
 

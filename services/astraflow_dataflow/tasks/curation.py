@@ -51,7 +51,8 @@ class Curation:
                 break
             # Each draw is larger than the one before, for curators may skip most of it.
             count = min(TASKS_PER_FEED, missing << draws)
-            drawn, ended = await asyncio.to_thread(draw, train, start=supply.cursor, count=count)
+            with context.plugins.faults.running("dataset", context.recipe.run.dataset.use):
+                drawn, ended = await asyncio.to_thread(draw, train, start=supply.cursor, count=count)
             specs = await self._proposed(context, drawn)
             context.skipped = 0 if specs else context.skipped + len(drawn)
             flow = context.recipe.dataflow

@@ -82,20 +82,21 @@ class Leasing:
         return await self.store.tasks.renew(context.run_id, node_id=node_id, lease_ids=lease_ids, ttl_s=ttl_s)
 
     async def fail(
-        self, context: RunContext, *, node_id: str, lease_id: str, reason: str, detail: str, retryable: bool
+        self, context: RunContext, failure: task_service_pb2.LeaseFailure, *, node_id: str
     ) -> bool:
         """Give a lease back; return whether the task will be leased again."""
+        reason = failure.reason = failure.reason or "unspecified"
+        failure.detail = failure.detail[:_MAX_DETAIL]
         requeued = await self.store.tasks.fail(
             context.run_id,
+            failure,
             node_id=node_id,
-            lease_id=lease_id,
-            reason=reason or "unspecified",
-            detail=detail[:_MAX_DETAIL],
-            retryable=retryable,
             free=reason in FREE_REASONS,
             backoff_s=_BACKOFF_S.get(reason, _RETRY_BACKOFF_S),
         )
-        log.info("lease.given_back", node_id=node_id, lease_id=lease_id, reason=reason, requeued=requeued)
+        log.info(
+            "lease.given_back", node_id=node_id, lease_id=failure.lease_id, reason=reason, requeued=requeued
+        )
         return requeued
 
 

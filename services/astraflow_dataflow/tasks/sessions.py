@@ -170,7 +170,7 @@ class WorkSession:
             await self._renew(list(request.receipt.lease_ids))
         elif kind == "failure":
             self._unconfirmed.discard(request.failure.lease_id)
-            await self._fail(request.failure)
+            await self._leasing.fail(self._context, request.failure, node_id=self._node_id)
         else:
             raise InvalidArgumentError(
                 f"{kind or 'an empty request'} is not expected here: `hello` comes first and once"
@@ -218,16 +218,6 @@ class WorkSession:
         _require_few(lease_ids)
         self._unconfirmed.difference_update(lease_ids)
         self._lost += await self._leasing.renew(self._context, node_id=self._node_id, lease_ids=lease_ids)
-
-    async def _fail(self, failure: task_service_pb2.LeaseFailure) -> None:
-        await self._leasing.fail(
-            self._context,
-            node_id=self._node_id,
-            lease_id=failure.lease_id,
-            reason=failure.reason,
-            detail=failure.detail,
-            retryable=failure.retryable,
-        )
 
     async def _news(self, events: Sequence[Event]) -> list[Response]:
         responses = [

@@ -122,7 +122,7 @@ def _result(survey: Survey, swept: _Swept) -> dict[str, Any]:
         "state": swept.state,
         "horizon": survey.horizon,
         "kept": [
-            {"why": share.why, "ways": share.paths, "parts": share.parts, "size_bytes": share.size_bytes}
+            {"why": share.why, "paths": share.paths, "parts": share.parts, "size_bytes": share.size_bytes}
             for share in survey.kept
         ],
         "garbage_parts": len(survey.garbage),

@@ -181,7 +181,7 @@ def _verified(verified: Verification) -> dict[str, Any]:
     return {
         "version": verified.version,
         "ok": not faults,
-        "ways": verified.paths,
+        "paths": verified.paths,
         "objects": verified.objects,
         "tensors": verified.tensors,
         "model_root": verified.model_root.hex(),

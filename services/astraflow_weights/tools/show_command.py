@@ -75,7 +75,7 @@ def _shown(
         "manifest_sha256": record.manifest_sha256.hex(),
         "model_bytes": manifest.size_bytes,
         "model_root": manifest.model_root.hex(),
-        "ways": [_path(path) for path in paths],
+        "paths": [_path(path) for path in paths],
         "routes": [dataclasses.asdict(route) for route in routes],
         "chain_length": routes[0].steps,
         "tensors": [

@@ -149,12 +149,12 @@ def encode_sweep(keys: PolicyKeys, sweep: Sweep) -> bytes:
     message = manifest_pb2.Sweep(
         round=sweep.number,
         kept_parts=sorted(sweep.kept_parts),
-        added_ways=sweep.added_paths,
+        added_paths=sweep.added_paths,
         tombstone_sha256=sweep.tombstone_sha256,
         created_time=timestamp(sweep.created_time_s),
     )
     for edge in sorted(sweep.paths, key=lambda edge: (edge.version, edge.base_version or 0)):
-        message.ways.add(version=edge.version, base_version=edge.base_version)
+        message.paths.add(version=edge.version, base_version=edge.base_version)
     return _sealed(keys, manifest_pb2.Entry(sweep=message))
 
 
@@ -166,9 +166,9 @@ def decode_sweep(keys: PolicyKeys, data: bytes) -> Sweep:
             kept_parts=_names(message.kept_parts),
             paths=frozenset(
                 Edge(version=path.version, base_version=optional(path, "base_version"))
-                for path in message.ways
+                for path in message.paths
             ),
-            added_paths=tuple(check_key(key) for key in message.added_ways),
+            added_paths=tuple(check_key(key) for key in message.added_paths),
             tombstone_sha256=sized(message.tombstone_sha256, SHA256_BYTES, what="sha256 of the tombstone"),
             created_time_s=message.created_time.ToMicroseconds() / 1e6,
         )

@@ -6,7 +6,7 @@ CorruptManifest. Writer, compactor and log call it; whether an entry counts is t
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from astraflow_weights.store.layout import check_file_name, check_id, check_key
 SCHEMA_VERSION = 1
 NONCE_BYTES = 16
 MAX_DELTAS = 16
+_SIZES = {"writer_nonce": NONCE_BYTES, "nonce": NONCE_BYTES, "model_root": SHA256_BYTES}
 # The seal is the entry's last field: its tag (number 15, length-delimited) and its length, then 32 bytes.
 _SEAL_HEAD = bytes((15 << 3 | 2, SHA256_BYTES))
 _SEAL_BYTES = len(_SEAL_HEAD) + SHA256_BYTES
@@ -133,19 +134,19 @@ def encode_entry(entry: Entry) -> bytes:
     """Sealed bytes of an entry. Equal entries give equal bytes. Raises ValueError for what no reader would
     accept.
     """
+    message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION)
     if isinstance(entry, Manifest):
-        message = manifest_pb2.Entry(
-            schema_version=SCHEMA_VERSION, manifest=_manifest_message(_checked(entry))
-        )
+        message.manifest.CopyFrom(_manifest_message(_checked(entry)))
     else:
-        message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION, fence=_fence_message(entry))
+        message.fence.CopyFrom(manifest_pb2.Fence(**_to_fields(entry, manifest_pb2.Fence)))
     return seal_entry(message)
 
 
 def encode_path(path: AddedPath) -> bytes:
     """Sealed bytes of an added path. Raises ValueError for what no reader would accept."""
-    message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_way=_path_message(_checked_path(path)))
-    return seal_entry(message)
+    fields = _to_fields(_checked_path(path), manifest_pb2.AddedPath)
+    message = manifest_pb2.AddedPath(**fields, parts=map(_ref_message, path.parts))
+    return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_path=message))
 
 
 def decode_path(data: bytes) -> AddedPath:
@@ -153,10 +154,11 @@ def decode_path(data: bytes) -> AddedPath:
     version.
     """
     message = open_entry(data)
-    if message.WhichOneof("entry") != "added_way":
+    if message.WhichOneof("entry") != "added_path":
         raise CorruptManifest(f"an object of {len(data)} bytes is not an added path")
     try:
-        return _checked_path(_path(message.added_way))
+        path = message.added_path
+        return _checked_path(AddedPath(**_from_fields(path), parts=_refs(path.parts)))
     except ValueError as error:
         raise CorruptManifest(f"an added path of {len(data)} bytes contradicts itself: {error}") from error
 
@@ -171,7 +173,7 @@ def decode_entry(data: bytes) -> Entry:
         if kind == "manifest":
             return _checked(_manifest(message.manifest))
         if kind == "fence":
-            return _fence(message.fence)
+            return Fence(**_from_fields(message.fence))
     except ValueError as error:
         raise CorruptManifest(f"a log entry of {len(data)} bytes contradicts itself: {error}") from error
     raise CorruptManifest(f"a log entry of {len(data)} bytes is neither a manifest nor a fence")
@@ -208,67 +210,51 @@ def _unsealed(data: bytes) -> manifest_pb2.Entry:
 
 def _manifest_message(manifest: Manifest) -> manifest_pb2.Manifest:
     message = manifest_pb2.Manifest(
-        run_id=manifest.run_id,
-        policy_id=manifest.policy_id,
-        version=manifest.version,
-        sequence=manifest.sequence,
-        writer_epoch=manifest.writer_epoch,
-        writer_nonce=manifest.writer_nonce,
-        step=manifest.step,
-        parent_version=manifest.parent_version,
+        **_to_fields(manifest, manifest_pb2.Manifest),
         deltas=[
-            manifest_pb2.Delta(base_version=delta.base_version, parts=_ref_messages(delta.parts))
+            manifest_pb2.Delta(base_version=delta.base_version, parts=map(_ref_message, delta.parts))
             for delta in manifest.deltas
         ],
-        tensors=[_tensor_message(tensor) for tensor in manifest.tensors],
-        model_root=manifest.model_root,
+        tensors=map(_tensor_message, manifest.tensors),
         assets=[
             manifest_pb2.Asset(file_name=asset.file_name, blob=_ref_message(asset.blob))
             for asset in manifest.assets
         ],
-        num_changed=manifest.num_changed,
-        num_elements=manifest.num_elements,
-        density=manifest.density,
-        learning_rate=manifest.learning_rate,
-        created_time=timestamp(manifest.created_time_s),
-        rollback_of=manifest.rollback_of,
     )
     if manifest.snapshot is not None:
-        message.snapshot.parts.extend(_ref_messages(manifest.snapshot))
+        message.snapshot.parts.extend(map(_ref_message, manifest.snapshot))
     return message
 
 
-def _fence_message(fence: Fence) -> manifest_pb2.Fence:
-    return manifest_pb2.Fence(
-        run_id=fence.run_id,
-        policy_id=fence.policy_id,
-        sequence=fence.sequence,
-        epoch=fence.epoch,
-        nonce=fence.nonce,
-        previous_epoch=fence.previous_epoch,
-        created_time=timestamp(fence.created_time_s),
-    )
+def _plain_fields(kind: Message | type[Message]) -> list[str]:
+    """Names of the fields that hold one value."""
+    fields = kind.DESCRIPTOR.fields
+    return [field.name for field in fields if not field.is_repeated and field.message_type is None]
 
 
-def _path_message(path: AddedPath) -> manifest_pb2.AddedWay:
-    return manifest_pb2.AddedWay(
-        run_id=path.run_id,
-        policy_id=path.policy_id,
-        version=path.version,
-        base_version=path.base_version,
-        model_root=path.model_root,
-        parts=_ref_messages(path.parts),
-        created_time=timestamp(path.created_time_s),
-    )
+def _to_fields(record: Entry | AddedPath, kind: type[Message]) -> dict[str, Any]:
+    """The plain fields of a message, from attributes of the same names, and its time."""
+    fields = {name: getattr(record, name) for name in _plain_fields(kind)}
+    return fields | {"created_time": timestamp(record.created_time_s)}
+
+
+def _from_fields(
+    message: manifest_pb2.Manifest | manifest_pb2.Fence | manifest_pb2.AddedPath,
+) -> dict[str, Any]:
+    """What `_to_fields` was given. Raises ValueError for ids that cannot stand in a key, and for nonces and roots of
+    another size.
+    """
+    fields = {name: optional(message, name) for name in _plain_fields(message)}
+    for name in ("run_id", "policy_id"):
+        check_id(fields[name], what=name.replace("_", " "))
+    for name in _SIZES.keys() & fields.keys():
+        sized(fields[name], _SIZES[name], what=name.replace("_", " "))
+    return fields | {"created_time_s": message.created_time.ToMicroseconds() / 1e6}
 
 
 def _tensor_message(tensor: TensorDigest) -> manifest_pb2.Tensor:
     spec = tensor.spec
     return manifest_pb2.Tensor(name=spec.name, dtype=spec.dtype, shape=spec.shape, digest=tensor.digest)
-
-
-def _ref_messages(refs: Sequence[PartRef]) -> Iterator[manifest_pb2.PartRef]:
-    return (_ref_message(ref) for ref in refs)
 
 
 def _ref_message(ref: PartRef) -> manifest_pb2.PartRef:
@@ -283,54 +269,19 @@ def timestamp(seconds: float) -> Timestamp:
 
 
 def _manifest(message: manifest_pb2.Manifest) -> Manifest:
+    fields = _from_fields(message)
+    del fields["density"]  # follows from the counts
     return Manifest(
-        run_id=check_id(message.run_id, what="run id"),
-        policy_id=check_id(message.policy_id, what="policy id"),
-        version=message.version,
-        sequence=message.sequence,
-        writer_epoch=message.writer_epoch,
-        writer_nonce=sized(message.writer_nonce, NONCE_BYTES, what="writer nonce"),
-        step=message.step,
-        parent_version=optional(message, "parent_version"),
+        **fields,
         snapshot=_refs(message.snapshot.parts) if message.HasField("snapshot") else None,
         deltas=tuple(
             DeltaRef(base_version=delta.base_version, parts=_refs(delta.parts)) for delta in message.deltas
         ),
         tensors=tuple(_tensor(tensor) for tensor in message.tensors),
-        model_root=sized(message.model_root, SHA256_BYTES, what="model root"),
         assets=tuple(
             Asset(file_name=check_file_name(asset.file_name), blob=_ref(asset.blob))
             for asset in message.assets
         ),
-        num_changed=message.num_changed,
-        num_elements=message.num_elements,
-        learning_rate=optional(message, "learning_rate"),
-        created_time_s=message.created_time.ToMicroseconds() / 1e6,
-        rollback_of=optional(message, "rollback_of"),
-    )
-
-
-def _fence(message: manifest_pb2.Fence) -> Fence:
-    return Fence(
-        run_id=check_id(message.run_id, what="run id"),
-        policy_id=check_id(message.policy_id, what="policy id"),
-        sequence=message.sequence,
-        epoch=message.epoch,
-        nonce=sized(message.nonce, NONCE_BYTES, what="nonce"),
-        previous_epoch=optional(message, "previous_epoch"),
-        created_time_s=message.created_time.ToMicroseconds() / 1e6,
-    )
-
-
-def _path(message: manifest_pb2.AddedWay) -> AddedPath:
-    return AddedPath(
-        run_id=check_id(message.run_id, what="run id"),
-        policy_id=check_id(message.policy_id, what="policy id"),
-        version=message.version,
-        base_version=optional(message, "base_version"),
-        model_root=sized(message.model_root, SHA256_BYTES, what="model root"),
-        parts=_refs(message.parts),
-        created_time_s=message.created_time.ToMicroseconds() / 1e6,
     )
 
 
@@ -357,8 +308,9 @@ def _ref(message: manifest_pb2.PartRef) -> PartRef:
 
 
 def optional(message: Message, field: str) -> Any:  # noqa: ANN401 - the field's type
-    """A field's value; None where it is unset."""
-    return getattr(message, field) if message.HasField(field) else None
+    """A field's value; None for an optional one that is unset."""
+    is_optional = message.DESCRIPTOR.fields_by_name[field].has_presence
+    return None if is_optional and not message.HasField(field) else getattr(message, field)
 
 
 def sized(value: bytes, size: int, *, what: str) -> bytes:
@@ -378,7 +330,11 @@ def _checked(manifest: Manifest) -> Manifest:
         "tensors are not sorted by name, or repeat": names != sorted(set(names)) or not names,
         "the model root does not belong to the tensors": model_root(manifest.tensors) != manifest.model_root,
         "asset names repeat": len(files) != len(set(files)),
-        "a delta starts from the version itself or later, or repeats": _bad_bases(bases, manifest.version),
+        "a delta starts from the version itself or later, or repeats": (
+            len(bases) > MAX_DELTAS
+            or len(bases) != len(set(bases))
+            or any(base >= manifest.version for base in bases)
+        ),
         "there is neither a snapshot nor a delta": manifest.snapshot is None and not bases,
         f"it follows version {manifest.parent_version}, not {parent}": manifest.parent_version != parent,
         f"it counts {manifest.num_elements} elements of {elements}": manifest.num_elements != elements,
@@ -392,7 +348,3 @@ def _checked(manifest: Manifest) -> Manifest:
         if applies:
             raise ValueError(f"version {manifest.version}: {complaint}")
     return manifest
-
-
-def _bad_bases(bases: Sequence[int], version: int) -> bool:
-    return len(bases) > MAX_DELTAS or len(bases) != len(set(bases)) or any(base >= version for base in bases)

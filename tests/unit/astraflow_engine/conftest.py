@@ -1,6 +1,6 @@
 """Fixtures shared by the engine's tests."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,13 @@ from astraflow_engine.service import EngineService
 from astraflow_kit import failpoints
 from support.engine_parts import DEADLINE_S, make_service, make_worker
 from support.tiny_qwen import save_tiny_qwen
+
+
+@pytest.fixture(autouse=True)
+def no_failpoint_stays_armed() -> Iterator[None]:
+    """What a test arms ends with it."""
+    yield
+    failpoints.arm("")
 
 
 @pytest.fixture
@@ -23,5 +30,4 @@ async def service(folder: Path) -> AsyncIterator[EngineService]:
     service = make_service(folder, make_worker(folder))
     await service.start()
     yield service
-    failpoints.arm("")
     await service.stop(deadline_s=DEADLINE_S)

@@ -27,15 +27,9 @@ class Feeder:
     def extend(self, tokens: torch.Tensor, *, start: int, rows: list[int]) -> torch.Tensor:
         """Logits [B, N, V] of N tokens per row, all rows starting at `start`."""
         positions = torch.arange(start, start + tokens.shape[1]).expand_as(tokens)
-        hidden = self.model.extend(
-            self.weights,
-            self.cache,
-            tokens_BN=tokens,
-            positions_BN=positions,
-            write_at_BN=positions,
-            rows_B=torch.tensor(rows),
-            length=start + tokens.shape[1],
-        )
+        places = {"positions_BN": positions, "write_at_BN": positions, "rows_B": torch.tensor(rows)}
+        length = start + tokens.shape[1]
+        hidden = self.model.extend(self.weights, self.cache, tokens_BN=tokens, length=length, **places)
         return hidden @ self.weights.head_DV
 
     def decode(self, tokens: torch.Tensor, *, position: int, idle: list[int]) -> torch.Tensor:
@@ -43,27 +37,20 @@ class Feeder:
         positions = torch.full_like(tokens, position)
         write_at = positions.clone()
         write_at[idle] = CAPACITY
-        hidden = self.model.decode(
-            self.weights,
-            self.cache,
-            tokens_B=tokens,
-            positions_B=positions,
-            write_at_B=write_at,
-            length=position + 1,
-        )
+        places = {"positions_B": positions, "write_at_B": write_at}
+        hidden = self.model.decode(self.weights, self.cache, tokens_B=tokens, length=position + 1, **places)
         return hidden @ self.weights.head_DV
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        TinyShape(),
-        TinyShape(tied=False),
-        TinyShape(num_heads=4, num_kv_heads=4),
-        TinyShape(num_heads=4, num_kv_heads=1, head_dim=16),
-        TinyShape(num_layers=4),
+        pytest.param(TinyShape(), id="grouped"),
+        pytest.param(TinyShape(tied=False), id="untied"),
+        pytest.param(TinyShape(num_heads=4, num_kv_heads=4), id="one-to-one"),
+        pytest.param(TinyShape(num_heads=4, num_kv_heads=1, head_dim=16), id="one-kv-head"),
+        pytest.param(TinyShape(num_layers=4), id="deep"),
     ],
-    ids=["grouped", "untied", "one-to-one", "one-kv-head", "deep"],
 )
 @torch.inference_mode()
 def test_logits_agree_with_transformers_through_prefill_and_decode(tmp_path: Path, shape: TinyShape) -> None:
@@ -72,14 +59,10 @@ def test_logits_agree_with_transformers_through_prefill_and_decode(tmp_path: Pat
     tokens = torch.randint(3, 97, (4, 30), generator=torch.Generator().manual_seed(1))
     expected = reference(input_ids=tokens).logits
     rows = [1, 0, 2, 3]
-    found = [
-        feeder.extend(tokens[:, :11], start=0, rows=rows),
-        feeder.extend(tokens[:, 11:20], start=11, rows=rows),
-    ]
-    by_row = tokens[torch.tensor(rows)]
-    found += [
-        feeder.decode(by_row[:, p], position=p, idle=[])[torch.tensor(rows), None] for p in range(20, 30)
-    ]
+    found = [feeder.extend(tokens[:, a:b], start=a, rows=rows) for a, b in ((0, 11), (11, 20))]
+    for position in range(20, 30):
+        logits = feeder.decode(tokens[rows, position], position=position, idle=[])
+        found.append(logits[rows, None])
     assert float((torch.cat(found, dim=1) - expected).abs().max()) <= TOLERANCE
 
 
@@ -88,7 +71,7 @@ def test_an_idle_row_between_running_ones_keeps_what_it_holds(folder: Path) -> N
     feeder = Feeder(folder)
     tokens = torch.randint(3, 97, (3, 12), generator=torch.Generator().manual_seed(2))
     feeder.extend(tokens[:, :8], start=0, rows=[0, 1, 2])
-    held = [part.clone() for part in feeder.cache.gathered_rows(0, rows_B=torch.tensor([1]), length=CAPACITY)]
+    held = torch.stack(feeder.cache.gathered_rows(0, rows_B=torch.tensor([1]), length=CAPACITY))
     feeder.decode(tokens[:, 8], position=8, idle=[1])
-    now = feeder.cache.gathered_rows(0, rows_B=torch.tensor([1]), length=CAPACITY)
-    assert all(torch.equal(before, after) for before, after in zip(held, now, strict=True))
+    now = torch.stack(feeder.cache.gathered_rows(0, rows_B=torch.tensor([1]), length=CAPACITY))
+    assert torch.equal(held, now)

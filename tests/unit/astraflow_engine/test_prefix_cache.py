@@ -1,5 +1,7 @@
 """What a row may be reused for: the longest shared prefix of the right space, under the current weights."""
 
+from itertools import takewhile
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,60 +16,59 @@ def index() -> PrefixIndex:
     return PrefixIndex(num_rows=4, capacity=64)
 
 
+def longest(index: PrefixIndex, space: str = "") -> tuple[int, int] | None:
+    """Row and length of the best match for the prompt."""
+    match = index.best_match(PROMPT, space=space)
+    return match and (match.row, match.length)
+
+
 def test_the_longest_shared_prefix_wins(index: PrefixIndex) -> None:
     index.record(0, tokens=PROMPT[:12], space="")
     index.record(1, tokens=PROMPT[:20], space="")
     index.record(2, tokens=[*PROMPT[:15], 1, 2, 3], space="")
-    match = index.best_match(PROMPT, space="")
-    assert match is not None
-    assert (match.row, match.length) == (1, 20)
+    assert longest(index) == (1, 20)
 
 
 def test_the_last_token_is_always_computed(index: PrefixIndex) -> None:
     index.record(3, tokens=PROMPT, space="")
-    match = index.best_match(PROMPT, space="")
-    assert match is not None
-    assert match.length == len(PROMPT) - 1
+    assert longest(index) == (3, len(PROMPT) - 1)
 
 
 def test_a_short_overlap_is_not_worth_a_copy(index: PrefixIndex) -> None:
     index.record(0, tokens=PROMPT[:7], space="")
-    assert index.best_match(PROMPT, space="") is None
+    assert longest(index) is None
 
 
 def test_another_space_shares_nothing(index: PrefixIndex) -> None:
     index.record(0, tokens=PROMPT, space="version 1")
-    assert index.best_match(PROMPT, space="version 2") is None
-    assert index.best_match(PROMPT, space="version 1") is not None
+    assert longest(index, "version 2") is None
+    assert longest(index, "version 1") is not None
 
 
 def test_a_flush_forgets_every_row(index: PrefixIndex) -> None:
     for row in range(4):
         index.record(row, tokens=PROMPT, space="")
     index.flush()
-    assert index.best_match(PROMPT, space="") is None
+    assert longest(index) is None
 
 
 def test_a_forgotten_row_is_not_offered(index: PrefixIndex) -> None:
     index.record(1, tokens=PROMPT, space="")
     index.forget(1)
-    assert index.best_match(PROMPT, space="") is None
+    assert longest(index) is None
 
 
 def test_a_shorter_record_does_not_revive_what_stood_behind_it(index: PrefixIndex) -> None:
     index.record(0, tokens=PROMPT, space="")
     index.record(0, tokens=PROMPT[:9], space="")
-    match = index.best_match(PROMPT, space="")
-    assert match is not None
-    assert match.length == 9
+    assert longest(index) == (0, 9)
 
 
 def test_exchanged_rows_take_their_tokens_along(index: PrefixIndex) -> None:
     index.record(0, tokens=PROMPT, space="a")
     index.record(2, tokens=PROMPT[:9], space="b")
     index.exchange(0, 2)
-    found = [index.best_match(PROMPT, space=space) for space in "ab"]
-    assert [(match.row, match.length) for match in found if match] == [(2, 29), (0, 9)]
+    assert [longest(index, space) for space in "ab"] == [(2, 29), (0, 9)]
 
 
 def test_empty_rows_are_overwritten_first_then_the_longest_unused(index: PrefixIndex) -> None:
@@ -96,7 +97,4 @@ def test_a_match_is_never_longer_than_what_really_agrees(held: list[list[int]], 
 
 def common_length(first: list[int], second: list[int]) -> int:
     """Length of the common prefix."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -1,5 +1,7 @@
 """Queue and slots: every request is somewhere exactly once, in order, and leading rows stay dense."""
 
+from typing import Any
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -10,27 +12,28 @@ from astraflow_engine.scheduler import AdmissionLimits, Sequence, SlotScheduler
 
 NUM_SLOTS = 8
 LIMITS = AdmissionLimits(max_waiting=12, max_prefill_tokens=64, max_held_steps=3)
-DONE = Finish(kind=FinishKind.LENGTH)
 
 
-def sequence(
-    rid: str, *, prompt_length: int = 4, arrived_s: float = 0.0, max_new_tokens: int = 8
-) -> Sequence:
-    request = GenerateRequest(
-        rid=rid,
-        prompt=tuple(range(prompt_length)),
-        params=SamplingParams(max_new_tokens=max_new_tokens),
-        batch_rid=rid.partition("_")[0],
-    )
+def sequence(rid: str, *, prompt_length: int = 4, arrived_s: float = 0.0, **params: Any) -> Sequence:
+    sampling = SamplingParams(**({"max_new_tokens": 8} | params))
+    request = GenerateRequest(rid=rid, prompt=tuple(range(prompt_length)), params=sampling)
     return Sequence(request=request, seed=0, arrived_s=arrived_s)
 
 
 def scheduler_with(
-    num_requests: int, *, limits: AdmissionLimits = LIMITS, num_slots: int = NUM_SLOTS
+    *prompt_lengths: int, limits: AdmissionLimits = LIMITS, num_slots: int = NUM_SLOTS
 ) -> SlotScheduler:
+    """Requests r0, r1, … wait."""
     scheduler = SlotScheduler(num_slots=num_slots, limits=limits)
-    for index in range(num_requests):
-        scheduler.submit(sequence(f"r{index}", arrived_s=index))
+    for index, length in enumerate(prompt_lengths):
+        scheduler.submit(sequence(f"r{index}", prompt_length=length, arrived_s=index))
+    return scheduler
+
+
+def busy_with(num_requests: int) -> SlotScheduler:
+    """Short requests, of which as many as there is room for have entered."""
+    scheduler = scheduler_with(*[4] * num_requests)
+    enter(scheduler)
     return scheduler
 
 
@@ -42,18 +45,23 @@ def enter(scheduler: SlotScheduler) -> list[str]:
     return [entered.request.rid for entered in admitted]
 
 
-def test_an_idle_engine_takes_a_single_request_at_once() -> None:
-    assert enter(scheduler_with(1)) == ["r0"]
-
-
-def test_requests_enter_in_arrival_order_up_to_the_free_slots() -> None:
-    assert enter(scheduler_with(10)) == [f"r{index}" for index in range(8)]
+@pytest.mark.parametrize(
+    ("prompt_lengths", "entered"),
+    [
+        pytest.param([4], 1, id="an idle engine takes a single request at once"),
+        pytest.param([4] * 10, NUM_SLOTS, id="in arrival order up to the free slots"),
+        pytest.param([20, 21, 22, 23], 2, id="a batch of prompts stays within the prefill budget"),
+        pytest.param([500, 4], 1, id="a prompt beyond the budget enters alone"),
+        pytest.param([40] * 6, 6, id="samples of one prompt cost its tokens once"),
+    ],
+)
+def test_how_many_requests_enter_at_once(prompt_lengths: list[int], entered: int) -> None:
+    assert enter(scheduler_with(*prompt_lengths)) == [f"r{index}" for index in range(entered)]
 
 
 def test_a_few_requests_wait_beside_a_nearly_full_engine_but_not_for_ever() -> None:
-    scheduler = scheduler_with(
-        36, limits=AdmissionLimits(max_waiting=40, max_prefill_tokens=9_999), num_slots=32
-    )
+    limits = AdmissionLimits(max_waiting=40, max_prefill_tokens=9_999)
+    scheduler = scheduler_with(*[4] * 36, limits=limits, num_slots=32)
     enter(scheduler)
     scheduler.finish(3)
     entered = [enter(scheduler) for _ in range(10)]
@@ -61,36 +69,14 @@ def test_a_few_requests_wait_beside_a_nearly_full_engine_but_not_for_ever() -> N
     assert ["r32"] in entered
 
 
-def test_a_batch_of_prompts_stays_within_the_prefill_budget() -> None:
-    scheduler = SlotScheduler(num_slots=NUM_SLOTS, limits=LIMITS)
-    for index, length in enumerate([20, 21, 22, 23]):
-        scheduler.submit(sequence(f"r{index}", prompt_length=length))
-    assert enter(scheduler) == ["r0", "r1"]
-
-
-def test_a_prompt_beyond_the_budget_enters_alone() -> None:
-    scheduler = SlotScheduler(num_slots=NUM_SLOTS, limits=LIMITS)
-    scheduler.submit(sequence("long", prompt_length=500))
-    scheduler.submit(sequence("short"))
-    assert enter(scheduler) == ["long"]
-
-
-def test_samples_of_one_prompt_cost_its_tokens_once() -> None:
-    scheduler = SlotScheduler(num_slots=NUM_SLOTS, limits=LIMITS)
-    for index in range(6):
-        scheduler.submit(sequence(f"r{index}", prompt_length=40))
-    assert len(enter(scheduler)) == 6
-
-
 def test_a_full_queue_refuses_with_its_limit() -> None:
-    scheduler = scheduler_with(12)
+    scheduler = scheduler_with(*[4] * 12)
     with pytest.raises(QueueFull, match="12 waiting, limit 12"):
         scheduler.submit(sequence("one more"))
 
 
 def test_a_rid_in_progress_is_refused_and_free_again_afterwards() -> None:
-    scheduler = scheduler_with(1)
-    enter(scheduler)
+    scheduler = busy_with(1)
     with pytest.raises(InvalidRequest, match="rid 'r0' is already in progress"):
         scheduler.submit(sequence("r0"))
     scheduler.finish(0)
@@ -98,8 +84,7 @@ def test_a_rid_in_progress_is_refused_and_free_again_afterwards() -> None:
 
 
 def test_retracted_requests_enter_before_those_that_came_later() -> None:
-    scheduler = scheduler_with(11)
-    enter(scheduler)
+    scheduler = busy_with(11)
     retracted = scheduler.retract_all()
     assert [slot for slot, _ in retracted] == list(range(8))
     assert all(item.num_retractions == 1 for _, item in retracted)
@@ -107,16 +92,14 @@ def test_retracted_requests_enter_before_those_that_came_later() -> None:
 
 
 def test_removal_finds_running_and_waiting_requests() -> None:
-    scheduler = scheduler_with(10)
-    enter(scheduler)
+    scheduler = busy_with(10)
     removed = scheduler.remove(lambda request: request.rid in ("r2", "r9"))
     assert [(slot, item.request.rid) for slot, item in removed] == [(2, "r2"), (None, "r9")]
     assert (scheduler.num_running, scheduler.num_waiting) == (7, 1)
 
 
 def test_holes_are_closed_from_the_top_once_they_waste_a_quarter() -> None:
-    scheduler = scheduler_with(8)
-    enter(scheduler)
+    scheduler = busy_with(8)
     for slot in (0, 2):
         scheduler.finish(slot)
     assert list(scheduler.exchanges()) == []
@@ -128,14 +111,13 @@ def test_holes_are_closed_from_the_top_once_they_waste_a_quarter() -> None:
 @pytest.mark.parametrize(
     ("ends", "last_version", "num_tokens", "spans"),
     [
-        ([], "1", 3, [("1", 0, 3)]),
-        ([], "1", 0, [("1", 0, 0)]),
-        ([("1", 2)], "2", 5, [("1", 0, 2), ("2", 2, 5)]),
-        ([("1", 2), ("2", 2)], "3", 5, [("1", 0, 2), ("3", 2, 5)]),
-        ([("1", 2)], "2", 2, [("1", 0, 2)]),
-        ([("1", 2)], "1", 5, [("1", 0, 5)]),
+        pytest.param([], "1", 3, [("1", 0, 3)], id="one"),
+        pytest.param([], "1", 0, [("1", 0, 0)], id="no token"),
+        pytest.param([("1", 2)], "2", 5, [("1", 0, 2), ("2", 2, 5)], id="swap"),
+        pytest.param([("1", 2), ("2", 2)], "3", 5, [("1", 0, 2), ("3", 2, 5)], id="no token between swaps"),
+        pytest.param([("1", 2)], "2", 2, [("1", 0, 2)], id="swap at the end"),
+        pytest.param([("1", 2)], "1", 5, [("1", 0, 5)], id="same name"),
     ],
-    ids=["one", "no token", "swap", "two swaps without a token between", "swap at the end", "same name"],
 )
 def test_version_spans_cover_the_tokens(
     ends: list[tuple[str, int]], last_version: str, num_tokens: int, spans: list[tuple[str, int, int]]
@@ -145,22 +127,22 @@ def test_version_spans_cover_the_tokens(
         item.tokens = [0] * end
         item.note_version_end(version)
     item.tokens, item.logprobs = [0] * num_tokens, [0.0] * num_tokens
-    completion = item.complete(DONE, version=last_version, now_s=1.0)
+    completion = item.complete(Finish(kind=FinishKind.LENGTH), version=last_version, now_s=1.0)
     assert completion.spans == tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in spans)
 
 
 @pytest.mark.parametrize(
     ("params", "kind"),
     [
-        (SamplingParams(max_new_tokens=9), FinishKind.STOP),
-        (SamplingParams(max_new_tokens=9, stop_token_ids=frozenset([7])), FinishKind.STOP),
-        (SamplingParams(max_new_tokens=9, stop_token_ids=frozenset([7]), ignore_eos=True), None),
-        (SamplingParams(max_new_tokens=1, ignore_eos=True), FinishKind.LENGTH),
+        ({}, FinishKind.STOP),
+        ({"stop_token_ids": frozenset([7])}, FinishKind.STOP),
+        ({"stop_token_ids": frozenset([7]), "ignore_eos": True}, None),
+        ({"max_new_tokens": 1, "ignore_eos": True}, FinishKind.LENGTH),
     ],
 )
-def test_when_a_sequence_ends(params: SamplingParams, kind: FinishKind | None) -> None:
-    item = Sequence(request=GenerateRequest(rid="r", prompt=(1,), params=params), seed=0, arrived_s=0.0)
-    item.tokens = [7 if 7 in params.stop_token_ids else 2]
+def test_when_a_sequence_ends(params: dict[str, Any], kind: FinishKind | None) -> None:
+    item = sequence("r", **params)
+    item.tokens = [7 if "stop_token_ids" in params else 2]
     finish = item.finish_after_last_token(frozenset([2]))
     assert (finish.kind if finish else None) == kind
 

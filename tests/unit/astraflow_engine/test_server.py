@@ -24,51 +24,41 @@ async def client(service: EngineService) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def nested(response: httpx.Response) -> str:
-    """The message of the shape that wrong values of /generate get."""
+def refusal(response: httpx.Response, status: int) -> str:
+    """The message in the shape that everything but wrong values of /generate gets."""
     body: dict[str, Any] = response.json()
-    assert list(body) == ["error"]
-    return str(body["error"]["message"])
-
-
-def flat(response: httpx.Response) -> str:
-    """The message of the shape that everything else gets."""
-    body: dict[str, Any] = response.json()
-    assert body["object"] == "error"
-    assert body["code"] == response.status_code
+    assert (response.status_code, body["code"], body["object"]) == (status, status, "error")
     return str(body["message"])
 
 
 async def test_a_wrong_value_is_a_400_with_a_nested_message(client: httpx.AsyncClient) -> None:
     response = await client.post("/generate", json={"input_ids": [1, 97]})
     assert response.status_code == 400
-    assert "input_ids[1] is 97" in nested(response)
+    assert list(response.json()) == ["error"]
+    assert "input_ids[1] is 97" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b'{"input_ids": [1'])
-async def test_a_body_that_is_no_json_is_a_400(client: httpx.AsyncClient, content: bytes) -> None:
-    response = await client.post("/generate", content=content)
-    assert response.status_code == 400
-    assert "the request body is not JSON" in flat(response)
-
-
-async def test_an_unknown_path_says_where_the_paths_are_listed(client: httpx.AsyncClient) -> None:
-    response = await client.post("/v1/completions", json={})
-    assert response.status_code == 404
-    assert "docs/engine.md lists the paths" in flat(response)
-
-
-async def test_a_wrong_method_is_a_405(client: httpx.AsyncClient) -> None:
-    response = await client.get("/generate")
-    assert response.status_code == 405
-    assert flat(response).startswith("GET /generate: Method Not Allowed")
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "complaint"),
+    [
+        ("POST", "/generate", b"{", 400, "the request body is not JSON"),
+        ("POST", "/generate", b"\xff\xfe", 400, "the request body is not JSON"),
+        ("POST", "/generate", b'{"input_ids": [1', 400, "the request body is not JSON"),
+        ("POST", "/v1/completions", b"{}", 404, "docs/engine.md lists the paths"),
+        ("POST", "/flush_cache?timeout=soon", b"", 400, "timeout"),
+        ("GET", "/generate", b"", 405, "GET /generate: Method Not Allowed"),
+    ],
+)
+async def test_what_is_no_request_is_refused(
+    client: httpx.AsyncClient, method: str, path: str, content: bytes, status: int, complaint: str
+) -> None:
+    assert complaint in refusal(await client.request(method, path, content=content), status)
 
 
 async def test_a_stopped_engine_is_a_503(client: httpx.AsyncClient, service: EngineService) -> None:
     await service.stop(deadline_s=DEADLINE_S)
     response = await client.post("/generate", json={"input_ids": [1]})
-    assert response.status_code == 503
-    assert "the engine has stopped" in flat(response)
+    assert "the engine has stopped" in refusal(response, 503)
     assert (await client.get("/health")).status_code == 503
     assert (await client.get("/health_generate")).status_code == 503
 
@@ -79,44 +69,27 @@ async def test_a_defect_is_a_500_without_details(client: httpx.AsyncClient) -> N
     assert (await client.post("/update_weights_from_disk", json=body)).status_code == 400
     info = (await client.get("/model_info")).json()
     response = await client.post("/update_weights_from_disk", json=body | {"model_path": info["model_path"]})
-    assert response.status_code == 500
-    assert flat(response) == "the engine met a defect; its log has the cause"
+    assert refusal(response, 500) == "the engine met a defect; its log has the cause"
 
 
 async def test_a_refused_update_answers_in_the_update_s_shape(client: httpx.AsyncClient) -> None:
     response = await client.post("/update_weights_from_disk", json={"model_path": "x"})
     assert response.status_code == 400
-    assert response.json() == {
-        "success": False,
-        "message": (
-            "weight_version is missing; name the version, or its tokens would carry the old version's name"
-        ),
-        "num_paused_requests": 0,
-    }
-
-
-async def test_a_wrong_query_is_a_400(client: httpx.AsyncClient) -> None:
-    response = await client.post("/flush_cache?timeout=soon")
-    assert response.status_code == 400
-    assert "timeout" in flat(response)
+    said = "weight_version is missing; name the version, or its tokens would carry the old version's name"
+    assert response.json() == {"success": False, "message": said, "num_paused_requests": 0}
 
 
 async def test_server_information_holds_settings_limits_and_state(client: httpx.AsyncClient) -> None:
     info = (await client.get("/server_info")).json()
     assert (info["engine"], info["max_running_requests"], info["max_req_input_len"]) == ("astraflow", 4, 127)
     (state,) = info["internal_states"]
-    assert (state["num_running"], state["num_waiting"], state["num_slots"], state["paused"]) == (
-        0,
-        0,
-        4,
-        False,
-    )
+    expected = {"num_running": 0, "num_waiting": 0, "num_slots": 4, "paused": False}
+    assert state == state | expected
 
 
 async def test_metrics_are_exported(client: httpx.AsyncClient) -> None:
-    await client.post(
-        "/generate", json={"input_ids": [1], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
-    )
+    params = {"max_new_tokens": 3, "ignore_eos": True}
+    await client.post("/generate", json={"input_ids": [1], "sampling_params": params})
     text = (await client.get("/metrics")).text
     assert 'astraflow_engine_tokens{kind="generated"} 3.0' in text
     assert 'astraflow_engine_requests{state="running"} 0.0' in text

@@ -5,19 +5,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from astraflow_engine import errors
 from astraflow_engine.api import AbortRequest, WeightUpdate
 from astraflow_engine.core import EngineCore
-from astraflow_engine.errors import (
-    CacheInUse,
-    EngineFault,
-    EngineUnavailable,
-    InvalidRequest,
-    ModelError,
-    RequestTimeout,
-)
 from astraflow_engine.requests import Completion, FinishKind, GenerateRequest, PauseMode
 from astraflow_engine.service import EngineService
 from astraflow_kit import failpoints
@@ -41,35 +35,37 @@ async def until_live(service: EngineService, count: int) -> None:
 
 
 @asynccontextmanager
-async def held(service: EngineService, rid: str = "held") -> AsyncIterator["asyncio.Task[Completion]"]:
-    """A paused engine that holds one request; the request has ended at the end."""
+async def held(service: EngineService, rid: str = "held") -> AsyncIterator[list[Completion]]:
+    """A paused engine that holds one request; at the end it has ended and the list has its completion."""
     await service.pause(PauseMode.IN_PLACE)
     request = asyncio.create_task(generated(service, greedy(rid)))
     await until_live(service, 1)
-    yield request
-    async with asyncio.timeout(DEADLINE_S):
-        await request
+    ended: list[Completion] = []
+    yield ended
+    ended += await asyncio.wait_for(request, DEADLINE_S)
 
 
-async def generated(service: EngineService, request: GenerateRequest) -> Completion:
-    """The completion of one request whose caller waits."""
-    completions = await service.generate([request], caller_is_gone=never())
+async def generated(service: EngineService, *requests: GenerateRequest) -> list[Completion]:
+    """The completions of a call whose caller waits."""
+    completions = await service.generate(requests, caller_is_gone=never())
     assert completions is not None
-    return completions[0]
+    return completions
 
 
-def update(
-    folder: Path, *, version: str = "1", flush_cache: bool = True, abort_all: bool = False
-) -> WeightUpdate:
-    return WeightUpdate(
-        model_path=folder, weight_version=version, flush_cache=flush_cache, abort_all_requests=abort_all
-    )
+async def greedy_tokens(service: EngineService) -> tuple[tuple[int, ...], str]:
+    """What the engine says now, and under which version."""
+    (completion,) = await generated(service, greedy("probe"))
+    return completion.tokens, completion.spans[0].version
+
+
+def update(folder: Path, **differing: Any) -> WeightUpdate:
+    given = {"weight_version": "1", "flush_cache": True, "abort_all_requests": False}
+    return WeightUpdate(model_path=folder, **(given | differing))
 
 
 async def test_sequences_come_back_in_order(service: EngineService) -> None:
     requests = [greedy(str(index), max_new_tokens=9 - index) for index in range(6)]
-    completions = await service.generate(requests, caller_is_gone=never())
-    assert completions is not None
+    completions = await generated(service, *requests)
     assert [len(completion.tokens) for completion in completions] == [9, 8, 7, 6, 5, 4]
 
 
@@ -88,64 +84,57 @@ async def test_a_caller_that_leaves_takes_its_sequences_along(service: EngineSer
 async def test_a_request_beyond_the_deadline_is_aborted(folder: Path) -> None:
     service = make_service(folder, make_worker(folder), request_timeout_s=0.2)
     await service.start()
-    try:
-        await service.pause(PauseMode.IN_PLACE)
-        with pytest.raises(RequestTimeout, match=r"not finished after 0\.2 s"):
-            await generated(service, greedy("late"))
-        assert await live(service) == 0
-    finally:
-        await service.stop(deadline_s=DEADLINE_S)
+    await service.pause(PauseMode.IN_PLACE)
+    with pytest.raises(errors.RequestTimeout, match=r"not finished after 0\.2 s"):
+        await generated(service, greedy("late"))
+    assert await live(service) == 0
+    await service.stop(deadline_s=DEADLINE_S)
 
 
-async def test_a_call_with_a_used_rid_fails_whole_and_spares_the_owner_of_the_rid(
-    service: EngineService,
-) -> None:
+async def test_a_call_with_a_used_rid_fails_whole_and_spares_its_owner(service: EngineService) -> None:
     async with held(service, "mine") as owner:
-        with pytest.raises(InvalidRequest, match="rid 'mine' is already in progress"):
-            await service.generate([greedy("other"), greedy("mine")], caller_is_gone=never())
+        with pytest.raises(errors.InvalidRequest, match="rid 'mine' is already in progress"):
+            await generated(service, greedy("other"), greedy("mine"))
         assert await live(service) == 1
         await service.resume()
-    assert owner.result().finish.kind is FinishKind.LENGTH
+    assert owner[0].finish.kind is FinishKind.LENGTH
 
 
 async def test_an_update_swaps_weights_path_and_version(service: EngineService, tmp_path: Path) -> None:
     other = save_tiny_qwen(tmp_path / "other", seed=1)
-    before = await generated(service, greedy("before"))
-    assert await service.update_weights(update(other, version="7")) == 0
-    after = await generated(service, greedy("after"))
-    assert before.tokens != after.tokens
-    assert (service.model_path, after.spans[0].version) == (other, "7")
+    before, _ = await greedy_tokens(service)
+    assert await service.update_weights(update(other, weight_version="7")) == 0
+    after, version = await greedy_tokens(service)
+    assert before != after
+    assert (service.model_path, version) == (other, "7")
 
 
 async def test_an_update_that_fails_keeps_weights_path_and_version(
     service: EngineService, folder: Path, tmp_path: Path
 ) -> None:
-    before = await generated(service, greedy("before"))
-    with pytest.raises(ModelError, match="neither model"):
+    before = await greedy_tokens(service)
+    with pytest.raises(errors.ModelError, match="neither model"):
         await service.update_weights(update(tmp_path / "nowhere"))
     failpoints.arm("engine.before_swap=raise")
     with pytest.raises(failpoints.FailpointRaised):
         await service.update_weights(update(folder))
-    after = await generated(service, greedy("after"))
-    assert before.tokens == after.tokens
-    assert (service.model_path, after.spans[0].version) == (folder, "0")
+    assert await greedy_tokens(service) == before
+    assert service.model_path == folder
 
 
-async def test_an_update_under_paused_requests_must_not_ask_for_a_flush(
-    service: EngineService, folder: Path
-) -> None:
+async def test_an_update_under_paused_requests_must_not_flush(service: EngineService, folder: Path) -> None:
     async with held(service) as request:
-        with pytest.raises(CacheInUse, match="send flush_cache: false"):
+        with pytest.raises(errors.CacheInUse, match="send flush_cache: false"):
             await service.update_weights(update(folder))
         assert await service.update_weights(update(folder, flush_cache=False)) == 1
         await service.resume()
-    assert request.result().spans[0].version == "1"
+    assert request[0].spans[0].version == "1"
 
 
 async def test_an_update_may_abort_what_runs(service: EngineService, folder: Path) -> None:
     async with held(service) as request:
-        await service.update_weights(update(folder, abort_all=True))
-    assert request.result().finish.kind is FinishKind.ABORT
+        await service.update_weights(update(folder, abort_all_requests=True))
+    assert request[0].finish.kind is FinishKind.ABORT
 
 
 async def test_an_abort_without_a_name_means_nothing(service: EngineService) -> None:
@@ -159,15 +148,15 @@ async def test_a_flush_waits_for_an_idle_engine_as_long_as_it_may(service: Engin
     running = asyncio.create_task(generated(service, greedy("r", max_new_tokens=100)))
     await until_live(service, 1)
     await service.flush(timeout_s=DEADLINE_S)
-    assert (await asyncio.wait_for(running, DEADLINE_S)).tokens
+    assert (await asyncio.wait_for(running, DEADLINE_S))[0].tokens
 
 
 async def test_a_failed_thread_ends_the_service_and_shows_as_not_alive(service: EngineService) -> None:
     assert service.alive
     failpoints.arm("engine.decode_step=raise")
-    with pytest.raises(EngineUnavailable, match="the engine has stopped"):
+    with pytest.raises(errors.EngineUnavailable, match="the engine has stopped"):
         await generated(service, greedy("r"))
-    with pytest.raises(EngineFault, match="FailpointRaised"):
+    with pytest.raises(errors.EngineFault, match="FailpointRaised"):
         await asyncio.wait_for(service.run(), DEADLINE_S)
     assert not service.alive
 
@@ -184,15 +173,14 @@ async def test_an_idle_engine_proves_its_health_by_a_token(service: EngineServic
 
 async def test_concurrent_updates_take_turns(service: EngineService, tmp_path: Path) -> None:
     folders = [save_tiny_qwen(tmp_path / str(seed), seed=seed) for seed in range(3)]
-    await asyncio.gather(*(service.update_weights(update(f, version=f.name)) for f in folders))
+    await asyncio.gather(*(service.update_weights(update(f, weight_version=f.name)) for f in folders))
     stats = await service.stats()
-    assert stats.num_swaps == 3
-    assert stats.weight_version == service.model_path.name
+    assert (stats.num_swaps, stats.weight_version) == (3, service.model_path.name)
 
 
 async def test_orders_after_the_end_are_refused(service: EngineService) -> None:
     await service.ask(EngineCore.stats)
     await service.stop(deadline_s=DEADLINE_S)
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(errors.EngineUnavailable):
         await service.ask(EngineCore.stats)
     assert not service.alive

@@ -28,8 +28,14 @@ def make_worker(folder: Path) -> Iterator[Callable[..., EngineWorker]]:
         return made[-1]
 
     yield make
-    failpoints.arm("")
     assert all(worker.stop(deadline_s=DEADLINE_S) for worker in made)
+
+
+@pytest.fixture
+def paused(worker: EngineWorker) -> EngineWorker:
+    """A worker that holds what is sent to it."""
+    answer(worker.pause(PauseMode.IN_PLACE))
+    return worker
 
 
 @pytest.fixture
@@ -48,12 +54,11 @@ def test_requests_from_other_threads_are_completed(worker: EngineWorker) -> None
     assert [len(answer(future).tokens) for future in futures] == [6] * 9
 
 
-def test_a_refused_request_does_not_disturb_the_others(worker: EngineWorker) -> None:
-    answer(worker.pause(PauseMode.IN_PLACE))
-    first, second = worker.submit(greedy("same")), worker.submit(greedy("same"))
+def test_a_refused_request_does_not_disturb_the_others(paused: EngineWorker) -> None:
+    first, second = paused.submit(greedy("same")), paused.submit(greedy("same"))
     with pytest.raises(InvalidRequest, match="already in progress"):
         answer(second)
-    answer(worker.call(EngineCore.resume))
+    answer(paused.call(EngineCore.resume))
     assert len(answer(first).tokens) == 6
 
 
@@ -73,20 +78,18 @@ def test_commands_take_effect_in_order(worker: EngineWorker) -> None:
     assert (answer(paused), answer(live), request.done()) == (0, 1, False)
 
 
-def test_aborting_answers_the_request_and_counts_it(worker: EngineWorker) -> None:
-    answer(worker.pause(PauseMode.IN_PLACE))
-    request = worker.submit(greedy("r"))
-    assert answer(worker.abort(lambda known: known.rid == "r")) == 1
+def test_aborting_answers_the_request_and_counts_it(paused: EngineWorker) -> None:
+    request = paused.submit(greedy("r"))
+    assert answer(paused.abort(lambda known: known.rid == "r")) == 1
     assert answer(request).finish.kind is FinishKind.ABORT
 
 
-def test_an_answer_nobody_waits_for_is_dropped(worker: EngineWorker) -> None:
-    answer(worker.pause(PauseMode.IN_PLACE))
-    unwanted = worker.submit(greedy("unwanted"))
-    answer(worker.call(lambda core: core.num_live))
+def test_an_answer_nobody_waits_for_is_dropped(paused: EngineWorker) -> None:
+    unwanted = paused.submit(greedy("unwanted"))
+    answer(paused.call(lambda core: core.num_live))
     assert unwanted.cancel()
-    answer(worker.call(EngineCore.resume))
-    assert len(answer(worker.submit(greedy("wanted"))).tokens) == 6
+    answer(paused.call(EngineCore.resume))
+    assert len(answer(paused.submit(greedy("wanted"))).tokens) == 6
 
 
 def test_a_failing_pass_fails_every_caller_and_ends_the_thread(
@@ -105,12 +108,11 @@ def test_a_failing_pass_fails_every_caller_and_ends_the_thread(
         answer(worker.submit(greedy("later")))
 
 
-def test_stopping_refuses_what_is_in_progress_and_what_comes_later(worker: EngineWorker) -> None:
-    answer(worker.pause(PauseMode.IN_PLACE))
-    held = worker.submit(greedy("held"))
-    assert worker.stop(deadline_s=DEADLINE_S)
-    assert answer(worker.end) is None
-    for future in (held, worker.submit(greedy("later")), worker.call(EngineCore.stats)):
+def test_stopping_refuses_what_is_in_progress_and_what_comes_later(paused: EngineWorker) -> None:
+    held = paused.submit(greedy("held"))
+    assert paused.stop(deadline_s=DEADLINE_S)
+    assert answer(paused.end) is None
+    for future in (held, paused.submit(greedy("later")), paused.call(EngineCore.stats)):
         with pytest.raises(EngineUnavailable):
             future.result(DEADLINE_S)
 

@@ -72,7 +72,7 @@ def find_bottleneck(looks: Sequence[Sequence[pb.Wait]], *, over_s: float) -> Ver
     if share < _TELLING_SHARE:
         return Verdict(bound=Bound.BALANCED, share=share, looks=len(looks), because=_balanced(share, over_s))
     because = (
-        f"{_WORDS[bound].format(policy=policy_id)} in {share:.0%} of {len(looks)} looks over {over_s:.0f} s"
+        f"{_WORDS[bound].format(policy=policy_id)} in {share:.0%} of {len(looks)} checks over {over_s:.0f} s"
     )
     return Verdict(bound=bound, share=share, looks=len(looks), because=because, policy_id=policy_id)
 

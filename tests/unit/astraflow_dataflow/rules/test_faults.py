@@ -41,3 +41,14 @@ def test_a_slow_call_is_a_fault_and_a_quick_one_is_not() -> None:
             now_s += took_s
     (fault,) = faults.all()
     assert (fault.count, fault.problem) == (1, "TimeoutError: it took 3 s, at most 1 s; make it faster")
+
+
+def test_a_call_that_does_not_return_is_shown_while_it_runs() -> None:
+    now_s = 0.0
+    faults = PluginFaults(monotonic_s=lambda: now_s)
+    with faults.running("dataset", "a:A"):
+        assert faults.current() == []
+        now_s = 12.0
+        (fault,) = faults.current()
+        assert (fault.name, fault.problem) == ("a:A", "a call has not returned for 12 s")
+    assert (faults.current(), faults.all()) == ([], [])

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.dataflow.v1 import batch_pb2
 from astraflow.plugins import Filter, Group
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
-from astraflow_dataflow.plugins.drop_zero_advantage import DropZeroAdvantage
-from astraflow_dataflow.records import CompleteTask, GroupVerdict
-from astraflow_dataflow.rules.groups import SLOW_FILTER_S, Rules, groups_of, incomplete_reason
-from astraflow_dataflow.rules.groups import judge as judge_groups
+from astraflow_dataflow.records import CompleteTask
+from astraflow_dataflow.rules.groups import (
+    SLOW_FILTER_S,
+    Rules,
+    groups_of,
+    incomplete_reason,
+    items_of,
+    judge,
+    was_judged,
+)
 
 NO_RULES = Rules(min_members=None, filters=())
-
-
-def judge(task: CompleteTask, rules: Rules) -> list[GroupVerdict]:
-    """The verdicts on a task's groups."""
-    return judge_groups(task, groups_of(task), rules)
 
 
 def header(
@@ -47,35 +46,37 @@ def complete(
     credited: frozenset[str] | None = frozenset({"p"}),
     finished: int | None = None,
     group_size: int = 2,
+    spec: bytes = b"",
 ) -> CompleteTask:
     """A complete task."""
+    groups = groups_of("t", spec=spec, headers=dict(headers))
     return CompleteTask(
         task_id="t",
         why=why,
         credited=credited,
         group_size=group_size,
         num_finished=group_size if finished is None else finished,
-        headers=dict(headers),
+        groups=groups,
+        items=[items_of("t", group) for group in groups],
     )
 
 
-def test_a_good_group_is_ready_with_its_oldest_version_and_its_items() -> None:
-    (verdict,) = judge(
-        complete([("b", header("b", version=3)), ("a", header("a", version=2, reward=0.5))]), NO_RULES
-    )
-    assert (verdict.group_id, verdict.policy_id, verdict.verdict) == ("t/p", "p", "ready")
-    assert (verdict.oldest_version, verdict.reward_sum, verdict.trajectory_ids) == (2, 1.5, ("a", "b"))
-    items = batch_pb2.Batch.FromString(verdict.items).items
-    assert [(item.trajectory_id, item.task_id, item.group_id, item.min_version) for item in items] == [
-        ("a", "t", "t/p", 2),
-        ("b", "t", "t/p", 3),
-    ]
+def test_a_good_group_is_ready_with_the_items_of_its_trajectories() -> None:
+    task = complete([("b", header("b", version=3)), ("a", header("a", version=2, reward=0.5))])
+    (group,), (batch,) = task.groups, task.items
+    assert judge(task, NO_RULES) == ["ready"]
+    assert (group.group_id, group.policy, group.oldest_version, group.rewards) == ("t/p", "p", 2, [0.5, 1.0])
+    assert [
+        (item.trajectory_id, item.task_id, item.group_id, item.min_version, item.reward)
+        for item in batch.items
+    ] == [("a", "t", "t/p", 2, 0.5), ("b", "t", "t/p", 3, 1.0)]
 
 
 def test_groups_are_per_policy_and_role() -> None:
     headers = [("a", header("a", role="x")), ("b", header("b", role="y")), ("c", header("c", policy="q"))]
-    verdicts = judge(complete(headers, credited=frozenset({"p", "q"})), NO_RULES)
-    assert [verdict.group_id for verdict in verdicts] == ["t/p/x", "t/p/y", "t/q"]
+    task = complete(headers, credited=frozenset({"p", "q"}))
+    assert [group.group_id for group in task.groups] == ["t/p/x", "t/p/y", "t/q"]
+    assert judge(task, NO_RULES) == ["ready"] * 3
 
 
 def test_a_task_without_trajectories_has_no_groups() -> None:
@@ -83,13 +84,12 @@ def test_a_task_without_trajectories_has_no_groups() -> None:
 
 
 def test_a_policy_that_was_not_charged_ends_as_no_credit_without_being_judged() -> None:
-    (verdict,) = judge(complete([("a", header("a"))], credited=frozenset({"q"})), NO_RULES)
-    assert (verdict.verdict, verdict.judged) == ("no_credit", False)
+    assert judge(complete([("a", header("a"))], credited=frozenset({"q"})), NO_RULES) == ["no_credit"]
+    assert not was_judged("no_credit")
 
 
 def test_a_task_that_was_never_leased_counts_as_charged() -> None:
-    (verdict,) = judge(complete([("a", header("a"))], credited=None), NO_RULES)
-    assert verdict.verdict == "ready"
+    assert judge(complete([("a", header("a"))], credited=None), NO_RULES) == ["ready"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_filters_apply_in_order_and_the_first_refusal_decides() -> None:
 
     rules = Rules(min_members=None, filters=(("refuse", refuse), ("never", never)))
     (verdict,) = judge(complete([("a", header("a"))]), rules)
-    assert (verdict.verdict, verdict.judged, asked) == ("filtered", True, ["refuse"])
+    assert (verdict, was_judged(verdict), asked) == ("filtered", True, ["refuse"])
 
 
 def raises(group: Group) -> bool:
@@ -148,7 +148,7 @@ def test_a_filter_that_fails_drops_the_group_under_its_own_reason_and_moves_no_a
 ) -> None:
     rules = Rules(min_members=None, filters=(("broken", broken),))
     (verdict,) = judge(complete([("a", header("a"))]), rules)
-    assert (verdict.verdict, verdict.judged) == ("filter_failed", False)
+    assert (verdict, was_judged(verdict)) == ("filter_failed", False)
     (fault,) = rules.faults.all()
     assert (fault.kind, fault.name, fault.count) == ("filter", "broken", 1)
     assert re.search(problem, fault.problem), fault.problem
@@ -158,7 +158,7 @@ def test_a_slow_filter_is_heard_and_named() -> None:
     ticks = iter([0.0, SLOW_FILTER_S * 2])
     rules = Rules(min_members=None, filters=(("slow", lambda group: True),), clock=lambda: next(ticks))
     (verdict,) = judge(complete([("a", header("a"))]), rules)
-    assert verdict.verdict == "ready"
+    assert verdict == "ready"
     assert "it took 0.2 s, at most 0.1 s; make it faster" in rules.faults.all()[0].problem
 
 
@@ -168,7 +168,7 @@ def test_a_filter_sees_the_whole_group_and_its_task() -> None:
     facts = trajectory_pb2.TrajectoryHeader(
         trajectory_id="a", policy_id="p", role="x", num_tokens=9, finish_reason="length", metrics={"turns": 2}
     )
-    task = replace(complete([("a", facts.SerializeToString())]), spec=spec.SerializeToString())
+    task = complete([("a", facts.SerializeToString())], spec=spec.SerializeToString())
     judge(task, Rules(min_members=None, filters=(("see", lambda group: not seen.append(group)),)))
     (group,) = seen
     assert (group.policy, group.role, group.group_id, group.verdict) == ("p", "x", "t/p/x", "")
@@ -182,7 +182,15 @@ def test_every_trajectory_is_in_exactly_one_group(rows: list[tuple[str, str, flo
     headers = [
         (f"t{n}", header(f"t{n}", policy=p, role=r, reward=reward)) for n, (p, r, reward) in enumerate(rows)
     ]
-    rules = Rules(min_members=None, filters=(("zero", DropZeroAdvantage()),))
-    verdicts = judge(complete(headers), rules)
-    listed = sorted(name for verdict in verdicts for name in verdict.trajectory_ids)
+    listed = sorted(item.trajectory_id for batch in complete(headers).items for item in batch.items)
     assert listed == sorted(name for name, _ in headers)
+
+
+def test_a_filter_that_changes_what_it_sees_changes_no_item() -> None:
+    def spoil(group: Group) -> bool:
+        group.trajectories[0].reward = 9.0  # type: ignore[misc]
+        return True
+
+    task = complete([("a", header("a"))])
+    judge(task, Rules(min_members=None, filters=(("spoil", spoil),)))
+    assert task.items[0].items[0].reward == 1.0

@@ -155,7 +155,7 @@ async def test_an_engine_that_never_comes_up_ends_the_node_with_the_end_of_its_l
 async def test_an_engine_that_is_silent_and_cannot_prove_health_is_replaced(setup: Setup) -> None:
     setup.sync.announce(announced(0))
     first = await setup.engines(1)
-    first.engine.hold = asyncio.Event()
+    first.engine.may_answer.clear()
     waiting = asyncio.create_task(setup.policy.generate(CALL, key="task"))
     await asyncio.sleep(0.3)
     # Silent, but able to sample: long answers are no fault.
@@ -163,7 +163,7 @@ async def test_an_engine_that_is_silent_and_cannot_prove_health_is_replaced(setu
     first.engine.up = False
     await eventually(lambda: len(setup.started) == 2, what="the stuck engine is replaced")
     assert first.has_ended
-    first.engine.hold.set()
+    first.engine.may_answer.set()
     with pytest.raises(EngineUnavailable):
         await waiting
 

@@ -194,9 +194,9 @@ def test_a_bandit_learns_the_rewarded_token_and_not_at_learning_rate_zero(
     settings = OptimizerSettings(learning_rate=learning_rate, warmup_steps=0)
     optimizer = MasterOptimizer(policy, settings=settings)
     generator = torch.Generator().manual_seed(0)
-    start = _distribution(policy, make_row)[7].item()
+    start = _distribution(policy)[7].item()
     for _ in range(8):
-        probabilities = _distribution(policy, make_row)
+        probabilities = _distribution(policy)
         actions = torch.multinomial(probabilities, 32, replacement=True, generator=generator).tolist()
         rows = [
             make_row([5], [action], logprobs=[probabilities[action].log().item()], reward=float(action == 7))
@@ -206,7 +206,7 @@ def test_a_bandit_learns_the_rewarded_token_and_not_at_learning_rate_zero(
         assert metrics.loss is not None
         # What was sampled from is what is trained: every ratio of an on-policy step is 1.
         assert metrics.loss.max_abs_log_ratio < 1e-5
-    end = _distribution(policy, make_row)[7].item()
+    end = _distribution(policy)[7].item()
     assert (end > max(0.5, 3 * start)) if learns else (end == start)
 
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptManifest, Edge
 from astraflow_weights.store import ObjectInfo
 from astraflow_weights.store.file import FileStore
-from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.collection_records import Sweep, encode_sweep
 from astraflow_weights.versions.log import VersionLog, path_key
 from astraflow_weights.versions.manifest import (
@@ -26,10 +26,10 @@ from astraflow_weights.versions.manifest import (
     encode_entry,
     encode_path,
 )
+from support.log_records import added_path
 from support.published_models import read_log
-from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite
+from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, overwrite
 
-KEYS = PolicyKeys(RUN, POLICY)
 # Only what is wrong waits as long.
 TOGETHER_S = 30.0
 TENSORS = tensor_digests(make_model())
@@ -172,15 +172,7 @@ def test_an_entry_that_changed_since_it_was_read_is_refused(store: FileStore) ->
         log.manifest(0)
 
 
-def path(version: int, *, base: int | None) -> AddedPath:
-    return AddedPath(
-        run_id=RUN,
-        policy_id=POLICY,
-        version=version,
-        base_version=base,
-        model_root=model_root(TENSORS),
-        parts=(replace(PART, size_bytes=5),),
-    )
+path = partial(added_path, size_bytes=5, root=model_root(TENSORS))
 
 
 def add(store: FileStore, added: AddedPath) -> str:
@@ -271,12 +263,11 @@ def test_a_path_in_the_sequence_is_no_entry(store: FileStore) -> None:
         write(store).refresh()
 
 
-def test_a_copy_goes_on_alone_and_reads_nothing_twice(tmp_path: Path) -> None:
-    store = FaultyStore(tmp_path / "store")
-    log = write(FileStore(tmp_path / "store"), fence(0, epoch=1), manifest(1, epoch=1, version=0))
+def test_a_copy_goes_on_alone_and_reads_nothing_twice(store: FaultyStore) -> None:
+    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0))
     first = read_log(store)
     other = first.copy()
-    write(FileStore(tmp_path / "store"), manifest(2, epoch=1, version=1))
+    write(store, manifest(2, epoch=1, version=1))
     store.gets.clear()
     assert other.refresh() == 1
     assert store.gets == [KEYS.entry(2)]
@@ -302,18 +293,11 @@ def test_paths_that_were_collected_are_not_offered(store: FileStore) -> None:
     write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
     log = write(store)
     log.refresh()
-    before = log.record(2)
-    bases: list[int | None] = [delta.base_version for delta in before.deltas]
-    if before.snapshot is not None:
-        bases.append(None)
-    edges = [Edge(version=2, base_version=base) for base in bases]
-    store.put_if_absent(KEYS.sweep(0), sweep_of(0, *edges))
+    store.put_if_absent(KEYS.sweep(0), sweep_of(0, Edge(version=2, base_version=None)))
     log.refresh()
     record = log.record(2)
     assert (record.offered_snapshot, record.offered_deltas) == (None, ())
-    assert (record.snapshot, record.deltas) == (before.snapshot, before.deltas), (
-        "the manifest says what it said"
-    )
+    assert (record.snapshot, record.deltas) == ((PART,), ()), "the manifest says what it said"
 
 
 def test_a_sweep_of_a_version_that_is_not_read_yet_waits_for_it(store: FileStore) -> None:

@@ -30,7 +30,7 @@ class Entry(_message.Message):
     SCHEMA_VERSION_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
-    ADDED_WAY_FIELD_NUMBER: _builtins.int
+    ADDED_PATH_FIELD_NUMBER: _builtins.int
     UPLOAD_INTENT_FIELD_NUMBER: _builtins.int
     PULL_LEASE_FIELD_NUMBER: _builtins.int
     TOMBSTONE_FIELD_NUMBER: _builtins.int
@@ -51,8 +51,8 @@ class Entry(_message.Message):
         """Opens the log for a new writer and shuts out older ones."""
 
     @_builtins.property
-    def added_way(self) -> Global___AddedWay:
-        """Another way to a version that exists. Stands beside the log, never in it."""
+    def added_path(self) -> Global___AddedPath:
+        """Another path to a version that exists. Stands beside the log, never in it."""
 
     @_builtins.property
     def upload_intent(self) -> Global___UploadIntent:
@@ -78,18 +78,18 @@ class Entry(_message.Message):
         schema_version: _builtins.int = ...,
         manifest: Global___Manifest | None = ...,
         fence: Global___Fence | None = ...,
-        added_way: Global___AddedWay | None = ...,
+        added_path: Global___AddedPath | None = ...,
         upload_intent: Global___UploadIntent | None = ...,
         pull_lease: Global___PullLease | None = ...,
         tombstone: Global___Tombstone | None = ...,
         sweep: Global___Sweep | None = ...,
         seal: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["added_way", b"added_way", "entry", b"entry", "fence", b"fence", "manifest", b"manifest", "pull_lease", b"pull_lease", "sweep", b"sweep", "tombstone", b"tombstone", "upload_intent", b"upload_intent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["added_path", b"added_path", "entry", b"entry", "fence", b"fence", "manifest", b"manifest", "pull_lease", b"pull_lease", "sweep", b"sweep", "tombstone", b"tombstone", "upload_intent", b"upload_intent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_way", b"added_way", "entry", b"entry", "fence", b"fence", "manifest", b"manifest", "pull_lease", b"pull_lease", "schema_version", b"schema_version", "seal", b"seal", "sweep", b"sweep", "tombstone", b"tombstone", "upload_intent", b"upload_intent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_path", b"added_path", "entry", b"entry", "fence", b"fence", "manifest", b"manifest", "pull_lease", b"pull_lease", "schema_version", b"schema_version", "seal", b"seal", "sweep", b"sweep", "tombstone", b"tombstone", "upload_intent", b"upload_intent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["manifest", "fence", "added_way", "upload_intent", "pull_lease", "tombstone", "sweep"]  # noqa: Y015
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["manifest", "fence", "added_path", "upload_intent", "pull_lease", "tombstone", "sweep"]  # noqa: Y015
     _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
 
@@ -151,7 +151,7 @@ class Manifest(_message.Message):
     density: _builtins.float
     """num_changed / num_elements; 0 for version 0."""
     learning_rate: _builtins.float
-    """Learning rate of the step; absent when not told."""
+    """Learning rate of the step; absent when unknown."""
     rollback_of: _builtins.int
     """Set for a rollback: the older version whose tensors and model root it has. Readers refuse another root."""
     @_builtins.property
@@ -160,7 +160,7 @@ class Manifest(_message.Message):
 
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delta]:
-        """Ways to get here from an older version; at most 16, one per base version."""
+        """Paths that lead here from an older version; at most 16, one per base version."""
 
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]:
@@ -413,8 +413,8 @@ class Fence(_message.Message):
 Global___Fence: _TypeAlias = Fence  # noqa: Y015
 
 @_typing.final
-class AddedWay(_message.Message):
-    """A way to a version that was made after its manifest: a snapshot, or a delta merged over several versions. Created
+class AddedPath(_message.Message):
+    """A path to a version that was made after its manifest: a snapshot, or a delta merged over several versions. Created
     once under the name of what it offers; when it is visible, every part it names exists. Not part of the sequence: who
     ignores it loses time, never a version.
     """
@@ -465,7 +465,7 @@ class AddedWay(_message.Message):
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__base_version) -> _WhichOneofReturnType__base_version | None: ...
 
-Global___AddedWay: _TypeAlias = AddedWay  # noqa: Y015
+Global___AddedPath: _TypeAlias = AddedPath  # noqa: Y015
 
 @_typing.final
 class UploadIntent(_message.Message):
@@ -607,8 +607,8 @@ class Sweep(_message.Message):
     POLICY_ID_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     KEPT_PARTS_FIELD_NUMBER: _builtins.int
-    WAYS_FIELD_NUMBER: _builtins.int
-    ADDED_WAYS_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
+    ADDED_PATHS_FIELD_NUMBER: _builtins.int
     CREATED_TIME_FIELD_NUMBER: _builtins.int
     TOMBSTONE_SHA256_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
@@ -624,12 +624,12 @@ class Sweep(_message.Message):
         """sha256 of the parts that something came to refer to since the tombstone; 32 bytes each."""
 
     @_builtins.property
-    def ways(self) -> _containers.RepeatedCompositeFieldContainer[Global___SweptWay]:
-        """Ways of manifests that name a deleted part. Nobody takes them any more."""
+    def paths(self) -> _containers.RepeatedCompositeFieldContainer[Global___SweptPath]:
+        """Paths of manifests that name a deleted part. Nobody takes them any more."""
 
     @_builtins.property
-    def added_ways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Keys of the added ways that are deleted, before any part."""
+    def added_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Keys of the added paths that are deleted, before any part."""
 
     @_builtins.property
     def created_time(self) -> _timestamp_pb2.Timestamp:
@@ -642,22 +642,22 @@ class Sweep(_message.Message):
         policy_id: _builtins.str = ...,
         round: _builtins.int = ...,
         kept_parts: _abc.Iterable[_builtins.bytes] | None = ...,
-        ways: _abc.Iterable[Global___SweptWay] | None = ...,
-        added_ways: _abc.Iterable[_builtins.str] | None = ...,
+        paths: _abc.Iterable[Global___SweptPath] | None = ...,
+        added_paths: _abc.Iterable[_builtins.str] | None = ...,
         created_time: _timestamp_pb2.Timestamp | None = ...,
         tombstone_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["created_time", b"created_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_ways", b"added_ways", "created_time", b"created_time", "kept_parts", b"kept_parts", "policy_id", b"policy_id", "round", b"round", "run_id", b"run_id", "tombstone_sha256", b"tombstone_sha256", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_paths", b"added_paths", "created_time", b"created_time", "kept_parts", b"kept_parts", "paths", b"paths", "policy_id", b"policy_id", "round", b"round", "run_id", b"run_id", "tombstone_sha256", b"tombstone_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sweep: _TypeAlias = Sweep  # noqa: Y015
 
 @_typing.final
-class SweptWay(_message.Message):
-    """A way that a manifest offers and whose parts are gone."""
+class SweptPath(_message.Message):
+    """A path that a manifest offers and whose parts are gone."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -681,7 +681,7 @@ class SweptWay(_message.Message):
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__base_version) -> _WhichOneofReturnType__base_version | None: ...
 
-Global___SweptWay: _TypeAlias = SweptWay  # noqa: Y015
+Global___SweptPath: _TypeAlias = SweptPath  # noqa: Y015
 
 @_typing.final
 class LatestHint(_message.Message):
