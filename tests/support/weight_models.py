@@ -23,6 +23,7 @@ from astraflow_weights.versions.manifest import PartRef
 
 RUN, POLICY = "run-1", "solver"
 KEYS = PolicyKeys(RUN, POLICY)
+Models = list[dict[str, Array]]
 # Bit patterns that break careless arithmetic: zeros of both signs, denormals, infinities, quiet and
 # signalling NaNs with payloads, the ends of the range.
 AWKWARD_BF16 = np.array(
