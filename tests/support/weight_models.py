@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from astraflow_weights.codec.delta import apply_delta
 from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.shards import Shard, ShardedModel
 from astraflow_weights.codec.tensors import Array, flat_unsigned, specs_of
@@ -22,6 +23,7 @@ from astraflow_weights.versions.manifest import PartRef
 
 RUN, POLICY = "run-1", "solver"
 KEYS = PolicyKeys(RUN, POLICY)
+Models = list[dict[str, Array]]
 # Bit patterns that break careless arithmetic: zeros of both signs, denormals, infinities, quiet and
 # signalling NaNs with payloads, the ends of the range.
 AWKWARD_BF16 = np.array(
@@ -102,6 +104,13 @@ def split_model(model: Mapping[str, Array], size: int) -> list[ShardedModel]:
 def copied(model: Mapping[str, Array]) -> dict[str, Array]:
     """The same bits in other memory."""
     return {name: array.copy() for name, array in model.items()}
+
+
+def applied(base: Mapping[str, Array], parts: Sequence[bytes]) -> dict[str, Array]:
+    """What a delta makes of a copy of its base. Raises as `apply_delta` does."""
+    model = copied(base)
+    apply_delta(model, parts)
+    return model
 
 
 def same_model(left: Mapping[str, Array], right: Mapping[str, Array]) -> bool:

@@ -33,7 +33,7 @@ from support.published_models import (
     read_log,
     steps,
 )
-from support.weight_models import KEYS, POLICY, RUN, FaultyStore, same_model, trained
+from support.weight_models import KEYS, POLICY, RUN, FaultyStore, Models, same_model, trained
 
 SPARSE = PublishSettings(snapshot_every_versions=1000, snapshot_chain_ratio=100)
 
@@ -51,7 +51,7 @@ def check_built(store: ObjectStore, version: int, model: dict[str, Array]) -> No
 
 
 @pytest.fixture
-def models(store: FaultyStore) -> list[dict[str, Array]]:
+def models(store: FaultyStore) -> Models:
     """Those of versions 0 to 3; only 0 offers a snapshot."""
     return published(store, 4, settings=SPARSE)
 
@@ -71,7 +71,7 @@ def test_the_new_version_has_the_old_ones_weights_and_is_of_no_step(store: Fault
 
 
 def test_the_delta_leads_from_the_newest_version_without_any_model(
-    store: FaultyStore, models: list[dict[str, Array]]
+    store: FaultyStore, models: Models
 ) -> None:
     store.gets.clear()
     back(store, 1)
@@ -85,7 +85,7 @@ def test_the_delta_leads_from_the_newest_version_without_any_model(
 
 
 def test_who_holds_the_old_version_is_there_for_next_to_nothing(
-    store: FaultyStore, models: list[dict[str, Array]], tmp_path: Path
+    store: FaultyStore, models: Models, tmp_path: Path
 ) -> None:
     pulled(store, tmp_path / "mirror", 1)
     back(store, 1)
@@ -117,7 +117,7 @@ def test_going_back_to_the_newest_version_makes_none(store: FaultyStore) -> None
     assert (back(store, 3).version, len(read_log(store).records)) == (3, 4)
 
 
-def test_one_may_go_forth_again_and_back_again(store: FaultyStore, models: list[dict[str, Array]]) -> None:
+def test_one_may_go_forth_again_and_back_again(store: FaultyStore, models: Models) -> None:
     made = [back(store, version, epoch=epoch).version for epoch, version in ((2, 1), (3, 3), (4, 1))]
     assert made == [4, 5, 6]
     for version, old in ((4, 1), (5, 3), (6, 1)):
@@ -140,7 +140,7 @@ def test_a_lost_answer_of_the_commit_makes_no_second_version(store: FaultyStore)
     assert len(read_log(store).records) == 5
 
 
-def test_a_snapshot_is_offered_where_one_is_due(store: FaultyStore, models: list[dict[str, Array]]) -> None:
+def test_a_snapshot_is_offered_where_one_is_due(store: FaultyStore, models: Models) -> None:
     back(store, 1, settings=PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=100))
     log = read_log(store)
     record = log.record(4)
@@ -192,7 +192,7 @@ def test_a_writer_that_was_fenced_goes_nowhere(store: FaultyStore) -> None:
 
 
 def test_publishing_goes_on_from_the_weights_that_were_gone_back_to(
-    store: FaultyStore, models: list[dict[str, Array]]
+    store: FaultyStore, models: Models
 ) -> None:
     back(store, 1)
     publisher = ModelPublisher(open_writer(store, 3, settings=SPARSE), base=models[1])

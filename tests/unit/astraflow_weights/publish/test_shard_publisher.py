@@ -19,14 +19,14 @@ from astraflow_weights.versions.log import VersionLog
 from support.armed import armed
 from support.published_models import pulled, rank_publisher, read_log, steps
 from support.rank_threads import ThreadRanks, run_ranks
-from support.weight_models import POLICY, RUN, FaultyStore, make_model, same_model, split_model
+from support.weight_models import POLICY, RUN, FaultyStore, Models, make_model, same_model, split_model
 
 SETTINGS = PublishSettings(upload_threads=1, snapshot_chain_ratio=100)
 open_publisher = partial(rank_publisher, settings=SETTINGS)
 
 
 @pytest.fixture(scope="module")
-def chain() -> list[dict[str, Array]]:
+def chain() -> Models:
     """A model and what training makes of it in three steps."""
     return steps(4, density=0.05)
 
@@ -59,7 +59,7 @@ def newest(store: FaultyStore) -> int | None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_mirror_has_the_same_bits_from_any_number_of_processes(
-    store: FaultyStore, tmp_path: Path, chain: list[dict[str, Array]], size: int
+    store: FaultyStore, tmp_path: Path, chain: Models, size: int
 ) -> None:
     committed = publish_all(store, dict(enumerate(chain)), size=size)
     assert [(made.version, made.step, made.existed) for made in committed] == [
@@ -70,7 +70,7 @@ def test_a_mirror_has_the_same_bits_from_any_number_of_processes(
 
 
 def test_two_processes_publish_the_root_and_the_counts_of_one(
-    store: FaultyStore, tmp_path: Path, chain: list[dict[str, Array]]
+    store: FaultyStore, tmp_path: Path, chain: Models
 ) -> None:
     one = publish_all(FaultyStore(tmp_path / "other"), dict(enumerate(chain)), size=1)
     two = publish_all(store, dict(enumerate(chain)), size=2)
@@ -78,9 +78,7 @@ def test_two_processes_publish_the_root_and_the_counts_of_one(
     assert [version.num_changed for version in one] == [version.num_changed for version in two]
 
 
-def test_each_process_uploads_its_own_parts_and_no_more(
-    store: FaultyStore, chain: list[dict[str, Array]]
-) -> None:
+def test_each_process_uploads_its_own_parts_and_no_more(store: FaultyStore, chain: Models) -> None:
     """Both processes' parts are in the manifest, each with the tiles of its own shards alone."""
     before, after, *_ = chain
     publish_all(store, {0: before, 1: after}, size=2)
@@ -100,7 +98,7 @@ def test_each_process_uploads_its_own_parts_and_no_more(
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 def test_a_delta_fits_on_a_base_from_another_number_of_processes(
-    store: FaultyStore, tmp_path: Path, chain: list[dict[str, Array]], before: int, after: int
+    store: FaultyStore, tmp_path: Path, chain: Models, before: int, after: int
 ) -> None:
     publish_all(store, {0: chain[0], 1: chain[1]}, size=before)
     committed = publish_all(store, {2: chain[2], 3: chain[3]}, size=after, epoch=2, base=chain[1])
@@ -110,7 +108,7 @@ def test_a_delta_fits_on_a_base_from_another_number_of_processes(
 
 
 def test_the_same_step_with_the_same_bytes_is_one_version_for_any_number_of_processes(
-    store: FaultyStore, chain: list[dict[str, Array]]
+    store: FaultyStore, chain: Models
 ) -> None:
     first, second, *_ = chain
     publish_all(store, {0: first, 1: second}, size=2)
@@ -137,7 +135,7 @@ def test_nobody_receives_a_models_bytes(store: FaultyStore) -> None:
 
 
 def test_a_failed_upload_of_one_process_is_everybodys_and_can_be_repeated(
-    tmp_path: Path, chain: list[dict[str, Array]]
+    tmp_path: Path, chain: Models
 ) -> None:
     first, second, *_ = chain
     stores = [FaultyStore(tmp_path / "store") for _ in range(2)]
@@ -159,7 +157,7 @@ def test_a_failed_upload_of_one_process_is_everybodys_and_can_be_repeated(
 
 @pytest.mark.parametrize("window", ["weights.publish.uploading", "weights.publish.parts_uploaded"])
 def test_a_publication_that_ends_among_its_uploads_leaves_no_version(
-    store: FaultyStore, tmp_path: Path, chain: list[dict[str, Array]], window: str
+    store: FaultyStore, tmp_path: Path, chain: Models, window: str
 ) -> None:
     first, second, *_ = chain
     publish_all(store, {0: first}, size=2)
@@ -176,7 +174,7 @@ def test_a_publication_that_ends_among_its_uploads_leaves_no_version(
 
 
 def test_a_base_that_is_not_the_newest_version_is_refused_on_every_process(
-    store: FaultyStore, chain: list[dict[str, Array]]
+    store: FaultyStore, chain: Models
 ) -> None:
     first, second, *_ = chain
     publish_all(store, {0: first, 1: second}, size=2)
