@@ -28,16 +28,15 @@ async def until_state(redis_url: str, name: str, expected: dict[str, bytes]) -> 
         await until_equal(partial(PluginStateStore(connection).entries, "run", name), expected)
 
 
-async def test_a_curators_state_survives_a_killed_server(redis_url: str, tmp_path: Path) -> None:
-    server = DataflowProcess(redis_url, tmp_path)
-    server.start()
-    async with server.world(retry_s=20) as world:
+async def test_a_curators_state_survives_a_killed_server(process: DataflowProcess, redis_url: str) -> None:
+    process.start()
+    async with process.world(retry_s=20) as world:
         trainer, node = await world.started(dataset="Unevaluated", curators=SKIP_SEEN)
         # Four tasks are drawn, odd ones come first.
         assert await node.work(2) == ["train-1", "train-3"]
         await until_state(redis_url, STATE, {"1": b"1", "3": b"1"})
-        server.kill()
-        server.start()
+        process.kill()
+        process.start()
         assert await node.work(2) == ["train-0", "train-2"]
         await until_state(redis_url, STATE, dict.fromkeys("0123", b"1"))
         await trainer.train(1, base_version=0)
@@ -45,7 +44,6 @@ async def test_a_curators_state_survives_a_killed_server(redis_url: str, tmp_pat
         # Whatever is drawn now was seen, half of it by the server that was killed.
         await world.until(lambda status: "tasks_skipped" in {wait.reason for wait in status.waits})
         assert await node.lease(1, wait_s=0.1) == []
-    server.kill()
 
 
 async def test_what_a_curator_skips_is_never_leased_and_its_settings_count(world: World) -> None:

@@ -61,6 +61,13 @@ async def training_leases(node: Node, count: int) -> list[task_pb2.Lease]:
     return taken
 
 
+async def train_step(trainer: Trainer, node: Node) -> None:
+    """Train step 1 without announcing its version."""
+    for lease in await training_leases(node, 2):
+        await node.complete(lease)
+    await trainer.ack((await trainer.acquire(1)).batch, TRAINED)
+
+
 async def evaluations(world: World) -> list[admin_service_pb2.Evaluation]:
     """The status' evaluations."""
     return list((await world.status()).evaluations)
@@ -148,10 +155,7 @@ async def test_a_superseded_evaluation_nobody_can_serve_is_given_up_after_its_pa
         await node.work(2)
         await trainer.train(1, base_version=0)
 
-        async def is_complete() -> bool:
-            return (await evaluations(world))[0].complete
-
-        await until(is_complete)
+        await world.until(lambda status: status.evaluations[0].complete)
         assert (await evaluations(world))[0].num_samples == 0
         assert await node.complete(held) == ["LATE_CLOSED"]
         await world.has_account()
@@ -206,10 +210,7 @@ async def test_a_run_without_any_version_finishes_at_once(world: World) -> None:
 async def test_the_final_evaluation_follows_a_version_announced_while_finishing(world: World) -> None:
     trainer, node = await started(world)
     await evaluate(node)
-    for lease in await training_leases(node, 2):
-        await node.complete(lease)
-    batch = (await trainer.acquire(1)).batch
-    await trainer.ack(batch, TRAINED)
+    await train_step(trainer, node)
     await world.finish()
     await planned(world, 2)
     await trainer.publish(version=1, step=1)
@@ -236,10 +237,7 @@ async def test_a_finished_run_is_continued_and_finishes_again(world: World) -> N
     await world.finish()
     await until_finished(world, node)
     await world.resume()
-    for lease in await training_leases(node, 2):
-        await node.complete(lease)
-    batch = (await trainer.acquire(1)).batch
-    await trainer.ack(batch, TRAINED)
+    await train_step(trainer, node)
     await trainer.publish(version=1, step=1)
     await world.finish()
     node.serving = {"solver": 1}

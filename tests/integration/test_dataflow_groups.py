@@ -15,11 +15,7 @@ DROP_EQUAL = '["astraflow_dataflow.plugins.drop_zero_advantage:DropZeroAdvantage
 
 async def settled(world: World, count: int) -> None:
     """Wait until `count` trajectories left assembling."""
-    while True:
-        account = (await world.status()).trajectories
-        if account.ready + sum(account.dropped.values()) + account.in_batch + account.trained >= count:
-            return
-        await asyncio.sleep(0.02)
+    await world.until(lambda status: status.trajectories.ingested - status.trajectories.assembling >= count)
 
 
 async def test_a_group_is_not_visible_before_its_last_member(world: World) -> None:

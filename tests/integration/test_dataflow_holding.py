@@ -19,8 +19,7 @@ async def passing(world: World, *, trainer_id: str = "rollback") -> Trainer:
 
 
 async def test_a_policy_that_a_trainer_holds_is_not_claimed_in_passing(world: World) -> None:
-    await world.create_run()
-    holder = await world.trainer()
+    holder, _ = await world.started()
     with pytest.raises(PolicyHeldError, match=r"held by trainer test, which claimed it 0 s ago") as refused:
         await passing(world)
     assert refused.value.metadata["holder"] == "test"
@@ -53,8 +52,7 @@ async def test_who_claims_in_passing_holds_nothing(world: World) -> None:
 
 
 async def test_a_lost_answer_does_not_hinder_the_same_claimer(world: World) -> None:
-    await world.create_run()
-    trainer = await world.trainer()
+    trainer, _ = await world.started()
     await trainer.claim(trainer_id="test", only_if_unheld=True)
 
 
@@ -76,8 +74,7 @@ async def test_an_older_trainer_releases_nothing(world: World) -> None:
 @pytest.mark.parametrize("sign", ["hold", "acquire"])
 async def test_a_trainer_that_is_heard_of_goes_on_holding(redis_url: str, tmp_path: Path, sign: str) -> None:
     async with served(redis_url, tmp_path, batch_lease_s=1) as world:
-        await world.create_run()
-        trainer = await world.trainer()
+        trainer, _ = await world.started()
         for _ in range(6):
             await asyncio.sleep(0.25)
             await (trainer.hold() if sign == "hold" else trainer.acquire(1, wait_s=0))
@@ -87,8 +84,7 @@ async def test_a_trainer_that_is_heard_of_goes_on_holding(redis_url: str, tmp_pa
 
 async def test_a_trainer_that_was_killed_holds_for_a_lease_time(redis_url: str, tmp_path: Path) -> None:
     async with served(redis_url, tmp_path, batch_lease_s=1) as world:
-        await world.create_run()
-        await world.trainer()
+        await world.started()
 
         async def is_free() -> bool:
             try:

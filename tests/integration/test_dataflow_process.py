@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,10 @@ def finished(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def process(redis_url: str, tmp_path: Path) -> Iterator[DataflowProcess]:
+def serving(process: DataflowProcess) -> DataflowProcess:
     """A server process."""
-    server = DataflowProcess(redis_url, tmp_path)
-    server.start()
-    yield server
-    server.kill()
+    process.start()
+    return process
 
 
 def addresses(process: DataflowProcess) -> Addresses:
@@ -79,24 +76,24 @@ def test_a_wrong_start_ends_with_one_sentence_and_its_code(
     assert (result.returncode, word in result.stderr) == (code, True), result.stderr
 
 
-async def test_pages_show_what_the_contract_says(process: DataflowProcess) -> None:
-    async with process.world() as world:
+async def test_pages_show_what_the_contract_says(serving: DataflowProcess) -> None:
+    async with serving.world() as world:
         await world.create_run()
         await world.trainer()
         answer = await world.status()
-    shown = json.loads(page(process, "/status"))
-    assert shown["pid"] == addresses(process).pid
+    shown = json.loads(page(serving, "/status"))
+    assert shown["pid"] == addresses(serving).pid
     assert shown["runs"]["run"]["trajectories"]["conservation_error"] == "0"
     assert [item["policy_id"] for item in shown["runs"]["run"]["policies"]] == [answer.policies[0].policy_id]
-    assert page(process, "/healthz") == "ok\n"
-    assert json.loads(page(process, "/readyz"))["ready"] is True
-    metrics = page(process, "/metrics")
+    assert page(serving, "/healthz") == "ok\n"
+    assert json.loads(page(serving, "/readyz"))["ready"] is True
+    metrics = page(serving, "/metrics")
     assert "astraflow_dataflow_conservation_error 0.0" in metrics
     assert 'astraflow_dataflow_version{policy="solver"} 0.0' in metrics
 
 
-def test_sigterm_ends_the_server_with_status_zero(process: DataflowProcess) -> None:
-    assert process.signal(signal.SIGTERM) == ExitCode.OK
+def test_sigterm_ends_the_server_with_status_zero(serving: DataflowProcess) -> None:
+    assert serving.signal(signal.SIGTERM) == ExitCode.OK
 
 
 async def test_a_run_with_code_of_its_own_needs_leave(redis_url: str, tmp_path: Path) -> None:

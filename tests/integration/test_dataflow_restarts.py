@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from astraflow.client import AsyncClient, RetryPolicy, typed_stream
-from astraflow.dataflow.v1 import batch_service_pb2, task_service_pb2
+from astraflow.client import AsyncClient, RetryPolicy
+from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import ConflictError, UnavailableError
 from astraflow_kit.failpoints import read_hits
 from support.dataflow_process import DataflowProcess
-from support.dataflow_world import World, served
+from support.dataflow_world import World, answered, served
 from support.valkey import ValkeyServer
+from support.work_stream import working
 
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 Result = TypeVar("Result")
-
-
-@pytest.fixture
-def process(redis_url: str, tmp_path: Path) -> Iterator[DataflowProcess]:
-    """A server process that is not started yet."""
-    server = DataflowProcess(redis_url, tmp_path)
-    yield server
-    server.kill()
 
 
 async def surviving(
@@ -39,23 +32,13 @@ async def surviving(
         process.wait_until_ended()
         process.kill()
         process.start()
-    while True:
-        try:
-            return await call()
-        except UnavailableError:
-            await asyncio.sleep(0.05)
-        except ConflictError:
-            return lost_answer
+    try:
+        return await answered(call)
+    except ConflictError:
+        return lost_answer
 
 
-MOMENTS = [
-    "dataflow.leased",
-    "dataflow.storing",
-    "dataflow.committed",
-    "dataflow.bound",
-    "dataflow.acked",
-    "dataflow.published",
-]
+MOMENTS = ["leased", "storing", "committed", "bound", "acked", "published"]
 
 
 @pytest.mark.slow
@@ -64,8 +47,8 @@ MOMENTS = [
 async def test_a_server_killed_at_a_named_moment_loses_and_doubles_nothing(
     process: DataflowProcess, moment: str
 ) -> None:
-    skip = 2 if moment == "dataflow.published" else 1  # the first publish is version 0, before any work
-    process.start(failpoints=f"{moment}=kill@{skip}")
+    skip = 2 if moment == "published" else 1  # the first publish is version 0, before any work
+    process.start(failpoints=f"dataflow.{moment}=kill@{skip}")
     async with process.world() as world:
         trainer, node = await world.started(dataset="Counting", lease_ttl_s=0.5)
         leases = []
@@ -82,7 +65,8 @@ async def test_a_server_killed_at_a_named_moment_loses_and_doubles_nothing(
         account = (await world.status()).trajectories
         assert (account.ingested, account.trained, account.conservation_error) == (4, 4, 0)
         assert not account.dropped
-    assert [(hit.name, hit.acted) for hit in read_hits(process.failpoints_log)][skip - 1] == (moment, True)
+    hit = read_hits(process.failpoints_log)[skip - 1]
+    assert (hit.name, hit.acted) == (f"dataflow.{moment}", True)
 
 
 async def test_two_servers_over_one_redis_serve_one_run(redis_url: str, tmp_path: Path) -> None:
@@ -103,15 +87,6 @@ async def own_world(own_valkey: ValkeyServer, tmp_path: Path) -> AsyncIterator[W
         yield world
 
 
-async def eventually(call: Callable[[], Awaitable[Result]]) -> Result:
-    """Call until the server answers again."""
-    while True:
-        try:
-            return await call()
-        except UnavailableError:
-            await asyncio.sleep(0.1)
-
-
 async def test_a_killed_redis_is_unavailable_and_then_goes_on(
     own_valkey: ValkeyServer, own_world: World
 ) -> None:
@@ -124,9 +99,9 @@ async def test_a_killed_redis_is_unavailable_and_then_goes_on(
     with pytest.raises(UnavailableError):
         await node.push(node.episode(leases[0], 1))
     own_valkey.start()
-    await eventually(lambda: node.push(node.episode(leases[0], 1)))
-    await eventually(lambda: node.complete(leases[1]))
-    assert len((await eventually(lambda: trainer.acquire(1))).batch.items) == 4
+    await answered(lambda: node.push(node.episode(leases[0], 1)))
+    await answered(lambda: node.complete(leases[1]))
+    assert len((await answered(lambda: trainer.acquire(1))).batch.items) == 4
     await world.has_account()
 
 
@@ -139,20 +114,12 @@ async def test_a_redis_that_lost_its_last_second_gets_the_episodes_again(
     await node.push(node.episode(lease, 0))
     first = await world.dataflow.connection.data_incarnation()
     own_valkey.kill()
-    truncate_tail(own_valkey.folder, 1500)  # most of the last push
+    own_valkey.truncate_log(own_valkey.log_bytes - 1500)  # most of the last push
     own_valkey.start()
-    await eventually(lambda: node.complete(lease))
+    await answered(lambda: node.complete(lease))
     assert await world.dataflow.connection.data_incarnation() != first
-    assert len((await eventually(lambda: trainer.acquire(1, wait_s=20))).batch.items) == 2
+    assert len((await answered(lambda: trainer.acquire(1, wait_s=20))).batch.items) == 2
     await world.has_account(ingested=2, in_batch=2)
-
-
-def truncate_tail(folder: Path, num_bytes: int) -> None:
-    """Cut the end of the newest append-only file, as a power loss would."""
-    files = sorted(folder.glob("**/*.incr.aof"), key=lambda path: path.stat().st_mtime)
-    size = files[-1].stat().st_size
-    with files[-1].open("r+b") as file:
-        file.truncate(size - num_bytes)
 
 
 async def test_functions_that_redis_lost_are_loaded_again(world: World) -> None:
@@ -179,12 +146,8 @@ async def test_a_session_ends_when_redis_was_restarted_so_that_its_node_joins_ag
 ) -> None:
     await own_world.create_run()
     await own_world.node()
-    call = own_world.client.open(own_world.client.tasks.Work)
-    hello = task_service_pb2.Hello(run_id="run", node_id="n1", incarnation=1)
-    await call.write(task_service_pb2.WorkRequest(hello=hello))
-    await own_world.status()
-    own_valkey.kill()
-    own_valkey.start()
-    with pytest.raises(UnavailableError):
-        async for _ in typed_stream(call):
-            pass
+    async with working(own_world) as session:
+        await own_world.until(lambda status: status.nodes[0].connected)
+        own_valkey.kill()
+        own_valkey.start()
+        assert (await session.call.code()).name == "UNAVAILABLE"

@@ -24,8 +24,7 @@ async def test_leases_follow_credits_and_never_exceed_them(world: World) -> None
         first = [await soon(session.leases), await soon(session.leases)]
         await asyncio.sleep(0.3)
         assert session.leases.empty()
-        await session.credits(1, solver=0)
-        third = await soon(session.leases)
+        third = await session.leased()
         names = {lease.task.task_id for lease in [*first, third]}
         assert len(names) == 3
 
@@ -79,8 +78,7 @@ async def test_an_expired_lease_is_cancelled_on_its_node(world: World) -> None:
     await world.started(lease_ttl_s=0.5)
     await world.submit("t1")
     async with working(world) as session:
-        await session.credits(1, solver=0)
-        lease = await soon(session.leases)
+        lease = await session.leased()
         cancel = await soon(session.cancels)
         assert (cancel.lease_id, cancel.reason) == (lease.lease_id, "lease_lost")
 
@@ -89,14 +87,12 @@ async def test_renewals_over_the_stream_keep_a_lease_and_name_a_lost_one(world: 
     await world.started(lease_ttl_s=0.6)
     await world.submit("t1")
     async with working(world) as session:
-        await session.credits(1, solver=0)
-        lease = await soon(session.leases)
+        lease = await session.leased()
         for _ in range(6):
             await asyncio.sleep(0.2)
-            renewal = pb.Renewal(lease_ids=[lease.lease_id])
-            await session.call.write(pb.WorkRequest(renewal=renewal))
+            await session.renew(lease.lease_id)
         assert session.cancels.empty()
-        await session.call.write(pb.WorkRequest(renewal=pb.Renewal(lease_ids=["gone#1"])))
+        await session.renew("gone#1")
         assert (await soon(session.cancels)).lease_id == "gone#1"
 
 
@@ -105,8 +101,7 @@ async def test_a_failure_over_the_stream_gives_the_task_to_another_node(world: W
     other = await world.node("n2")
     await world.submit("t1")
     async with working(world) as session:
-        await session.credits(1, solver=0)
-        lease = await soon(session.leases)
+        lease = await session.leased()
         failure = pb.LeaseFailure(lease_id=lease.lease_id, reason="drain", retryable=True)
         await session.call.write(pb.WorkRequest(failure=failure))
         assert [item.attempt for item in await other.lease(wait_s=10)] == [2]
@@ -116,14 +111,12 @@ async def test_a_new_stream_of_the_same_incarnation_goes_on_with_its_leases(worl
     _, node = await world.started()
     await world.submit("t1")
     async with working(world) as session:
-        await session.credits(1, solver=0)
-        lease = await soon(session.leases)
+        lease = await session.leased()
         # A lease that is not confirmed goes back with its stream. The answer about the lost one says it was read.
         await session.receipt(lease.lease_id, "gone#1")
         assert (await soon(session.cancels)).lease_id == "gone#1"
     async with working(world) as session:
-        renewal = pb.Renewal(lease_ids=[lease.lease_id, "gone#2"])
-        await session.call.write(pb.WorkRequest(renewal=renewal))
+        await session.renew(lease.lease_id, "gone#2")
         assert (await soon(session.cancels)).lease_id == "gone#2"
         assert await node.complete(lease) == ["ACCEPTED", "ACCEPTED"]
         assert session.cancels.empty()
@@ -163,11 +156,8 @@ async def test_status_shows_what_a_connected_node_reports(world: World) -> None:
 
         await world.until(lambda status: status.nodes[0].tokens == 77)
         node = (await world.status()).nodes[0]
-        assert (node.connected, node.waiting_for, dict(node.serving_versions)) == (
-            True,
-            "weights",
-            {"solver": 3},
-        )
+        assert (node.connected, node.waiting_for) == (True, "weights")
+        assert dict(node.serving_versions) == {"solver": 3}
 
     await world.until(lambda status: not status.nodes[0].connected)
 
@@ -203,29 +193,24 @@ async def refusal(world: World, *requests: pb.WorkRequest) -> AstraflowError:
     raise AssertionError("the stream was not refused")
 
 
-async def test_a_session_opens_with_hello(world: World) -> None:
-    await world.create_run()
-    assert isinstance(await refusal(world, pb.WorkRequest(credits=pb.Credits(tasks=1))), InvalidArgumentError)
+def hello(run_id: str = "run", *, node_id: str = "n1", incarnation: int = 1) -> pb.WorkRequest:
+    """What opens a session."""
+    return pb.WorkRequest(hello=pb.Hello(run_id=run_id, node_id=node_id, incarnation=incarnation))
 
 
 @pytest.mark.parametrize(
-    ("hello", "expected"),
+    ("requests", "expected"),
     [
-        (pb.Hello(run_id="run", node_id="stranger", incarnation=1), NotFoundError),
-        (pb.Hello(run_id="run", node_id="n1", incarnation=9), FencedError),
-        (pb.Hello(run_id="nowhere", node_id="n1", incarnation=1), NotFoundError),
+        pytest.param([pb.WorkRequest(credits=pb.Credits(tasks=1))], InvalidArgumentError, id="no hello"),
+        pytest.param([hello(node_id="stranger")], NotFoundError, id="a node that has not joined"),
+        pytest.param([hello(incarnation=9)], FencedError, id="another incarnation"),
+        pytest.param([hello("nowhere")], NotFoundError, id="an unknown run"),
+        pytest.param([hello(), hello()], InvalidArgumentError, id="a second hello"),
     ],
 )
-async def test_a_session_of_somebody_else_is_refused(
-    world: World, hello: pb.Hello, expected: type[AstraflowError]
+async def test_a_session_that_opens_wrongly_is_refused(
+    world: World, requests: list[pb.WorkRequest], expected: type[AstraflowError]
 ) -> None:
     await world.create_run()
     await world.node()
-    assert isinstance(await refusal(world, pb.WorkRequest(hello=hello)), expected)
-
-
-async def test_a_second_hello_ends_the_session(world: World) -> None:
-    await world.create_run()
-    await world.node()
-    hello = pb.WorkRequest(hello=pb.Hello(run_id="run", node_id="n1", incarnation=1))
-    assert isinstance(await refusal(world, hello, hello), InvalidArgumentError)
+    assert isinstance(await refusal(world, *requests), expected)
