@@ -114,12 +114,8 @@ def dev(
     console = Console(stderr=True)
     view = _choose_view(console, quiet=quiet, title=f"{loaded.recipe.run.name} · {folder.root}")
     with view:
-        summary = asyncio.run(_run(options, view))
+        summary = asyncio.run(DevelopmentRun(options, view).run())
     _finish(summary, options, console, as_json_object=as_json_)
-
-
-async def _run(options: Options, view: View) -> Summary:
-    return await DevelopmentRun(options, view).run()
 
 
 def _choose_view(console: Console, *, quiet: bool, title: str) -> View:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console, Group, RenderableType
@@ -27,13 +26,7 @@ __all__ = ["LineView", "LiveView", "QuietView", "View", "sparkline"]
 
 _LONG_WAIT_S = 5
 _BARS = "▁▂▃▄▅▆▇█"
-_PHASES = {
-    trainer_service_pb2.PHASE_STARTING: "starting",
-    trainer_service_pb2.PHASE_WAITING: "waiting",
-    trainer_service_pb2.PHASE_TRAINING: "training",
-    trainer_service_pb2.PHASE_STOPPING: "stopping",
-    trainer_service_pb2.PHASE_FINISHED: "finished",
-}
+_PHASES = {phase: name.removeprefix("PHASE_").lower() for name, phase in trainer_service_pb2.Phase.items()}
 
 
 class View(Protocol):
@@ -44,9 +37,7 @@ class View(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class QuietView:
@@ -118,19 +109,20 @@ class LiveView:
         self._live.update(render(observation, title=self._title, doing=doing))
 
     def __enter__(self) -> Self:
-        self._live.__enter__()
+        self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
 
 def render(observation: Observation, *, title: str, doing: str) -> RenderableType:
     """Return the whole view as something rich can print."""
     parts: list[RenderableType] = [Text(f"{doing}  ·  {observation.seconds:.0f} s", style="bold")]
-    parts += [_policy_panel(observation, policy) for policy in _policy_ids(observation)]
+    parts += [
+        _policy_panel(observation, policy)
+        for policy in observation.policies() or sorted(observation.trainers)
+    ]
     parts += [*_run_parts(observation), *_unreachable_lines(observation)]
     parts.append(Text(observation.server, style="dim"))
     return Panel(Group(*parts), title=f"astraflow · {title}", title_align="left", border_style="cyan")
@@ -147,10 +139,6 @@ def sparkline(values: Iterable[float], *, width: int = 40, low: float = 0.0, hig
         level = min(1.0, max(0.0, (value - low) / span))
         cells.append(_BARS[round(level * (len(_BARS) - 1))])
     return "".join(cells)
-
-
-def _policy_ids(observation: Observation) -> list[str]:
-    return observation.policies() or sorted(observation.trainers)
 
 
 def _policy_panel(observation: Observation, policy: str) -> RenderableType:
