@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 
 from rich.console import Console
 
@@ -12,7 +13,7 @@ from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.raas.v1 import node_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
 from astraflow_launcher.view.observation import Observation, StepPoint
-from astraflow_launcher.view.summary import Summary, as_json, as_table, summarize
+from astraflow_launcher.view.summary import Summary, as_table, summarize
 
 FIELDS = (
     *(
@@ -76,7 +77,7 @@ def _printed(summary: Summary) -> str:
 
 
 def test_every_documented_field_is_there_and_json_ready() -> None:
-    value = json.loads(json.dumps(as_json(_summary(_observation()))))
+    value = json.loads(json.dumps(asdict(_summary(_observation()))))
     assert [name for name in FIELDS if name not in value] == []
 
 
