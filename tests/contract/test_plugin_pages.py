@@ -1,7 +1,5 @@
 """The pages in docs/plugins: their code runs as a recipe's own, with the settings and the tests that they show."""
 
-from __future__ import annotations
-
 import re
 import sys
 import types

@@ -1,7 +1,5 @@
 """The commands that look at a run and operate it, against a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -108,7 +106,7 @@ async def test_why_names_what_blocks_the_run_and_the_path_out(world: World) -> N
     told, parsed = await astraflow(world, "why"), await astraflow(world, "why", "--json")
     assert told.status == 0, told.errors
     assert "blocked: no" in told.output
-    assert "release: " in told.output
+    assert "next: " in told.output
     assert parsed.json["verdict"]["bound"] == "blocked"
     assert {wait["reason"] for wait in parsed.json["waits"]} == {"no_node", "no_trainer"}
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -20,6 +19,7 @@ pytestmark = pytest.mark.integration
 
 MIB = 2**20
 CONTENT = random.Random(0).randbytes(11 * MIB + 7)
+Unfinished = Callable[[], int]
 KEY = f"run/policy/parts/{sha256(CONTENT).hex()}.afwd"
 SMALLEST = {"multipart_threshold_bytes": 5 * MIB, "multipart_piece_bytes": 5 * MIB, "range_bytes": 4 * MIB}
 # One at a time, so that the order of requests is known.
@@ -27,26 +27,6 @@ ONE_BY_ONE = SMALLEST | {"transfer_threads": 1}
 WATCHED = {"progress_bytes": 2**13, "progress_window_s": 0.5}
 FINISH = ".afwd?uploadId="
 """In the path of the request that ends an upload, and of no other."""
-
-
-@pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """moto, in a process of its own."""
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        yield server
-
-
-@pytest.fixture
-def bucket(s3_server: S3Server, tmp_path: Path) -> str:
-    """An empty bucket."""
-    return s3_server.create_bucket(f"bucket-{abs(hash(tmp_path)):x}")
-
-
-@pytest.fixture
-def proxy(s3_server: S3Server) -> Iterator[StoreProxy]:
-    """A proxy in front of moto; give it faults."""
-    with StoreProxy(s3_server.url) as proxy:
-        yield proxy
 
 
 @pytest.fixture
@@ -69,12 +49,17 @@ def honest(s3_server: S3Server, bucket: str) -> ObjectStore:
     return open_store(f"s3://{bucket}", settings=s3_server.settings(**SMALLEST))
 
 
-def unfinished(server: S3Server, bucket: str) -> int:
-    """Uploads that were begun and neither ended nor given up."""
-    client = server.client()
-    uploads = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
-    client.close()
-    return len(uploads)
+@pytest.fixture
+def unfinished(s3_server: S3Server, bucket: str) -> Unfinished:
+    """Counts uploads that were begun and neither ended nor given up."""
+
+    def count() -> int:
+        client = s3_server.client()
+        uploads = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        client.close()
+        return len(uploads)
+
+    return count
 
 
 PIECE_FAULTS = [500, 503, 429, Fault.RESET, Fault.LOST, Fault.GARBAGE]
@@ -82,35 +67,25 @@ PIECE_FAULTS = [500, 503, 429, Fault.RESET, Fault.LOST, Fault.GARBAGE]
 
 @pytest.mark.parametrize("fault", PIECE_FAULTS, ids=str)
 def test_only_the_piece_that_failed_is_sent_again(
-    faulty: ObjectStore,
-    honest: ObjectStore,
-    proxy: StoreProxy,
-    s3_server: S3Server,
-    bucket: str,
-    fault: Fault | int,
+    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, unfinished: Unfinished, fault: Fault | int
 ) -> None:
     proxy.only, proxy.faults = "partNumber=2", [fault]
     assert faulty.put_if_absent(KEY, CONTENT) is PutResult.CREATED
     assert proxy.faults == []
     assert honest.get(KEY) == CONTENT
     assert [method for method, _ in proxy.requests].count("PUT") == 4
-    assert unfinished(s3_server, bucket) == 0
+    assert unfinished() == 0
 
 
 @pytest.mark.parametrize("fault", [500, Fault.RESET, Fault.LOST, Fault.GARBAGE], ids=str)
 def test_the_end_of_an_upload_is_settled_by_looking(
-    faulty: ObjectStore,
-    honest: ObjectStore,
-    proxy: StoreProxy,
-    s3_server: S3Server,
-    bucket: str,
-    fault: Fault | int,
+    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, unfinished: Unfinished, fault: Fault | int
 ) -> None:
     proxy.only, proxy.faults = FINISH, [fault]
     assert faulty.put_if_absent(KEY, CONTENT) is PutResult.CREATED
     assert proxy.faults == []
     assert honest.get(KEY) == CONTENT
-    assert unfinished(s3_server, bucket) == 0
+    assert unfinished() == 0
 
 
 def test_an_upload_that_the_service_forgot_is_begun_anew(
@@ -123,14 +98,14 @@ def test_an_upload_that_the_service_forgot_is_begun_anew(
 
 
 def test_an_upload_that_keeps_failing_leaves_nothing(
-    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, s3_server: S3Server, bucket: str
+    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, unfinished: Unfinished
 ) -> None:
     proxy.only, proxy.faults = "partNumber=2", [503] * 3
     with pytest.raises(Unavailable, match="failed 3 times"):
         faulty.put_if_absent(KEY, CONTENT)
     with pytest.raises(ObjectNotFound):
         honest.head(KEY)
-    assert unfinished(s3_server, bucket) == 0
+    assert unfinished() == 0
 
 
 def test_pieces_that_cannot_be_given_up_are_named_in_the_error(

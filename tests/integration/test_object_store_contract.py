@@ -17,26 +17,12 @@ from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable, 
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import StoreSettings
 from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult, open_store, probe_create_only
-from astraflow_weights.versions.log import VersionLog
-from support.published_models import ModelPublisher, open_writer, read_log
+from support.published_models import ModelPublisher, open_writer, published, pulled, read_log, steps
 from support.s3_server import S3Server
 from support.store_proxy import Fault, StoreProxy
-from support.weight_models import POLICY, RUN, make_model, same_model, trained
+from support.weight_models import same_model
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """moto, in a process of its own."""
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        yield server
-
-
-@pytest.fixture
-def bucket(s3_server: S3Server, tmp_path: Path) -> str:
-    """An empty bucket."""
-    return s3_server.create_bucket(f"bucket-{abs(hash(tmp_path)):x}")
 
 
 @pytest.fixture(scope="module")
@@ -189,17 +175,12 @@ def test_keys_that_leave_the_store_are_refused(store: ObjectStore, key: str) -> 
 
 
 def test_versions_travel_from_publisher_to_mirror(store: ObjectStore, tmp_path: Path) -> None:
-    publisher = ModelPublisher(open_writer(store))
-    model = make_model()
-    for step in range(4):
-        model = trained(model, step) if step else model
-        publisher.publish(model, step=step)
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    assert log.refresh() == 3
-    mirror = Mirror(tmp_path / "mirror")
+    models = published(store, 4)
+    log, mirror = read_log(store), Mirror(tmp_path / "mirror")
+    assert len(log.records) == 4
     mirror.advance(store, log, target=1)
     assert mirror.advance(store, log, target=3).counts.deltas_fetched == 2
-    assert same_model(mirror.load(), model)
+    assert same_model(mirror.load(), models[3])
 
 
 def test_writers_of_many_keys_do_not_disturb_each_other(store: ObjectStore) -> None:
@@ -325,13 +306,6 @@ def test_a_service_that_ignores_create_only_is_refused_with_the_remedy(tmp_path:
 
 
 @pytest.fixture
-def proxy(s3_server: S3Server) -> Iterator[StoreProxy]:
-    """A proxy in front of moto; give it faults."""
-    with StoreProxy(s3_server.url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
 def faulty(proxy: StoreProxy, s3_server: S3Server, bucket: str) -> ObjectStore:
     """A store behind the proxy, three attempts patient."""
     settings = s3_server.settings(endpoint_url=proxy.url, read_timeout_s=0.4)
@@ -453,49 +427,34 @@ def test_a_refusal_is_not_retried(faulty: ObjectStore, proxy: StoreProxy, status
     assert len(proxy.requests) == 1
 
 
-def published(store: ObjectStore, *, versions: int) -> VersionLog:
-    """A log of so many versions in the store."""
-    publisher = ModelPublisher(open_writer(store))
-    model = make_model()
-    for step in range(versions):
-        model = trained(model, step) if step else model
-        publisher.publish(model, step=step)
-    return read_log(store)
-
-
 def test_a_part_that_arrives_wrong_once_is_fetched_again(
     faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, tmp_path: Path
 ) -> None:
-    log = published(honest, versions=2)
+    published(honest, 2)
     proxy.only, proxy.faults = "/parts/", [Fault.WRONG]
-    result = Mirror(tmp_path / "mirror").advance(faulty, log, target=1)
+    result = Mirror(tmp_path / "mirror").advance(faulty, read_log(honest), target=1)
     assert (result.version, result.rejected, proxy.faults) == (1, frozenset(), [])
 
 
 def test_a_store_that_sends_wrong_parts_leaves_the_old_version(
     faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, tmp_path: Path
 ) -> None:
-    log = published(honest, versions=2)
-    mirror = Mirror(tmp_path / "mirror")
+    models = published(honest, 2)
+    log, mirror = read_log(honest), Mirror(tmp_path / "mirror")
     mirror.advance(honest, log, target=0)
     proxy.only, proxy.faults = "/parts/", [Fault.WRONG] * 20
     with pytest.raises(VerificationFailed, match=r"delta from version 0 of version 1 .*sha256"):
         mirror.advance(faulty, log, target=1)
     assert mirror.version == 0
-    assert same_model(mirror.load(), make_model())
+    assert same_model(mirror.load(), models[0])
 
 
 def test_versions_are_published_once_over_a_bad_network(
     faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, tmp_path: Path
 ) -> None:
-    publisher = ModelPublisher(open_writer(faulty, epoch=1))
-    model = make_model()
+    publisher, models = ModelPublisher(open_writer(faulty, epoch=1)), steps(4)
     for step, fault in enumerate([Fault.LOST, 503, Fault.RESET, Fault.LATE]):
-        model = trained(model, step) if step else model
         proxy.faults = [fault]
-        assert publisher.publish(model, step=step).version == step
-    log = VersionLog(honest, run_id=RUN, policy_id=POLICY)
-    assert log.refresh() == 3
-    mirror = Mirror(tmp_path / "mirror")
-    mirror.advance(honest, log, target=3)
-    assert same_model(mirror.load(), model)
+        assert publisher.publish(models[step], step=step).version == step
+    assert len(read_log(honest).records) == 4
+    assert same_model(pulled(honest, tmp_path / "mirror", 3), models[3])

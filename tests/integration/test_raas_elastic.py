@@ -7,8 +7,8 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -17,12 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from astraflow.dataflow.v1 import (
-    admin_service_pb2,
-    batch_pb2,
-    batch_service_pb2,
-    version_service_pb2,
-)
+from astraflow.dataflow.v1 import admin_service_pb2, batch_pb2, batch_service_pb2
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.store.keys import Keys
@@ -31,7 +26,8 @@ from astraflow_kit import failpoints
 from astraflow_raas.push.spool_files import SpoolFiles
 from astraflow_raas.timeline import Stage
 from support.dataflow_world import Trainer, World, until
-from support.node_process import NodeProcess, WeightPublisher, node_of, started
+from support.node_process import NodeProcess, WeightPublisher, announce, node_of, started
+from support.run_status import serves, status_where
 from support.scripted_dataflow import eventually
 
 # The other Redis has the dataflow server's own tests: nodes never see it.
@@ -41,6 +37,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), ONE_REDIS]
 PATIENCE_S = 60.0
 GATED = {"workflow": "support.node_plugins:Gated", "max_concurrent_tasks": 2, "episode_timeout_s": 600}
 RUN = "run"
+Start = Callable[..., Awaitable["Elastic"]]
 
 
 @dataclass
@@ -77,41 +74,29 @@ class Elastic:
             **variables,
         )
 
-    async def publish(self, step: int) -> None:
-        version = await asyncio.to_thread(self.weights.publish)
-        version.step, version.trainer_epoch = step, self.trainer.epoch
-        client = self.world.client
-        request = version_service_pb2.PublishRequest(
-            run_id=RUN, version=version, trainer_epoch=self.trainer.epoch
-        )
-        await client.call(client.versions.Publish, request)
-
     async def train(self, step: int) -> batch_pb2.Batch:
         """One whole step with real weights at its end."""
         batch = (await self.trainer.acquire(step, base_version=step - 1, wait_s=30)).batch
         assert batch.items, "a batch came within half a minute"
         await self.trainer.ack(batch, batch_service_pb2.BATCH_STAGE_INTENT)
         await self.trainer.ack(batch, batch_service_pb2.BATCH_STAGE_TRAINED)
-        await self.publish(step)
+        await announce(self.trainer, self.weights, step=step)
         return batch
 
-    async def status_where(self, holds: object, *, what: str) -> admin_service_pb2.StatusResponse:
-        deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
-        while not holds(status := await self.world.status()):  # type: ignore[operator]
-            assert asyncio.get_running_loop().time() < deadline_s, f"never: {what}; last:\n{status}"
-            await asyncio.sleep(0.05)
-        return status
-
     async def held_by(self, name: str, number: int) -> None:
-        await self.status_where(
+        await status_where(
+            self.world,
             lambda status: any(node.node_id == name and node.leases == number for node in status.nodes),
             what=f"{name} holds {number} leases",
         )
 
+    async def stored(self, command: str, *key: str, fields: Sequence[str] = ()) -> object:
+        """The answer of the server's Redis."""
+        return await self.world.dataflow.store.connection.raw(command, Keys(RUN).of(*key), *fields)
+
     async def renewed_by(self, name: str, number: int, *, ttl_s: float) -> dict[str, int]:
         """Wait until a node renewed its leases, so that it surely has them; when, by the server's clock."""
-        connection = self.world.dataflow.store.connection
-        given = as_list(await connection.raw("SMEMBERS", Keys(RUN).of("node_leases", name)))
+        given = as_list(await self.stored("SMEMBERS", "node_leases", name))
         assert len(given) == number
         first = {as_text(task): await self.leased_at_ms(as_text(task), ttl_s=ttl_s) for task in given}
         latest = dict(first)
@@ -125,10 +110,7 @@ class Elastic:
 
     async def task(self, task_id: str, *fields: str) -> list[str]:
         """Fields of a stored task, the server's own ledger."""
-        connection = self.world.dataflow.store.connection
-        return [
-            as_text(f) for f in as_list(await connection.raw("HMGET", Keys(RUN).of("task", task_id), *fields))
-        ]
+        return [as_text(f) for f in as_list(await self.stored("HMGET", "task", task_id, fields=fields))]
 
     async def becomes(self, task_id: str, **fields: str) -> None:
         """Wait until a stored task has these fields."""
@@ -140,36 +122,35 @@ class Elastic:
 
     async def attempts(self) -> dict[str, int]:
         """Attempt of every task that was leased and is still known."""
-        connection = self.world.dataflow.store.connection
-        known = [as_text(name) for name in as_list(await connection.raw("SMEMBERS", Keys(RUN).of("known")))]
+        known = [as_text(name) for name in as_list(await self.stored("SMEMBERS", "known"))]
         found = {name: int((await self.task(name, "attempt"))[0] or 0) for name in known}
         return {name: attempt for name, attempt in found.items() if attempt}
 
     async def leased_at_ms(self, task_id: str, *, ttl_s: float) -> int:
         """When a lease was given, by the server's clock."""
-        connection = self.world.dataflow.store.connection
-        ends = as_text(await connection.raw("ZSCORE", Keys(RUN).of("leases"), task_id))
+        ends = as_text(await self.stored("ZSCORE", "leases", fields=[task_id]))
         return int(float(ends)) - int(ttl_s * 1000)
 
 
-@asynccontextmanager
-async def elastic(
-    world: World, checkpoint: Path, engine: str, folder: Path, **recipe: object
-) -> AsyncIterator[Elastic]:
-    store = folder / "store"
-    settings = {"dataset": "Unevaluated", "raas": GATED} | recipe
-    await world.create_run(store_uri=store.as_uri(), **settings)
-    trainer = await world.trainer(publish_first=False)
-    weights = WeightPublisher.open(store, run_id=RUN, policy_id="solver", checkpoint=checkpoint)
-    setup = Elastic(world, trainer, weights, engine, folder)
-    await setup.publish(0)
-    yield setup
+@pytest.fixture
+def start(world: World, checkpoint: Path, shared_engine: str, tmp_path: Path) -> Start:
+    """Starts a run with these settings and version 0."""
+
+    async def started(**recipe: object) -> Elastic:
+        store = tmp_path / "store"
+        settings = {"dataset": "Unevaluated", "raas": GATED} | recipe
+        await world.create_run(store_uri=store.as_uri(), **settings)
+        trainer = await world.trainer(publish_first=False)
+        weights = WeightPublisher.open(store, run_id=RUN, policy_id="solver", checkpoint=checkpoint)
+        await announce(trainer, weights, step=0)
+        return Elastic(world, trainer, weights, shared_engine, tmp_path)
+
+    return started
 
 
 @pytest.fixture
-async def run(world: World, checkpoint: Path, shared_engine: str, tmp_path: Path) -> AsyncIterator[Elastic]:
-    async with elastic(world, checkpoint, shared_engine, tmp_path) as setup:
-        yield setup
+async def run(start: Start) -> Elastic:
+    return await start()
 
 
 def own_places(folder: Path) -> dict[str, str]:
@@ -188,7 +169,7 @@ async def test_a_second_node_joins_mid_run_with_one_command_and_is_trained_on(
         async with started(command, tmp_path / "late", **own_places(tmp_path)) as late:
             trained: set[str] = set()
             for step in range(2, 200):
-                trained |= {item.trajectory_id for item in (await run.train(step)).items}
+                trained |= trajectories_of(await run.train(step))
                 if trained & pushed_by(late):
                     break
             assert trained & pushed_by(late), "the late node's work is trained on"
@@ -200,6 +181,10 @@ async def test_a_second_node_joins_mid_run_with_one_command_and_is_trained_on(
     assert reached == sorted(reached)
     assert 0 < float(str(report["besides_engine_s"])) < float(str(report["first_lease_s"]))
     assert (await run.world.status()).trajectories.conservation_error == 0
+
+
+def trajectories_of(batch: batch_pb2.Batch) -> set[str]:
+    return {item.trajectory_id for item in batch.items}
 
 
 def pushed_by(node: NodeProcess, *, outcome: str = "") -> set[str]:
@@ -229,48 +214,42 @@ async def test_a_drain_within_its_time_costs_no_task_a_second_lease(run: Elastic
     async with run.node("leaving") as node:
         await run.held_by("leaving", 2)
         await drain(run, node)  # type: ignore[operator]
-        await run.status_where(
-            lambda status: status.nodes[0].waiting_for == "drain", what="the drain is reported"
+        await status_where(
+            run.world, lambda status: status.nodes[0].waiting_for == "drain", what="the drain is reported"
         )
         assert node.process.returncode is None
         run.gate.touch()
         assert await node.ends_with() == 0
-    status = await run.status_where(lambda now: not now.nodes[0].connected, what="the node is gone")
+    status = await status_where(run.world, lambda now: not now.nodes[0].connected, what="the node is gone")
     assert (status.nodes[0].leases, status.policies[0].ready_groups) == (0, 2)
     assert await run.attempts() == {"train-0": 1, "train-1": 1}
 
 
-async def test_a_killed_nodes_work_is_leased_again_once_its_leases_have_ended(
-    world: World, checkpoint: Path, shared_engine: str, tmp_path: Path
-) -> None:
+async def test_a_killed_nodes_work_is_leased_again_once_its_leases_have_ended(start: Start) -> None:
     ttl_s = 2.0
-    async with elastic(world, checkpoint, shared_engine, tmp_path, lease_ttl_s=ttl_s) as run:
-        async with run.node("doomed") as node:
-            await run.held_by("doomed", 2)
-            renewed_ms = await run.renewed_by("doomed", 2, ttl_s=ttl_s)
-            node.send(signal.SIGKILL)
-            assert await node.ends_with() == -signal.SIGKILL
-        other, found = await world.node("other"), set[str]()
-        while len(found) < 2:
-            found |= {lease.task.task_id for lease in await other.lease(2, wait_s=5.0) if lease.attempt == 2}
-        for task_id in found:
-            assert await run.leased_at_ms(task_id, ttl_s=ttl_s) >= renewed_ms[task_id] + 1000 * ttl_s
-            assert await run.task(task_id, "attempt", "tries") == ["2", "2"]
+    run = await start(lease_ttl_s=ttl_s)
+    async with run.node("doomed") as node:
+        await run.held_by("doomed", 2)
+        renewed_ms = await run.renewed_by("doomed", 2, ttl_s=ttl_s)
+        node.send(signal.SIGKILL)
+        assert await node.ends_with() == -signal.SIGKILL
+    other, found = await run.world.node("other"), set[str]()
+    while len(found) < 2:
+        found |= {lease.task.task_id for lease in await other.lease(2, wait_s=5.0) if lease.attempt == 2}
+    for task_id in found:
+        assert await run.leased_at_ms(task_id, ttl_s=ttl_s) >= renewed_ms[task_id] + 1000 * ttl_s
+        assert await run.task(task_id, "attempt", "tries") == ["2", "2"]
 
 
-async def test_a_node_frozen_for_three_leases_overwrites_nothing_and_goes_on(
-    world: World, checkpoint: Path, shared_engine: str, tmp_path: Path
-) -> None:
+async def test_a_node_frozen_for_three_leases_overwrites_nothing_and_goes_on(start: Start) -> None:
     ttl_s = 1.0
-    async with (
-        elastic(world, checkpoint, shared_engine, tmp_path, lease_ttl_s=ttl_s, max_attempts=10) as run,
-        run.node("frozen", **run.armed("raas.spooled=stop@1")) as node,
-    ):
+    run = await start(lease_ttl_s=ttl_s, max_attempts=10)
+    async with run.node("frozen", **run.armed("raas.spooled=stop@1")) as node:
         run.gate.touch()
         await eventually(lambda: is_stopped(node), what="the node is frozen", patience_s=PATIENCE_S)
         assert [hit.name for hit in failpoints.read_hits(run.hits) if hit.acted] == ["raas.spooled"]
         frozen_s = time.monotonic()
-        other, taken = await world.node("other"), dict[str, task_pb2.Lease]()
+        other, taken = await run.world.node("other"), dict[str, task_pb2.Lease]()
         while len(taken) < 2:
             leases = await other.lease(2, wait_s=5.0)
             taken |= {lease.task.task_id: lease for lease in leases if lease.attempt > 1}
@@ -283,13 +262,11 @@ async def test_a_node_frozen_for_three_leases_overwrites_nothing_and_goes_on(
         await eventually(
             lambda: "fenced" in outcomes_of(node), what="its late push is answered", patience_s=PATIENCE_S
         )
-        first = await run.train(1)
-        assert {item.trajectory_id for item in first.items} == theirs
-        second = await run.train(2)
-        assert {item.trajectory_id for item in second.items} <= pushed_by(node, outcome="accepted")
+        assert trajectories_of(await run.train(1)) == theirs
+        assert trajectories_of(await run.train(2)) <= pushed_by(node, outcome="accepted")
         assert {f"{task_id}#1" for task_id in taken} <= dropped_by(node)
         assert node.process.returncode is None
-    assert (await world.status()).trajectories.conservation_error == 0
+    assert (await run.world.status()).trajectories.conservation_error == 0
 
 
 def is_stopped(node: NodeProcess) -> bool:
@@ -319,27 +296,23 @@ async def test_what_a_killed_node_finished_is_pushed_by_its_next_process_and_not
         }
     assert kept, "the episode of the failpoint is on disk"
     async with run.node("node") as node:
-        batch = await run.train(1)
-        assert kept <= {item.trajectory_id for item in batch.items}
+        assert kept <= trajectories_of(await run.train(1))
         assert node.process.returncode is None
     assert (await run.world.status()).trajectories.conservation_error == 0
 
 
-async def test_a_task_that_a_node_cannot_run_goes_to_one_that_can_and_loses_no_attempt(
-    world: World, checkpoint: Path, shared_engine: str, tmp_path: Path
-) -> None:
-    needy = {"workflow": "support.node_plugins:NeedsSandbox", "max_concurrent_tasks": 2}
-    async with elastic(world, checkpoint, shared_engine, tmp_path, raas=needy) as run:
-        async with run.node("bare") as bare:
-            await run.becomes("train-0", state="retry", attempt="1", tries="0")
-            (reason,) = {str(line["reason"]) for line in bare.events("lease.given_back")}
-            assert reason == "missing_capability"
-            async with run.node("able", TEST_SANDBOX="yes") as able:
-                trained = {item.trajectory_id for item in (await run.train(1)).items}
-                await eventually(lambda: trained <= pushed_by(able), what="the log of the able node")
-            refused = [line["lease_id"] for line in bare.events("lease.given_back")]
-            assert len(refused) == len(set(refused)), "no task came back to the node that refused it"
-        assert (await world.status()).dead_letters == 0
+async def test_a_task_that_a_node_cannot_run_goes_to_one_that_can_and_loses_no_attempt(start: Start) -> None:
+    run = await start(raas={"workflow": "support.node_plugins:NeedsSandbox", "max_concurrent_tasks": 2})
+    async with run.node("bare") as bare:
+        await run.becomes("train-0", state="retry", attempt="1", tries="0")
+        (reason,) = {str(line["reason"]) for line in bare.events("lease.given_back")}
+        assert reason == "missing_capability"
+        async with run.node("able", TEST_SANDBOX="yes") as able:
+            trained = trajectories_of(await run.train(1))
+            await eventually(lambda: trained <= pushed_by(able), what="the log of the able node")
+        refused = [line["lease_id"] for line in bare.events("lease.given_back")]
+        assert len(refused) == len(set(refused)), "no task came back to the node that refused it"
+    assert (await run.world.status()).dead_letters == 0
 
 
 async def test_an_engine_that_a_killed_node_left_paused_serves_the_next_one(run: Elastic) -> None:
@@ -347,7 +320,7 @@ async def test_an_engine_that_a_killed_node_left_paused_serves_the_next_one(run:
     async with httpx.AsyncClient(base_url=run.engine) as engine:
         (await engine.post("/pause_generation", json={"mode": "in_place"})).raise_for_status()
     async with run.node("next") as node:
-        trained = {item.trajectory_id for item in (await run.train(1)).items}
+        trained = trajectories_of(await run.train(1))
         await eventually(lambda: trained <= pushed_by(node), what="the node's log of its pushes")
 
 
@@ -382,8 +355,10 @@ async def test_a_node_killed_in_a_window_comes_back_and_nothing_is_lost_or_train
             trained = await training
             assert {hit.name for hit in failpoints.read_hits(run.hits) if hit.acted} == {moment}
             # All may have been done before it died: a drain is asked of the node that came back, not of its start.
-            await run.status_where(
-                lambda status: status.nodes[0].restarts == 1 and status.nodes[0].connected, what="it is back"
+            await status_where(
+                run.world,
+                lambda status: status.nodes[0].restarts == 1 and status.nodes[0].connected,
+                what="it is back",
             )
             node.send(signal.SIGTERM)
             assert await node.ends_with() == 0
@@ -403,9 +378,7 @@ async def test_an_engine_killed_in_a_window_costs_no_episode_and_no_version(
     arming = run.armed(f"{moment}=kill@{nth}")
     async with run.node("node", "--engine", "astraflow_engine", **arming) as node:
         trained = await three_steps(run)
-        await run.status_where(
-            lambda status: dict(status.nodes[0].serving_versions) == {"solver": 3}, what="version 3 serves"
-        )
+        await serves(run.world, 3)
         status = await node.status()
         assert {hit.name for hit in failpoints.read_hits(run.hits) if hit.acted} == {moment}
         assert (status.engine_restarts, status.policies[0].verification_failures) == (1, 0)

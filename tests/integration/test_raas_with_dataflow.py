@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-import time
 import types
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,8 +11,7 @@ import pytest
 import redis
 
 from astraflow.columns import decode_columns
-from astraflow.dataflow.v1 import admin_service_pb2, batch_service_pb2, run_pb2
-from astraflow.errors import UnavailableError
+from astraflow.dataflow.v1 import batch_service_pb2, run_pb2
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import as_list, as_text
@@ -23,7 +20,8 @@ from support.chaos import cut_tail
 from support.dataflow_world import World, served
 from support.docs_code import code_of
 from support.raas_node import local_node
-from support.scripted_dataflow import PATIENCE_S, eventually
+from support.run_status import Status, status_where
+from support.scripted_dataflow import eventually
 from support.valkey import ValkeyServer
 
 pytestmark = pytest.mark.integration
@@ -31,19 +29,9 @@ pytestmark = pytest.mark.integration
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 
 
-async def status_where(world: World, holds: object, *, what: str) -> admin_service_pb2.StatusResponse:
-    """Ask for the status until `holds(status)`."""
-    seen: list[admin_service_pb2.StatusResponse] = []
-    give_up_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up_s:
-        try:
-            seen.append(await world.status())
-        except UnavailableError:  # Redis is being restarted
-            await asyncio.sleep(0.05)
-            continue
-        if holds(seen[-1]):  # type: ignore[operator]
-            return seen[-1]
-    raise AssertionError(f"never: {what}; last status:\n{seen[-1]}")
+async def window_full(world: World) -> Status:
+    """Wait until as many groups are ready as may be."""
+    return await status_where(world, lambda now: now.policies[0].ready_groups == 4, what="the window is full")
 
 
 async def test_a_node_feeds_a_trainer_step_after_step(world: World, tmp_path: Path) -> None:
@@ -103,9 +91,7 @@ async def test_a_drained_node_leaves_no_lease_behind_and_costs_no_attempt(
     status = await status_where(world, lambda now: not now.nodes[0].leases, what="no lease is held")
     assert status.dead_letters == 0
     async with local_node(world.address, tmp_path, incarnation=2):
-        status = await status_where(
-            world, lambda now: now.policies[0].ready_groups == 4, what="the window is full"
-        )
+        status = await window_full(world)
     assert status.trajectories.conservation_error == 0
 
 
@@ -168,44 +154,35 @@ async def test_the_spool_empties_as_the_servers_disk_catches_up(world: World, tm
     await world.create_run(dataset="Counting")
     await world.trainer()
     async with local_node(world.address, tmp_path) as local:
-        await status_where(world, lambda now: now.policies[0].ready_groups == 4, what="the window is full")
+        await window_full(world)
         kept = tmp_path / "spool" / "node-1"
         await eventually(lambda: not local.node.pusher.num_kept, what="all is durable")
         assert list(kept.iterdir()) == []
 
 
 @pytest.fixture
-async def world_without_watermark(
-    redis_binary: str, tmp_path: Path
-) -> AsyncIterator[tuple[World, ValkeyServer]]:
+async def world_without_watermark(own_valkey: ValkeyServer, tmp_path: Path) -> AsyncIterator[World]:
     """A server over a Redis of its own that cannot say what is on its disk."""
-    valkey = ValkeyServer(tmp_path / "valkey", binary=redis_binary)
-    valkey.start()
-    with redis.Redis.from_url(valkey.url) as client:
+    with redis.Redis.from_url(own_valkey.url) as client:
         client.config_set("appendfsync", "no")
-    try:
-        async with served(valkey.url, tmp_path) as world:
-            yield world, valkey
-    finally:
-        valkey.stop()
+    async with served(own_valkey.url, tmp_path) as world:
+        yield world
 
 
 async def test_what_redis_lost_is_pushed_again_and_not_sampled_again(
-    world_without_watermark: tuple[World, ValkeyServer], tmp_path: Path
+    world_without_watermark: World, own_valkey: ValkeyServer, tmp_path: Path
 ) -> None:
-    world, valkey = world_without_watermark
+    world = world_without_watermark
     await world.create_run(dataset="Unevaluated")
     trainer = await world.trainer()
     keep = SpoolLimits(retain_acked_s=3600.0)
     async with local_node(world.address, tmp_path / "node", limits=keep) as local:
-        await status_where(world, lambda now: now.policies[0].ready_groups == 4, what="the window is full")
+        await window_full(world)
         calls = sum(len(request) for request in local.engines["solver"].requests)
-        valkey.kill()
-        cut_tail(valkey.folder, 4000)
-        valkey.start()
-        status = await status_where(
-            world, lambda now: now.policies[0].ready_groups == 4, what="the window is full again"
-        )
+        own_valkey.kill()
+        cut_tail(own_valkey.folder, 4000)
+        own_valkey.start()
+        status = await window_full(world)
         batch = (await trainer.acquire(1)).batch
         await eventually(lambda: local.node.waiting_for == "", what="the node works again")
         assert sum(len(request) for request in local.engines["solver"].requests) == calls == 8

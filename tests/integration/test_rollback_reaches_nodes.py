@@ -6,54 +6,33 @@ A real dataflow server over a real Valkey, a real node process with its CPU engi
 from __future__ import annotations
 
 import asyncio
-import io
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
-from astraflow.dataflow.v1 import batch_service_pb2, version_service_pb2
-from astraflow_kit import log
+from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
-from support import cli
-from support.dataflow_world import Trainer, World, until
+from support.dataflow_world import World
 from support.engine_process import running_engine
-from support.node_process import WeightPublisher, node_of, tiny_policy
+from support.node_process import WeightPublisher, announce, node_of, tiny_policy
+from support.run_status import serves
 from support.tiny_qwen import TinyShape, save_tiny_qwen
+from support.weight_fixtures import ask_server
 
 ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), ONE_REDIS]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("quiet"),
+    ONE_REDIS,
+]
 
 RUN, POLICY = "run", "solver"
-PATIENCE_S = 60.0
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    """The server shares this process: its log must not be taken for what a command prints."""
-    log.configure("test", stream=io.StringIO())
-
-
-async def publish(world: World, trainer: Trainer, weights: WeightPublisher, *, step: int) -> None:
-    """Commit what `weights` holds as the version of a step, and announce it."""
-    version = await asyncio.to_thread(weights.publish)
-    version.step, version.trainer_epoch = step, trainer.epoch
-    request = version_service_pb2.PublishRequest(run_id=RUN, version=version, trainer_epoch=trainer.epoch)
-    await world.client.call(world.client.versions.Publish, request)
-
-
-async def serves(world: World, version: int) -> None:
-    """Wait until the node says that it serves this version."""
-
-    async def so() -> bool:
-        nodes = (await world.status()).nodes
-        return any(dict(node.serving_versions) == {POLICY: version} for node in nodes)
-
-    await until(so, within_s=PATIENCE_S)
 
 
 def greedy(url: str) -> tuple[str, list[int]]:
@@ -72,7 +51,7 @@ async def test_a_node_follows_a_rollback_and_generates_as_the_old_version_did(
     await world.create_run(store_uri=store.as_uri(), dataset="Unevaluated", max_staleness=4)
     trainer = await world.trainer(publish_first=False)
     weights = WeightPublisher.open(store, run_id=RUN, policy_id=POLICY, checkpoint=checkpoint)
-    await publish(world, trainer, weights, step=0)
+    await announce(trainer, weights, step=0)
     with running_engine(checkpoint, folder=tmp_path) as engine:
         async with node_of(world.address, tmp_path, "--engine", engine.url):
             await serves(world, 0)
@@ -84,11 +63,11 @@ async def test_a_node_follows_a_rollback_and_generates_as_the_old_version_did(
                     weights.model = {
                         name: np.array(array) for name, array in map_model(tmp_path / "other").items()
                     }
-                await publish(world, trainer, weights, step=step)
+                await announce(trainer, weights, step=step)
             await serves(world, 2)
             second = await asyncio.to_thread(greedy, engine.url)
             await trainer.release()
-            told = await asyncio.to_thread(cli.run, "weights", "rollback", "0", "--join", world.address)
+            told = await ask_server(world, "rollback", "0")
             assert told.status == 0, told.errors
             await serves(world, 3)
             third = await asyncio.to_thread(greedy, engine.url)

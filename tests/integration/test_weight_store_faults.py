@@ -43,13 +43,6 @@ FAULTS += [Fault.STALL, Fault.LATE]
 PASSING = (Unavailable, VerificationFailed, CorruptManifest)
 
 
-@pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """moto, in a process of its own."""
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        yield server
-
-
 def until_it_works(operation: Callable[[], T], ended: list[str]) -> T:
     """What a trainer or node does: call again after a fault that may pass. Faults run out, so this ends."""
     while True:

@@ -2,82 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
 import json
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from astraflow_kit import log
-from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
+from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.collection_records import PullLease, encode_lease
 from astraflow_weights.versions.inspection import parts_by_base
-from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import NONCE_BYTES
 from support import cli
-from support.cli import Ended
-from support.dataflow_world import World, until
-from support.published_models import ModelPublisher
-from support.weight_models import make_model, overwrite, trained
+from support.dataflow_world import World
+from support.published_models import ModelPublisher, open_writer, publish_all, read_log, steps
+from support.run_status import serves
+from support.weight_fixtures import Ask, ask_server, ask_store
+from support.weight_models import POLICY, RUN, make_model, overwrite
 from support.work_stream import working
 
-pytestmark = pytest.mark.integration
-
-RUN, POLICY = "run", "solver"
-Ask = Callable[..., Ended]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quiet")]
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
-    """The server shares this process: its log must not be taken for what a command prints."""
-    log.configure("test", stream=io.StringIO())
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    return FileStore(tmp_path / "weights")
-
-
-@pytest.fixture
-def published(store: FileStore) -> list[CommittedVersion]:
+def published(weight_store: FileStore) -> list[CommittedVersion]:
     """Versions 0 to 2; only 0 offers a snapshot."""
-    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=1)
-    publisher, model = ModelPublisher(writer), make_model()
-    found = []
-    for step in range(3):
-        found.append(publisher.publish(model, step=step))
-        model = trained(model, step, density=0.005)
-    return found
-
-
-@pytest.fixture
-def ask(store: FileStore, published: list[CommittedVersion]) -> Ask:
-    """Runs `astraflow weights ARGUMENTS` on the store, without a server."""
-
-    def run(*arguments: str) -> Ended:
-        return _run([*arguments, "--store", store.uri, "--run-id", RUN, "--policy", POLICY])
-
-    return run
-
-
-def _run(arguments: list[str]) -> Ended:
-    return cli.run("weights", *arguments)
-
-
-async def _ask_server(world: World, *arguments: str) -> Ended:
-    return await asyncio.to_thread(_run, [*arguments, "--join", world.address])
-
-
-async def _serves(world: World, version: int) -> bool:
-    return any(dict(node.serving_versions) == {POLICY: version} for node in (await world.status()).nodes)
+    return publish_all(ModelPublisher(open_writer(weight_store)), steps(3, density=0.005))
 
 
 def test_list_tells_what_was_published(ask: Ask, published: list[CommittedVersion]) -> None:
@@ -105,12 +59,11 @@ def test_show_tells_codecs_routes_and_tensors(ask: Ask, published: list[Committe
     assert "RICE" in told.output
 
 
-def test_show_tells_which_pulls_fetch_its_parts(ask: Ask, store: FileStore) -> None:
+def test_show_tells_which_pulls_fetch_its_parts(ask: Ask, weight_store: FileStore) -> None:
     keys, now_s = PolicyKeys(RUN, POLICY), time.time()
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    log.refresh()
     first, second, third = (
-        {part.sha256 for parts in parts_by_base(record).values() for part in parts} for record in log.records
+        {part.sha256 for parts in parts_by_base(record).values() for part in parts}
+        for record in read_log(weight_store).records
     )
     for holder, parts, expires_in_s in ((1, first | second, 600), (2, second, -1), (3, third, 600)):
         lease = PullLease(
@@ -118,8 +71,8 @@ def test_show_tells_which_pulls_fetch_its_parts(ask: Ask, store: FileStore) -> N
             parts=frozenset(parts),
             expires_time_s=now_s + expires_in_s,
         )
-        store.put_if_absent(keys.lease(lease.holder, 0), encode_lease(keys, lease))
-    store.put_if_absent(keys.lease(bytes(NONCE_BYTES), 0), b"not a lease")
+        weight_store.put_if_absent(keys.lease(lease.holder, 0), encode_lease(keys, lease))
+    weight_store.put_if_absent(keys.lease(bytes(NONCE_BYTES), 0), b"not a lease")
     (pull,) = ask("show", "1", "--json").json["pull_leases"]
     assert (pull["holder"], pull["parts"], pull["all_parts"]) == ("01" * NONCE_BYTES, 1, len(first) + 1)
     assert "pull 01010101" in ask("show", "1").output
@@ -133,10 +86,10 @@ def test_verify_succeeds_on_whole_versions(ask: Ask, published: list[CommittedVe
     assert "version 2 is whole" in ask("verify", "2").output
 
 
-def test_verify_names_the_damaged_part_and_ends_with_status_1(ask: Ask, store: FileStore) -> None:
-    key = next(info.key for info in store.list(f"{RUN}/{POLICY}/parts/"))
-    content = store.get(key)
-    overwrite(store, key, content[:-1] + bytes([content[-1] ^ 1]))
+def test_verify_names_the_damaged_part_and_ends_with_status_1(ask: Ask, weight_store: FileStore) -> None:
+    key = next(info.key for info in weight_store.list(f"{RUN}/{POLICY}/parts/"))
+    content = weight_store.get(key)
+    overwrite(weight_store, key, content[:-1] + bytes([content[-1] ^ 1]))
     ended = [ask("verify", str(version), "--json") for version in range(3)]
     assert ended[2].status == 1
     faults = [fault for found in ended for fault in found.json["faults"]]
@@ -172,8 +125,8 @@ def test_an_unknown_version_is_refused_with_those_that_exist(
     assert words in ended.errors
 
 
-def test_a_store_needs_run_and_policy(store: FileStore) -> None:
-    ended = _run(["list", "--store", store.uri])
+def test_a_store_needs_run_and_policy(weight_store: FileStore) -> None:
+    ended = cli.run("weights", "list", "--store", weight_store.uri)
     assert ended.status == 2
     assert "say --run-id and --policy, too" in ended.errors
 
@@ -184,36 +137,35 @@ def test_a_run_that_has_ended_is_told_how_to_look_at_its_versions(tmp_path: Path
     (tmp_path / "addresses").mkdir()
     address = {"pid": gone.pid, "grpc": "127.0.0.1:1"}
     (tmp_path / "addresses" / "dataflow.json").write_text(json.dumps(address))
-    ended = _run(["list", "--data-dir", str(tmp_path)])
+    ended = cli.run("weights", "list", "--data-dir", str(tmp_path))
     assert ended.status == 75
     assert "--store file://FOLDER/store" in ended.errors
 
 
 def test_a_misspelt_folder_is_refused_and_not_made(tmp_path: Path) -> None:
     missing = tmp_path / "wieghts"
-    ended = _run(["list", "--store", missing.as_uri(), "--run-id", RUN, "--policy", POLICY])
+    ended = ask_store(missing.as_uri(), "list")
     assert ended.status == 2
     assert "no folder of this machine" in ended.errors
     assert not missing.exists()
 
 
-@pytest.mark.usefixtures("published")
-def test_a_run_without_versions_is_told_as_such(store: FileStore) -> None:
-    ended = _run(["list", "--store", store.uri, "--run-id", "other", "--policy", POLICY])
+def test_a_run_without_versions_is_told_as_such(ask: Ask) -> None:
+    ended = ask("list", run_id="other")
     assert (ended.status, ended.errors) == (0, "")
     assert "has no version" in ended.output
 
 
 async def test_a_server_tells_store_pins_and_who_serves_a_version(
-    world: World, store: FileStore, published: list[CommittedVersion]
+    world: World, weight_store: FileStore, published: list[CommittedVersion]
 ) -> None:
-    await world.create_run(store_uri=store.uri)
+    await world.create_run(name=RUN, store_uri=weight_store.uri)
     trainer = await world.trainer(publish_first=False)
     await trainer.publish(version=0, step=0, content=published[0].manifest_sha256)
     await world.node("n1")
-    pinned = await _ask_server(world, "pin", "0", "--reason", "best so far", "--json")
+    pinned = await ask_server(world, "pin", "0", "--reason", "best so far", "--json")
     assert (pinned.status, pinned.json["pin"]["reason"]) == (0, "best so far"), pinned.errors
-    rows = (await _ask_server(world, "list", "--json")).json
+    rows = (await ask_server(world, "list", "--json")).json
     assert [(row["version"], row["pinned"], row["pin_reason"]) for row in rows] == [
         (2, False, None),
         (1, False, None),
@@ -221,23 +173,23 @@ async def test_a_server_tells_store_pins_and_who_serves_a_version(
     ]
     async with working(world, "n1") as session:
         await session.credits(0, solver=0)
-        await until(lambda: _serves(world, 0))
-        shown = (await _ask_server(world, "show", "0", "--json")).json
+        await serves(world, 0)
+        shown = (await ask_server(world, "show", "0", "--json")).json
     assert (shown["announced"], shown["pinned"], shown["served_by"]) == (True, True, ["n1"])
     assert [(node["node_id"], node["connected"], node["serving_version"]) for node in shown["nodes"]] == [
         ("n1", True, 0)
     ]
-    later = await _ask_server(world, "show", "1")
+    later = await ask_server(world, "show", "1")
     assert "no: no node may activate it" in later.output
     assert "no node" in later.output
     assert re.search(r"n1 +(works|away) +0", later.output)
     for told in ("is no longer pinned", "was not pinned"):
-        assert told in (await _ask_server(world, "unpin", "0")).output
+        assert told in (await ask_server(world, "unpin", "0")).output
 
 
-async def test_a_run_of_two_policies_asks_which_one_is_meant(world: World, store: FileStore) -> None:
-    await world.create_run(store_uri=store.uri, policies=("solver", "verifier"))
-    which = await _ask_server(world, "list")
+async def test_a_run_of_two_policies_asks_which_one_is_meant(world: World, weight_store: FileStore) -> None:
+    await world.create_run(name=RUN, store_uri=weight_store.uri, policies=("solver", "verifier"))
+    which = await ask_server(world, "list")
     assert (which.status, "--policy solver|verifier" in which.errors) == (2, True)
-    unknown = await _ask_server(world, "list", "--policy", "sovler")
+    unknown = await ask_server(world, "list", "--policy", "sovler")
     assert (unknown.status, "it has solver, verifier" in unknown.errors) == (2, True)

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from astraflow.dataflow.v1 import batch_service_pb2, version_pb2, version_service_pb2
-from astraflow_kit import log
-from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
 from support import cli, store_census
 from support.cli import Ended
 from support.dataflow_world import Trainer, World
-from support.published_models import ModelPublisher
-from support.weight_models import make_model, trained
+from support.published_models import ModelPublisher, open_writer, publish_all, read_log, steps
+from support.weight_fixtures import Ask, ask_server
+from support.weight_models import POLICY, RUN
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quiet")]
 
-RUN, POLICY = "run", "solver"
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    """The server shares this process: its log must not be taken for what a command prints."""
-    log.configure("test", stream=io.StringIO())
 
 
 @dataclass
@@ -40,13 +31,9 @@ class Started:
     store: FileStore
     trainer: Trainer
 
-    def ask(self, *arguments: str) -> Ended:
-        """Run `astraflow weights ARGUMENTS`."""
-        return cli.run("weights", *arguments, "--join", self.world.address)
-
     async def rollback(self, version: int, *options: str) -> Ended:
-        """Run the command; the server that it asks lives in this loop."""
-        return await asyncio.to_thread(self.ask, "rollback", str(version), *options)
+        """Run the command."""
+        return await ask_server(self.world, "rollback", str(version), *options)
 
     async def announced(self) -> list[version_pb2.Version]:
         """What nodes may activate, newest first."""
@@ -55,38 +42,26 @@ class Started:
 
     def log(self) -> VersionLog:
         """The log as it is now."""
-        found = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
-        found.refresh()
-        return found
+        return read_log(self.store)
 
 
-async def start(world: World, folder: Path) -> Started:
+@pytest.fixture
+async def started(world: World, weight_store: FileStore) -> Started:
     """Publish three versions and end the trainer."""
-    store = FileStore(folder / "weights")
-    await world.create_run(store_uri=store.uri, dataset="Counting")
-    trainer, node = await world.trainer(publish_first=False), None
-    writer = VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=trainer.epoch)
-    publisher, model = ModelPublisher(writer), make_model()
-    for step in range(3):
-        committed = publisher.publish(model, step=step)
-        if step:
-            node = node or await world.node()
+    await world.create_run(name=RUN, store_uri=weight_store.uri, dataset="Counting")
+    trainer, node = await world.trainer(publish_first=False), await world.node()
+    publisher = ModelPublisher(open_writer(weight_store, epoch=trainer.epoch))
+    for committed in publish_all(publisher, steps(3, density=0.005)):
+        if step := committed.step:
             for lease in await node.lease(2):
                 await node.complete(lease)
             await trainer.ack((await trainer.acquire(step, base_version=step - 1)).batch, TRAINED)
-        await announce(trainer, committed)
-        model = trained(model, step, density=0.005)
+        await trainer.publish(version=committed.version, step=step, content=committed.manifest_sha256)
     await trainer.release()
-    return Started(world, store, trainer)
+    return Started(world, weight_store, trainer)
 
 
-async def announce(trainer: Trainer, committed: CommittedVersion) -> None:
-    """Tell the server of a version."""
-    await trainer.publish(version=committed.version, step=committed.step, content=committed.manifest_sha256)
-
-
-async def test_going_back_makes_and_announces_one_version(world: World, tmp_path: Path) -> None:
-    started = await start(world, tmp_path)
+async def test_going_back_makes_and_announces_one_version(started: Started) -> None:
     told = await started.rollback(0, "--json")
     assert told.status == 0, told.errors
     record = started.log().record(3)
@@ -104,22 +79,20 @@ async def test_going_back_makes_and_announces_one_version(world: World, tmp_path
     assert "version 3, the newest one, has the weights of version 0 already; nothing to do" in again.output
     assert "version 3 is the newest one; nothing to do" in (await started.rollback(3)).output
     assert len(started.log().records) == 4
-    row = (await asyncio.to_thread(started.ask, "list", "--json")).json[0]
+    row = (await ask_server(started.world, "list", "--json")).json[0]
     assert (row["version"], row["rollback_of"], row["step"]) == (3, 0, 2)
-    shown = await asyncio.to_thread(started.ask, "show", "3")
+    shown = await ask_server(started.world, "show", "3")
     assert "version 0" in shown.output
 
 
-async def test_a_trainer_claims_at_once_after_going_back(world: World, tmp_path: Path) -> None:
-    started = await start(world, tmp_path)
+async def test_a_trainer_claims_at_once_after_going_back(started: Started) -> None:
     assert (await started.rollback(1)).status == 0
     claim = await started.trainer.claim()
     assert claim.version == 3
     await started.trainer.hold()
 
 
-async def test_a_live_trainer_is_named_and_left_alone(world: World, tmp_path: Path) -> None:
-    started = await start(world, tmp_path)
+async def test_a_live_trainer_is_named_and_left_alone(started: Started) -> None:
     await started.trainer.claim(trainer_id="host:1:abcd")
     refused = await started.rollback(0)
     assert refused.status == 1
@@ -135,28 +108,25 @@ async def test_a_live_trainer_is_named_and_left_alone(world: World, tmp_path: Pa
     assert len(started.log().records) == 3
 
 
-async def test_taking_over_fences_the_trainer(world: World, tmp_path: Path) -> None:
-    started = await start(world, tmp_path)
+async def test_taking_over_fences_the_trainer(started: Started) -> None:
     await started.trainer.claim()
     assert (await started.rollback(0, "--take-over")).status == 0
     refused = await asyncio.gather(started.trainer.hold(), return_exceptions=True)
     assert "not the current one" in str(refused[0])
 
 
-async def test_without_a_server_the_next_trainer_announces_it(world: World, tmp_path: Path) -> None:
-    started = await start(world, tmp_path)
-    named = ["--store", started.store.uri, "--run-id", RUN, "--policy", POLICY]
-    refused = cli.run("weights", "rollback", "0", *named)
+async def test_without_a_server_the_next_trainer_announces_it(started: Started, ask: Ask) -> None:
+    refused = ask("rollback", "0")
     assert (refused.status, "nobody can say whether a trainer still writes" in refused.errors) == (2, True)
-    told = cli.run("weights", "rollback", "0", *named, "--take-over")
+    told = ask("rollback", "0", "--take-over")
     assert told.status == 0, told.errors
     assert "the next trainer announces it" in told.output
-    again = cli.run("weights", "rollback", "0", *named, "--take-over", "--json")
+    again = ask("rollback", "0", "--take-over", "--json")
     assert (again.status, again.json["made"], again.json["announced"]) == (0, False, False)
     assert len(await started.announced()) == 3
     owner = started.log().owner
     assert owner is not None
-    successor = Trainer(world=world, policy_id=POLICY)
+    successor = Trainer(world=started.world, policy_id=POLICY)
     await successor.claim(known_epoch=owner.epoch)
     record = started.log().record(3)
     await successor.publish(
@@ -165,14 +135,12 @@ async def test_without_a_server_the_next_trainer_announces_it(world: World, tmp_
     assert (await started.announced())[0].version == 3
 
 
-async def test_an_unknown_version_is_refused(world: World, tmp_path: Path) -> None:
-    started = await start(world, tmp_path)
+async def test_an_unknown_version_is_refused(started: Started) -> None:
     refused = await started.rollback(9)
     assert (refused.status, "it holds 0 to 2" in refused.errors) == (2, True)
 
 
-async def test_a_version_that_is_gone_is_refused_with_the_advice_to_pin(world: World, tmp_path: Path) -> None:
-    started = await start(world, tmp_path)
+async def test_a_version_that_is_gone_is_refused_with_the_advice_to_pin(started: Started) -> None:
     for part in started.log().record(1).deltas[0].parts:
         started.store.delete(part.key)
     refused = await started.rollback(0)
@@ -192,10 +160,9 @@ MOMENTS = [
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_killed_at_any_moment_and_called_again_there_is_one_version(
-    world: World, tmp_path: Path, moment: str
+    started: Started, tmp_path: Path, moment: str
 ) -> None:
-    started = await start(world, tmp_path)
-    arguments = ["weights", "rollback", "0", "--join", world.address]
+    arguments = ["weights", "rollback", "0", "--join", started.world.address]
     hits = await asyncio.to_thread(
         cli.run_killed, *arguments, failpoint=f"{moment}=kill@1", log=tmp_path / "hits.jsonl"
     )

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from astraflow._status import from_rpc_error
-from astraflow.dataflow.v1 import version_pb2
+from astraflow.dataflow.v1 import version_pb2, version_service_pb2
 from astraflow.errors import AstraflowError
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow_kit.lifecycle import read_address_file
@@ -31,6 +31,7 @@ from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store.file import FileStore
+from support.dataflow_world import Trainer
 from support.published_models import ModelPublisher
 from support.raas_parts import write_tokenizer
 from support.scripted_dataflow import eventually
@@ -78,6 +79,17 @@ class WeightPublisher:
             sequence=committed.sequence,
             manifest_sha256=committed.manifest_sha256,
         )
+
+
+async def announce(trainer: Trainer, weights: WeightPublisher, *, step: int) -> None:
+    """Commit what `weights` holds as the version of a step, and tell the server of it."""
+    version = await asyncio.to_thread(weights.publish)
+    version.step, version.trainer_epoch = step, trainer.epoch
+    world = trainer.world
+    request = version_service_pb2.PublishRequest(
+        run_id=world.run_id, version=version, trainer_epoch=trainer.epoch
+    )
+    await world.client.call(world.client.versions.Publish, request)
 
 
 @dataclass

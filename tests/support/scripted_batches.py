@@ -51,14 +51,14 @@ _STAGES = {
 }
 
 
-def eventually(holds: Callable[[], object], *, what: str) -> None:
+def eventually(holds: Callable[[], object], *, what: str, patience_s: float = PATIENCE_S) -> None:
     """Wait until `holds` is true, for code in other threads; fails naming `what` was waited for."""
     never = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.005)):
+    for _ in range(int(patience_s / 0.005)):
         if holds():
             return
         never.wait(0.005)
-    raise AssertionError(f"not within {PATIENCE_S} s: {what}")
+    raise AssertionError(f"not within {patience_s} s: {what}")
 
 
 @dataclass

@@ -15,7 +15,7 @@ from astraflow_dataflow.records import Audit, Life, PolicyState, Refused, Stored
 from astraflow_dataflow.rules.faults import PluginFault
 
 _BATCH_RELEASES = {
-    "ready_groups": "nodes finish the outstanding groups; see what `lease` waits for when there are none",
+    "ready_groups": "nodes finish the outstanding groups; if there are none, see what `lease` waits for",
     "publish": "the trainer announces the versions it has trained",
     "selector": "the selector takes groups; it is asked again when another one is ready",
 }
@@ -95,7 +95,7 @@ def _weight_faults(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
             reason="weight_fault",
             policy_id=policy_id,
             detail=f"{node_id} serves an older version: {_place(fault)}: {fault.problem}{more}",
-            released_by=f"sound bytes in the store; look with `astraflow weights verify {fault.version}`",
+            released_by=f"the damaged object is repaired; `astraflow weights verify {fault.version}` names it",
         )
 
 
@@ -113,8 +113,8 @@ def _plugin_faults(faults: Sequence[PluginFault]) -> Iterator[Wait]:
             yield Wait(
                 stage=stage,
                 reason=f"{kind}_failed",
-                detail=f"{fault.name} failed {fault.count} times, last: {fault.problem}{more}; {meanwhile} meanwhile",
-                released_by="correct it and start the server again, or create a run of the corrected recipe",
+                detail=f"{fault.name} failed {fault.count} times, last: {fault.problem}{more}; meanwhile {meanwhile}",
+                released_by="correct it and restart the server, or create a run of the corrected recipe",
             )
 
 
@@ -125,7 +125,7 @@ def _lease_waits(
         return [
             _lease(
                 "no_node",
-                "no node has a working session",
+                "no node is connected",
                 "start a node and join it to this server",
             )
         ]
@@ -135,7 +135,7 @@ def _lease_waits(
             _lease(
                 "no_version",
                 f"no announced version of {', '.join(missing)}",
-                "its trainer announces version 0 once its starting model is loaded; its log says when it cannot",
+                "its trainer announces version 0 when it has loaded the initial model; see its log if it does not",
             )
         ]
     full = [policy for policy in audit.policies if policy.credit == 0]
@@ -145,7 +145,7 @@ def _lease_waits(
         return []
     for fault in faults:
         if fault.kind == "dataset":
-            remedy = "correct the data set; it is asked again at each sweep"
+            remedy = "correct the data set; it is asked again regularly"
             return [_lease("dataset_failed", fault.problem, remedy)]
     if audit.exhausted:
         return [
@@ -169,7 +169,7 @@ def _refused(refused: Refused, connected: Sequence[NodeStatus]) -> Wait:
         stage="lease",
         reason="no_capable_node",
         detail=f"{refused.count} tasks were refused by every connected node ({names}), for example {refused.example}",
-        released_by="join a node that can run them; `astraflow trace TASK_ID` says who refused",
+        released_by="join a node that can run them; `astraflow trace TASK_ID` says which nodes refused",
         since_ms=refused.since_ms,
     )
 
@@ -234,7 +234,7 @@ def _publish_waits(policy: PolicyState) -> Iterator[Wait]:
         policy_id=policy.policy_id,
         reason="unpublished",
         detail=detail,
-        released_by="the trainer uploads and announces them; see its log when it takes long",
+        released_by="the trainer uploads and announces them; if that takes long, see its log",
         since_ms=policy.finish_ms or None,
     )
 
@@ -252,5 +252,5 @@ def _evaluation_waits(
                 policy_id=item.policy_id,
                 reason="no_node_at_version",
                 detail=f"{have}; no connected node serves it now",
-                released_by="a node fetches that version; a superseded one is given up after a while",
+                released_by="a node fetches that version; a superseded evaluation is given up after a while",
             )

@@ -89,7 +89,9 @@ def dev(
     given = [f"{key}={value}" for key, value in named.items() if value is not None]
     loaded = load_recipe(recipe, overrides=[*(overrides or []), *given])
     if nodes == 0 and Part.RAAS not in (without or []):
-        raise InvalidArgumentError("--nodes 0 leaves nobody to run tasks; give at least 1, or --without raas")
+        raise InvalidArgumentError(
+            "--nodes 0 leaves no node to run tasks; give at least 1, or --without raas"
+        )
     goal = parse_goal(until) if until else None
     if store:
         # Refused here rather than by the trainer, after servers were started and a model was warmed up.

@@ -107,7 +107,7 @@ class Archive:
         gaps = [f"- {gap}" for gap in self.missing] or ["- nothing"]
         return "\n".join(
             [
-                "What an AstraFlow run left, packed for whoever looks into it.",
+                "Files of an AstraFlow run, collected for a bug report.",
                 "Tokens, passwords and keys are blanked in texts; recognisable ones only, so look before you share it.",
                 "docs/debugging.md leads from symptoms to causes.\n",
                 *(f"{name:<{width}}  {about}".rstrip() for name, about in lines),

@@ -56,10 +56,10 @@ _VARIABLES = (
     *("LOCAL_RANK", "WORLD_SIZE", "TOKENIZERS_"),
 )
 _ABOUT = {
-    "run.json": "whose folder this is",
+    "run.json": "which run this is",
     "recipe.yaml": "the recipe with every default and override resolved",
     "metrics.jsonl": "one line per step, version and evaluation",
-    "summary.json": "the end of the run",
+    "summary.json": "the summary of the run",
     "ledger.jsonl": "what the trainer trained on, step by step",
     "hits": "failpoints that were hit",
 }
@@ -207,7 +207,7 @@ def _add_redis(archive: Archive, folder: Path, data: Path, prefix: str) -> None:
         if sorted(data.iterdir()) == before:
             break
     else:
-        raise OSError(f"it was rewritten during each of {_REDIS_LOOKS} looks")
+        raise OSError(f"it was rewritten during each of {_REDIS_LOOKS} attempts")
     for path, content in contents.items():
         archive.add_bytes(f"{prefix}{path.relative_to(folder)}", content, about=_about(path))
 

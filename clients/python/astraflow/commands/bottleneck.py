@@ -74,7 +74,7 @@ def find_bottleneck(looks: Sequence[Sequence[pb.Wait]], *, over_s: float) -> Ver
         because = f"no stage waited more than {most:.0%} of the last {over_s:.0f} s"
         return Verdict(bound=Bound.BALANCED, share=share, looks=len(looks), because=because)
     because = (
-        f"{_WORDS[bound].format(policy=policy_id)} in {share:.0%} of {len(looks)} looks over {over_s:.0f} s"
+        f"{_WORDS[bound].format(policy=policy_id)} in {share:.0%} of {len(looks)} checks over {over_s:.0f} s"
     )
     return Verdict(bound=bound, share=share, looks=len(looks), because=because, policy_id=policy_id)
 

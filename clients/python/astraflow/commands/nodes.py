@@ -1,4 +1,4 @@
-"""`astraflow nodes`: list the nodes of a run, or send one home."""
+"""`astraflow nodes`: list the nodes of a run, or drain one."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def list_(
 @grouped_options
 def drain(
     options: RunOptions,
-    node: Annotated[str, typer.Argument(metavar="NODE", help="Node to send home.")],
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Node to drain.")],
     reason: Annotated[str, typer.Option(help="Why, one word; the node logs it.")] = "operator",
 ) -> None:
-    """Let NODE finish what it holds, give it nothing more and make it leave."""
+    """Let NODE finish its leases, give it no more, and make it exit."""
     request = pb.DrainNodeRequest(run_id=options.run_id, node_id=node, reason=reason)
     with options.client() as client:
         answer = client.call(client.admin.DrainNode, request)
@@ -65,7 +65,7 @@ def drain(
 
 
 def _drain_text(node: str, answer: pb.DrainNodeResponse) -> str:
-    reached = "it knows" if answer.connected else "it is not connected and will be told when it is"
+    reached = "it is notified" if answer.connected else "it is not connected and is notified when it is"
     return f"{node} finishes {answer.leases} tasks and leaves; {reached}"
 
 

@@ -79,7 +79,7 @@ def follow(client: Client, *, run_id: str, pause_s: float = 1.0) -> Iterator[pb.
         except RetryableError as error:
             if not reached:
                 raise
-            typer.echo(f"the server went away, asking again: {error.message}", err=True)
+            typer.echo(f"the server does not answer, retrying: {error.message}", err=True)
         time.sleep(pause_s)
 
 
@@ -190,7 +190,7 @@ def node_cells(node: pb.NodeStatus) -> tuple[str, ...]:
 def node_state(node: pb.NodeStatus) -> str:
     """Return what a node does, in words."""
     if not node.connected:
-        return f"gone since {span_text(max(0.0, time.time() - seconds_of(node.last_seen_time)))}"
+        return f"gone for {span_text(max(0.0, time.time() - seconds_of(node.last_seen_time)))}"
     if node.drain_reason:
         return f"draining: {node.drain_reason}"
     return f"waits: {node.waiting_for}" if node.waiting_for else "working" if node.leases else "idle"
@@ -215,11 +215,11 @@ def wait_parts(status: pb.StatusResponse) -> list[RenderableType]:
         return []
     if not status.waits:
         return [heading("waits"), Text("  nothing waits")]
-    shown = table("stage", "policy", "waits for", "since", "figures", right=("since",))
+    shown = table("stage", "policy", "waits for", "waited", "figures", right=("waited",))
     for wait in status.waits:
         since = span_text(seconds_of(wait.waited_duration))
         shown.add_row(wait.stage, wait.policy_id, wait.reason, since, wait.detail)
-    return [heading("waits"), shown, Text("  `astraflow why` says what would release them", "dim")]
+    return [heading("waits"), shown, Text("  `astraflow why` says what would end them", "dim")]
 
 
 def _dead_letters(status: pb.StatusResponse) -> list[RenderableType]:

@@ -58,7 +58,7 @@ def trace_tree(task: trace_pb2.TaskTrace) -> Tree:
         _add_episodes(branch, episodes, task)
     others = [item for item in task.episodes if item.episode_id not in shown]
     if others:
-        _add_episodes(tree.add(Text("pushed outside of any lease that is kept")), others, task)
+        _add_episodes(tree.add(Text("pushed outside any recorded lease")), others, task)
     for node_id in task.refused_by:
         tree.add(Text(f"refused by {node_id}: it lacks a capability", style="yellow"))
     if task.truncated:
@@ -125,5 +125,5 @@ def _place_text(item: trace_pb2.TrajectoryTrace) -> str:
 def _after(moment: Timestamp, task: trace_pb2.TaskTrace) -> str:
     """When something happened, counted from the task's submission."""
     if not moment.ToNanoseconds():
-        return "at a time that is not kept"
+        return "at an unrecorded time"
     return f"after {span_text(max(0.0, seconds_of(moment) - seconds_of(task.submit_time)))}"

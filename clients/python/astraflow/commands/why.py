@@ -42,7 +42,7 @@ _COLOURS = {Bound.BLOCKED: "red", Bound.BALANCED: "green", Bound.FINISHED: "gree
 SecondsOption = Annotated[
     float,
     typer.Option(
-        "--seconds", min=0.0, max=600.0, help="How long to look before judging what bounds the run."
+        "--seconds", min=0.0, max=600.0, help="How long to watch before saying what limits the run."
     ),
 ]
 
@@ -53,7 +53,7 @@ def why(
     options: RunOptions,
     seconds: SecondsOption = 3.0,
 ) -> None:
-    """Say what each stage waits for, since when, what would release it, and what bounds the run."""
+    """Say what each stage waits for, for how long, what would end the wait, and what limits the run."""
     with options.client() as client:
         looks = list(look(client, run_id=options.run_id, for_s=seconds))
     last = looks[-1]
@@ -99,8 +99,8 @@ def _block(wait: pb.Wait) -> tuple[RenderableType, ...]:
     stage = _STAGES.get(wait.stage, wait.stage)
     whose = f" {wait.policy_id}" if wait.policy_id else ""
     since = span_text(seconds_of(wait.waited_duration))
-    title = Text.assemble("\n", (f"{stage}{whose}", "bold"), f" waits since {since}: {wait.reason}")
-    released = [_indented(f"release: {wait.released_by}")] if wait.released_by else []
+    title = Text.assemble("\n", (f"{stage}{whose}", "bold"), f" has waited {since}: {wait.reason}")
+    released = [_indented(f"next: {wait.released_by}")] if wait.released_by else []
     return (title, _indented(wait.detail), *released)
 
 

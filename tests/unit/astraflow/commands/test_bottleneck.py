@@ -1,7 +1,5 @@
 """The verdict names what bounds a run, with the figure it rests on."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow.commands.bottleneck import Bound, find_bottleneck
@@ -34,7 +32,7 @@ def test_the_most_frequent_wait_decides_and_its_share_is_said() -> None:
     verdict = find_bottleneck(looks, over_s=3.0)
     assert (verdict.bound, verdict.share, verdict.policy_id) == (Bound.ROLLOUT, 0.5, "solver")
     assert verdict.sentence == (
-        "rollout-bound: the trainer of solver waited for finished groups in 50% of 4 looks over 3 s"
+        "rollout-bound: the trainer of solver waited for finished groups in 50% of 4 checks over 3 s"
     )
 
 

@@ -1,7 +1,5 @@
 """Wrong recipes are refused with line, nearest key and arithmetic; good ones survive a round trip."""
 
-from __future__ import annotations
-
 from math import inf
 from pathlib import Path
 

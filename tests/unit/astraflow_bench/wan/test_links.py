@@ -4,13 +4,7 @@ import dataclasses
 
 import pytest
 
-from astraflow_bench.wan.links import (
-    LinkPlan,
-    Place,
-    best_congestion_control,
-    goodput_bits_per_s,
-    link_to,
-)
+from astraflow_bench.wan.links import LinkPlan, Place, best_congestion_control, goodput_bits_per_s, link_to
 
 NOMINAL = LinkPlan(rate_bits_per_s=4e9, rtt_s=0.3)
 PACKET_BEFORE_SEGMENTATION = 65536 + 14

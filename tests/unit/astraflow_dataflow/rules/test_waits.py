@@ -112,8 +112,8 @@ def test_plugins_that_failed_are_named_one_of_each_kind() -> None:
         ("batch", "selector_failed"),
     ]
     assert waits[1].detail == (
-        "a:A failed 2 times, last: it broke (and 1 more of these); groups it fails on are dropped as "
-        "filter_failed meanwhile"
+        "a:A failed 2 times, last: it broke (and 1 more of these); meanwhile groups it fails on are "
+        "dropped as filter_failed"
     )
 
 
@@ -136,7 +136,7 @@ def test_a_policy_whose_bytes_a_node_cannot_verify_waits_to_be_activated() -> No
     assert wait.detail == (
         "n1 serves an older version: version 5, tensor 'w', tile 3: its parts are damaged (and 1 more)"
     )
-    assert wait.released_by == "sound bytes in the store; look with `astraflow weights verify 5`"
+    assert wait.released_by == "the damaged object is repaired; `astraflow weights verify 5` names it"
 
 
 def test_every_wait_says_what_would_release_it() -> None:

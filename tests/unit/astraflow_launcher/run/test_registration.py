@@ -1,7 +1,5 @@
 """A run is created once, continued when more steps are wanted than it has, and left alone otherwise."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 
