@@ -105,7 +105,7 @@ class AdditionProblems:
 
 
 class BoxedSum:
-    """The reward: 1.0 for the right sum in the last box, else 0.0; called by the workflow on the node."""
+    """The reward: 1.0 for the correct sum in the last box, else 0.0; called by the workflow on the node."""
 
     def __call__(self, task: TaskSpec, completion: str) -> float:
         return score(completion, total=task.data["total"])

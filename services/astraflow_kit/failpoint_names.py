@@ -40,7 +40,7 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "weights.publish.uploading": "a part is about to be stored; parts before it, and other ranks', may be",
         "weights.publish.parts_uploaded": "all parts and assets of a version are stored, its manifest is not",
         "weights.publish.before_manifest": "the manifest is about to be created, which commits the version",
-        "weights.publish.after_manifest": "the version is committed, nobody has been told",
+        "weights.publish.after_manifest": "the version is committed and not announced",
         "weights.compaction.parts_uploaded": "a merged delta's or snapshot's parts are stored, nothing names them",
         "weights.compaction.visible": "a merged delta or snapshot is offered, nobody has taken it",
         "weights.collection.tombstoned": "a round of collection names its parts, nothing is decided",

@@ -38,7 +38,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 CORRELATION_METADATA = "x-correlation-id"
 STOP_GRACE_S = 5.0
 RETRY_AFTER_S = 0.2
-"""What a caller is told to wait after a retryable error that says nothing itself."""
+"""How long callers wait after a retryable error that names no time itself."""
 # Statuses travel in HTTP/2 headers, which peers bound to 8 KiB, as text, escaped to three bytes for each that is
 # not ASCII, and once more as details.
 _MAX_ERROR_BYTES, _MAX_ESCAPED_BYTES = 2000, 3600

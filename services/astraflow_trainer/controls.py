@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 
 _MAX_REASON = bounds_of(trainer_service_pb2.PauseRequest, "reason").max_len
 _MAX_LEARNING_RATE = bounds_of(trainer_service_pb2.SetLearningRateRequest, "learning_rate").max
-_PAUSE_POLL_S = 2.0  # how often waiting is told while paused, so that other ranks do not wait in silence
+_PAUSE_POLL_S = 2.0  # how often waiting is reported while paused, so that other ranks do not wait in silence
 
 
 @dataclass(frozen=True, kw_only=True)

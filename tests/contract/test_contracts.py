@@ -2,11 +2,10 @@
 and bytes that stay what they are.
 """
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +19,7 @@ from support.source_tree import REPOSITORY
 
 PROTO_ROOT = REPOSITORY / "proto"
 
-# Field numbers of descriptor.proto, from which paths into a file are made.
-FILE_MESSAGE, FILE_ENUM, FILE_SERVICE, FILE_EXTENSION = 4, 5, 6, 7
-MESSAGE_FIELD, MESSAGE_NESTED, MESSAGE_ENUM, MESSAGE_ONEOF = 2, 3, 4, 8
-MEMBER = 2  # an enum's value, a service's rpc
+Files = list[descriptor_pb2.FileDescriptorProto]
 
 
 @dataclass(frozen=True)
@@ -35,14 +31,14 @@ class Named:
 
 
 @pytest.fixture(scope="module")
-def files() -> list[descriptor_pb2.FileDescriptorProto]:
+def files() -> Files:
     """The contracts as protoc reads them, comments included."""
     described = runpy.run_path(str(PROTO_ROOT / "generate.py"))["describe"]()
     return [file for file in described.file if (PROTO_ROOT / file.name).exists()]
 
 
 def test_every_rpc_says_who_may_call_it_and_what_repeating_does(
-    files: list[descriptor_pb2.FileDescriptorProto],
+    files: Files,
 ) -> None:
     rpcs = [
         (f"{service.name}.{method.name}", method.options.Extensions)
@@ -52,55 +48,50 @@ def test_every_rpc_says_who_may_call_it_and_what_repeating_does(
     ]
     assert rpcs
     assert [name for name, options in rpcs if not options[options_pb2.roles]] == []
-    assert [
-        name for name, options in rpcs if options_pb2.ROLE_UNSPECIFIED in options[options_pb2.roles]
-    ] == []
+    unspecified = options_pb2.ROLE_UNSPECIFIED
+    assert [name for name, options in rpcs if unspecified in options[options_pb2.roles]] == []
     assert [name for name, options in rpcs if not options[options_pb2.retry]] == []
 
 
 def test_every_file_names_its_package_in_other_languages_by_one_scheme(
-    files: list[descriptor_pb2.FileDescriptorProto],
+    files: Files,
 ) -> None:
     for file in files:
         name, options = file.package.split(".")[1], file.options
         assert file.package == f"astraflow.{name}.v1"
-        assert options.go_package == (
-            f"github.com/astraflow/astraflow/clients/go/astraflow/{name}/v1;{name}v1"
-        ), file.name
+        go_package = f"github.com/astraflow/astraflow/clients/go/astraflow/{name}/v1;{name}v1"
+        assert options.go_package == go_package, file.name
         assert options.java_package == f"io.astraflow.{name}.v1", file.name
         assert options.java_multiple_files, file.name
         assert options.csharp_namespace == f"Astraflow.{name.capitalize()}.V1", file.name
 
 
-def test_one_file_carries_the_contract_version(files: list[descriptor_pb2.FileDescriptorProto]) -> None:
+def test_one_file_carries_the_contract_version(files: Files) -> None:
     carried = {file.name: file.options.Extensions[options_pb2.contract_version] for file in files}
     assert {name: version for name, version in carried.items() if version} == {
         "astraflow/server/v1/server_info.proto": CONTRACT_VERSION
     }
 
 
-def test_everything_declared_has_words(files: list[descriptor_pb2.FileDescriptorProto]) -> None:
+def test_everything_declared_has_words(files: Files) -> None:
     everything = [named for file in files for named in declared(file)]
     assert len(everything) > 300
     assert [named.name for named in everything if not named.comment.strip()] == []
 
 
-def test_the_zero_of_every_enum_is_unspecified(files: list[descriptor_pb2.FileDescriptorProto]) -> None:
+def test_the_zero_of_every_enum_is_unspecified(files: Files) -> None:
     enums = [enum for file in files for enum in every_enum(file)]
     zeros = [value.name for enum in enums for value in enum.value if value.number == 0]
     assert len(zeros) == len(enums)
     assert [name for name in zeros if not name.endswith("_UNSPECIFIED")] == []
 
 
-def test_a_missing_comment_is_seen(files: list[descriptor_pb2.FileDescriptorProto]) -> None:
+def test_a_missing_comment_is_seen(files: Files) -> None:
     file = descriptor_pb2.FileDescriptorProto()
     file.CopyFrom(next(file for file in files if file.name.endswith("rollout/v1/trajectory.proto")))
-    location = next(
-        location
-        for location in file.source_code_info.location
-        if "Weight version of the policy" in location.leading_comments
-    )
-    location.leading_comments = ""
+    for place in file.source_code_info.location:
+        if "Weight version of the policy" in place.leading_comments:
+            place.leading_comments = ""
     assert [named.name for named in declared(file) if not named.comment] == ["VersionSpan.version"]
 
 
@@ -110,49 +101,33 @@ def every_enum(file: descriptor_pb2.FileDescriptorProto) -> Iterator[descriptor_
         yield from message.enum_type
 
 
+DECLARING = {
+    *("message_type", "nested_type", "field", "oneof_decl", "extension"),
+    *("enum_type", "value", "service", "method"),
+}
+"""Fields of descriptor.proto that hold what has a name of its own and a comment."""
+
+
 def declared(file: descriptor_pb2.FileDescriptorProto) -> Iterator[Named]:
     """Every message, field, oneof, enum, value, service, rpc and option of a file."""
     comments = {tuple(place.path): place.leading_comments for place in file.source_code_info.location}
 
-    def named(name: str, *path: int) -> Named:
-        return Named(name, comments.get(path, ""))
+    def inside(parent: Any, path: tuple[int, ...], prefix: str) -> Iterator[Named]:
+        for part, children in parent.ListFields():
+            for index, child in enumerate(children if part.name in DECLARING else ()):
+                if not is_made_by_protoc(child):
+                    place, name = (*path, part.number, index), prefix + child.name
+                    yield Named(name, comments.get(place, ""))
+                    yield from inside(child, place, f"{name}.")
 
-    for index, message in enumerate(file.message_type):
-        yield from in_message(message, comments, path=(FILE_MESSAGE, index), prefix="")
-    for index, enum in enumerate(file.enum_type):
-        yield named(enum.name, FILE_ENUM, index)
-        for number, value in enumerate(enum.value):
-            yield named(value.name, FILE_ENUM, index, MEMBER, number)
-    for index, service in enumerate(file.service):
-        yield named(service.name, FILE_SERVICE, index)
-        for number, method in enumerate(service.method):
-            yield named(f"{service.name}.{method.name}", FILE_SERVICE, index, MEMBER, number)
-    for index, extension in enumerate(file.extension):
-        yield named(extension.name, FILE_EXTENSION, index)
+    return inside(file, (), "")
 
 
-def in_message(
-    message: descriptor_pb2.DescriptorProto,
-    comments: dict[tuple[int, ...], str],
-    *,
-    path: tuple[int, ...],
-    prefix: str,
-) -> Iterator[Named]:
-    name = prefix + message.name
-    yield Named(name, comments.get(path, ""))
-    for index, field in enumerate(message.field):
-        yield Named(f"{name}.{field.name}", comments.get((*path, MESSAGE_FIELD, index), ""))
-    for index, oneof in enumerate(message.oneof_decl):
-        if not oneof.name.startswith("_"):  # made by `optional`
-            yield Named(f"{name}.{oneof.name}", comments.get((*path, MESSAGE_ONEOF, index), ""))
-    for index, nested in enumerate(message.nested_type):
-        if not nested.options.map_entry:
-            yield from in_message(nested, comments, path=(*path, MESSAGE_NESTED, index), prefix=f"{name}.")
-    for index, enum in enumerate(message.enum_type):
-        place = (*path, MESSAGE_ENUM, index)
-        yield Named(f"{name}.{enum.name}", comments.get(place, ""))
-        for number, value in enumerate(enum.value):
-            yield Named(f"{name}.{value.name}", comments.get((*place, MEMBER, number), ""))
+def is_made_by_protoc(child: Any) -> bool:
+    """The entry type of a map, or the oneof of an `optional` field."""
+    if isinstance(child, descriptor_pb2.DescriptorProto):
+        return child.options.map_entry
+    return isinstance(child, descriptor_pb2.OneofDescriptorProto) and child.name.startswith("_")
 
 
 def trajectory_item() -> trajectory_pb2.TrajectoryItem:

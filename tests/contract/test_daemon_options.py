@@ -1,7 +1,5 @@
 """The options of the four daemons: every setting is one, named like it, explained, in a panel."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

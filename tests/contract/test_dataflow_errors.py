@@ -2,8 +2,6 @@
 with status code and reason. Values beyond the bound of a field have their rows in `test_field_bounds.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,42 +10,28 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import Message
 
 from astraflow._contract import read_contract
-from astraflow.dataflow.v1 import (
-    admin_service_pb2 as admin,
-)
-from astraflow.dataflow.v1 import (
-    batch_service_pb2 as batches,
-)
-from astraflow.dataflow.v1 import (
-    run_pb2,
-    version_pb2,
-)
-from astraflow.dataflow.v1 import (
-    run_service_pb2 as runs,
-)
-from astraflow.dataflow.v1 import (
-    task_service_pb2 as tasks,
-)
-from astraflow.dataflow.v1 import (
-    trajectory_service_pb2 as trajectories,
-)
-from astraflow.dataflow.v1 import (
-    version_service_pb2 as versions,
-)
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.dataflow.v1 import batch_service_pb2 as batches
+from astraflow.dataflow.v1 import run_pb2, version_pb2
+from astraflow.dataflow.v1 import run_service_pb2 as runs
+from astraflow.dataflow.v1 import task_service_pb2 as tasks
+from astraflow.dataflow.v1 import trajectory_service_pb2 as trajectories
+from astraflow.dataflow.v1 import version_service_pb2 as versions
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
-from support.any_rpc import answer, request_of
+from support.any_rpc import CODES, INVALID, MISSING, STATE, answer, request_of
 from support.dataflow_world import World, recipe_text
 
 pytestmark = pytest.mark.slow
 
 Call = Message | Callable[[World], Awaitable[object]]
 SHA = b"." * 32
+RECIPE = recipe_text(name="run")
 
 
 def create(**fields: Any) -> Message:
     """CreateRun with these fields."""
-    return runs.CreateRunRequest(run=run_pb2.Run(**fields))
+    return runs.CreateRunRequest(run=run_pb2.Run(**({"run_id": "r", "recipe_yaml": RECIPE} | fields)))
 
 
 def join(**fields: Any) -> Message:
@@ -98,130 +82,82 @@ async def submit_while_finishing(world: World) -> object:
     return await world.submit("t1")
 
 
-RECIPE = recipe_text(name="run")
-INVALID, MISSING, EXISTS, STATE = "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "FAILED_PRECONDITION"
-
-ROWS: dict[str, tuple[Call, str, str]] = {
-    "run with a broken recipe": (create(run_id="r", recipe_yaml="run: 1"), INVALID, "INVALID_RECIPE"),
+ROWS: dict[str, tuple[Call, str]] = {
+    "run with a broken recipe": (create(recipe_yaml="run: 1"), "INVALID_RECIPE"),
     "run with an unknown plug-in": (
-        create(run_id="r", recipe_yaml=RECIPE.replace("dataflow_world:Empty", "nowhere:Empty")),
-        STATE,
+        create(recipe_yaml=RECIPE.replace("dataflow_world:Empty", "nowhere:Empty")),
         "PLUGIN_FAILED",
     ),
     "run whose code is not what its digest says": (
-        create(
-            run_id="r",
-            recipe_yaml=RECIPE,
-            code=run_pb2.CodeBundle(files=[run_pb2.CodeFile(path="recipe.py", content=b"x")], sha256=SHA),
-        ),
-        INVALID,
+        create(code=run_pb2.CodeBundle(files=[run_pb2.CodeFile(path="recipe.py", content=b"x")], sha256=SHA)),
         "INVALID_RECIPE",
     ),
     "run whose code leaves its folder": (
-        create(
-            run_id="r", recipe_yaml=RECIPE, code=run_pb2.CodeBundle(files=[run_pb2.CodeFile(path="../a.py")])
-        ),
-        INVALID,
+        create(code=run_pb2.CodeBundle(files=[run_pb2.CodeFile(path="../a.py")])),
         "INVALID_RECIPE",
     ),
     "run that needs its own code where that is not allowed": (
-        create(run_id="r", recipe_yaml=RECIPE.replace("support.dataflow_world:Empty", "recipe:Data")),
-        STATE,
+        create(recipe_yaml=RECIPE.replace("support.dataflow_world:Empty", "recipe:Data")),
         "PLUGIN_FAILED",
     ),
-    "run that exists with another store": (
-        create(run_id="run", recipe_yaml=RECIPE, store_uri="file:///else"),
-        EXISTS,
-        "CONFLICT",
-    ),
+    "run that exists with another store": (create(run_id="run", store_uri="file:///else"), "CONFLICT"),
     "update to an unknown state": (
         request_of(runs.UpdateRunRequest, state=run_pb2.RUN_STATE_FINISHED),
-        INVALID,
         INVALID,
     ),
     "update of an unknown run": (
         runs.UpdateRunRequest(run_id="nowhere", state=run_pb2.RUN_STATE_FINISHING),
         MISSING,
-        MISSING,
     ),
-    "the only run when there are two": (the_only_run_of_two, STATE, "FAILED_PRECONDITION"),
-    "join of an unknown run": (join(run_id="nowhere"), MISSING, MISSING),
-    "join with an older incarnation": (join_with_an_older_incarnation, STATE, "FENCED"),
-    "submit a task of the server's own": (submit(task_pb2.Task(task_id="eval:x")), INVALID, INVALID),
-    "submit an evaluation": (submit(task_pb2.Task(task_id="t", purpose=2)), INVALID, INVALID),
-    "submit data that is not JSON": (submit(task_pb2.Task(task_id="t", data_json=b"{")), INVALID, INVALID),
-    "submit while finishing": (submit_while_finishing, STATE, "FAILED_PRECONDITION"),
-    "lease without a join": (lease(node_id="stranger"), MISSING, MISSING),
-    "lease as another incarnation": (lease(incarnation=2), STATE, "FENCED"),
-    "push to an unknown run": (push(run_id="nowhere"), MISSING, MISSING),
-    "claim of an unknown policy": (
-        request_of(batches.ClaimPolicyRequest, policy_id="nobody"),
-        MISSING,
-        MISSING,
-    ),
+    "the only run when there are two": (the_only_run_of_two, STATE),
+    "join of an unknown run": (join(run_id="nowhere"), MISSING),
+    "join with an older incarnation": (join_with_an_older_incarnation, "FENCED"),
+    "submit a task of the server's own": (submit(task_pb2.Task(task_id="eval:x")), INVALID),
+    "submit an evaluation": (submit(task_pb2.Task(task_id="t", purpose=2)), INVALID),
+    "submit data that is not JSON": (submit(task_pb2.Task(task_id="t", data_json=b"{")), INVALID),
+    "submit while finishing": (submit_while_finishing, STATE),
+    "lease without a join": (lease(node_id="stranger"), MISSING),
+    "lease as another incarnation": (lease(incarnation=2), "FENCED"),
+    "push to an unknown run": (push(run_id="nowhere"), MISSING),
+    "claim of an unknown policy": (request_of(batches.ClaimPolicyRequest, policy_id="nobody"), MISSING),
     "claim of a policy that is held": (
         request_of(batches.ClaimPolicyRequest, only_if_unheld=True),
-        STATE,
         "POLICY_HELD",
     ),
     "hold of a policy under an epoch never given": (
         request_of(batches.HoldPolicyRequest, trainer_epoch=99),
-        STATE,
         "FENCED",
     ),
-    "hold of an unknown policy": (
-        request_of(batches.HoldPolicyRequest, policy_id="nobody"),
-        MISSING,
-        MISSING,
-    ),
+    "hold of an unknown policy": (request_of(batches.HoldPolicyRequest, policy_id="nobody"), MISSING),
     "release of a policy of somebody else's": (
         request_of(batches.ReleasePolicyRequest, trainer_epoch=99),
-        STATE,
         "FENCED",
     ),
-    "acquire under an older epoch": (of_step(batches.AcquireBatchRequest, trainer_epoch=0), STATE, "FENCED"),
-    "acquire under an epoch never given": (
-        of_step(batches.AcquireBatchRequest, trainer_epoch=99),
-        STATE,
-        "FENCED",
-    ),
-    "acquire a step too far": (of_step(batches.AcquireBatchRequest, step=2), INVALID, INVALID),
-    "fetch of a step that is not bound": (of_step(batches.FetchBatchRequest), MISSING, MISSING),
-    "renewal of a step that is not bound": (of_step(batches.RenewBatchRequest), MISSING, MISSING),
+    "acquire under an older epoch": (of_step(batches.AcquireBatchRequest, trainer_epoch=0), "FENCED"),
+    "acquire under an epoch never given": (of_step(batches.AcquireBatchRequest, trainer_epoch=99), "FENCED"),
+    "acquire a step too far": (of_step(batches.AcquireBatchRequest, step=2), INVALID),
+    "fetch of a step that is not bound": (of_step(batches.FetchBatchRequest), MISSING),
+    "renewal of a step that is not bound": (of_step(batches.RenewBatchRequest), MISSING),
     "ack of a step that is not bound": (
         of_step(batches.AckBatchRequest, stage=batches.BATCH_STAGE_TRAINED),
         MISSING,
-        MISSING,
     ),
-    "ack of no stage": (of_step(batches.AckBatchRequest), INVALID, INVALID),
-    "durable before trained": (of_step(batches.MarkDurableRequest), INVALID, INVALID),
-    "publish a gap": (publish(version=7), STATE, "VERSION_GAP"),
-    "publish before the step is trained": (publish(), INVALID, INVALID),
-    "publish under an older epoch": (publish(caller_epoch=0), STATE, "FENCED"),
-    "publish a rollback to a later version": (publish(rollback_of=1), INVALID, INVALID),
-    "publish a rollback that a newer epoch wrote": (
-        publish(rollback_of=0, trainer_epoch=99),
-        INVALID,
-        INVALID,
-    ),
-    "publish what a newer epoch wrote": (publish(trainer_epoch=99), INVALID, INVALID),
-    "publish of an unknown policy": (publish(policy_id="nobody"), MISSING, MISSING),
+    "ack of no stage": (of_step(batches.AckBatchRequest), INVALID),
+    "durable before trained": (of_step(batches.MarkDurableRequest), INVALID),
+    "publish a gap": (publish(version=7), "VERSION_GAP"),
+    "publish before the step is trained": (publish(), INVALID),
+    "publish under an older epoch": (publish(caller_epoch=0), "FENCED"),
+    "publish a rollback to a later version": (publish(rollback_of=1), INVALID),
+    "publish a rollback that a newer epoch wrote": (publish(rollback_of=0, trainer_epoch=99), INVALID),
+    "publish what a newer epoch wrote": (publish(trainer_epoch=99), INVALID),
+    "publish of an unknown policy": (publish(policy_id="nobody"), MISSING),
     "publish other bytes under a known number": (
         publish(version=0, step=0, manifest_sha256=b"x" * 32),
-        EXISTS,
         "CONFLICT",
     ),
-    "watch of an unknown policy": (
-        request_of(versions.WatchRequest, policy_ids=["nobody"]),
-        MISSING,
-        MISSING,
-    ),
-    "versions of an unknown policy": (
-        request_of(versions.ListVersionsRequest, policy_id="nobody"),
-        MISSING,
-        MISSING,
-    ),
-    "status of an unknown run": (admin.StatusRequest(run_id="nowhere"), MISSING, MISSING),
+    "watch of an unknown policy": (request_of(versions.WatchRequest, policy_ids=["nobody"]), MISSING),
+    "versions of an unknown policy": (request_of(versions.ListVersionsRequest, policy_id="nobody"), MISSING),
+    "status of an unknown run": (admin.StatusRequest(run_id="nowhere"), MISSING),
 }
 
 
@@ -234,13 +170,13 @@ def declared(error: AstraflowError) -> bool:
 
 @pytest.mark.parametrize("row", ROWS)
 async def test_the_server_answers(world: World, row: str) -> None:
-    call, code, reason = ROWS[row]
+    call, reason = ROWS[row]
     await world.create_run(name="run")
     await world.trainer()
     await world.node("n1")
     with pytest.raises(AstraflowError) as refused:
         await (answer(world, call) if isinstance(call, Message) else call(world))
-    assert (refused.value.code, refused.value.reason) == (code, reason), refused.value.message
+    assert (refused.value.code, refused.value.reason) == (CODES[reason], reason), refused.value.message
     assert declared(refused.value), f"{refused.value.metadata['rpc']} does not list {reason}"
     assert len(refused.value.message) > 20, "a message says what, which value, which limit and what to do"
 

@@ -2,8 +2,6 @@
 are refused, or cut where the contract says so. A bounded field of a served rpc without a row here fails the test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,28 +12,13 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from astraflow._contract import bounds_of
-from astraflow.dataflow.v1 import (
-    admin_service_pb2 as admin,
-)
-from astraflow.dataflow.v1 import (
-    batch_service_pb2 as batches,
-)
-from astraflow.dataflow.v1 import (
-    run_pb2,
-    version_pb2,
-)
-from astraflow.dataflow.v1 import (
-    run_service_pb2 as runs,
-)
-from astraflow.dataflow.v1 import (
-    task_service_pb2 as tasks,
-)
-from astraflow.dataflow.v1 import (
-    trajectory_service_pb2 as trajectories,
-)
-from astraflow.dataflow.v1 import (
-    version_service_pb2 as versions,
-)
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.dataflow.v1 import batch_service_pb2 as batches
+from astraflow.dataflow.v1 import run_pb2, version_pb2
+from astraflow.dataflow.v1 import run_service_pb2 as runs
+from astraflow.dataflow.v1 import task_service_pb2 as tasks
+from astraflow.dataflow.v1 import trajectory_service_pb2 as trajectories
+from astraflow.dataflow.v1 import version_service_pb2 as versions
 from astraflow.errors import AstraflowError, DeadlineError, InvalidArgumentError, PreconditionError
 from astraflow.options.v1 import options_pb2
 from astraflow.recipe.file import CodeFile, bundle_digest
@@ -53,7 +36,7 @@ RECIPE = recipe_text(name="run")
 REFUSED = {"INVALID_ARGUMENT", "INVALID_RECIPE"}
 
 NOT_ENFORCED = {
-    "astraflow.dataflow.v1.CodeFile.content",  # by whoever reads a recipe's folder, over all its files
+    "astraflow.dataflow.v1.CodeFile.content"  # by whoever reads a recipe's folder, over all its files
 }
 
 
@@ -101,31 +84,28 @@ def put(message: Any, name: str, value: object) -> None:
         held.CopyFrom(seconds(value))  # type: ignore[arg-type]
     elif isinstance(value, dict | list):
         message.ClearField(name)
-        getattr(message, name).update(value) if isinstance(value, dict) else getattr(message, name).extend(
-            value
-        )
+        held = getattr(message, name)
+        held.update(value) if isinstance(value, dict) else held.extend(value)
     else:
         setattr(message, name, value)
 
 
-def values(row: Row) -> tuple[list[Any], list[Any]]:
+Values = tuple[list[Any], list[Any]]
+
+
+def values(row: Row) -> Values:
     """Values just inside and just outside the bounds of the row's field."""
     described = row.place()[1]
     bounds = described.GetOptions().Extensions[options_pb2.bounds]
-    inside, outside = list(row.inside), list(row.outside)
-    made = (
-        _items(bounds, described, row.element),
-        _numbers(bounds, described) if not row.inside else ([], []),
-        _texts(bounds, described) if not row.inside else ([], []),
-    )
-    for more_inside, more_outside in made:
-        inside, outside = inside + more_inside, outside + more_outside
-    return inside, outside
+    made = [([*row.inside], [*row.outside]), _items(bounds, described, row.element)]
+    if not row.inside:
+        made += [_numbers(bounds, described), _texts(bounds, described)]
+    return [value for inside, _ in made for value in inside], [
+        value for _, outside in made for value in outside
+    ]
 
 
-def _items(
-    bounds: Any, described: FieldDescriptor, element: Callable[[int], Any]
-) -> tuple[list[Any], list[Any]]:
+def _items(bounds: Any, described: FieldDescriptor, element: Callable[[int], Any]) -> Values:
     is_map = described.message_type is not None and described.message_type.GetOptions().map_entry
 
     def some(count: int) -> Any:
@@ -137,19 +117,15 @@ def _items(
     return inside, [some(most + 1)] * bool(most) + [some(least - 1)] * bool(least)
 
 
-def _numbers(bounds: Any, described: FieldDescriptor) -> tuple[list[Any], list[Any]]:
-    exact: Any = (
-        int
-        if described.cpp_type not in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_MESSAGE)
-        else float
-    )
-    step = 1 if exact is int else 0.001
+def _numbers(bounds: Any, described: FieldDescriptor) -> Values:
+    fractional = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_MESSAGE)
+    exact, step = (float, 0.001) if described.cpp_type in fractional else (int, 1)
     inside = [exact(getattr(bounds, name)) for name in ("min", "max") if bounds.HasField(name)]
     outside = [exact(bounds.max) + step] * bounds.HasField("max")
     return inside, outside + [exact(bounds.min) - step] * bounds.HasField("min")
 
 
-def _texts(bounds: Any, described: FieldDescriptor) -> tuple[list[Any], list[Any]]:
+def _texts(bounds: Any, described: FieldDescriptor) -> Values:
     letter: Any = b"x" if described.type == FieldDescriptor.TYPE_BYTES else "x"
     lengths = [(bounds.min_len, bounds.max_len), (bounds.min_bytes, bounds.max_bytes)]
     inside = [letter * length for pair in lengths for length in pair if length]
@@ -219,18 +195,17 @@ def json_of(size: int) -> bytes:
     return b'{"a":"' + b"x" * (size - 8) + b'"}'
 
 
+ONE_FILE = run_pb2.CodeBundle(files=[run_pb2.CodeFile()])
 FAULT = version_pb2.WeightFault(policy_id="solver", version=1, problem="wrong")
 KIB64 = bounds_of(task_pb2.Task, "data_json").max_bytes
+MOST_IDS = bounds_of(trajectory_pb2.Trajectory, "token_ids").max_bytes
+TOKENS = [b"\0" * MOST_IDS], [b"", b"\0" * (MOST_IDS + 4)]
+URIS = [BLOBS + "a" * (1024 - len(BLOBS))], [BLOBS + "a" * (1025 - len(BLOBS))]
+MEDIA_TYPES = ["a/b", "image/" + "x" * 122], ["", "image", "image/" + "x" * 123]
 
 ROWS = [
     Row(create(), "run.run_id", ["a", "a" * 64, "0-a"], ["", "a" * 65, "-a", "A"]),
-    Row(
-        create(code=run_pb2.CodeBundle(files=[run_pb2.CodeFile()])),
-        "run.code.files.path",
-        ["a.py", ".py"],
-        ["a.txt", "a/b.py", "../a.py"],
-        mend=created,
-    ),
+    Row(create(code=ONE_FILE), "run.code.files.path", ["a.py", ".py"], ["a.txt", "a/b.py", "../a.py"], mend=created),
     Row(request_of(runs.ListRunsRequest), "page_size"),
     Row(request_of(runs.ListRunsRequest), "page_token", ["", "0", "17"], ["x", "-1"]),
     Row(request_of(runs.DeleteRunRequest), "run_id", ["gone"], ["", "Gone", "a" * 65]),
@@ -267,33 +242,12 @@ ROWS = [
     Row(push(), "episode.trajectories.header.role", ["", "~" * 64], ["a b", "a" * 65], slugs=("bad_role",)),
     Row(push(), "episode.trajectories.header.num_trainable_tokens", [4], [0], slugs=("mask_mismatch",)),
     Row(push(), "episode.trajectories.header.metrics", slugs=("bad_metrics",)),
-    Row(
-        body(),
-        "token_ids",
-        [b"\0" * bounds_of(trajectory_pb2.Trajectory, "token_ids").max_bytes],
-        [b"", b"\0" * (bounds_of(trajectory_pb2.Trajectory, "token_ids").max_bytes + 4)],
-        mend=pushed,
-        slugs=("empty", "too_long"),
-    ),
+    Row(body(), "token_ids", *TOKENS, mend=pushed, slugs=("empty", "too_long")),
     Row(body(), "media", element=media, mend=pushed, slugs=("too_many_media",)),
-    Row(
-        body(),
-        "media.blob.uri",
-        [BLOBS + "a" * (1024 - len(BLOBS))],
-        [BLOBS + "a" * (1025 - len(BLOBS))],
-        mend=pushed,
-        slugs=("bad_blob",),
-    ),
+    Row(body(), "media.blob.uri", *URIS, mend=pushed, slugs=("bad_blob",)),
     Row(body(), "media.blob.sha256", mend=pushed, slugs=("bad_blob",)),
     Row(body(), "media.blob.num_bytes", mend=pushed, slugs=("bad_blob",)),
-    Row(
-        body(),
-        "media.blob.media_type",
-        ["a/b", "image/" + "x" * 122],
-        ["", "image", "image/" + "x" * 123],
-        mend=pushed,
-        slugs=("bad_blob",),
-    ),
+    Row(body(), "media.blob.media_type", *MEDIA_TYPES, mend=pushed, slugs=("bad_blob",)),
     Row(request_of(batches.AcquireBatchRequest), "step"),
     Row(request_of(batches.AcquireBatchRequest, step=1), "wait_duration"),
     Row(request_of(batches.FetchBatchRequest), "step"),
@@ -327,11 +281,9 @@ async def refused(world: World, row: Row, value: object, *, timeout_s: float) ->
     except DeadlineError:
         return False  # a long poll that was taken
     except AstraflowError as error:
-        return (
-            error.reason in REFUSED and len(error.message) > 20
-        )  # it says what, which value and which limit
-    result = getattr(answered, "result", None)
-    return getattr(result, "reason", None) in row.slugs if row.slugs else False
+        # It says what, which value and which limit.
+        return error.reason in REFUSED and len(error.message) > 20
+    return getattr(getattr(answered, "result", None), "reason", None) in row.slugs
 
 
 async def test_values_inside_are_taken_and_values_outside_refused_or_cut(world: World) -> None:
@@ -344,15 +296,13 @@ async def test_values_inside_are_taken_and_values_outside_refused_or_cut(world: 
         clamped = described.GetOptions().Extensions[options_pb2.bounds].clamped
         inside, outside = values(row)
         assert inside + outside, row.path
-        for value, wanted in [
-            *((value, False) for value in inside),
-            *((value, not clamped) for value in outside),
+        for value, wanted in [(value, False) for value in inside] + [
+            (value, not clamped) for value in outside
         ]:
             is_long_poll = row.path == "wait_duration" and not wanted
             if await refused(world, row, value, timeout_s=0.3 if is_long_poll else 20.0) is not wanted:
-                wrong.append(
-                    f"{message.full_name}.{described.name} {'takes' if wanted else 'refuses'} {value!r:.60}"
-                )
+                verb = "takes" if wanted else "refuses"
+                wrong.append(f"{message.full_name}.{described.name} {verb} {value!r:.60}")
     assert wrong == []
 
 
@@ -382,13 +332,8 @@ def bounded_fields(service: str) -> Iterator[str]:
 
 def test_the_trainer_keeps_its_bounds() -> None:
     controls = Controls()
-    pause, rate = (
-        bounds_of(kind, name)
-        for kind, name in (
-            (trainer.PauseRequest, "reason"),
-            (trainer.SetLearningRateRequest, "learning_rate"),
-        )
-    )
+    pause = bounds_of(trainer.PauseRequest, "reason")
+    rate = bounds_of(trainer.SetLearningRateRequest, "learning_rate")
     controls.pause("x" * pause.max_len)
     with pytest.raises(InvalidArgumentError):
         controls.pause("x" * (pause.max_len + 1))

@@ -1,7 +1,5 @@
 """What plug-ins are called with, and what they are given: a change here breaks recipes."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 
@@ -34,9 +32,7 @@ CALLS = {
         ),
     },
     "Reward": {"__call__": "(self, task: TaskSpec, completion: str) -> float"},
-    "Selector": {
-        "select": "(self, candidates: Sequence[ReadyGroup], request: StepRequest) -> Sequence[str]",
-    },
+    "Selector": {"select": "(self, candidates: Sequence[ReadyGroup], request: StepRequest) -> Sequence[str]"},
     "Workflow": {"run": "(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode"},
 }
 BUILDER = {

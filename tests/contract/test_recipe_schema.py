@@ -1,7 +1,5 @@
 """Editors complete and check recipes by the schema in docs/; it is what the settings say now."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

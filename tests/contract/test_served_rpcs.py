@@ -2,19 +2,18 @@
 refusal has details, and only reasons that callers were told of.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import descriptor_pool, message_factory
+from google.protobuf import descriptor_database, descriptor_pool, message_factory
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet, MethodOptions
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
@@ -36,9 +35,6 @@ from astraflow_trainer.servicer import TrainerServicer
 from support.dataflow_world import World
 from support.raas_node import local_node
 from support.source_tree import REPOSITORY
-
-if TYPE_CHECKING:
-    from google.protobuf.descriptor import MethodDescriptor
 
 pytestmark = pytest.mark.slow
 
@@ -167,10 +163,10 @@ async def test_reflection_serves_the_contracts_with_our_options(addresses: list[
             for name in await services_of(channel):
                 files = await files_of(channel, name)
                 assert "astraflow/options/v1/options.proto" in files
-                pool = descriptor_pool.DescriptorPool()
-                for file in in_order_of_imports(files):
-                    pool.Add(file)
-                served = pool.FindServiceByName(name)
+                database = descriptor_database.DescriptorDatabase()
+                for file in files.values():
+                    database.Add(file)
+                served = descriptor_pool.DescriptorPool(database).FindServiceByName(name)
                 assert served.methods
                 for method in served.methods:
                     known = descriptor_pool.Default().FindMethodByName(method.full_name)
@@ -199,19 +195,6 @@ def test_the_published_descriptors_hold_our_options_comments_and_all_imports() -
     assert any(
         "Says who the server is" in place.leading_comments for place in admin.source_code_info.location
     )
-
-
-def in_order_of_imports(files: dict[str, FileDescriptorProto]) -> list[FileDescriptorProto]:
-    ordered: dict[str, FileDescriptorProto] = {}
-
-    def add(name: str) -> None:
-        for imported in files[name].dependency:
-            add(imported)
-        ordered.setdefault(name, files[name])
-
-    for name in files:
-        add(name)
-    return list(ordered.values())
 
 
 async def test_a_service_of_another_daemon_is_not_here(addresses: list[str]) -> None:

@@ -5,27 +5,36 @@ the same afterwards. Poison is the exception that the contract names: it is coun
 open. `tests/contract/test_dataflow_errors.py` holds one row per rule of the contract; here are the data and the people.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
+from astraflow._status import from_rpc_error
 from astraflow.client import AsyncClient, RetryPolicy
-from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2, run_service_pb2, trajectory_service_pb2
+from astraflow.dataflow.v1 import (
+    batch_pb2,
+    batch_service_pb2,
+    trajectory_service_pb2,
+    trajectory_service_pb2_grpc,
+)
+from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+from support.any_rpc import CODES, INVALID, MISSING, answer, request_of
 from support.dataflow_world import Node, Trainer, World, served
 from support.redis_content import Content, redis_content
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-POISON = trajectory_service_pb2.OUTCOME_POISON
+POISON, ACCEPTED = trajectory_service_pb2.OUTCOME_POISON, trajectory_service_pb2.OUTCOME_ACCEPTED
+TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+HUGE = "x" * (64 * 2**20)
 
 
 @dataclass
@@ -63,34 +72,8 @@ async def scene(world: World, redis_url: str) -> Scene:
     return Scene(world, node, trainer, zombie, second, batch, redis_url)
 
 
-Call = Callable[[Scene], Awaitable[object]]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A call and what it is answered."""
-
-    call: Call
-    code: str
-    reason: str
-    words: tuple[str, ...]
-
-
-async def ack_with_another_digest(scene: Scene) -> object:
-    return await scene.trainer.ack(scene.batch, batch_service_pb2.BATCH_STAGE_TRAINED, digest=b"x" * 32)
-
-
-async def ack_of_another_batch(scene: Scene) -> object:
-    other = batch_pb2.Batch(step=1, batch_id="solver.9", digest=scene.batch.digest)
-    return await scene.trainer.ack(other, batch_service_pb2.BATCH_STAGE_TRAINED)
-
-
-async def push_to_another_run(scene: Scene) -> object:
-    return await scene.node.push(scene.episode(run_id="elsewhere"))
-
-
-async def push_under_a_version_not_announced_yet(scene: Scene) -> object:
-    return await scene.node.push(scene.episode(version=3))
+def another_batch(scene: Scene) -> batch_pb2.Batch:
+    return batch_pb2.Batch(step=1, batch_id="solver.9", digest=scene.batch.digest)
 
 
 async def lease_in_another_run(scene: Scene) -> object:
@@ -98,95 +81,78 @@ async def lease_in_another_run(scene: Scene) -> object:
     return await dataclasses.replace(scene.node, world=stranger).lease(1, wait_s=0)
 
 
-async def join_another_run(scene: Scene) -> object:
-    request = run_service_pb2.JoinRunRequest(
-        run_id="rum", node_id="n2", incarnation=1, max_concurrent_tasks=1
-    )
-    return await scene.world.client.call(scene.world.client.runs.JoinRun, request)
-
-
-async def fetch_a_stranger(scene: Scene) -> object:
-    return await scene.trainer.fetch(1, "somebody-elses")
-
-
-async def send_more_than_a_message(scene: Scene) -> object:
-    return await scene.node.push(scene.episode(episode_id="x" * (64 * 2**20)))
-
-
 async def send_more_than_the_server_reads(scene: Scene) -> object:
     """As a client of another make would, which has no limit of its own."""
-    import grpc
-
-    from astraflow._status import from_rpc_error
-    from astraflow.dataflow.v1 import trajectory_service_pb2_grpc
-
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(scene.world.address, options=options) as channel:
         stub = trajectory_service_pb2_grpc.TrajectoryServiceStub(channel)
-        episode = scene.episode(episode_id="x" * (64 * 2**20))
+        episode = scene.episode(episode_id=HUGE)
         try:
             return await stub.PushEpisode(trajectory_service_pb2.PushEpisodeRequest(episode=episode))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
 
-INVALID, MISSING, STATE = "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"
+Call = Callable[[Scene], Awaitable[object]]
+OLDER = ("epoch 1", "2")
 
-ROWS: dict[str, Row] = {
-    "ack with a digest of other trajectories": Row(
-        ack_with_another_digest, "ALREADY_EXISTS", "CONFLICT", ("digest", "fetch the batch again")
+# The call, the reason of its refusal, the words a person needs.
+ROWS: dict[str, tuple[Call, str, tuple[str, ...]]] = {
+    "ack with a digest of other trajectories": (
+        lambda scene: scene.trainer.ack(scene.batch, TRAINED, digest=b"x" * 32),
+        "CONFLICT",
+        ("digest", "fetch the batch again"),
     ),
-    "ack of another batch": Row(
-        ack_of_another_batch, MISSING, MISSING, ("solver.9 is not bound to step 1", "acquire the step again")
+    "ack of another batch": (
+        lambda scene: scene.trainer.ack(another_batch(scene), TRAINED),
+        MISSING,
+        ("solver.9 is not bound to step 1", "acquire the step again"),
     ),
-    "ack under an older epoch": Row(
-        lambda scene: scene.zombie.ack(scene.batch, batch_service_pb2.BATCH_STAGE_TRAINED),
-        STATE,
-        "FENCED",
-        ("epoch 1", "2"),
+    "ack under an older epoch": (lambda scene: scene.zombie.ack(scene.batch, TRAINED), "FENCED", OLDER),
+    "acquire under an older epoch": (lambda scene: scene.zombie.acquire(1, wait_s=0), "FENCED", OLDER),
+    "publish under an older epoch": (lambda scene: scene.zombie.publish(version=1, step=1), "FENCED", OLDER),
+    "give back under an older epoch": (lambda scene: scene.zombie.nack(1), "FENCED", OLDER),
+    "durable under an older epoch": (lambda scene: scene.zombie.mark_durable(0), "FENCED", OLDER),
+    "publish a step that is not trained": (
+        lambda scene: scene.trainer.publish(version=1, step=1),
+        INVALID,
+        ("step 1", "trained"),
     ),
-    "acquire under an older epoch": Row(
-        lambda scene: scene.zombie.acquire(1, wait_s=0), STATE, "FENCED", ("epoch 1", "2")
-    ),
-    "publish under an older epoch": Row(
-        lambda scene: scene.zombie.publish(version=1, step=1), STATE, "FENCED", ("epoch 1", "2")
-    ),
-    "give back under an older epoch": Row(
-        lambda scene: scene.zombie.nack(1), STATE, "FENCED", ("epoch 1", "2")
-    ),
-    "durable under an older epoch": Row(
-        lambda scene: scene.zombie.mark_durable(0), STATE, "FENCED", ("epoch 1", "2")
-    ),
-    "publish a step that is not trained": Row(
-        lambda scene: scene.trainer.publish(version=1, step=1), INVALID, INVALID, ("step 1", "trained")
-    ),
-    "publish another manifest as version 0": Row(
+    "publish another manifest as version 0": (
         lambda scene: scene.trainer.publish(version=0, step=0, content=b"other"),
-        "ALREADY_EXISTS",
         "CONFLICT",
         ("version 0",),
     ),
-    "fetch a trajectory of another batch": Row(
-        fetch_a_stranger, INVALID, INVALID, ("somebody-elses", "batch")
+    "fetch a trajectory of another batch": (
+        lambda scene: scene.trainer.fetch(1, "somebody-elses"),
+        INVALID,
+        ("somebody-elses", "batch"),
     ),
-    "push to another run": Row(push_to_another_run, MISSING, MISSING, ("elsewhere",)),
-    "lease in another run": Row(lease_in_another_run, MISSING, MISSING, ("elsewhere",)),
-    "join a run that is not there": Row(join_another_run, MISSING, MISSING, ("rum", "run")),
-    "push under a version not announced yet": Row(
-        push_under_a_version_not_announced_yet,
-        "UNAVAILABLE",
+    "push to another run": (
+        lambda scene: scene.node.push(scene.episode(run_id="elsewhere")),
+        MISSING,
+        ("elsewhere",),
+    ),
+    "lease in another run": (lease_in_another_run, MISSING, ("elsewhere",)),
+    "join a run that is not there": (
+        lambda scene: answer(
+            scene.world, request_of(runs.JoinRunRequest, run_id="rum", max_concurrent_tasks=1)
+        ),
+        MISSING,
+        ("rum", "run"),
+    ),
+    "push under a version not announced yet": (
+        lambda scene: scene.node.push(scene.episode(version=3)),
         "UNKNOWN_VERSION",
         ("version 3", "newest announced here is 0", "push it again"),
     ),
-    "send more than a message holds": Row(
-        send_more_than_a_message,
-        INVALID,
+    "send more than a message holds": (
+        lambda scene: scene.node.push(scene.episode(episode_id=HUGE)),
         INVALID,
         ("bytes, at most 67108864", "send it in parts"),
     ),
-    "send more than the server reads": Row(
+    "send more than the server reads": (
         send_more_than_the_server_reads,
-        INVALID,
         INVALID,
         ("larger than max", "134217728", "shorten the episode"),
     ),
@@ -195,15 +161,15 @@ ROWS: dict[str, Row] = {
 
 @pytest.mark.parametrize("row", ROWS)
 async def test_a_bad_call_is_refused_and_changes_nothing(scene: Scene, row: str) -> None:
-    wanted = ROWS[row]
+    call, reason, words = ROWS[row]
     before = scene.state()
     with pytest.raises(AstraflowError) as refused:
-        await wanted.call(scene)
-    assert (refused.value.code, refused.value.reason) == (wanted.code, wanted.reason), refused.value.message
-    assert [word for word in wanted.words if word not in refused.value.message] == [], refused.value.message
+        await call(scene)
+    assert (refused.value.code, refused.value.reason) == (CODES[reason], reason), refused.value.message
+    assert [word for word in words if word not in refused.value.message] == [], refused.value.message
     assert scene.state() == before
     # What the bad call was about still works.
-    assert (await scene.node.push(scene.episode())).outcome == trajectory_service_pb2.OUTCOME_ACCEPTED
+    assert (await scene.node.push(scene.episode())).outcome == ACCEPTED
     assert (await scene.world.status()).trajectories.conservation_error == 0
 
 
@@ -241,11 +207,7 @@ def not_a_body(episode: trajectory_pb2.Episode, _: trajectory_pb2.Trajectory) ->
 
 # What is wrong with the episode, the slug of its reason, the words of its detail.
 POISONS: dict[str, tuple[Spoil, str, tuple[str, ...]]] = {
-    "token ids cut": (
-        column("token_ids", lambda c: c[:-1]),
-        "length_mismatch",
-        ("31 bytes", "need 32"),
-    ),
+    "token ids cut": (column("token_ids", lambda c: c[:-1]), "length_mismatch", ("31 bytes", "need 32")),
     "one token less": (
         column("token_ids", lambda c: c[:-4]),
         "length_mismatch",
@@ -274,7 +236,7 @@ async def test_poison_is_told_by_name_counted_and_leaves_the_member_open(scene: 
     episode = scene.episode(episode_id="bad")
     body = trajectory_pb2.Trajectory.FromString(episode.trajectories[0].body)
     spoil(episode, body)
-    if name != "body of something else":
+    if spoil is not not_a_body:
         episode.trajectories[0].body = body.SerializeToString()
     before, account = scene.state(), (await scene.world.status()).trajectories
     result = await scene.node.push(episode)
@@ -288,7 +250,7 @@ async def test_poison_is_told_by_name_counted_and_leaves_the_member_open(scene: 
     after = (await scene.world.status()).trajectories
     assert (after.ingested - account.ingested, dict(after.dropped)) == (1, {"poison": 1})
     assert (after.assembling, after.in_batch, after.conservation_error) == (1, 2, 0)
-    assert (await scene.node.push(scene.episode())).outcome == trajectory_service_pb2.OUTCOME_ACCEPTED
+    assert (await scene.node.push(scene.episode())).outcome == ACCEPTED
 
 
 # The counters of run and node, the sample, the trace, the run's position, and the answer that a repeated push will get.
@@ -330,35 +292,31 @@ async def guarded(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
 
 
 # Token, call, code, words.
+UNKNOWN, DENIED = "UNAUTHENTICATED", "PERMISSION_DENIED"
 PEOPLE: dict[str, tuple[str | None, Callable[[World], Awaitable[object]], str, tuple[str, ...]]] = {
-    "no token": (
-        None,
-        lambda world: world.status(),
-        "UNAUTHENTICATED",
-        ("needs `authorization: Bearer TOKEN`",),
-    ),
+    "no token": (None, World.status, UNKNOWN, ("needs `authorization: Bearer TOKEN`",)),
     "unknown token": (
         "stranger",
-        lambda world: world.status(),
-        "UNAUTHENTICATED",
+        World.status,
+        UNKNOWN,
         ("the token is unknown to this server", "ask its operator"),
     ),
     "a node claims a policy": (
         "node",
-        lambda world: world.trainer(),
-        "PERMISSION_DENIED",
+        World.trainer,
+        DENIED,
         ("'node' has roles ['rollout']", "ClaimPolicy is for ['operator', 'trainer']"),
     ),
     "a trainer joins as a node": (
         "learner",
-        lambda world: world.node(),
-        "PERMISSION_DENIED",
+        World.node,
+        DENIED,
         ("'learner' has roles ['trainer']", "JoinRun is for"),
     ),
     "a viewer ends the run": (
         "person",
-        lambda world: world.finish(),
-        "PERMISSION_DENIED",
+        World.finish,
+        DENIED,
         ("'person' has roles ['viewer']", "UpdateRun is for ['operator']"),
     ),
 }

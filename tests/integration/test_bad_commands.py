@@ -3,8 +3,6 @@
 Status 2: what was given must change. 1: another run, release or program is in the way.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json
@@ -100,6 +98,13 @@ ROWS: dict[str, Row] = {
     "unknown command": Row(("trian",), ("no command 'trian'", "did you mean `trainer`?")),
     "nearly an option": Row(dev("--node", "2"), ("No such option: --node", "--nodes")),
     "option out of bounds": Row(dev("--steps", "0"), ("--steps", "greater than or equal to 1")),
+    "no node": Row(
+        dev("--nodes", "0"), ("--nodes 0 leaves no node to run tasks; give at least 1, or --without raas",)
+    ),
+    "more nodes than there may be": Row(dev("--nodes", "65"), ("--nodes",)),
+    "part that is none": Row(
+        dev("--without", "redis"), ("'redis' is not one of 'dataflow', 'raas', 'trainer'",)
+    ),
     "bad condition": Row(dev("--until", "soon"), ("--until 'soon' is not a condition; write heldout>=0.7",)),
     # folders
     "data dir of another recipe": Row(

@@ -1,7 +1,5 @@
 """Plug-ins that raise: the run says which one and how, goes on without what it broke, and every account adds up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -66,11 +64,7 @@ ON_NODES: dict[str, tuple[dict[str, object], tuple[str, ...], int]] = {
         ("KeyError", "'answer' (broken_plugins.py:", "in __call__)"),
         2,
     ),
-    "reward is no number": (
-        {"reward": '"support.broken_plugins:NotANumber"'},
-        ("nan_reward", "nan"),
-        1,
-    ),
+    "reward is no number": ({"reward": '"support.broken_plugins:NotANumber"'}, ("nan_reward", "nan"), 1),
     "workflow raises": (
         {"workflow": '"support.broken_plugins:Workflow"'},
         ("RuntimeError", "the game server said no (broken_plugins.py:", "in run)"),

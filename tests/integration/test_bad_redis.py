@@ -1,7 +1,5 @@
 """A Redis that would lose data, or cannot be used, is refused with remedy and status; a full one is outlived."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

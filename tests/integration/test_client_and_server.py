@@ -1,7 +1,5 @@
 """The public client against the real dataflow server: what travels beside requests and errors."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow import __version__

@@ -1,7 +1,5 @@
 """The commands that look at a run and operate it, against a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """A failing test of daemons saves a bundle and says where: proven by a run that is made to fail."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

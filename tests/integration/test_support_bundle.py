@@ -1,10 +1,7 @@
 """The support bundle asks a living server, and an object store elsewhere, for what no folder has."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -13,19 +10,11 @@ from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.weights.v1 import manifest_pb2
 from astraflow_launcher.support.bundle import Evidence, save_bundle
 from astraflow_weights.store import open_store
+from support.archives import content
 from support.dataflow_world import World, recipe_text
 from support.s3_server import S3Server
 
 pytestmark = pytest.mark.integration
-
-
-def read(path: Path) -> dict[str, str]:
-    """Entry name without the leading folder -> text."""
-    with tarfile.open(path) as tar:
-        return {
-            member.name.partition("/")[2]: tar.extractfile(member).read().decode()  # type: ignore[union-attr]
-            for member in tar
-        }
 
 
 async def test_answers_of_the_server_and_manifests_of_its_store_are_packed(
@@ -46,7 +35,7 @@ async def test_answers_of_the_server_and_manifests_of_its_store_are_packed(
             save_bundle, Evidence(address=world.address, run_id="run"), tmp_path / "b.tar.gz"
         )
 
-    packed = read(tmp_path / "b.tar.gz")
+    packed = {name: held.decode() for name, held in content(tmp_path / "b.tar.gz").items()}
     assert missing == []
     assert json.loads(packed["server/status.json"])["state"] == "active"
     assert "no_node" in packed["server/why.json"]

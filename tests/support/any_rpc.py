@@ -1,20 +1,16 @@
 """Calling the rpc of the dataflow server that takes a request, whichever it is: for tables of requests."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf import descriptor_pool
+from google.protobuf.message import Message
 
 from astraflow._contract import read_contract
 from astraflow.client import typed_stream
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as trajectories
 from support.dataflow_world import World
-
-if TYPE_CHECKING:
-    from google.protobuf.message import Message
 
 SERVICES = {
     "admin": "AdminService",
@@ -25,6 +21,15 @@ SERVICES = {
     "versions": "VersionService",
 }
 """The dataflow server's services by the attribute of the client."""
+INVALID, MISSING, STATE = "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"
+CODES = {
+    **dict.fromkeys((INVALID, "INVALID_RECIPE"), INVALID),
+    **dict.fromkeys((STATE, "FENCED", "PLUGIN_FAILED", "POLICY_HELD", "VERSION_GAP"), STATE),
+    MISSING: MISSING,
+    "CONFLICT": "ALREADY_EXISTS",
+    "UNKNOWN_VERSION": "UNAVAILABLE",
+}
+"""The status code of each reason, as the contract has it."""
 COMMON = {"run_id": "run", "policy_id": "solver", "node_id": "n1", "incarnation": 1, "trainer_epoch": 1}
 
 

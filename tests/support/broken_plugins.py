@@ -1,7 +1,5 @@
 """Plug-ins that raise, named in the recipes of `tests/integration/test_bad_plugins.py`."""
 
-from __future__ import annotations
-
 from astraflow.plugins import Group, TrainedTokens
 from support.dataflow_world import Counting
 

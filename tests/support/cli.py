@@ -1,7 +1,5 @@
 """Running a command of `astraflow` inside the test's own process, and in one that may be killed."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -60,7 +58,6 @@ _ARMED = """
 import sys
 from pathlib import Path
 from astraflow import cli
-from astraflow_kit.failpoints import Hit, read_hits
 from astraflow_kit import failpoints
 failpoints.arm(sys.argv[1], log_path=Path(sys.argv[2]))
 sys.argv = ["astraflow", *sys.argv[3:]]

@@ -4,8 +4,6 @@ Everything a run writes is below one folder: `run/` (its --data-dir), `stderr`, 
 log). Used by tests/e2e, tests/chaos and the benchmark of restarts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,12 +5,14 @@ them in `tests/contract/test_engine_http.py`; pointed at the URL of a real SGLan
 whether a node can use it. Checks leave the engine idle, unpaused and on the weights they found.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,10 @@ class EngineUnderTest:
     logprob_tolerance: float = 1e-4
 
     def post(self, path: str, body: object) -> httpx.Response:
-        return self.client.post(self.url + path, json=body)
+        """Bytes go as they are, anything else as JSON."""
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        headers = {"content-type": "application/json"}
+        return self.client.post(self.url + path, content=content, headers=headers)
 
     def get(self, path: str) -> httpx.Response:
         return self.client.get(self.url + path)
@@ -54,14 +59,20 @@ class EngineUnderTest:
         """The answer of a /generate that must succeed; greedy, 8 tokens, log-probs, unless told otherwise."""
         given = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
         sampling = given | dict(sampling) if isinstance(sampling, Mapping) else sampling or given
-        request = {
-            "input_ids": input_ids or PROMPT,
-            "sampling_params": sampling,
-            "return_logprob": True,
-        } | body
-        response = self.post("/generate", request)
+        request = {"input_ids": input_ids or PROMPT, "sampling_params": sampling, "return_logprob": True}
+        return self.accepts("/generate", request | body).json()
+
+    def accepts(self, path: str, body: object) -> httpx.Response:
+        """The response to a POST that must succeed."""
+        response = self.post(path, body)
         assert response.status_code == 200, response.text
-        return response.json()
+        return response
+
+    def refuses(self, path: str, body: object, *, what: str = "") -> None:
+        """A POST that must be answered 400 with a reason; `what` names it if it is not."""
+        response = self.post(path, body)
+        assert response.status_code == 400, f"{what}: {response.status_code} {response.text}"
+        assert error_message(response.json()), what
 
     def load(self, folder: Path, version: str, **body: object) -> httpx.Response:
         return self.post(
@@ -113,11 +124,10 @@ def check_single_answer(engine: EngineUnderTest) -> None:
 
 def check_batch_keeps_order(engine: EngineUnderTest) -> None:
     prompts = [[7] * (3 + index) for index in range(5)]
+    rids = [f"contract-batch-{index}" for index in range(5)]
     alone = [engine.generate(prompt)["output_ids"] for prompt in prompts]
-    answers = engine.generate(prompts, rid=[f"contract-batch-{index}" for index in range(5)])
-    assert [answer["meta_info"]["id"] for answer in answers] == [
-        f"contract-batch-{index}" for index in range(5)
-    ]
+    answers = engine.generate(prompts, rid=rids)
+    assert [answer["meta_info"]["id"] for answer in answers] == rids
     assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [3, 4, 5, 6, 7]
     assert [answer["output_ids"] for answer in answers] == alone
 
@@ -154,20 +164,17 @@ def check_log_probs(engine: EngineUnderTest) -> None:
 
 
 def check_swap_in_place(engine: EngineUnderTest) -> None:
-    meta = _through_swap(engine, mode="in_place")
-    assert meta["num_retractions"] == 0
+    assert _through_swap(engine, mode="in_place")["num_retractions"] == 0
 
 
 def check_swap_with_retraction(engine: EngineUnderTest) -> None:
-    meta = _through_swap(engine, mode="retract")
-    assert meta["num_retractions"] >= 1
+    assert _through_swap(engine, mode="retract")["num_retractions"] >= 1
 
 
 def check_swap_of_an_idle_engine(engine: EngineUnderTest) -> None:
     before, old = engine.generate()["output_ids"], engine.version()
     response = engine.load(engine.second, "contract-idle")
-    assert response.status_code == 200
-    assert response.json()["success"] is True
+    assert (response.status_code, response.json()["success"]) == (200, True)
     after = engine.generate()
     assert after["output_ids"] != before
     assert after["meta_info"]["weight_version"] == engine.version() == "contract-idle"
@@ -178,8 +185,7 @@ def check_swap_of_an_idle_engine(engine: EngineUnderTest) -> None:
 def check_failed_update(engine: EngineUnderTest) -> None:
     before, version = engine.generate()["output_ids"], engine.version()
     response = engine.load(engine.first.parent / "no-such-folder", "contract-lost")
-    assert response.status_code == 400
-    assert response.json()["success"] is False
+    assert (response.status_code, response.json()["success"]) == (400, False)
     assert response.json()["message"]
     answer = engine.generate()
     assert answer["output_ids"] == before
@@ -187,9 +193,7 @@ def check_failed_update(engine: EngineUnderTest) -> None:
 
 
 def check_pause_with_abort(engine: EngineUnderTest) -> None:
-    def pause() -> None:
-        assert engine.post("/pause_generation", {"mode": "abort"}).status_code == 200
-
+    pause = partial(engine.accepts, "/pause_generation", {"mode": "abort"})
     answer = _while_running(engine, pause, met=lambda meta: bool(meta["completion_tokens"]))
     meta = answer["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
@@ -198,18 +202,16 @@ def check_pause_with_abort(engine: EngineUnderTest) -> None:
 
 
 def check_requests_wait_while_paused(engine: EngineUnderTest) -> None:
-    assert engine.post("/pause_generation", {"mode": "in_place"}).status_code == 200
+    engine.accepts("/pause_generation", {"mode": "in_place"})
     with engine.background() as running:
         time.sleep(0.3)
         assert not running.done()
-        assert engine.post("/continue_generation", {"torch_empty_cache": False}).status_code == 200
+        engine.accepts("/continue_generation", {"torch_empty_cache": False})
         assert len(running.result(CALL_DEADLINE_S)["output_ids"]) == LONG
 
 
 def check_abort_request(engine: EngineUnderTest) -> None:
-    def abort() -> None:
-        assert engine.post("/abort_request", {"rid": "contract-abort"}).status_code == 200
-
+    abort = partial(engine.accepts, "/abort_request", {"rid": "contract-abort"})
     answer = _while_running(
         engine, abort, met=lambda meta: meta["finish_reason"]["type"] == "abort", rid="contract-abort"
     )
@@ -217,18 +219,17 @@ def check_abort_request(engine: EngineUnderTest) -> None:
 
 
 def check_abort_of_an_unknown_request(engine: EngineUnderTest) -> None:
-    assert engine.post("/abort_request", {"rid": "contract-nobody"}).status_code == 200
+    engine.accepts("/abort_request", {"rid": "contract-nobody"})
 
 
 def check_flush_cache(engine: EngineUnderTest) -> None:
-    response = engine.post("/flush_cache", {})
-    assert response.status_code == 200
+    engine.accepts("/flush_cache", {})
     answers: list[int] = []
 
     def flush() -> None:
-        assert engine.post("/pause_generation", {"mode": "in_place"}).status_code == 200
+        engine.accepts("/pause_generation", {"mode": "in_place"})
         answers.append(engine.post("/flush_cache", {}).status_code)
-        assert engine.post("/continue_generation", {}).status_code == 200
+        engine.accepts("/continue_generation", {})
 
     _while_running(engine, flush, met=lambda _meta: answers[-1] == 400)
 
@@ -249,18 +250,12 @@ def check_bad_generate(engine: EngineUnderTest) -> None:
     too_long = {"input_ids": [5] * (engine.context_length + 1)}
     too_many = {"input_ids": [5], "sampling_params": {"max_new_tokens": engine.context_length}}
     for what, body in {**BAD_GENERATE, "a long prompt": too_long, "too many new tokens": too_many}.items():
-        response = engine.post("/generate", body)
-        assert response.status_code == 400, f"{what}: {response.status_code} {response.text}"
-        assert error_message(response.json()), what
+        engine.refuses("/generate", body, what=what)
 
 
 def check_malformed_bodies(engine: EngineUnderTest) -> None:
-    headers = {"content-type": "application/json"}
-    nan = b'{"input_ids": [5], "sampling_params": {"temperature": NaN}}'
-    for what, content in {"no JSON": b"{", "NaN": nan}.items():
-        response = engine.client.post(engine.url + "/generate", content=content, headers=headers)
-        assert response.status_code == 400, f"{what}: {response.status_code} {response.text}"
-        assert error_message(response.json()), what
+    engine.refuses("/generate", b"{", what="no JSON")
+    engine.refuses("/generate", b'{"input_ids": [5], "sampling_params": {"temperature": NaN}}', what="NaN")
 
 
 def check_bad_control(engine: EngineUnderTest) -> None:
@@ -284,7 +279,7 @@ CHECKS: dict[str, Check] = {
 
 def _while_running(
     engine: EngineUnderTest,
-    act: Callable[[], None],
+    act: Callable[[], object],
     *,
     met: Callable[[Json], bool],
     after: Callable[[], None] = lambda: None,
@@ -309,18 +304,14 @@ def _through_swap(engine: EngineUnderTest, *, mode: str) -> Json:
     old = engine.version()
 
     def swap() -> None:
-        assert engine.post("/pause_generation", {"mode": mode}).status_code == 200
+        engine.accepts("/pause_generation", {"mode": mode})
         # SGLang cannot flush below live requests: a node keys prefixes by version instead.
         response = engine.load(engine.second, f"contract-{mode}", flush_cache=False)
         assert response.status_code == 200, response.text
-        assert engine.post("/continue_generation", {"torch_empty_cache": False}).status_code == 200
+        engine.accepts("/continue_generation", {"torch_empty_cache": False})
 
-    answer = _while_running(
-        engine,
-        swap,
-        met=lambda meta: len(meta["weight_versions"]) > 1,
-        after=lambda: _restore(engine, old),
-    )
+    restore = partial(_restore, engine, old)
+    answer = _while_running(engine, swap, met=lambda meta: len(meta["weight_versions"]) > 1, after=restore)
     meta: Json = answer["meta_info"]
     first, second = meta["weight_versions"]
     assert (first["version"], second["version"]) == (old, f"contract-{mode}")

@@ -5,8 +5,6 @@ ignores; only the newest are kept. What a test left is found by time: folders be
 with logs written since the test's file began.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Generator

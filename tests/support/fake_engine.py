@@ -27,14 +27,17 @@ class FakeEngine:
     up: bool = True
     faults: list[Exception] = field(default_factory=list)
     """Raised one by one by the next `generate` calls."""
-    hold: asyncio.Event | None = None
-    """While set to an unset event, calls stay in flight; tokens sampled before a swap keep their version."""
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared, it keeps calls in flight; tokens sampled before a swap keep their version."""
     requests: list[tuple[GenerateCall, ...]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     swaps: list[tuple[Path, int]] = field(default_factory=list)
     swap_fault: Exception | None = None
     num_resumed: int = 0
     closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.may_answer.set()
 
     async def generate(self, calls: Sequence[GenerateCall]) -> list[Generation]:
         self._require_up()
@@ -43,8 +46,7 @@ class FakeEngine:
             raise self.faults.pop(0)
         started_under = self.version
         await asyncio.sleep(self.delay_s)
-        if self.hold is not None:
-            await self.hold.wait()
+        await self.may_answer.wait()
         self._require_up()
         return [self._sample(call, started_under=started_under) for call in calls]
 
@@ -82,12 +84,9 @@ class FakeEngine:
         stopped = length == self.num_tokens
         tokens = [rng.randrange(3, self.vocab_size) for _ in range(length - stopped)] + [STOP_TOKEN] * stopped
         logprobs = tuple(-rng.random() for _ in tokens)
-        return Generation(
-            token_ids=tuple(tokens),
-            logprobs=logprobs,
-            spans=_spans(length, old=started_under or 0, new=self.version or 0),
-            finish_reason="stop" if stopped else "length",
-        )
+        spans = _spans(length, old=started_under or 0, new=self.version or 0)
+        ended = "stop" if stopped else "length"
+        return Generation(token_ids=tuple(tokens), logprobs=logprobs, spans=spans, finish_reason=ended)
 
 
 def _spans(length: int, *, old: int, new: int) -> tuple[VersionSpan, ...]:

@@ -4,20 +4,30 @@ Owns the short way from a model in memory to a committed version through the pro
 a version back to the bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from astraflow_kit.clock import Clock
-from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec.peers import OnePeer, Peers
 from astraflow_weights.codec.shards import ShardedModel, whole
+from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array, Model
-from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.collection.collector import Collector, Stage
+from astraflow_weights.collection.retention import Roots
+from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
 from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
-from astraflow_weights.settings import PublishSettings
+from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.store import ObjectStore
+from astraflow_weights.versions.collection_records import Tombstone, encode_tombstone
 from astraflow_weights.versions.log import VersionLog
-from support.weight_models import POLICY, RUN, make_model, trained
+from astraflow_weights.versions.manifest import DeltaRef
+from support.manual_clock import ManualClock
+from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, same_model, trained
+
+GRACE_S = 100.0
 
 
 class ModelPublisher(ShardPublisher):
@@ -74,7 +84,7 @@ class PublishedModels:
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: FaultyStore,
         *,
         settings: PublishSettings | None = None,
         clock: Clock | None = None,
@@ -82,6 +92,8 @@ class PublishedModels:
         assets: Sequence[Path] = (),
         inline_snapshots: bool = True,
     ) -> None:
+        self.store = store
+        self.settings = settings
         self.density = density
         self.models: list[dict[str, Array]] = []
         self.writer = open_writer(store, settings=settings, clock=clock)
@@ -99,6 +111,16 @@ class PublishedModels:
         """Publish until there is this version."""
         while len(self.models) <= version:
             self.publish()
+
+    def log(self) -> VersionLog:
+        """The log as it is now."""
+        return read_log(self.store)
+
+    def advance(self, mirror: Mirror, target: int) -> AdvanceResult:
+        """What the mirror did to get this version; it holds the version's bits."""
+        result = mirror.advance(self.store, self.log(), target=target)
+        assert same_model(mirror.load(), self.models[target])
+        return result
 
 
 def open_writer(
@@ -149,3 +171,65 @@ def pulled(store: ObjectStore, folder: Path, version: int) -> dict[str, Array]:
     mirror = Mirror(folder)
     mirror.advance(store, read_log(store), target=version)
     return mirror.load()
+
+
+def rank_publisher(
+    store: ObjectStore,
+    ranks: Peers,
+    *,
+    epoch: int = 1,
+    settings: PublishSettings | None = None,
+    base: ShardedModel | None = None,
+    **options: Any,
+) -> ShardPublisher:
+    """One process's publisher, with the `options` of ShardPublisher; the first process writes the fence."""
+    writer = open_writer(store, epoch, settings=settings) if ranks.index == 0 else None
+    uploads = writer.uploads if writer else Uploads(store, keys=KEYS, threads=1)
+    return ShardPublisher(writer, uploads=uploads, peers=ranks, base=base, **options)
+
+
+def commit_parts(
+    writer: VersionWriter,
+    model: Model,
+    *,
+    snapshot: Sequence[bytes] = (),
+    delta: Sequence[bytes] = (),
+    base_version: int | None = None,
+    **options: Any,
+) -> CommittedVersion:
+    """Upload and commit encoded parts, as no publisher would: a delta starts from the version before, if from no other.
+
+    `options` are those of the writer's `commit`; the step is the number of the version.
+    """
+    version = len(writer.log.records)
+    base_version = version - 1 if base_version is None else base_version
+    upload = writer.uploads.upload_parts
+    named: dict[str, Any] = {"step": version, "tensors": tensor_digests(model)}
+    if snapshot:
+        named["snapshot"] = upload(snapshot)
+    if delta:
+        named["deltas"] = (DeltaRef(base_version=base_version, parts=upload(delta)),)
+    return writer.commit(**(named | options))
+
+
+def bury(store: ObjectStore, number: int, *names: bytes) -> None:
+    """A round of collection that wants the parts of these names."""
+    tombstone = Tombstone(number=number, parts=frozenset(names), created_time_s=0)
+    store.put_if_absent(KEYS.tombstone(number), encode_tombstone(KEYS, tombstone))
+
+
+def new_collector(
+    store: ObjectStore, clock: Clock, roots: Callable[[], Roots], *, keep_snapshots: int = 2
+) -> Collector:
+    """A collector of the policy whose grace is `GRACE_S`."""
+    settings = CollectionSettings(keep_snapshots=keep_snapshots, grace_s=GRACE_S)
+    return Collector(store, run_id=RUN, policy_id=POLICY, roots=roots, settings=settings, clock=clock)
+
+
+def collect_all(collector: Collector, clock: ManualClock) -> None:
+    """Take rounds until nothing is left that may go."""
+    for _ in range(10):
+        if collector.step().stage is Stage.NOTHING:
+            return
+        clock.now_s += GRACE_S
+    raise AssertionError("there is no end to it")

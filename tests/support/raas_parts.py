@@ -35,11 +35,9 @@ def write_tokenizer(folder: Path) -> Path:
         [pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(["What is 3 + 4? The sum is 7.", "user assistant"], trainer)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,15 +61,9 @@ async def served_policy(folder: Path, engine: FakeEngine, *, version: int = 0) -
 
 def generate_call(rid: str = "r0", **differing: Any) -> GenerateCall:
     """A call of one sequence."""
-    given: dict[str, Any] = {
-        "prompt_ids": (1, 2),
-        "max_new_tokens": 8,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "seed": 1,
-    }
-    return GenerateCall(rid=rid, **(given | differing))
+    given: dict[str, Any] = {"prompt_ids": (1, 2), "seed": 1, "max_new_tokens": 8}
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    return GenerateCall(rid=rid, **(given | sampling | differing))
 
 
 def leased(*, members: Sequence[int] = (0, 1), **differing: Any) -> task_pb2.Lease:

@@ -4,8 +4,6 @@ They keep what they were asked; fields may be changed at any time. Their process
 that does nothing, so restarts and ends are real. Used by the tests of `observer` and `development_run`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -13,30 +11,31 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import (
-    admin_service_pb2,
     admin_service_pb2_grpc,
     run_pb2,
-    run_service_pb2,
     run_service_pb2_grpc,
     version_pb2,
-    version_service_pb2,
     version_service_pb2_grpc,
 )
-from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
-from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow.dataflow.v1 import run_service_pb2 as runs
+from astraflow.dataflow.v1 import version_service_pb2 as version_rpcs
+from astraflow.raas.v1 import node_service_pb2 as nodes
+from astraflow.raas.v1 import node_service_pb2_grpc
+from astraflow.trainer.v1 import trainer_service_pb2 as trainers
+from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit.lifecycle import Addresses, write_address_file
 from astraflow_kit.server_info import server_info
 from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor
 from support.scripted_dataflow import eventually
 
 POLICY = "solver"
-Context = grpc.aio.ServicerContext[Any, Any]
-Status = admin_service_pb2.StatusResponse
+Status = admin.StatusResponse
 
 
 @dataclass
@@ -62,58 +61,42 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
         """Add versions, oldest first."""
         self.versions += [version_pb2.Version(policy_id=POLICY, version=number) for number in numbers]
 
-    async def Status(self, request: admin_service_pb2.StatusRequest, context: Context) -> Status:
+    async def Status(self, request: Any, context: Any) -> Status:
         """The scripted status, with the newest version in it."""
-        del request
         if self.failure is not None:
             await context.abort(self.failure, "scripted")
         answer = Status()
         answer.CopyFrom(self.status)
         newest = self.versions[-1] if self.versions else None
-        answer.policies.append(
-            admin_service_pb2.PolicyStatus(
-                policy_id=POLICY, version=newest, last_finished_step=self.finished_step
-            )
-        )
+        answer.policies.add(policy_id=POLICY, version=newest, last_finished_step=self.finished_step)
         return answer
 
-    async def GetServerInfo(
-        self, request: admin_service_pb2.GetServerInfoRequest, context: Context
-    ) -> admin_service_pb2.GetServerInfoResponse:
+    async def GetServerInfo(self, request: Any, context: Any) -> admin.GetServerInfoResponse:
         """This release."""
-        return admin_service_pb2.GetServerInfoResponse(server=server_info())
+        return admin.GetServerInfoResponse(server=server_info())
 
-    async def ListVersions(
-        self, request: version_service_pb2.ListVersionsRequest, context: Context
-    ) -> version_service_pb2.ListVersionsResponse:
+    async def ListVersions(self, request: Any, context: Any) -> version_rpcs.ListVersionsResponse:
         """Versions, newest first, in pages of at most 1,000."""
-        del context
         self.num_listings += 1
         self.before_listing()
         size = min(request.page_size or 50, 1000)
         end = int(request.page_token or len(self.versions))
         found = list(reversed(self.versions[max(0, end - size) : end]))
         token = str(end - size) if end > size else ""
-        return version_service_pb2.ListVersionsResponse(versions=found, next_page_token=token)
+        return version_rpcs.ListVersionsResponse(versions=found, next_page_token=token)
 
-    async def CreateRun(
-        self, request: run_service_pb2.CreateRunRequest, context: Context
-    ) -> run_service_pb2.CreateRunResponse:
+    async def CreateRun(self, request: Any, context: Any) -> runs.CreateRunResponse:
         """Keep the run."""
-        del context
         self.created.append(request.run)
-        answer = run_service_pb2.CreateRunResponse(run=request.run)
+        answer = runs.CreateRunResponse(run=request.run)
         answer.run.state = self.status.state
         return answer
 
-    async def UpdateRun(
-        self, request: run_service_pb2.UpdateRunRequest, context: Context
-    ) -> run_service_pb2.UpdateRunResponse:
+    async def UpdateRun(self, request: Any, context: Any) -> runs.UpdateRunResponse:
         """Keep the asked state; `on_update` decides what follows."""
-        del context
         self.updates.append(request.state)
         self.on_update()
-        return run_service_pb2.UpdateRunResponse()
+        return runs.UpdateRunResponse()
 
 
 @dataclass
@@ -124,18 +107,12 @@ class ScriptedTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
     ending: bool = False
     asked_after: list[int] = field(default_factory=list)
 
-    async def Status(
-        self, request: trainer_service_pb2.StatusRequest, context: Context
-    ) -> trainer_service_pb2.StatusResponse:
+    async def Status(self, request: Any, context: Any) -> trainers.StatusResponse:
         """The last step."""
-        del request, context
-        return trainer_service_pb2.StatusResponse(step=self.steps[-1] if self.steps else 0)
+        return trainers.StatusResponse(step=self.steps[-1] if self.steps else 0)
 
-    async def WatchMetrics(
-        self, request: trainer_service_pb2.WatchMetricsRequest, context: Context
-    ) -> AsyncIterator[trainer_service_pb2.WatchMetricsResponse]:
+    async def WatchMetrics(self, request: Any, context: Any) -> AsyncIterator[trainers.WatchMetricsResponse]:
         """Every step after the asked one, as it is added."""
-        del context
         self.asked_after.append(request.after_step)
         after = request.after_step
         while True:
@@ -153,17 +130,14 @@ class ScriptedNode(node_service_pb2_grpc.NodeServiceServicer):
 
     tokens: int = 0
 
-    async def Status(
-        self, request: node_service_pb2.StatusRequest, context: Context
-    ) -> node_service_pb2.StatusResponse:
+    async def Status(self, request: Any, context: Any) -> nodes.StatusResponse:
         """Its tokens."""
-        del request, context
-        return node_service_pb2.StatusResponse(tokens=self.tokens)
+        return nodes.StatusResponse(tokens=self.tokens)
 
 
-def metrics_of(step: int) -> trainer_service_pb2.WatchMetricsResponse:
+def metrics_of(step: int) -> trainers.WatchMetricsResponse:
     """What a trainer tells of a step."""
-    message = trainer_service_pb2.WatchMetricsResponse(step=step, metrics={"reward_mean": step / 10})
+    message = trainers.WatchMetricsResponse(step=step, metrics={"reward_mean": step / 10})
     message.wait_duration.FromMilliseconds(250)
     message.train_duration.FromMilliseconds(1500)
     return message
@@ -197,7 +171,7 @@ class IdleProcess:
     folder: Path
 
     @classmethod
-    async def start(cls, supervisor: Supervisor, folder: Path, *, name: str) -> IdleProcess:
+    async def start(cls, supervisor: Supervisor, folder: Path, *, name: str) -> Self:
         """Start it under `supervisor` and wait until it runs."""
         loop = 'while [ ! -e "$0" ]; do sleep 0.02; done'
         spec = ChildSpec(

@@ -4,21 +4,26 @@ Models mix bfloat16 bit patterns, float32 and uint8, scalars and tensors without
 from the seed that the test gives.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
+from astraflow_weights.codec.delta import apply_delta
 from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.shards import Shard, ShardedModel
 from astraflow_weights.codec.tensors import Array, flat_unsigned, specs_of
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import ObjectNotFound, Unavailable
-from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult
+from astraflow_weights.store import ObjectStore, PutResult
 from astraflow_weights.store.file import FileStore
+from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.manifest import PartRef
 
 RUN, POLICY = "run-1", "solver"
+KEYS = PolicyKeys(RUN, POLICY)
+Models = list[dict[str, Array]]
 # Bit patterns that break careless arithmetic: zeros of both signs, denormals, infinities, quiet and
 # signalling NaNs with payloads, the ends of the range.
 AWKWARD_BF16 = np.array(
@@ -50,7 +55,7 @@ def gaussian_bf16(draw: np.random.Generator, shape: tuple[int, ...]) -> Array:
 def trained(model: Mapping[str, Array], seed: int, *, density: float = 0.02) -> dict[str, Array]:
     """The model after a step: a share of the elements moved by one or a few units in the last place."""
     draw = np.random.default_rng(seed)
-    after = {name: array.copy() for name, array in model.items()}
+    after = copied(model)
     for array in after.values():
         if array.dtype == np.uint16 and array.size:
             flat = array.reshape(-1)
@@ -96,6 +101,18 @@ def split_model(model: Mapping[str, Array], size: int) -> list[ShardedModel]:
     return [ShardedModel(specs=specs, shards=shards) for shards in found]
 
 
+def copied(model: Mapping[str, Array]) -> dict[str, Array]:
+    """The same bits in other memory."""
+    return {name: array.copy() for name, array in model.items()}
+
+
+def applied(base: Mapping[str, Array], parts: Sequence[bytes]) -> dict[str, Array]:
+    """What a delta makes of a copy of its base. Raises as `apply_delta` does."""
+    model = copied(base)
+    apply_delta(model, parts)
+    return model
+
+
 def same_model(left: Mapping[str, Array], right: Mapping[str, Array]) -> bool:
     """Whether both hold the same bits under the same names."""
     return left.keys() == right.keys() and all(same_array(left[name], right[name]) for name in left)
@@ -106,56 +123,38 @@ def same_array(left: Array, right: Array) -> bool:
     return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
 
 
-class FaultyStore:
-    """A file store whose next answers can be lost or falsified. `lose_after` and `lose_before` count PUTs."""
+class FaultyStore(FileStore):
+    """A file store whose next answers can be lost: `lose_after` and `lose_before` count PUTs."""
 
     def __init__(self, root: Path) -> None:
-        self._inner = FileStore(root)
+        super().__init__(root)
         self.lose_after = 0
         self.lose_before = 0
-        self.lying: dict[str, bytes] = {}
+        self.before_put: Callable[[str, bytes], None] = lambda key, data: None
+        """Called with each object to be created; what it raises is the answer."""
         self.gets: list[str] = []
-
-    @property
-    def uri(self) -> str:
-        """Root of the store."""
-        return self._inner.uri
 
     def put_if_absent(self, key: str, data: bytes) -> PutResult:
         """Create, but raise Unavailable before or after doing so while a counter says so."""
+        self.before_put(key, data)
         if self.lose_before:
             self.lose_before -= 1
-            raise Unavailable(f"request for {key} lost")
-        result = self._inner.put_if_absent(key, data)
+            lost(key)
+        result = super().put_if_absent(key, data)
         if self.lose_after:
             self.lose_after -= 1
-            raise Unavailable(f"answer for {key} lost")
+            lost(key)
         return result
 
-    def put(self, key: str, data: bytes) -> None:
-        """Overwrite."""
-        self._inner.put(key, data)
-
     def get(self, key: str) -> bytes:
-        """The content, or the lie told about it."""
+        """The content; the key is noted."""
         self.gets.append(key)
-        return self.lying.get(key) or self._inner.get(key)
+        return super().get(key)
 
-    def get_range(self, key: str, *, start: int, length: int) -> bytes:
-        """Part of the content."""
-        return self._inner.get_range(key, start=start, length=length)
 
-    def head(self, key: str) -> ObjectInfo:
-        """Size of the object."""
-        return self._inner.head(key)
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Objects in order."""
-        return self._inner.list(prefix, after=after)
-
-    def delete(self, key: str) -> None:
-        """Remove the object."""
-        self._inner.delete(key)
+def lost(key: str, *_: object) -> NoReturn:
+    """A request for the object has no answer."""
+    raise Unavailable(f"the request for {key} timed out")
 
 
 def overwrite(store: ObjectStore, key: str, data: bytes) -> None:
@@ -163,3 +162,10 @@ def overwrite(store: ObjectStore, key: str, data: bytes) -> None:
     if not any(info.key == key for info in store.list(key)):
         raise ObjectNotFound(key)
     store.put(key, data)
+
+
+def flip(store: ObjectStore, key: str) -> None:
+    """Flip a bit in the middle of an object."""
+    data = bytearray(store.get(key))
+    data[len(data) // 2] ^= 1
+    overwrite(store, key, bytes(data))

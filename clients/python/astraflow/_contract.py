@@ -36,7 +36,7 @@ class RpcContract:
     instead: str = ""
 
     def may_answer(self, reason: str) -> bool:
-        """Whether callers were told of `reason`."""
+        """Whether the contract lists `reason`."""
         return reason in self.reasons or (reason == UnimplementedError.reason and bool(self.capability))
 
     def require_implemented(self) -> None:

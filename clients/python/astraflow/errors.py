@@ -97,7 +97,7 @@ class DeadlineError(RetryableError):
 
 
 class UnknownVersionError(RetryableError):
-    """A weight version that the server has not been told of yet."""
+    """A weight version that has not been announced to the server yet."""
 
     reason, code = "UNKNOWN_VERSION", "UNAVAILABLE"
 

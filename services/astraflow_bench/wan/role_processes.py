@@ -106,7 +106,7 @@ class RoleProcesses:
     def _ended(self, name: str) -> None:
         code = self._processes[name].wait(timeout=_END_S)
         log = (self._folder / f"{name}.log").read_text(errors="replace")[-_LOG_TAIL:]
-        raise UnavailableError(f"the {name} ended with {code}; its last words: {log}")
+        raise UnavailableError(f"the {name} ended with {code}; the end of its log: {log}")
 
     def _listen(self, name: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

@@ -1,6 +1,6 @@
 """Faults of a run's plug-ins, as this process met them: which one, where it raised, how often.
 
-A plug-in that fails costs only what it was asked about; here is what people are told of it. Pure. Noted by whoever
+A plug-in that fails costs only what it was asked about; here is what people see of it. Pure. Noted by whoever
 calls a plug-in, shown by reporting as a wait of the run and as a gauge.
 """
 

@@ -61,7 +61,7 @@ class DataPlugins:
     selector: DataPlugin[Selector] | None = None
     faults: PluginFaults = field(default_factory=PluginFaults)
     unobserved: asyncio.Queue[Group] = field(default_factory=lambda: asyncio.Queue(_MOST_UNOBSERVED))
-    """Complete groups that curators have not been told of."""
+    """Complete groups that curators have not observed yet."""
 
     @classmethod
     def make(cls, recipe: Recipe, source: RecipeSource) -> DataPlugins:

@@ -48,8 +48,8 @@ class BatchStore:
         A claim under another data `incarnation` than the last skips numbers that may have been given and lost.
 
         Batch lease and data incarnation are left out. With `held_epoch`, raises FencedError when another trainer has a
-        newer one; with `only_if_unheld`, PolicyHeldError when a trainer was heard of within `lease_s`, and such a claim
-        holds nothing.
+        newer one; with `only_if_unheld`, PolicyHeldError when a trainer has called within `lease_s`; such a claim does
+        not hold the policy.
         """
         arguments = (
             request.policy_id,

@@ -1,7 +1,7 @@
 """Durability: what acknowledgements survive, and how far the disk or a replica has come.
 
 Commits of a run are numbered by Redis. One loop per process reads those numbers, writes a beat after them and waits
-until the beat is safe: then so is everything before it, which is the watermark nodes are told. A number that falls
+until the beat is safe: then so is everything before it, which is the watermark sent to nodes. A number that falls
 within one data set means that writes were lost, and gives the data set a new identity. With a level above `memory`
 acknowledgements wait at `barrier`. Built by `server`; used by ingest, sessions and the servicers.
 """

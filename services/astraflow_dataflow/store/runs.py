@@ -209,7 +209,7 @@ class NodeStore:
         return as_int(await self._connection.raw("HGET", Keys(run_id).of("node", node_id), "max_tasks"))
 
     async def all(self, run_id: str, *, now_ms: int) -> list[NodeStatus]:
-        """Return the nodes by id; connected is who was heard of lately at `now_ms`."""
+        """Return the nodes by id; connected is who has called recently at `now_ms`."""
         keys = Keys(run_id)
         ids = sorted(as_texts(await self._connection.raw("SMEMBERS", keys.of("nodes"))))
         nodes = []

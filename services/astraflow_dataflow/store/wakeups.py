@@ -76,7 +76,7 @@ class WorkWaiters:
         self._waiting: dict[Subscription, None] = {}
         self._woken: set[Subscription] = set()
         self._asked: dict[Subscription, int] = {}
-        """The newest news each had heard of when it last asked."""
+        """The newest news each knew when it last asked."""
         self._news = 0
         self._is_open = False
         """Whether the newest news may still mean work for somebody."""

@@ -1,4 +1,4 @@
-"""Observing: curators are told of complete groups, many at a time, beside the data path.
+"""Observing: curators get complete groups, many at a time, in parallel to the data path.
 
 Groups wait in memory, so a killed server forgets those of its last moments; what was observed is saved before the
 next ones are. One per run and process that has curators; fed by settling.

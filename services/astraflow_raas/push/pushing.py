@@ -106,7 +106,7 @@ class Pusher(StreamService):
         return await asyncio.shield(spooled.outcome)
 
     def durable(self, position: int) -> None:
-        """The server's disk has every commit of the run up to `position` of the data set last heard of."""
+        """The server's disk has every commit of the run up to `position`, in the newest data incarnation."""
         self._spool.durable(position)
         self._has_room.set()
 

@@ -18,7 +18,7 @@ class BoxedMatch:
     """Called by a workflow with the task and the completion's text."""
 
     def __call__(self, task: TaskSpec, completion: str) -> float:
-        """Return 1.0 for the right answer, else 0.0. Raises KeyError for a task without `answer`."""
+        """Return 1.0 for the correct answer, else 0.0. Raises KeyError for a task without `answer`."""
         boxed = last_boxed(completion)
         return float(boxed is not None and _same(boxed, str(task.data["answer"])))
 

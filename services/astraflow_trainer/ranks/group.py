@@ -29,7 +29,7 @@ log = get_logger(__name__)
 __all__ = ["RankGroup", "join_rank_group"]
 
 _POLL_S = 0.1
-_LAST_WORDS_S = 3.0  # a connection breaks before its last words are read
+_FAREWELL_S = 3.0  # a connection may break before its last message is read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class RankGroup:
             return error
         if not isinstance(error, RuntimeError) or "gloo" not in str(error).lower():
             return error
-        lost = self.watch.failure(wait_s=_LAST_WORDS_S)
+        lost = self.watch.failure(wait_s=_FAREWELL_S)
         return lost or RankLostError(f"the other ranks of {self.size} do not answer: {error}")
 
     def farewell(self, error: BaseException | None) -> None:

@@ -59,7 +59,7 @@ class RankWatch:
         threading.Thread(target=self._listen, name="rank-watch", daemon=True).start()
 
     def failure(self, *, wait_s: float) -> AstraflowError | None:
-        """Why another rank ended, if one did, waiting a moment for its last words; None when all are alive."""
+        """Why another rank ended, if one did, waiting a moment for its last message; None when all are alive."""
         self._known.wait(wait_s)
         return self._failure
 

@@ -35,7 +35,7 @@ def starting_model(
 ) -> Path:
     """Return the directory of the initial model, making it when the cache does not hold it.
 
-    `progress` is told the finished share of a warm start. Raises PluginError and RecipeError for what the
+    `progress` is called with the finished share of a warm start. Raises PluginError and RecipeError for what the
     recipe says, OSError when a model cannot be loaded.
     """
     settings = joined.policy.model

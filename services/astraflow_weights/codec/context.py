@@ -1,6 +1,6 @@
 """Classes of bfloat16 elements by the exponent of their old value, which the receiver of a delta has.
 
-Invariant: classes depend on the base only, so both sides agree on them without a word. How likely a weight
+Invariant: classes depend on the base only, so both sides agree on them without a message. How likely a weight
 moves, and how far, depends on its size: counted inside a class, gaps are shorter and steps more alike.
 `tile_delta` calls it; the kernel does the work where there is one.
 

@@ -1,7 +1,5 @@
 """A blob reference pins bytes under the run's own prefix, and says what is wrong with it otherwise."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

@@ -1,7 +1,5 @@
 """What a data set yields as a message is what a workflow gets."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow.chat import message_from_proto, message_to_proto

@@ -1,7 +1,5 @@
 """The command line says what to do next: the nearest command, the missing extra, the error and its status."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys
@@ -62,8 +60,7 @@ def test_a_command_is_where_the_table_says(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "line"),
-    [("raas", "pip install 'astraflow[raas]'\n"), ("", "pip install astraflow\n")],
+    ("extra", "line"), [("raas", "pip install 'astraflow[raas]'\n"), ("", "pip install astraflow\n")]
 )
 def test_a_missing_dependency_is_told_with_the_line_that_installs_it(
     add_command: Callable[..., None], extra: str, line: str

@@ -1,7 +1,5 @@
 """Columns survive the wire exactly, and messages whose columns disagree are refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

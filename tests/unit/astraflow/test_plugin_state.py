@@ -1,7 +1,5 @@
 """The state of a plug-in: a bounded mapping that knows what changed."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

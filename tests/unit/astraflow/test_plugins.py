@@ -1,7 +1,5 @@
 """What a recipe's own plug-ins can rely on: plain Python, checkable at start, values that do not change."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """The rules of trajectories: one list of reasons, raised, documented, and nothing else."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

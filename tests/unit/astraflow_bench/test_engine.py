@@ -11,19 +11,8 @@ from support.tiny_qwen import save_tiny_qwen
 
 def test_it_prints_a_line_per_engine_with_its_multiple(tmp_path: Path) -> None:
     folder = save_tiny_qwen(tmp_path / "model")
-    sizes = [
-        "--num-prompts",
-        "2",
-        "--group-size",
-        "2",
-        "--num-new-tokens",
-        "3",
-        "--slots",
-        "4",
-        "--repeats",
-        "1",
-    ]
-    result = CliRunner().invoke(app, ["--model-path", str(folder), *sizes])
+    sizes = "--num-prompts 2 --group-size 2 --num-new-tokens 3 --slots 4 --repeats 1"
+    result = CliRunner().invoke(app, ["--model-path", str(folder), *sizes.split()])
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert [line["engine"] for line in lines] == ["transformers", "engine, 4 slots"]

@@ -1,7 +1,5 @@
 """The study's claim: at least nine of ten seeds learn, and a run without learning does not."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

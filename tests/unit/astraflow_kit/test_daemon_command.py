@@ -1,7 +1,5 @@
 """The command of a daemon: what typer is told of a settings class, and how a start ends."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path

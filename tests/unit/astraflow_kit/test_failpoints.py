@@ -55,7 +55,7 @@ def test_the_process_ends_as_armed_and_the_hit_is_logged(
     tmp_path: Path, spec: str, exit_status: int, hits: int
 ) -> None:
     log = tmp_path / "hits"
-    assert _child(spec, log).wait(timeout=20) == exit_status
+    assert _child(spec, log).wait() == exit_status
     recorded = failpoints.read_hits(log)
     assert [hit.number for hit in recorded] == list(range(1, hits + 1))
     if hits:
@@ -64,8 +64,8 @@ def test_the_process_ends_as_armed_and_the_hit_is_logged(
 
 def test_nth_counts_across_restarts_so_the_restarted_process_survives(tmp_path: Path) -> None:
     log = tmp_path / "hits"
-    assert _child("a.before=kill@2", log).wait(timeout=20) == -signal.SIGKILL
-    assert _child("a.before=kill@2", log).wait(timeout=20) == 0
+    assert _child("a.before=kill@2", log).wait() == -signal.SIGKILL
+    assert _child("a.before=kill@2", log).wait() == 0
     assert [hit.acted for hit in failpoints.read_hits(log)] == [False, True, False, False, False]
 
 
@@ -74,7 +74,7 @@ def test_stop_suspends_the_process_until_continued(tmp_path: Path) -> None:
     _, status = os.waitpid(child.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     os.kill(child.pid, signal.SIGCONT)
-    assert child.wait(timeout=20) == 0
+    assert child.wait() == 0
 
 
 def test_sleep_blocks_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

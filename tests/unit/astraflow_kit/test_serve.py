@@ -16,7 +16,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -41,43 +41,48 @@ LATER = "astraflow_kit_test.v1.LaterService"
 TOKENS = {"node": "rollout", "boss": "operator", "both": "viewer,operator"}
 
 
-def _declare(service: Any, name: str, *, streaming: bool, options: bool = True) -> None:
-    method = service.method.add(
-        name=name,
-        input_type=".google.protobuf.StringValue",
-        output_type=".google.protobuf.StringValue",
-        server_streaming=streaming,
-        client_streaming=streaming,
-    )
-    if options:
-        method.options.Extensions[options_pb2.roles].extend([options_pb2.ROLE_OPERATOR])
-        method.options.Extensions[options_pb2.retry] = options_pb2.RETRY_READ
+_CONTRACT = """
+name: "astraflow_kit_test/v1/echo_service.proto" package: "astraflow_kit_test.v1" syntax: "proto3"
+dependency: ["google/protobuf/wrappers.proto", "astraflow/options/v1/options.proto"]
+service { name: "EchoService" method { name: "Echo" } method { name: "Chat" } }
+service { name: "LaterService" method { name: "Echo" } method { name: "Chat" } }
+service { name: "NakedService" method { name: "Echo" } }
+"""
 
 
 def _build_contract() -> None:
-    file = descriptor_pb2.FileDescriptorProto(
-        name="astraflow_kit_test/v1/echo_service.proto",
-        package="astraflow_kit_test.v1",
-        syntax="proto3",
-        dependency=["google/protobuf/wrappers.proto", "astraflow/options/v1/options.proto"],
-    )
-    echo = file.service.add(name="EchoService")
-    _declare(echo, "Echo", streaming=False)
-    _declare(echo, "Chat", streaming=True)
-    _declare(file.service.add(name="NakedService"), "Echo", streaming=False, options=False)
-    later = file.service.add(name="LaterService")
-    _declare(later, "Echo", streaming=False)
-    _declare(later, "Chat", streaming=True)
-    for method in later.method:
-        missing = method.options.Extensions[options_pb2.missing]
-        missing.capability, missing.instead = "later", "call EchoService until then"
+    file = text_format.Parse(_CONTRACT, descriptor_pb2.FileDescriptorProto())
+    for service in file.service:
+        for method in service.method:
+            method.input_type = method.output_type = ".google.protobuf.StringValue"
+            method.server_streaming = method.client_streaming = method.name == "Chat"
+            if service.name != "NakedService":
+                method.options.Extensions[options_pb2.roles].append(options_pb2.ROLE_OPERATOR)
+                method.options.Extensions[options_pb2.retry] = options_pb2.RETRY_READ
+            if service.name == "LaterService":
+                missing = method.options.Extensions[options_pb2.missing]
+                missing.capability, missing.instead = "later", "call EchoService until then"
     descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
 
 
+Channel = grpc.aio.Channel
 _build_contract()
 _CODEC: dict[str, Any] = {
     "request_deserializer": StringValue.FromString,
     "response_serializer": StringValue.SerializeToString,
+}
+_CLIENT_CODEC: dict[str, Any] = {
+    "request_serializer": StringValue.SerializeToString,
+    "response_deserializer": StringValue.FromString,
+}
+
+
+FAILURES: dict[str, Exception] = {
+    "fenced": errors.FencedError("epoch 3 is older than 4; claim again", metadata={"epoch": "4"}),
+    "full": errors.ResourceExhaustedError("x" * 20_000, retry_after_s=1.5),
+    "away": errors.UnavailableError("the store is away"),
+    "long": errors.FencedError("字" * 5000),
+    "crash": RuntimeError("the secret is 42"),
 }
 
 
@@ -89,16 +94,8 @@ class EchoServicer:
         self.ended = asyncio.Event()
 
     async def Echo(self, request: StringValue, context: grpc.aio.ServicerContext[Any, Any]) -> StringValue:
-        if request.value == "fenced":
-            raise errors.FencedError("epoch 3 is older than 4; claim again", metadata={"epoch": "4"})
-        if request.value == "full":
-            raise errors.ResourceExhaustedError("x" * 20_000, retry_after_s=1.5)
-        if request.value == "away":
-            raise errors.UnavailableError("the store is away")
-        if request.value == "long":
-            raise errors.FencedError("字" * 5000)
-        if request.value == "crash":
-            raise RuntimeError("the secret is 42")
+        if request.value in FAILURES:
+            raise FAILURES[request.value]
         if request.value == "abort":
             await context.abort(grpc.StatusCode.DATA_LOSS, "by hand")
         if request.value == "wait":
@@ -150,18 +147,22 @@ def add_naked(servicer: EchoServicer, server: grpc.aio.Server) -> None:
     add_echo(servicer, server, service=NAKED)
 
 
+def made(
+    *services: Registration, settings: DaemonSettings | None = None, metrics: Metrics | None = None
+) -> GrpcServer:
+    """Not started yet."""
+    return GrpcServer(services, settings=settings or DaemonSettings(), metrics=metrics or Metrics())
+
+
 @asynccontextmanager
 async def serving(
     settings: DaemonSettings | None = None,
     *,
     metrics: Metrics | None = None,
     servicer: EchoServicer | None = None,
-) -> AsyncIterator[tuple[GrpcServer, grpc.aio.Channel]]:
-    registrations: list[Registration] = [
-        (add_echo, servicer or EchoServicer()),
-        (add_later, GeneratedServicer()),
-    ]
-    server = GrpcServer(registrations, settings=settings or DaemonSettings(), metrics=metrics or Metrics())
+) -> AsyncIterator[tuple[GrpcServer, Channel]]:
+    services: list[Registration] = [(add_echo, servicer or EchoServicer()), (add_later, GeneratedServicer())]
+    server = made(*services, settings=settings, metrics=metrics)
     await server.start()
     options = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
     channel = grpc.aio.insecure_channel(server.address, options=options)
@@ -172,22 +173,16 @@ async def serving(
         await server.stop(deadline_s=1)
 
 
-def echo(channel: grpc.aio.Channel, *, service: str = ECHO) -> Callable[..., Awaitable[StringValue]]:
-    call: Callable[..., Awaitable[StringValue]] = channel.unary_unary(
-        f"/{service}/Echo",
-        request_serializer=StringValue.SerializeToString,
-        response_deserializer=StringValue.FromString,
-    )
-    return call
+def say(channel: Channel, text: str, *, service: str = ECHO, metadata: Any = ()) -> Awaitable[StringValue]:
+    """Call Echo with this text."""
+    call: Any = channel.unary_unary(f"/{service}/Echo", **_CLIENT_CODEC)
+    answer: Awaitable[StringValue] = call(StringValue(value=text), timeout=30, metadata=metadata)
+    return answer
 
 
-def chatting(channel: grpc.aio.Channel, *, service: str = ECHO) -> Any:
+def chatting(channel: Channel, *, service: str = ECHO) -> Any:
     """An open stream; its messages are the test's to write and read."""
-    chat: Any = channel.stream_stream(
-        f"/{service}/Chat",
-        request_serializer=StringValue.SerializeToString,
-        response_deserializer=StringValue.FromString,
-    )
+    chat: Any = channel.stream_stream(f"/{service}/Chat", **_CLIENT_CODEC)
     return chat(timeout=20)
 
 
@@ -198,6 +193,13 @@ def logged() -> Callable[[str], list[dict[str, Any]]]:
     return lambda word: [
         line for line in map(json.loads, lines.getvalue().splitlines()) if word in line["event"]
     ]
+
+
+@pytest.fixture
+async def channel() -> AsyncIterator[Channel]:
+    """To a server with default settings."""
+    async with serving() as (_, opened):
+        yield opened
 
 
 async def refusal(call: Awaitable[object]) -> tuple[errors.AstraflowError, grpc.aio.AioRpcError]:
@@ -217,22 +219,20 @@ def tokens_file(folder: Path) -> Path:
 
 async def test_a_call_is_answered_on_a_free_port() -> None:
     async with serving() as (server, channel):
-        assert (await echo(channel)(StringValue(value="hello"), timeout=30)).value == "hello"
+        assert (await say(channel, "hello")).value == "hello"
         assert int(server.address.rpartition(":")[2]) > 0
 
 
-async def test_a_typed_error_crosses_the_wire_whole() -> None:
-    async with serving() as (_, channel):
-        error, raw = await refusal(echo(channel)(StringValue(value="fenced"), timeout=30))
+async def test_a_typed_error_crosses_the_wire_whole(channel: Channel) -> None:
+    error, raw = await refusal(say(channel, "fenced"))
     assert type(error) is errors.FencedError
     assert error.message == "epoch 3 is older than 4; claim again"
     assert error.metadata["epoch"] == "4"
     assert raw.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_retry_info_survives_and_long_messages_are_cut() -> None:
-    async with serving() as (_, channel):
-        error, _ = await refusal(echo(channel)(StringValue(value="full"), timeout=30))
+async def test_retry_info_survives_and_long_messages_are_cut(channel: Channel) -> None:
+    error, _ = await refusal(say(channel, "full"))
     assert type(error) is errors.ResourceExhaustedError
     assert error.retry_after_s == 1.5
     assert 1000 < len(error.message) < 4000
@@ -242,7 +242,7 @@ async def test_a_defect_is_internal_without_its_text_and_logged_under_the_correl
     lines = logged()
     async with serving() as (_, channel):
         metadata = ((CORRELATION_METADATA, "abc-123"),)
-        error, raw = await refusal(echo(channel)(StringValue(value="crash"), timeout=30, metadata=metadata))
+        error, raw = await refusal(say(channel, "crash", metadata=metadata))
     assert type(error) is errors.InternalError
     assert error.metadata["correlation_id"] == "abc-123"
     assert "42" not in f"{error.message}{raw.details()}{raw.trailing_metadata()!r}"
@@ -252,10 +252,9 @@ async def test_a_defect_is_internal_without_its_text_and_logged_under_the_correl
 
 
 @pytest.mark.parametrize("unusable", ["", "x" * 65])
-async def test_an_unusable_correlation_id_is_replaced(unusable: str) -> None:
-    async with serving() as (_, channel):
-        metadata = ((CORRELATION_METADATA, unusable),)
-        error, _ = await refusal(echo(channel)(StringValue(value="crash"), timeout=30, metadata=metadata))
+async def test_an_unusable_correlation_id_is_replaced(unusable: str, channel: Channel) -> None:
+    metadata = ((CORRELATION_METADATA, unusable),)
+    error, _ = await refusal(say(channel, "crash", metadata=metadata))
     assert len(error.metadata["correlation_id"]) == 26
 
 
@@ -289,9 +288,9 @@ async def test_a_cancelled_stream_ends_its_servicer_and_is_counted() -> None:
 async def test_calls_are_counted_by_final_code() -> None:
     metrics = Metrics()
     async with serving(metrics=metrics) as (_, channel):
-        await echo(channel)(StringValue(value="a"), timeout=30)
+        await say(channel, "a")
         for value in ("fenced", "crash", "abort"):
-            await refusal(echo(channel)(StringValue(value=value), timeout=30))
+            await refusal(say(channel, value))
     text = metrics.render().decode()
     for code in ("OK", "FAILED_PRECONDITION", "INTERNAL", "ABORTED_BY_SERVICER"):
         assert f'astraflow_rpcs_total{{code="{code}",rpc="/{ECHO}/Echo"}} 1.0' in text
@@ -313,26 +312,19 @@ async def test_an_rpc_is_open_to_the_roles_its_contract_names(
 ) -> None:
     metadata = (("authorization", authorization),) if authorization else ()
     async with serving(DaemonSettings(tokens_file=tokens_file(tmp_path))) as (_, channel):
-        call = echo(channel)(StringValue(value="who"), timeout=30, metadata=metadata)
+        call = say(channel, "who", metadata=metadata)
         if isinstance(answer, str):
             assert (await call).value == answer
         else:
             assert type((await refusal(call))[0]) is answer
 
 
-async def test_without_tokens_anyone_may_call_but_a_token_is_not_ignored() -> None:
-    async with serving() as (_, channel):
-        assert (await echo(channel)(StringValue(value="who"), timeout=30)).value == "anonymous"
-        metadata = (("authorization", "Bearer boss"),)
-        error, _ = await refusal(echo(channel)(StringValue(value="who"), timeout=30, metadata=metadata))
+async def test_without_tokens_anyone_may_call_but_a_token_is_not_ignored(channel: Channel) -> None:
+    assert (await say(channel, "who")).value == "anonymous"
+    metadata = (("authorization", "Bearer boss"),)
+    error, _ = await refusal(say(channel, "who", metadata=metadata))
     assert type(error) is errors.UnauthenticatedError
     assert "tokens_file" in error.message
-
-
-async def test_an_rpc_without_declared_roles_stops_the_server_from_starting() -> None:
-    server = GrpcServer([(add_naked, EchoServicer())], settings=DaemonSettings(), metrics=Metrics())
-    with pytest.raises(ContractError, match=r"NakedService\.Echo names no caller"):
-        await server.start()
 
 
 async def test_health_and_reflection_are_served_and_need_no_token(tmp_path: Path) -> None:
@@ -351,18 +343,17 @@ async def test_health_and_reflection_are_served_and_need_no_token(tmp_path: Path
 async def test_an_unknown_rpc_is_told_what_this_server_has() -> None:
     metrics = Metrics()
     async with serving(metrics=metrics) as (_, channel):
-        error, _ = await refusal(echo(channel, service="no.such.Service")(StringValue(), timeout=30))
+        error, _ = await refusal(say(channel, "", service="no.such.Service"))
     assert type(error) is errors.UnimplementedError
     assert error.metadata["capability"] == "/no.such.Service/Echo"
     assert ECHO in error.message
     assert "no.such" not in metrics.render().decode(), "callers must not be able to make series"
 
 
-async def test_an_rpc_that_the_contract_declares_missing_names_what_is_missing() -> None:
-    async with serving() as (_, channel):
-        error, _ = await refusal(echo(channel, service=LATER)(StringValue(), timeout=30))
-        chat = chatting(channel, service=LATER)
-        streamed, _ = await refusal(chat.read())
+async def test_an_rpc_that_the_contract_declares_missing_names_what_is_missing(channel: Channel) -> None:
+    error, _ = await refusal(say(channel, "", service=LATER))
+    chat = chatting(channel, service=LATER)
+    streamed, _ = await refusal(chat.read())
     for refused in (error, streamed):
         assert type(refused) is errors.UnimplementedError
         assert refused.metadata["capability"] == "later"
@@ -374,55 +365,50 @@ async def test_an_rpc_that_the_contract_declares_missing_names_what_is_missing()
     [
         ((add_echo, GeneratedServicer()), "GeneratedServicer lacks .*EchoService.Echo: implement it"),
         ((add_later, EchoServicer()), "EchoServicer has .*LaterService.Echo: drop"),
+        ((add_naked, EchoServicer()), r"NakedService\.Echo names no caller"),
     ],
-    ids=["lacks an rpc", "has a missing one"],
+    ids=["lacks an rpc", "has a missing one", "has an rpc without roles"],
 )
 async def test_a_servicer_other_than_its_contract_stops_the_server_from_starting(
     registration: Registration, complaint: str
 ) -> None:
-    server = GrpcServer([registration], settings=DaemonSettings(), metrics=Metrics())
     with pytest.raises(ContractError, match=complaint):
-        await server.start()
+        await made(registration).start()
 
 
-async def test_messages_beyond_grpcs_own_4_mib_pass_and_those_beyond_64_mib_do_not() -> None:
-    async with serving() as (_, channel):
-        large = StringValue(value="x" * 6 * 2**20)
-        assert await echo(channel)(large, timeout=20) == large
-        error, _ = await refusal(echo(channel)(StringValue(value="x" * MAX_MESSAGE_BYTES), timeout=20))
-        assert type(error) is errors.InvalidArgumentError
-        assert "Echo has 67108869 bytes, at most 67108864; send it in parts" in error.message
-        huge = StringValue(value="x" * 2 * MAX_MESSAGE_BYTES)
-        error, _ = await refusal(echo(channel)(huge, timeout=20))
-        assert type(error) is errors.InvalidArgumentError
-        assert await echo(channel)(large, timeout=20) == large, "the connection survives"
+async def test_messages_beyond_grpcs_own_4_mib_pass_and_those_beyond_64_mib_do_not(channel: Channel) -> None:
+    large = "x" * 6 * 2**20
+    assert (await say(channel, large)).value == large
+    error, _ = await refusal(say(channel, "x" * MAX_MESSAGE_BYTES))
+    assert type(error) is errors.InvalidArgumentError
+    assert "Echo has 67108869 bytes, at most 67108864; send it in parts" in error.message
+    error, _ = await refusal(say(channel, "x" * 2 * MAX_MESSAGE_BYTES))
+    assert type(error) is errors.InvalidArgumentError
+    assert (await say(channel, large)).value == large, "the connection survives"
 
 
 @pytest.mark.parametrize("rpc", ["Echo", "Chat"])
-async def test_bytes_that_are_no_request_are_refused_with_details(rpc: str) -> None:
-    async with serving() as (_, channel):
-        if rpc == "Echo":
-            error, _ = await refusal(channel.unary_unary(f"/{ECHO}/Echo")(b"\xff", timeout=30))
-        else:
-            chat: Any = channel.stream_stream(f"/{ECHO}/Chat")(timeout=30)
-            await chat.write(b"\xff")
-            error, _ = await refusal(chat.read())
+async def test_bytes_that_are_no_request_are_refused_with_details(rpc: str, channel: Channel) -> None:
+    if rpc == "Echo":
+        error, _ = await refusal(channel.unary_unary(f"/{ECHO}/Echo")(b"\xff", timeout=30))
+    else:
+        chat: Any = channel.stream_stream(f"/{ECHO}/Chat")(timeout=30)
+        await chat.write(b"\xff")
+        error, _ = await refusal(chat.read())
     assert type(error) is errors.InvalidArgumentError
     assert error.metadata["rpc"] == f"/{ECHO}/{rpc}"
     assert f"1 bytes are no request of /{ECHO}/{rpc}" in error.message
 
 
-async def test_a_retryable_error_always_says_when_to_come_back() -> None:
-    async with serving() as (_, channel):
-        error, _ = await refusal(echo(channel)(StringValue(value="away"), timeout=30))
-        final, _ = await refusal(echo(channel)(StringValue(value="fenced"), timeout=30))
+async def test_a_retryable_error_always_says_when_to_come_back(channel: Channel) -> None:
+    error, _ = await refusal(say(channel, "away"))
+    final, _ = await refusal(say(channel, "fenced"))
     assert (type(error), error.retry_after_s) == (errors.UnavailableError, RETRY_AFTER_S)
     assert final.retry_after_s is None
 
 
-async def test_a_long_message_in_any_script_arrives_in_part() -> None:
-    async with serving() as (_, channel):
-        error, _ = await refusal(echo(channel)(StringValue(value="long"), timeout=30))
+async def test_a_long_message_in_any_script_arrives_in_part(channel: Channel) -> None:
+    error, _ = await refusal(say(channel, "long"))
     assert type(error) is errors.FencedError
     assert 1100 < len(error.message.encode()) <= 1200  # 9 bytes of the header each
     assert set(error.message) == {"字"}
@@ -431,20 +417,17 @@ async def test_a_long_message_in_any_script_arrives_in_part() -> None:
 async def test_a_reason_that_the_contract_does_not_list_is_logged() -> None:
     lines = logged()
     async with serving() as (_, channel):
-        await refusal(echo(channel)(StringValue(value="full"), timeout=30))  # every rpc may answer this one
-        await refusal(echo(channel)(StringValue(value="fenced"), timeout=30))
+        await refusal(say(channel, "full"))  # every rpc may answer this one
+        await refusal(say(channel, "fenced"))
     assert [line["reason"] for line in lines("undeclared")] == ["FENCED"]
 
 
 async def test_a_taken_port_is_refused_with_holder_and_remedy() -> None:
     async with serving() as (server, _):
         port = int(server.address.rpartition(":")[2])
-        second = GrpcServer(
-            [(add_echo, EchoServicer())], settings=DaemonSettings(grpc_port=port), metrics=Metrics()
-        )
-        with pytest.raises(
-            PortError, match=rf"127\.0\.0\.1:{port}: process \d+ \(.+\) holds it; .*grpc_port"
-        ):
+        second = made((add_echo, EchoServicer()), settings=DaemonSettings(grpc_port=port))
+        complaint = rf"127\.0\.0\.1:{port}: process \d+ \(.+\) holds it; .*grpc_port"
+        with pytest.raises(PortError, match=complaint):
             await second.start()
         await second.stop(deadline_s=1)
 
@@ -485,8 +468,8 @@ def _self_signed(folder: Path) -> dict[str, Path]:
 async def test_with_tls_files_only_tls_is_spoken(tmp_path: Path) -> None:
     paths = _self_signed(tmp_path)
     async with serving(load(DaemonSettings, paths)) as (server, plain):
-        error, _ = await refusal(echo(plain)(StringValue(value="hello"), timeout=30))
+        error, _ = await refusal(say(plain, "hello"))
         assert type(error) is errors.UnavailableError
         credentials = grpc.ssl_channel_credentials(paths["tls_cert_file"].read_bytes())
         async with grpc.aio.secure_channel(server.address, credentials) as channel:
-            assert (await echo(channel)(StringValue(value="hello"), timeout=30)).value == "hello"
+            assert (await say(channel, "hello")).value == "hello"

@@ -1,7 +1,5 @@
 """Units of work: one id per task and per step, on log lines and on calls."""
 
-from __future__ import annotations
-
 import io
 import json
 

@@ -43,16 +43,14 @@ class OddWorkflow:
 
 
 def workflow_of(folder: Path, *, reward: str, workflow: str = SINGLE_TURN, allowed: bool = True) -> Workflow:
-    files = [CodeFile("recipe.py", CODE.encode())]
+    file = CodeFile("recipe.py", CODE.encode())
     text = f"""
 run: {{name: r, dataset: "recipe:D"}}
 policies: {{solver: {{model: {{path: x}}}}}}
 raas: {{reward: {reward}, workflow: {workflow}}}
 """
-    code = run_pb2.CodeBundle(
-        files=[run_pb2.CodeFile(path=file.path, content=file.content) for file in files],
-        sha256=bundle_digest(files),
-    )
+    sent = run_pb2.CodeFile(path=file.path, content=file.content)
+    code = run_pb2.CodeBundle(files=[sent], sha256=bundle_digest([file]))
     run = run_pb2.Run(run_id="r", recipe_yaml=text, code=code)
     return load_workflow(run, parse_recipe(text).recipe.raas, into=folder, allowed=allowed)
 
@@ -80,17 +78,12 @@ def test_installed_plug_ins_need_no_leave(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plugins", "complaint"),
     [
-        (
-            {"reward": "recipe:Half", "allowed": False},
-            "recipe of run r:4: raas.reward: .* --allow-recipe-code",
-        ),
+        ({"reward": "recipe:Half", "allowed": False}, "run r:4: raas.reward: .* --allow-recipe-code"),
         ({"reward": "recipe:NeedsMore"}, "'recipe:NeedsMore' needs the setting 'threshold'"),
         ({"reward": "recipe:Hal"}, "Did you mean 'Half'"),
         ({"reward": "recipe:Half", "workflow": "recipe:OddWorkflow"}, "is not async"),
     ],
 )
-def test_a_plug_in_that_cannot_be_used_is_named(
-    tmp_path: Path, plugins: dict[str, Any], complaint: str
-) -> None:
+def test_an_unusable_plug_in_is_named(tmp_path: Path, plugins: dict[str, Any], complaint: str) -> None:
     with pytest.raises(PluginError, match=complaint):
         workflow_of(tmp_path, **plugins)

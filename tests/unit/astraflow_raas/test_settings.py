@@ -31,10 +31,8 @@ def test_wrong_settings_are_refused_by_name(options: dict[str, object], complain
 
 
 def test_an_engine_may_be_an_address() -> None:
-    assert (
-        load(NodeSettings, {"join": "h:1", "engine": "http://10.0.0.1:30000/"}).engine
-        == "http://10.0.0.1:30000"
-    )
+    settings = load(NodeSettings, {"join": "h:1", "engine": "http://10.0.0.1:30000/"})
+    assert settings.engine == "http://10.0.0.1:30000"
 
 
 def test_an_engine_inherits_failpoints_and_log_settings_but_not_the_nodes_own(

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_weights.store.file import FileStore
+from support.weight_models import FaultyStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FileStore:
+def store(tmp_path: Path) -> FaultyStore:
     """An empty store in a folder."""
-    return FileStore(tmp_path / "store")
+    return FaultyStore(tmp_path / "store")

@@ -2,7 +2,7 @@
 
 local LOST_CLAIMS = 64
 
--- A trainer holds its policy from its claim on, until it releases it or is not heard of for a lease time.
+-- A trainer holds its policy from its claim on, until it releases it or has not called for a lease time.
 local function note_heard(P, policy)
   call('HSET', K.policy(P, policy), 'heard_ms', now_ms())
 end
@@ -34,9 +34,9 @@ local function held_by_another(P, policy, claimer, lease_ms)
   local f, now = call('HMGET', K.policy(P, policy), 'trainer', 'claim_ms', 'heard_ms'), now_ms()
   if not f[3] or f[1] == claimer or tonumber(f[3]) + lease_ms <= now then return nil end
   local function ago(ms) return math.floor((now - tonumber(ms)) / 1000) .. ' s' end
-  return refuse('HELD', policy .. ' is held by trainer ' .. f[1] .. ', which claimed it ' .. ago(f[2]) .. ' ago and was heard of ' .. ago(f[3]) ..
-    ' ago; stop that trainer (one that was killed holds it for ' .. math.floor(lease_ms / 1000) .. ' s after it was last heard of), or claim it ' ..
-    'nevertheless, which fences that trainer', 'holder=' .. f[1])
+  return refuse('HELD', policy .. ' is held by trainer ' .. f[1] .. ', which claimed it ' .. ago(f[2]) .. ' ago and last called ' .. ago(f[3]) ..
+    ' ago; stop that trainer (one that was killed holds it for ' .. math.floor(lease_ms / 1000) .. ' s after its last call), or claim it ' ..
+    'anyway, which fences that trainer', 'holder=' .. f[1])
 end
 
 -- claim: policy, trainer, an epoch to be above, the epoch the trainer holds or 0, data incarnation, lease ms, '1' to claim only what nobody holds

@@ -1,6 +1,6 @@
 -- Episodes: one call commits a whole episode, or says why not. The outcome table is section "push" of docs/dataflow.md.
 
--- Counts trajectories dropped at the door, once per episode id, and frees what was uploaded for them. `a` is what commit was called with.
+-- Counts trajectories refused on arrival, once per episode id, and frees what was uploaded for them. `a` is what commit was called with.
 local function turn_away(P, a, known, outcome, reason, items, detail)
   local n, task, episode = 0, a.task, a.episode
   for _, item in ipairs(items) do

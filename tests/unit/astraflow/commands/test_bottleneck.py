@@ -1,7 +1,5 @@
 """The verdict names what bounds a run, with the figure it rests on."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow.commands.bottleneck import Bound, find_bottleneck

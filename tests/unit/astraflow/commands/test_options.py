@@ -1,7 +1,5 @@
 """A command's shared options stand in its signature one by one, and reach it as one object."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Which server a command asks, and what is said when there is none."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,21 +1,13 @@
 """The status page says what there is, and nothing about what there is not."""
 
-from __future__ import annotations
-
-import io
-
-from rich.console import Console
-
 from astraflow.commands.status import status_page
 from astraflow.dataflow.v1 import account_pb2, run_pb2, version_pb2
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
+from support.printed import printed
 
 
 def text_of(status: pb.StatusResponse) -> str:
-    """The page as a pipe gets it."""
-    output = io.StringIO()
-    Console(file=output, width=160, highlight=False).print(status_page(status))
-    return output.getvalue()
+    return printed(status_page(status))
 
 
 def full_status() -> pb.StatusResponse:

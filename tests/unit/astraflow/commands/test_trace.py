@@ -1,13 +1,8 @@
 """The tree of a task leads from leases to the version that came of it."""
 
-from __future__ import annotations
-
-import io
-
-from rich.console import Console
-
 from astraflow.commands.trace import trace_tree
 from astraflow.dataflow.v1 import trace_pb2 as pb
+from support.printed import printed
 
 
 def task() -> pb.TaskTrace:
@@ -41,9 +36,7 @@ def task() -> pb.TaskTrace:
 
 
 def text_of(trace: pb.TaskTrace) -> str:
-    output = io.StringIO()
-    Console(file=output, width=200, highlight=False).print(trace_tree(trace))
-    return output.getvalue()
+    return printed(trace_tree(trace), width=200)
 
 
 def test_the_tree_leads_from_the_task_to_the_version() -> None:

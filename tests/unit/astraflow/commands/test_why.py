@@ -1,14 +1,9 @@
 """`why` says for each wait who, since when, the figures and what releases it; a verdict comes first."""
 
-from __future__ import annotations
-
-import io
-
-from rich.console import Console
-
 from astraflow.commands.why import judge, why_page
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import run_pb2
+from support.printed import printed
 
 
 def answer(*waits: pb.Wait, state: int = run_pb2.RUN_STATE_ACTIVE) -> pb.WhyResponse:
@@ -30,10 +25,7 @@ def wait(reason: str, *, seconds: float, stage: str = "batch") -> pb.Wait:
 
 
 def text_of(*looks: pb.WhyResponse) -> str:
-    output = io.StringIO()
-    verdict = judge(list(looks), over_s=3.0)
-    Console(file=output, width=160, highlight=False).print(why_page(looks[-1], verdict))
-    return output.getvalue()
+    return printed(why_page(looks[-1], judge(list(looks), over_s=3.0)))
 
 
 def test_each_wait_is_a_block_and_the_longest_comes_first() -> None:

@@ -1,7 +1,5 @@
 """JSON has the contract's fields by fixed rules; figures are told as people say them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A name means its published defaults, impossible values are refused, and the docs' table says the same."""
 
-from __future__ import annotations
-
 import re
 from typing import get_args
 

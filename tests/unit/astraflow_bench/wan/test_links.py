@@ -4,13 +4,7 @@ import dataclasses
 
 import pytest
 
-from astraflow_bench.wan.links import (
-    LinkPlan,
-    Place,
-    best_congestion_control,
-    goodput_bits_per_s,
-    link_to,
-)
+from astraflow_bench.wan.links import LinkPlan, Place, best_congestion_control, goodput_bits_per_s, link_to
 
 NOMINAL = LinkPlan(rate_bits_per_s=4e9, rtt_s=0.3)
 PACKET_BEFORE_SEGMENTATION = 65536 + 14
@@ -54,9 +48,8 @@ def test_only_the_remote_node_is_far_away() -> None:
 def test_no_two_links_share_a_device_or_an_address() -> None:
     links = NOMINAL.links
     assert len({link.device for link in links}) == len(links)
-    assert len({address for link in links for address in (link.address, link.store_address)}) == 2 * len(
-        links
-    )
+    addresses = {link.address for link in links} | {link.store_address for link in links}
+    assert len(addresses) == 2 * len(links)
 
 
 def test_scaling_keeps_the_round_trip() -> None:

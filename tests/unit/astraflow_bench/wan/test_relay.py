@@ -20,11 +20,7 @@ def test_without_a_compiler_the_remedy_is_named(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "usage: delay_relay"),
-        (["1", "1", "wan", "1000", "10"], "too small"),
-    ],
+    ("arguments", "says"), [([], "usage: delay_relay"), (["1", "1", "wan", "1000", "10"], "too small")]
 )
 def test_bad_arguments_are_refused_before_anything_is_made(
     tmp_path: Path, arguments: list[str], says: str

@@ -1,7 +1,5 @@
 """`astraflow dev` refuses what cannot work before it makes anything, and tells the end of a run by its status."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial
@@ -66,28 +64,6 @@ def _close(role: str, *, log_format: str, stream: TextIO) -> None:
     """In place of the process's logging, which belongs to the tests."""
     del role, log_format
     stream.close()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--nodes", "0"), "--nodes 0 leaves no node to run tasks; give at least 1, or --without raas"),
-        (("--nodes", "65"), "--nodes"),
-        (("--until", "soon"), "--until 'soon' is not a condition; write heldout>=0.7 or reward>=0.9"),
-        (("--set", "dataflow.group_sise=4"), "group_size"),
-        (("--without", "redis"), "'redis' is not one of 'dataflow', 'raas', 'trainer'"),
-        (("--steps", "0"), "--steps"),
-        (("--node", "2"), "--nodes"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_remedy_and_makes_nothing(
-    run: Run, started: list[Options], arguments: tuple[str, ...], message: str
-) -> None:
-    ended = run("../recipe", *arguments)
-    assert ended.status == 2
-    assert message in ended.errors
-    assert started == []
-    assert list(Path.cwd().iterdir()) == []
 
 
 def test_help_lists_every_option_of_the_documentation(run: Run) -> None:

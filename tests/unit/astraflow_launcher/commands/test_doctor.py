@@ -1,7 +1,5 @@
 """`astraflow doctor` tells findings to people and to programs, and its status says whether one failed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

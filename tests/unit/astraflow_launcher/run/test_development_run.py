@@ -1,7 +1,5 @@
 """A run whose parts are left out is watched over real gRPC to each of its ends, against a scripted server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

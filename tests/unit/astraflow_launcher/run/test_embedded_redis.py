@@ -1,7 +1,5 @@
 """The embedded server is real, durable by default, and found without configuration."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -20,7 +18,7 @@ def test_the_bundled_server_starts_and_answers(tmp_path: Path) -> None:
         server_command(binary, port=port, folder=tmp_path), stdout=subprocess.DEVNULL
     ) as server:
         try:
-            wait_until_answering(port, timeout_s=10)
+            wait_until_answering(port, timeout_s=100)
             assert (tmp_path / "appendonlydir").is_dir()
         finally:
             server.terminate()

@@ -1,7 +1,5 @@
 """A run's folder is made once, resumed by the same recipe, and refused by another."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory counts a process with all its descendants, and shared pages once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The observer keeps what daemons answer over real gRPC, through silence, restarts and their end."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress

@@ -1,7 +1,5 @@
 """Children are restarted, refused, stopped, and never outlive the launcher."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -51,8 +49,7 @@ async def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
         first = child.process.pid
         os.kill(first, signal.SIGKILL)
         await eventually(
-            lambda: child.running and child.process is not None and child.process.pid != first,
-            what="it runs",
+            lambda: child.running and child.process is not None and child.process.pid != first, what="it runs"
         )
         assert child.restarts == 1
 
@@ -120,7 +117,6 @@ async def main():
         child = await supervisor.start(spec)
         while not child.running:
             await asyncio.sleep(0.02)
-        await asyncio.sleep(1.0)
         (folder / "pid").write_text(str(child.process.pid))
         await asyncio.sleep(60)
 asyncio.run(main())

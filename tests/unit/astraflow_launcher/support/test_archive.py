@@ -1,22 +1,15 @@
 """An archive holds no recognisable secret, stays bounded, and says what it has and what it lacks."""
 
-from __future__ import annotations
-
-import tarfile
 from pathlib import Path
 
 import pytest
 
 from astraflow_launcher.support.archive import Archive, redacted
+from support import archives
 
 
 def content(path: Path) -> dict[str, str]:
-    """Entry name without the leading folder -> text."""
-    with tarfile.open(path) as tar:
-        return {
-            member.name.partition("/")[2]: tar.extractfile(member).read().decode()  # type: ignore[union-attr]
-            for member in tar
-        }
+    return {name: held.decode() for name, held in archives.content(path).items()}
 
 
 @pytest.mark.parametrize(

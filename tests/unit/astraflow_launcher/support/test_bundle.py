@@ -1,25 +1,21 @@
 """The support bundle packs evidence and leaves weights out, whatever is missing."""
 
-from __future__ import annotations
-
 import json
 import os
-import tarfile
 from pathlib import Path
 
 import pytest
 
 from astraflow.weights.v1 import manifest_pb2
 from astraflow_launcher.support.bundle import Evidence, save_bundle
+from support.archives import content
 
 
-def read(path: Path) -> dict[str, bytes]:
-    """Entry name without the leading folder -> bytes."""
-    with tarfile.open(path) as tar:
-        return {
-            member.name.partition("/")[2]: tar.extractfile(member).read()  # type: ignore[union-attr]
-            for member in tar
-        }
+def packed(folder: Path, **more: str) -> dict[str, bytes]:
+    """What a bundle of a run folder holds."""
+    path = folder.parent / "b.tar.gz"
+    save_bundle(Evidence(folders=(folder,), **more), path)
+    return content(path)
 
 
 @pytest.fixture
@@ -39,48 +35,43 @@ def run_folder(tmp_path: Path) -> Path:
         "work/trainer-solver/checkpoints/step-1/__0_0.distcp": b"weights",
         "cache/warm/config.json": b"{}",
     }
-    for name, content in files.items():
+    for name, held in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        path.write_bytes(held)
     return folder
 
 
 def test_evidence_is_packed_and_weights_are_not(run_folder: Path, tmp_path: Path) -> None:
     assert save_bundle(Evidence(folders=(run_folder,)), tmp_path / "b.tar.gz") == []
-    packed = read(tmp_path / "b.tar.gz")
+    found = packed(run_folder)
     for name in (
         *("run.json", "recipe.yaml", "logs/node-1.log", "work/trainer-solver/ledger.jsonl"),
         *("redis/appendonlydir/appendonly.aof.1.incr.aof", "store/r/solver/seq/00000000000000000003.pb"),
         *("versions.json", "environment.txt", "files.txt", "manifests.json", "README.txt"),
     ):
-        assert name in packed, name
-    assert not [name for name, content in packed.items() if content == b"weights"]
-    assert b"hunter2" not in b"".join(packed.values())
-    assert b"parts/abc.afwd" in packed["files.txt"]
+        assert name in found, name
+    assert not [name for name, held in found.items() if held == b"weights"]
+    assert b"hunter2" not in b"".join(found.values())
+    assert b"parts/abc.afwd" in found["files.txt"]
 
 
-def test_manifests_can_be_read_as_text(run_folder: Path, tmp_path: Path) -> None:
-    save_bundle(Evidence(folders=(run_folder,)), tmp_path / "b.tar.gz")
-    [(key, entry)] = json.loads(read(tmp_path / "b.tar.gz")["manifests.json"]).items()
+def test_manifests_can_be_read_as_text(run_folder: Path) -> None:
+    [(key, entry)] = json.loads(packed(run_folder)["manifests.json"]).items()
     assert key.endswith("seq/00000000000000000003.pb")
     assert entry["manifest"]["sequence"] == 3
 
 
-def test_versions_of_everything_are_in_it(run_folder: Path, tmp_path: Path) -> None:
-    save_bundle(Evidence(folders=(run_folder,)), tmp_path / "b.tar.gz")
-    versions = json.loads(read(tmp_path / "b.tar.gz")["versions.json"])
+def test_versions_of_everything_are_in_it(run_folder: Path) -> None:
+    versions = json.loads(packed(run_folder)["versions.json"])
     assert versions["kernel"] == os.uname().release
     assert {"grpcio", "protobuf"} <= versions["packages"].keys()
     assert "v=" in versions["redis"]
 
 
-def test_a_torn_manifest_is_said_in_its_place_and_nothing_else_is_lost(
-    run_folder: Path, tmp_path: Path
-) -> None:
+def test_a_torn_manifest_is_said_in_its_place_and_nothing_else_is_lost(run_folder: Path) -> None:
     (run_folder / "store/r/solver/seq/00000000000000000004.pb").write_bytes(b"\xff\xff\xff")
-    save_bundle(Evidence(folders=(run_folder,)), tmp_path / "b.tar.gz")
-    sound, torn = json.loads(read(tmp_path / "b.tar.gz")["manifests.json"]).values()
+    sound, torn = json.loads(packed(run_folder)["manifests.json"]).values()
     assert sound["manifest"]["sequence"] == 3
     assert torn["bytes"] == 3
     assert torn["damaged"]
@@ -103,7 +94,6 @@ def test_hits_of_failpoints_are_in_it(
     (tmp_path / "hits-elsewhere").write_text('{"name": "trainer.step_taken"}\n')
     monkeypatch.setenv("ASTRAFLOW_FAILPOINTS_LOG", str(tmp_path / "hits-elsewhere"))
     monkeypatch.setenv("ASTRAFLOW_TOKEN", "hunter2")
-    save_bundle(Evidence(folders=(run_folder,)), tmp_path / "b.tar.gz")
-    packed = read(tmp_path / "b.tar.gz")
-    assert b"trainer.step_taken" in packed["hits"]
-    assert b"ASTRAFLOW_TOKEN=***" in packed["environment.txt"]
+    found = packed(run_folder)
+    assert b"trainer.step_taken" in found["hits"]
+    assert b"ASTRAFLOW_TOKEN=***" in found["environment.txt"]

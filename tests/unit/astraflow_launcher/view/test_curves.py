@@ -1,30 +1,22 @@
 """The curves are drawn for whatever was observed, down to nothing."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 
 import pytest
 
-from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_launcher.view.curves import draw_curves
 from astraflow_launcher.view.observation import Observation, StepPoint
+from support.observations import evaluation, observed
 
 pytestmark = pytest.mark.slow
 
 
 def _observed(*, rewards: tuple[float, ...]) -> Observation:
-    evaluations = [
-        admin.Evaluation(policy_id="solver", version=version, mean_reward=reward, complete=True)
-        for version, reward in enumerate(rewards)
-    ]
-    return Observation(
-        status=admin.StatusResponse(
-            policies=[admin.PolicyStatus(policy_id=policy) for policy in ("solver", "verifier")],
-            evaluations=evaluations,
-        ),
+    return observed(
+        *(evaluation(version, reward) for version, reward in enumerate(rewards)),
+        policies=("solver", "verifier"),
         versions={"solver": [version_pb2.Version(version=0), version_pb2.Version(version=1, delta_bytes=9)]},
         steps=[StepPoint("solver", 1, 1.0, {"reward_mean": 0.5}), StepPoint("solver", 2, 2.0, {})],
     )

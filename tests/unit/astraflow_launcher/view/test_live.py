@@ -1,7 +1,5 @@
 """What a person sees: on a terminal, and as lines."""
 
-from __future__ import annotations
-
 import io
 import math
 
@@ -12,6 +10,8 @@ from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.trainer.v1 import trainer_service_pb2
 from astraflow_launcher.view.live import LineView, render, sparkline
 from astraflow_launcher.view.observation import Observation, StepPoint
+from support.observations import evaluation
+from support.printed import printed
 
 
 def _observation() -> Observation:
@@ -35,9 +35,13 @@ def _observation() -> Observation:
 
 
 def _text(observation: Observation) -> str:
-    console = Console(width=140, file=io.StringIO(), record=True)
-    console.print(render(observation, title="run", doing="running"))
-    return console.export_text()
+    return printed(render(observation, title="run", doing="running"), width=140)
+
+
+def _lines() -> tuple[LineView, io.StringIO, Observation]:
+    """A view of lines, what it writes, and what it is shown."""
+    output = io.StringIO()
+    return LineView(Console(file=output, width=200)), output, _observation()
 
 
 def test_the_view_names_what_the_run_waits_for() -> None:
@@ -51,8 +55,7 @@ def test_the_view_says_where_the_server_is() -> None:
     observation = _observation()
     observation.server = "dataflow server: --join 127.0.0.1:7070, http://127.0.0.1:7071/status"
     assert "--join 127.0.0.1:7070" in _text(observation)
-    output = io.StringIO()
-    view = LineView(Console(file=output, width=200))
+    view, output, _ = _lines()
     for _ in range(2):
         view.show(observation, doing="running")
     assert output.getvalue().count("--join 127.0.0.1:7070") == 1
@@ -69,12 +72,9 @@ def test_a_daemon_that_does_not_answer_is_shown() -> None:
 
 
 def test_lines_tell_each_step_and_evaluation_once() -> None:
-    output = io.StringIO()
-    view, observation = LineView(Console(file=output, width=200)), _observation()
+    view, output, observation = _lines()
     assert observation.status is not None
-    observation.status.evaluations.append(
-        admin.Evaluation(policy_id="solver", version=0, mean_reward=0.25, num_samples=8, complete=True)
-    )
+    observation.status.evaluations.append(evaluation(0, 0.25, num_samples=8))
     for _ in range(2):
         view.show(observation, doing="running")
     lines = output.getvalue().splitlines()
@@ -82,8 +82,7 @@ def test_lines_tell_each_step_and_evaluation_once() -> None:
 
 
 def test_lines_leave_out_steps_of_before_a_resume() -> None:
-    output = io.StringIO()
-    view, observation = LineView(Console(file=output, width=200)), _observation()
+    view, output, observation = _lines()
     observation.num_earlier_steps = len(observation.steps)
     view.show(observation, doing="running")
     observation.steps.append(StepPoint("solver", 7, 9.0, {"reward_mean": 0.5}))
@@ -94,8 +93,7 @@ def test_lines_leave_out_steps_of_before_a_resume() -> None:
 
 
 def test_lines_tell_a_long_wait_once_and_again_when_it_comes_back() -> None:
-    output = io.StringIO()
-    view, observation = LineView(Console(file=output, width=200)), _observation()
+    view, output, observation = _lines()
     observation.steps.clear()
     assert observation.status is not None
     observation.status.waits[0].waited_duration.seconds = 6

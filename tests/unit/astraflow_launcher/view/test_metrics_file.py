@@ -1,7 +1,5 @@
 """`metrics.jsonl` holds every step, version and complete evaluation once, with what joins it to the logs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -13,18 +11,15 @@ from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_launcher.view.metrics_file import MetricsFile, to_json
 from astraflow_launcher.view.observation import Observation, StepPoint
+from support.observations import evaluation, observed
 
 
-def _evaluation(
-    version: int, reward: float, *, complete: bool = True, final: bool = False
-) -> admin.Evaluation:
-    figures = {"version": version, "mean_reward": reward, "num_samples": 8}
-    return admin.Evaluation(policy_id="solver", complete=complete, final=final, **figures)
+def _evaluation(version: int, reward: float, **fields: bool) -> admin.Evaluation:
+    return evaluation(version, reward, num_samples=8, **fields)
 
 
 def _observation(*evaluations: admin.Evaluation) -> Observation:
-    status = admin.StatusResponse(policies=[admin.PolicyStatus(policy_id="solver")], evaluations=evaluations)
-    return Observation(seconds=7.5, status=status)
+    return observed(*evaluations, seconds=7.5)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -1,22 +1,16 @@
 """Conditions that end a run, and what an observation derives."""
 
-from __future__ import annotations
-
 import pytest
 
-from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.errors import InvalidArgumentError
 from astraflow_launcher.view.observation import Observation, StepPoint, parse_goal
+from support.observations import evaluation, observed
 
 
 def _observed(*rewards: float, policies: tuple[str, ...] = ("solver",)) -> Observation:
-    evaluations = [
-        admin.Evaluation(policy_id=policy, version=index, mean_reward=reward, complete=True)
-        for policy in policies
-        for index, reward in enumerate(rewards)
-    ]
-    statuses = [admin.PolicyStatus(policy_id=policy) for policy in policies]
-    return Observation(status=admin.StatusResponse(policies=statuses, evaluations=evaluations))
+    rows = [(policy, *row) for policy in policies for row in enumerate(rewards)]
+    evaluations = [evaluation(version, reward, policy=policy) for policy, version, reward in rows]
+    return observed(*evaluations, policies=policies)
 
 
 @pytest.mark.parametrize(
@@ -35,24 +29,24 @@ def test_a_goal_needs_two_evaluations_in_a_row(rewards: tuple[float, ...], met: 
 
 
 def test_a_goal_must_be_met_by_every_policy() -> None:
-    observed = _observed(0.9, 0.9, policies=("solver", "verifier"))
-    assert observed.status is not None
-    observed.status.evaluations[-1].mean_reward = 0.1
-    assert not parse_goal("heldout>=0.7").met(observed)
+    found = _observed(0.9, 0.9, policies=("solver", "verifier"))
+    assert found.status is not None
+    found.status.evaluations[-1].mean_reward = 0.1
+    assert not parse_goal("heldout>=0.7").met(found)
 
 
 def test_incomplete_evaluations_do_not_count() -> None:
-    observed = _observed(0.9, 0.9)
-    assert observed.status is not None
-    observed.status.evaluations[0].complete = False
-    assert not parse_goal("0.7").met(observed)
+    found = _observed(0.9, 0.9)
+    assert found.status is not None
+    found.status.evaluations[0].complete = False
+    assert not parse_goal("0.7").met(found)
 
 
 def test_a_training_reward_goal_looks_at_steps() -> None:
-    observed = _observed()
-    observed.steps += [StepPoint("solver", step, 1.0, {"reward_mean": 0.95}) for step in (1, 2)]
-    assert parse_goal("reward >= 0.9").met(observed)
-    assert not parse_goal("reward <= 0.9").met(observed)
+    found = _observed()
+    found.steps += [StepPoint("solver", step, 1.0, {"reward_mean": 0.95}) for step in (1, 2)]
+    assert parse_goal("reward >= 0.9").met(found)
+    assert not parse_goal("reward <= 0.9").met(found)
 
 
 @pytest.mark.parametrize("text", ["", "heldout", "loss>=1", "heldout>0.7", "heldout>=high"])
@@ -62,8 +56,6 @@ def test_a_condition_that_is_none_is_refused_with_an_example(text: str) -> None:
 
 
 def test_last_step_is_per_policy() -> None:
-    observed = Observation(
-        steps=[StepPoint("a", 1, 0, {}), StepPoint("b", 7, 0, {}), StepPoint("a", 2, 0, {})]
-    )
-    found = observed.last_step("a"), observed.last_step("b"), observed.last_step("c")
-    assert [point and point.step for point in found] == [2, 7, None]
+    found = Observation(steps=[StepPoint("a", 1, 0, {}), StepPoint("b", 7, 0, {}), StepPoint("a", 2, 0, {})])
+    last = [found.last_step(policy) for policy in ("a", "b", "c")]
+    assert [point and point.step for point in last] == [2, 7, None]

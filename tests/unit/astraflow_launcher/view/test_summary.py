@@ -1,11 +1,6 @@
 """The final numbers of a run, from an observation made by hand."""
 
-from __future__ import annotations
-
-import io
 import json
-
-from rich.console import Console
 
 from astraflow.dataflow.v1 import account_pb2, version_pb2
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
@@ -13,21 +8,14 @@ from astraflow.raas.v1 import node_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
 from astraflow_launcher.view.observation import Observation, StepPoint
 from astraflow_launcher.view.summary import Summary, as_json, as_table, summarize
+from support.observations import evaluation
+from support.printed import printed
 
-FIELDS = (
-    *(
-        "steps",
-        "steps_by_policy",
-        "reward_first",
-        "reward_last",
-        "heldout_first",
-        "heldout_last",
-        "heldout_n",
-        "wall_s",
-    ),
-    *("trajectories", "conservation_error", "staleness", "trainer_wait_fraction", "versions"),
-    *("snapshot_bytes", "delta_bytes_mean", "density_mean", "snapshots_fetched", "nodes", "peak_pss_bytes"),
-)
+FIELDS = """
+steps steps_by_policy reward_first reward_last heldout_first heldout_last heldout_n wall_s
+trajectories conservation_error staleness trainer_wait_fraction versions
+snapshot_bytes delta_bytes_mean density_mean snapshots_fetched nodes peak_pss_bytes
+"""
 
 
 def _observation() -> Observation:
@@ -37,12 +25,7 @@ def _observation() -> Observation:
     policy = admin.PolicyStatus(
         policy_id="solver", last_finished_step=2, staleness=admin.StalenessSummary(p50=1, p99=2, max=2)
     )
-    evaluations = [
-        admin.Evaluation(
-            policy_id="solver", version=version, mean_reward=reward, num_samples=num, complete=True
-        )
-        for version, reward, num in [(0, 0.25, 1024), (2, 0.75, 1024)]
-    ]
+    evaluations = [evaluation(0, 0.25, num_samples=1024), evaluation(2, 0.75, num_samples=1024)]
     node = admin.NodeStatus(node_id="node-1", tokens=99, trajectories=9, restarts=0)
     versions = [
         version_pb2.Version(version=0, snapshot_bytes=1000),
@@ -57,9 +40,7 @@ def _observation() -> Observation:
         trainers={"solver": trainer_service_pb2.StatusResponse(wait_fraction=0.25)},
         nodes={"node-1": node_service_pb2.StatusResponse(policies=[served])},
         versions={"solver": versions},
-        steps=[
-            StepPoint("solver", step, 1.0, {"reward_mean": reward}) for step, reward in [(1, 0.3), (2, 0.6)]
-        ],
+        steps=[StepPoint("solver", step, 1.0, {"reward_mean": step * 0.3}) for step in (1, 2)],
         restarts={"node-1": 2},
         first_reward_s=4.321,
     )
@@ -70,14 +51,12 @@ def _summary(observation: Observation) -> Summary:
 
 
 def _printed(summary: Summary) -> str:
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(as_table(summary))
-    return console.export_text()
+    return printed(as_table(summary))
 
 
 def test_every_documented_field_is_there_and_json_ready() -> None:
     value = json.loads(json.dumps(as_json(_summary(_observation()))))
-    assert [name for name in FIELDS if name not in value] == []
+    assert [name for name in FIELDS.split() if name not in value] == []
 
 
 def test_the_figures_come_from_what_was_observed() -> None:

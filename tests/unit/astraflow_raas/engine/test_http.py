@@ -1,7 +1,7 @@
 """The HTTP client against a scripted server that speaks SGLang: what it sends, believes, and how it fails."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,12 @@ def answer(**meta: object) -> dict[str, object]:
 class Script:
     """Answers and what was asked, in order."""
 
-    generate: Callable[[dict[str, Any]], Response] = lambda body: JSONResponse(
-        [answer() for _ in body["rid"]]
-    )
+    answers: Response | None = None
+    """Of /generate; one good answer for each call unless given."""
     update: Response = field(default_factory=lambda: JSONResponse({"success": True, "message": "ok"}))
     model_info: dict[str, object] = field(default_factory=lambda: {"weight_version": "4"})
     asked: list[tuple[str, Any]] = field(default_factory=list)
-    during_update: asyncio.Event | None = None
+    may_update: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def paths(self) -> list[str]:
@@ -56,45 +55,25 @@ class Script:
 def app_of(script: Script) -> FastAPI:
     app = FastAPI()
 
-    async def note(request: Request) -> Any:
+    @app.api_route("/{path}", methods=["GET", "POST"])
+    async def respond(path: str, request: Request) -> Response:
         body = await request.json() if await request.body() else None
         script.asked.append((request.url.path, body))
-        return body
-
-    @app.post("/generate")
-    async def generate(request: Request) -> Response:
-        return script.generate(await note(request))
-
-    @app.post("/update_weights_from_disk")
-    async def update(request: Request) -> Response:
-        await note(request)
-        if script.during_update is not None:
-            await script.during_update.wait()
-        return script.update
-
-    @app.post("/abort_request")
-    @app.post("/pause_generation")
-    @app.post("/continue_generation")
-    async def control(request: Request) -> Response:
-        await note(request)
-        return JSONResponse({"status": "ok"})
-
-    @app.get("/model_info")
-    async def model_info(request: Request) -> Response:
-        await note(request)
-        return JSONResponse(script.model_info)
-
-    @app.get("/health_generate")
-    async def health(request: Request) -> Response:
-        await note(request)
-        return Response()
+        if path == "generate":
+            return script.answers or JSONResponse([answer() for _ in body["rid"]])
+        if path == "update_weights_from_disk":
+            await script.may_update.wait()
+            return script.update
+        return JSONResponse(script.model_info if path == "model_info" else {"status": "ok"})
 
     return app
 
 
 @pytest.fixture
 def script() -> Script:
-    return Script()
+    script = Script()
+    script.may_update.set()
+    return script
 
 
 @pytest.fixture
@@ -131,7 +110,7 @@ async def test_a_call_is_sent_in_sglangs_words(engine: HttpEngine, script: Scrip
 
 async def test_an_answer_becomes_tokens_logprobs_and_spans(engine: HttpEngine, script: Script) -> None:
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
-    script.generate = lambda _body: JSONResponse([answer(weight_versions=spans)])
+    script.answers = JSONResponse([answer(weight_versions=spans)])
     (generation,) = await engine.generate([CALL])
     assert generation.token_ids == (7, 8, 2)
     assert generation.logprobs == (-0.5, -0.25, -1.0)
@@ -139,10 +118,8 @@ async def test_an_answer_becomes_tokens_logprobs_and_spans(engine: HttpEngine, s
     assert generation.finish_reason == "stop"
 
 
-async def test_without_a_list_of_versions_the_one_version_made_all_tokens(
-    engine: HttpEngine, script: Script
-) -> None:
-    script.generate = lambda _body: JSONResponse([answer(weight_versions=None)])
+async def test_without_a_list_of_versions_one_made_all_tokens(engine: HttpEngine, script: Script) -> None:
+    script.answers = JSONResponse([answer(weight_versions=None)])
     (generation,) = await engine.generate([CALL])
     assert generation.spans == (VersionSpan(0, 3, 4),)
 
@@ -164,106 +141,92 @@ async def test_without_a_list_of_versions_the_one_version_made_all_tokens(
 async def test_an_answer_that_contradicts_itself_is_not_believed(
     engine: HttpEngine, script: Script, meta: dict[str, object]
 ) -> None:
-    script.generate = lambda _body: JSONResponse([answer(**meta)])
+    script.answers = JSONResponse([answer(**meta)])
     with pytest.raises(EngineFaulty, match="call r0 is unusable"):
         await engine.generate([CALL])
 
 
 async def test_the_wrong_number_of_answers_is_not_believed(engine: HttpEngine, script: Script) -> None:
-    script.generate = lambda _body: JSONResponse([answer(), answer()])
+    script.answers = JSONResponse([answer(), answer()])
     with pytest.raises(EngineFaulty, match="1 calls"):
         await engine.generate([CALL])
 
 
 async def test_a_logprob_an_ulp_above_zero_is_rounding(engine: HttpEngine, script: Script) -> None:
     pairs = [(1e-7, 7, None), (-0.25, 8, None), (-1.0, 2, None)]
-    script.generate = lambda _body: JSONResponse([answer(output_token_logprobs=pairs)])
+    script.answers = JSONResponse([answer(output_token_logprobs=pairs)])
     (generation,) = await engine.generate([CALL])
     assert generation.logprobs[0] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("status", "error"),
-    [
-        (400, EngineRefused),
-        (422, EngineRefused),
-        (429, EngineUnavailable),
-        (503, EngineUnavailable),
-        (500, EngineFaulty),
-    ],
-)
-async def test_status_codes_say_what_to_do_next(
-    engine: HttpEngine, script: Script, status: int, error: type[Exception]
-) -> None:
-    script.generate = lambda _body: JSONResponse({"error": {"message": "as scripted"}}, status_code=status)
-    with pytest.raises(error, match="as scripted"):
+STATUSES: dict[int, type[Exception]] = {
+    **dict.fromkeys((400, 422), EngineRefused),
+    **dict.fromkeys((429, 503), EngineUnavailable),
+    500: EngineFaulty,
+}
+
+
+@pytest.mark.parametrize("status", STATUSES)
+async def test_status_codes_say_what_to_do_next(engine: HttpEngine, script: Script, status: int) -> None:
+    script.answers = JSONResponse({"error": {"message": "as scripted"}}, status_code=status)
+    with pytest.raises(STATUSES[status], match="as scripted"):
         await engine.generate([CALL])
 
 
-async def test_nobody_at_the_address_is_unavailable() -> None:
+async def test_nobody_at_the_address_and_an_engine_given_up_are_unavailable(tmp_path: Path) -> None:
     engine = HttpEngine("http://127.0.0.1:9")
     for attempt in (engine.generate([CALL]), engine.check_health(), engine.served_version()):
         with pytest.raises(EngineUnavailable):
             await attempt
-    await engine.close()
-
-
-async def test_an_engine_given_up_is_unavailable_to_whoever_still_holds_it(tmp_path: Path) -> None:
-    engine = HttpEngine("http://127.0.0.1:9")
-    with pytest.raises(EngineUnavailable):
-        await engine.check_health()
     await engine.close()
     for attempt in (engine.served_version(), engine.swap(model_dir=tmp_path, version=1)):
         with pytest.raises(EngineUnavailable, match="gone"):
             await attempt
 
 
-async def test_a_swap_pauses_in_place_loads_and_continues(
-    engine: HttpEngine, script: Script, tmp_path: Path
-) -> None:
-    await engine.swap(model_dir=tmp_path, version=5)
+async def test_a_swap_pauses_in_place_loads_and_continues(engine: HttpEngine, script: Script) -> None:
+    await engine.swap(model_dir=Path("v5"), version=5)
     assert script.paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
     assert script.asked[0][1] == {"mode": "in_place"}
-    update = script.asked[1][1]
-    assert update == {"model_path": str(tmp_path), "weight_version": "5", "flush_cache": False}
+    assert script.asked[1][1] == {"model_path": "v5", "weight_version": "5", "flush_cache": False}
+
+
+async def swap_begun(engine: HttpEngine, script: Script) -> "asyncio.Task[None]":
+    """A swap that waits for the engine to load."""
+    script.may_update.clear()
+    swapping = asyncio.create_task(engine.swap(model_dir=Path("v5"), version=5))
+    await eventually(lambda: "/update_weights_from_disk" in script.paths, what="the update")
+    return swapping
 
 
 async def test_calls_made_during_a_swap_wait_and_never_share_prefixes_with_older_weights(
-    engine: HttpEngine, script: Script, tmp_path: Path
+    engine: HttpEngine, script: Script
 ) -> None:
     await engine.served_version()
-    script.during_update = asyncio.Event()
-    swapping = asyncio.create_task(engine.swap(model_dir=tmp_path, version=5))
-    await eventually(lambda: "/update_weights_from_disk" in script.paths, what="the update")
+    swapping = await swap_begun(engine, script)
     calling = asyncio.create_task(engine.generate([CALL]))
     await asyncio.sleep(0.05)
     assert "/generate" not in script.paths
-    script.during_update.set()
+    script.may_update.set()
     await asyncio.gather(swapping, calling)
     assert script.asked[-1][0] == "/generate"
     assert script.asked[-1][1]["extra_key"] == "5"
 
 
-async def test_a_refused_update_leaves_the_engine_running(
-    engine: HttpEngine, script: Script, tmp_path: Path
-) -> None:
+async def test_a_refused_update_leaves_the_engine_running(engine: HttpEngine, script: Script) -> None:
     script.update = JSONResponse({"success": False, "message": "shape mismatch"}, status_code=400)
     with pytest.raises(EngineRefused, match="shape mismatch"):
-        await engine.swap(model_dir=tmp_path, version=5)
+        await engine.swap(model_dir=Path("v5"), version=5)
     assert script.paths[-1] == "/continue_generation"
     await engine.generate([CALL])
 
 
-async def test_a_cancelled_swap_never_leaves_the_engine_paused(
-    engine: HttpEngine, script: Script, tmp_path: Path
-) -> None:
-    script.during_update = asyncio.Event()
-    swapping = asyncio.create_task(engine.swap(model_dir=tmp_path, version=5))
-    await eventually(lambda: "/update_weights_from_disk" in script.paths, what="the update")
+async def test_a_cancelled_swap_never_leaves_the_engine_paused(engine: HttpEngine, script: Script) -> None:
+    swapping = await swap_begun(engine, script)
     swapping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await swapping
-    script.during_update.set()
+    script.may_update.set()
     assert script.paths[-1] == "/continue_generation"
 
 

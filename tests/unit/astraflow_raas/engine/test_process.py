@@ -1,16 +1,17 @@
 """One run of an engine as a child: healthy, dead early, ended with its whole group. The child is a small stand-in."""
 
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from astraflow_raas.engine.base import EngineUnavailable
 from astraflow_raas.engine.process import EngineProcess, start_engine
+from support.scripted_dataflow import eventually
 
 HEALTHY = """
 import http.server, subprocess, sys
@@ -40,13 +41,9 @@ class StandIn:
 
 
 async def started(program: str, folder: Path) -> EngineProcess:
-    return await start_engine(
-        StandIn(program),  # type: ignore[arg-type]
-        model_dir=folder,
-        version=0,
-        log_path=folder / "engine.log",
-        request_timeout_s=5.0,
-    )
+    command: Any = StandIn(program)
+    log_path = folder / "engine.log"
+    return await start_engine(command, model_dir=folder, version=0, log_path=log_path, request_timeout_s=5.0)
 
 
 def family(process: EngineProcess) -> list[psutil.Process]:
@@ -54,13 +51,8 @@ def family(process: EngineProcess) -> list[psutil.Process]:
     return [leader, *leader.children(recursive=True)]
 
 
-def all_gone(processes: list[psutil.Process]) -> bool:
-    give_up_s = time.monotonic() + 10.0
-    while time.monotonic() < give_up_s:
-        if not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes):
-            return True
-        time.sleep(0.02)
-    return False
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 async def test_an_engine_is_usable_once_it_is_healthy_and_ends_with_its_helpers(tmp_path: Path) -> None:
@@ -70,7 +62,7 @@ async def test_an_engine_is_usable_once_it_is_healthy_and_ends_with_its_helpers(
     assert len(members) == 2
     await process.end()
     assert not process.alive
-    assert all_gone(members)
+    await eventually(lambda: all(map(is_gone, members)), what="all have ended")
     await process.end()
 
 
@@ -97,4 +89,4 @@ async def test_an_engine_that_ignores_sigterm_is_killed(
     await process.wait_healthy(timeout_s=20.0)
     members = family(process)
     await process.end()
-    assert all_gone(members)
+    await eventually(lambda: all(map(is_gone, members)), what="all have ended")

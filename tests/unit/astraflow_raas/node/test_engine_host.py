@@ -99,6 +99,13 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
     await policy.close()
 
 
+@pytest.fixture
+async def first(setup: Setup) -> FakeProcess:
+    """The first engine, which serves version 0."""
+    setup.sync.announce(announced(0))
+    return await setup.engines(1)
+
+
 async def test_no_engine_is_started_before_there_are_weights(setup: Setup) -> None:
     await asyncio.sleep(0.05)
     assert setup.started == []
@@ -109,9 +116,7 @@ async def test_no_engine_is_started_before_there_are_weights(setup: Setup) -> No
     assert setup.host.waiting_for == ""
 
 
-async def test_a_dead_engine_is_replaced_with_the_weights_that_were_served(setup: Setup) -> None:
-    setup.sync.announce(announced(0))
-    first = await setup.engines(1)
+async def test_a_dead_engine_is_replaced_with_the_served_weights(setup: Setup, first: FakeProcess) -> None:
     setup.sync.announce(announced(1))
     await eventually(lambda: setup.policy.version == 1, what="version 1 serves")
     first.exited.set()
@@ -122,9 +127,7 @@ async def test_a_dead_engine_is_replaced_with_the_weights_that_were_served(setup
     assert setup.host.num_restarts == 1
 
 
-async def test_calls_wait_for_the_next_engine(setup: Setup) -> None:
-    setup.sync.announce(announced(0))
-    first = await setup.engines(1)
+async def test_calls_wait_for_the_next_engine(setup: Setup, first: FakeProcess) -> None:
     setup.next_is_sick.append(True)
     first.exited.set()
     await eventually(lambda: setup.policy.engine is None, what="the engine is lost")
@@ -135,9 +138,7 @@ async def test_calls_wait_for_the_next_engine(setup: Setup) -> None:
     assert setup.host.num_restarts == 2
 
 
-async def test_an_engine_that_never_comes_up_ends_the_node_with_the_end_of_its_log(
-    tmp_path: Path,
-) -> None:
+async def test_an_engine_that_never_comes_up_ends_the_node(tmp_path: Path) -> None:
     policy = ServedPolicy("solver")
     sync = sync_of(policy, tmp_path)
 
@@ -152,10 +153,8 @@ async def test_an_engine_that_never_comes_up_ends_the_node_with_the_end_of_its_l
     assert host.num_restarts == 5
 
 
-async def test_an_engine_that_is_silent_and_cannot_prove_health_is_replaced(setup: Setup) -> None:
-    setup.sync.announce(announced(0))
-    first = await setup.engines(1)
-    first.engine.hold = asyncio.Event()
+async def test_a_silent_engine_that_cannot_prove_health_is_replaced(setup: Setup, first: FakeProcess) -> None:
+    first.engine.may_answer.clear()
     waiting = asyncio.create_task(setup.policy.generate(CALL, key="task"))
     await asyncio.sleep(0.3)
     # Silent, but able to sample: long answers are no fault.
@@ -163,22 +162,18 @@ async def test_an_engine_that_is_silent_and_cannot_prove_health_is_replaced(setu
     first.engine.up = False
     await eventually(lambda: len(setup.started) == 2, what="the stuck engine is replaced")
     assert first.has_ended
-    first.engine.hold.set()
+    first.engine.may_answer.set()
     with pytest.raises(EngineUnavailable):
         await waiting
 
 
-async def test_an_idle_engine_is_left_alone(setup: Setup) -> None:
-    setup.sync.announce(announced(0))
-    first = await setup.engines(1)
+async def test_an_idle_engine_is_left_alone(setup: Setup, first: FakeProcess) -> None:
     first.engine.up = False
     await asyncio.sleep(0.3)
     assert len(setup.started) == 1
 
 
-async def test_stopping_ends_the_engine(setup: Setup) -> None:
-    setup.sync.announce(announced(0))
-    first = await setup.engines(1)
+async def test_stopping_ends_the_engine(setup: Setup, first: FakeProcess) -> None:
     await setup.host.stop(deadline_s=2.0)
     assert first.has_ended
     assert setup.policy.engine is None

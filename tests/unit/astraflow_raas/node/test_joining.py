@@ -1,113 +1,107 @@
 """Finding the run: a node waits for what may still come, with a name for it, and says at once what cannot come."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 import structlog.testing
 
+from astraflow import errors
 from astraflow.client import AsyncClient
-from astraflow.errors import (
-    AstraflowError,
-    DeadlineError,
-    FencedError,
-    IncompatibleError,
-    InvalidArgumentError,
-    NotFoundError,
-    PermissionError_,
-    PreconditionError,
-    UnauthenticatedError,
-    UnavailableError,
-    UnimplementedError,
-)
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.settings import NodeSettings
 from support.scripted_dataflow import RUN_ID, RunningServer, eventually
 
 
-async def test_the_run_is_found_with_its_recipe(server: RunningServer) -> None:
+@pytest.fixture
+async def client(server: RunningServer) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(server.address) as client:
-        found = await find_run(client, "", patience_s=5.0)
+        yield client
+
+
+async def test_the_run_is_found_with_its_recipe(client: AsyncClient) -> None:
+    found = await find_run(client, "", patience_s=5.0)
     assert (found.run.run_id, found.sampling["solver"].max_new_tokens) == (RUN_ID, 8)
 
 
-async def test_a_node_joins_with_places_that_count_episodes(server: RunningServer) -> None:
+async def test_a_node_joins_with_places_that_count_episodes(
+    server: RunningServer, client: AsyncClient
+) -> None:
     settings = NodeSettings(join=server.address, engine="http://10.0.0.7:30000", max_concurrent_tasks=3)
-    async with AsyncClient(server.address) as client:
-        found = await find_run(client, "", patience_s=5.0)
-        request = join_request(found, settings, node_id="node-1", incarnation=1)
-        await join_run(client, request, patience_s=5.0)
+    found = await find_run(client, "", patience_s=5.0)
+    request = join_request(found, settings, node_id="node-1", incarnation=1)
+    await join_run(client, request, patience_s=5.0)
     (joined,) = server.script.joins
     # Three tasks of four episodes: an evaluation task has one.
     assert (joined.node_id, joined.max_concurrent_tasks, list(joined.engines)) == ("node-1", 12, ["remote"])
 
 
-async def test_a_server_of_other_contracts_is_refused_at_once(server: RunningServer) -> None:
+async def test_a_server_of_other_contracts_is_refused_at_once(
+    server: RunningServer, client: AsyncClient
+) -> None:
     server.script.info.oldest_contract_version = server.script.info.contract_version = 99
-    async with AsyncClient(server.address) as client:
-        with pytest.raises(IncompatibleError, match=r"speaks contract version 99, .* update the client"):
-            await find_run(client, "", patience_s=60.0)
+    with pytest.raises(errors.IncompatibleError, match=r"speaks contract version 99, .* update the client"):
+        await find_run(client, "", patience_s=60.0)
 
 
-async def test_a_server_that_starts_later_is_waited_for_and_named(server: RunningServer) -> None:
+async def test_a_server_that_starts_later_is_waited_for(server: RunningServer, client: AsyncClient) -> None:
     await server.stop()
     with structlog.testing.capture_logs() as lines:
-        async with AsyncClient(server.address) as client:
-            finding = asyncio.create_task(find_run(client, "", patience_s=30.0))
-            await eventually(lambda: waits(lines) == ["server"], what="the wait is named")
-            await server.restart()
-            assert (await finding).run.run_id == RUN_ID
+        finding = asyncio.create_task(find_run(client, "", patience_s=30.0))
+        await eventually(lambda: waits(lines) == ["server"], what="the wait is named")
+        await server.restart()
+        assert (await finding).run.run_id == RUN_ID
 
 
-async def test_a_run_that_is_created_later_is_waited_for(server: RunningServer) -> None:
-    server.script.run_fault = NotFoundError("this server has no run yet")
+async def test_a_run_that_is_created_later_is_waited_for(server: RunningServer, client: AsyncClient) -> None:
+    server.script.run_fault = errors.NotFoundError("this server has no run yet")
     with structlog.testing.capture_logs() as lines:
-        async with AsyncClient(server.address) as client:
-            finding = asyncio.create_task(find_run(client, "", patience_s=30.0))
-            await eventually(lambda: waits(lines) == ["run"], what="the wait is named")
-            server.script.run_fault = None
-            assert (await finding).run.run_id == RUN_ID
+        finding = asyncio.create_task(find_run(client, "", patience_s=30.0))
+        await eventually(lambda: waits(lines) == ["run"], what="the wait is named")
+        server.script.run_fault = None
+        assert (await finding).run.run_id == RUN_ID
 
 
-@pytest.mark.parametrize("fault", [UnavailableError, DeadlineError, NotFoundError])
+@pytest.mark.parametrize("fault", [errors.UnavailableError, errors.DeadlineError, errors.NotFoundError])
 async def test_waiting_ends_at_its_deadline_with_the_remedy(
-    server: RunningServer, fault: type[AstraflowError]
+    server: RunningServer, client: AsyncClient, fault: type[errors.AstraflowError]
 ) -> None:
     server.script.run_fault = fault("as the test asked")
-    async with AsyncClient(server.address) as client:
-        with pytest.raises(
-            UnavailableError, match=r"within .* s: as the test asked.*--join-timeout-s"
-        ) as gave_up:
-            await find_run(client, "", patience_s=0.3)
+    remedy = r"within .* s: as the test asked.*--join-timeout-s"
+    with pytest.raises(errors.UnavailableError, match=remedy) as gave_up:
+        await find_run(client, "", patience_s=0.3)
     assert server.address in gave_up.value.message
 
 
 @pytest.mark.parametrize(
     ("fault", "error", "remedy"),
     [
-        (NotFoundError, NotFoundError, "check --run-id"),
-        (PreconditionError, InvalidArgumentError, "give --run-id"),
-        (UnauthenticatedError, UnauthenticatedError, "give --token-file"),
-        (PermissionError_, PermissionError_, "give --token-file"),
-        (UnimplementedError, UnimplementedError, "check --join"),
+        (errors.NotFoundError, errors.NotFoundError, "check --run-id"),
+        (errors.PreconditionError, errors.InvalidArgumentError, "give --run-id"),
+        (errors.UnauthenticatedError, errors.UnauthenticatedError, "give --token-file"),
+        (errors.PermissionError_, errors.PermissionError_, "give --token-file"),
+        (errors.UnimplementedError, errors.UnimplementedError, "check --join"),
     ],
 )
 async def test_what_waiting_cannot_mend_is_said_at_once(
-    server: RunningServer, fault: type[AstraflowError], error: type[AstraflowError], remedy: str
+    server: RunningServer,
+    client: AsyncClient,
+    fault: type[errors.AstraflowError],
+    error: type[errors.AstraflowError],
+    remedy: str,
 ) -> None:
     server.script.run_fault = fault("as the test asked")
-    async with AsyncClient(server.address) as client:
-        with pytest.raises(error, match=f"as the test asked.*{remedy}"):
-            await find_run(client, "named", patience_s=60.0)
+    with pytest.raises(error, match=f"as the test asked.*{remedy}"):
+        await find_run(client, "named", patience_s=60.0)
 
 
-async def test_a_name_that_another_process_uses_is_refused_with_the_remedy(server: RunningServer) -> None:
+async def test_a_name_in_use_is_refused_with_the_remedy(server: RunningServer, client: AsyncClient) -> None:
     settings = NodeSettings(join=server.address)
-    async with AsyncClient(server.address) as client:
-        found = await find_run(client, "", patience_s=5.0)
-        request = join_request(found, settings, node_id="node-1", incarnation=1)
-        server.script.join_error = FencedError("node-1 joined with a newer incarnation")
-        with pytest.raises(FencedError, match="newer incarnation; choose another --node-id"):
-            await join_run(client, request, patience_s=5.0)
+    found = await find_run(client, "", patience_s=5.0)
+    request = join_request(found, settings, node_id="node-1", incarnation=1)
+    server.script.join_error = errors.FencedError("node-1 joined with a newer incarnation")
+    with pytest.raises(errors.FencedError, match="newer incarnation; choose another --node-id"):
+        await join_run(client, request, patience_s=5.0)
 
 
 def waits(lines: list[dict[str, object]]) -> list[object]:

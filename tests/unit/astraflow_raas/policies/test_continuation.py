@@ -1,8 +1,9 @@
 """A conversation goes on token by token: what was sampled stays, and the template adds what follows."""
 
 import functools
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +11,7 @@ from hypothesis import strategies as st
 
 from astraflow.errors import InvalidArgumentError, RecipeError
 from astraflow.plugins import Message
-from astraflow_raas.engine.base import GenerateCall, Generation
-from astraflow_raas.policies.tokenizer import Tokenizer, load_tokenizer
+from astraflow_raas.policies.tokenizer import load_tokenizer
 from astraflow_raas.work.policy_handle import PolicyHandle
 from support.raas_parts import CHAT_TEMPLATE, leased, write_tokenizer
 
@@ -63,37 +63,23 @@ UNSTABLE = {
 }
 
 
-@dataclass
-class OnlyATokenizer:
-    tokenizer: Tokenizer
-
-    async def generate(self, call: GenerateCall, *, key: Hashable) -> Generation:
-        raise NotImplementedError
-
-
 @pytest.fixture(scope="module")
 def handle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PolicyHandle]:
     @functools.cache
     def make(template: str) -> PolicyHandle:
         folder = write_tokenizer(tmp_path_factory.mktemp("model"))
         (folder / "chat_template.jinja").write_text(template)
-        sampler = OnlyATokenizer(load_tokenizer(folder))
-        return PolicyHandle(
-            "solver", sampler=sampler, lease=leased(), member=0, episode_id="e", batch_key=lambda _: 0
-        )
+        sampler: Any = SimpleNamespace(tokenizer=load_tokenizer(folder))
+        call = {"lease": leased(), "batch_key": lambda _: 0}
+        return PolicyHandle("solver", sampler=sampler, member=0, episode_id="e", **call)
 
     return make
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-FOLLOWING = st.lists(
-    st.one_of(
-        st.builds(Message, st.just("user"), TEXTS),
-        st.builds(Message, st.just("tool"), TEXTS, tool_call_id=st.just("c1"), name=st.just("add")),
-    ),
-    min_size=1,
-    max_size=3,
-)
+QUESTIONS = st.builds(Message, st.just("user"), TEXTS)
+TOOL_RESULTS = st.builds(Message, st.just("tool"), TEXTS, tool_call_id=st.just("c1"), name=st.just("add"))
+FOLLOWING = st.lists(QUESTIONS | TOOL_RESULTS, min_size=1, max_size=3)
 
 
 @pytest.mark.parametrize("name", STABLE)

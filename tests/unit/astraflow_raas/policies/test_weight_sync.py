@@ -25,7 +25,7 @@ from astraflow_weights.versions.log import VersionLog
 from support.fake_engine import FakeEngine
 from support.published_models import ModelPublisher, open_writer
 from support.raas_parts import write_tokenizer
-from support.scripted_dataflow import eventually
+from support.scripted_dataflow import PATIENCE_S, eventually
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
 
 
@@ -59,14 +59,20 @@ class Setup:
     async def serve(self, announced: version_pb2.Version) -> None:
         """Announce a version and wait until the engine serves it."""
         self.sync.announce(announced)
-        await eventually(
-            lambda: self.policy.version == announced.version, what=f"version {announced.version} serves"
-        )
+        await self.serves(announced.version)
 
     async def serve_first(self) -> None:
         """Publish version 0 and start an engine with it."""
-        self.sync.announce(self.trainer.publish())
+        self.announce_next()
         await self.start_engine()
+
+    def announce_next(self) -> None:
+        """Publish the next version and announce it."""
+        self.sync.announce(self.trainer.publish())
+
+    async def serves(self, version: int) -> None:
+        """Wait until the engine serves a version."""
+        await eventually(lambda: self.policy.version == version, what=f"version {version} serves")
 
     async def start_engine(self) -> None:
         """What a host does: start an engine with the version it is told."""
@@ -79,13 +85,18 @@ class Setup:
 def trainer(tmp_path: Path) -> Trainer:
     store = FileStore(tmp_path / "store")
     assets = [path for path in write_tokenizer(tmp_path / "tokenizer").iterdir() if path.is_file()]
-    writer = open_writer(store)
-    return Trainer(ModelPublisher(writer, assets=assets))
+    return Trainer(ModelPublisher(open_writer(store), assets=assets))
 
 
 def never(model_bytes: int) -> Mirror:
     """There is a mirror."""
     raise AssertionError("a second mirror was asked for")
+
+
+def source_of(store: FileStore, folder: Path) -> MirrorSource:
+    """A source over the mirror in a folder."""
+    log_reader = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    return MirrorSource(store, log_reader=log_reader, mirror=Mirror(folder / "mirror"), open_mirror=never)
 
 
 @pytest.fixture
@@ -98,14 +109,26 @@ def evaluation_hold_s() -> float:
 async def setup(tmp_path: Path, trainer: Trainer, evaluation_hold_s: float) -> AsyncIterator[Setup]:
     store = FileStore(tmp_path / "store")
     policy, engine = ServedPolicy(POLICY), FakeEngine()
-    log_reader = VersionLog(store, run_id=RUN, policy_id=POLICY)
-    source = MirrorSource(store, log_reader=log_reader, mirror=Mirror(tmp_path / "mirror"), open_mirror=never)
+    source = source_of(store, tmp_path)
     sync = WeightSync(policy, source=source, metrics=Metrics(), evaluation_hold_s=evaluation_hold_s)
     running = asyncio.create_task(sync.run())
     yield Setup(store, trainer, policy, source, sync, engine)
     await sync.stop(deadline_s=5.0)
     await running
     await policy.close()
+
+
+async def loadable_version(setup: Setup) -> int:
+    """What an engine that starts now is given."""
+    async with setup.sync.loading() as loadable:
+        return loadable.version
+
+
+@pytest.fixture
+async def serving(setup: Setup) -> Setup:
+    """Version 0 serves."""
+    await setup.serve_first()
+    return setup
 
 
 async def test_the_first_version_starts_an_engine_and_brings_the_tokenizer(setup: Setup) -> None:
@@ -117,23 +140,19 @@ async def test_the_first_version_starts_an_engine_and_brings_the_tokenizer(setup
         assert same_model(map_model(loadable.directory), setup.trainer.models[0])
 
 
-async def test_later_versions_are_fetched_as_deltas_and_swapped_in_while_the_engine_runs(
-    setup: Setup,
-) -> None:
-    await setup.serve_first()
+async def test_later_versions_are_fetched_as_deltas_and_swapped_in(serving: Setup) -> None:
     for _ in range(3):
-        await setup.serve(setup.trainer.publish())
-    assert [version for _, version in setup.engine.swaps] == [1, 2, 3]
-    assert (setup.source.counts.snapshots_fetched, setup.source.counts.deltas_fetched) == (1, 3)
-    assert same_model(map_model(setup.engine.swaps[-1][0]), setup.trainer.models[3])
+        await serving.serve(serving.trainer.publish())
+    assert [version for _, version in serving.engine.swaps] == [1, 2, 3]
+    assert (serving.source.counts.snapshots_fetched, serving.source.counts.deltas_fetched) == (1, 3)
+    assert same_model(map_model(serving.engine.swaps[-1][0]), serving.trainer.models[3])
 
 
-async def test_the_store_alone_activates_nothing(setup: Setup) -> None:
-    await setup.serve_first()
-    first, second = setup.trainer.publish(), setup.trainer.publish()
-    await setup.serve(first)
-    assert setup.source.version == 1
-    await setup.serve(second)
+async def test_the_store_alone_activates_nothing(serving: Setup) -> None:
+    first, second = serving.trainer.publish(), serving.trainer.publish()
+    await serving.serve(first)
+    assert serving.source.version == 1
+    await serving.serve(second)
 
 
 async def test_announcements_out_of_order_never_go_back(setup: Setup) -> None:
@@ -147,18 +166,14 @@ async def test_announcements_out_of_order_never_go_back(setup: Setup) -> None:
     assert setup.engine.swaps == []
 
 
-async def test_an_entry_that_is_not_the_announced_one_is_refused(setup: Setup) -> None:
-    await setup.serve_first()
-    honest = setup.trainer.publish()
+async def test_an_entry_that_is_not_the_announced_one_is_refused(serving: Setup) -> None:
+    honest = serving.trainer.publish()
     honest.manifest_sha256 = bytes(32)
-    setup.sync.announce(honest)
-    await eventually(lambda: setup.sync.num_verification_failures, what="the refusal")
-    assert setup.policy.version == 0
+    serving.sync.announce(honest)
+    await eventually(lambda: serving.sync.num_verification_failures, what="the refusal")
+    assert serving.policy.version == 0
     # The next announcement is judged on its own.
-    await setup.serve(setup.trainer.publish())
-
-
-Damage = Callable[[Path], object]
+    await serving.serve(serving.trainer.publish())
 
 
 def flip(path: Path) -> None:
@@ -179,30 +194,24 @@ def exchange(path: Path) -> None:
 
 
 PART, ENTRY = "*.afwd", "*.pb"
+DELTA = "delta from version 0 of version 1"
+
+
 # Which object, what happens to it, the words of the refusal; each names the version or the object.
-DAMAGES: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
-    "part with a wrong bit": (
-        PART,
-        flip,
-        ("delta from version 0 of version 1 cannot be used", ".afwd", "sha256"),
-    ),
-    "part cut short": (PART, cut, ("delta from version 0 of version 1 cannot be used", "sha256")),
-    "part exchanged": (PART, exchange, ("delta from version 0 of version 1 cannot be used", "sha256")),
-    "part missing": (
-        PART,
-        Path.unlink,
-        ("delta from version 0 of version 1", ".afwd", "is missing from file://"),
-    ),
-    "log entry with a wrong bit": (ENTRY, flip, ("log entry",)),
-    "log entry cut short": (ENTRY, cut, ("log entry",)),
-}
-
-
-@pytest.mark.parametrize("row", DAMAGES)
+@pytest.mark.parametrize(
+    ("pattern", "damage", "words"),
+    [
+        pytest.param(PART, flip, [f"{DELTA} cannot be used", ".afwd", "sha256"], id="part with a wrong bit"),
+        pytest.param(PART, cut, [f"{DELTA} cannot be used", "sha256"], id="part cut short"),
+        pytest.param(PART, exchange, [f"{DELTA} cannot be used", "sha256"], id="part exchanged"),
+        pytest.param(PART, Path.unlink, [DELTA, ".afwd", "is missing from file://"], id="part missing"),
+        pytest.param(ENTRY, flip, ["log entry"], id="log entry with a wrong bit"),
+        pytest.param(ENTRY, cut, ["log entry"], id="log entry cut short"),
+    ],
+)
 async def test_damaged_bytes_leave_the_old_version_serving_are_named_and_counted(
-    setup: Setup, row: str
+    setup: Setup, pattern: str, damage: Callable[[Path], object], words: list[str]
 ) -> None:
-    pattern, damage, words = DAMAGES[row]
     lines = io.StringIO()
     log.configure("test", log_format="json", stream=lines)
     await setup.serve_first()
@@ -223,7 +232,7 @@ async def test_damaged_bytes_leave_the_old_version_serving_are_named_and_counted
     assert fault is not None
     assert (fault.policy_id, fault.version, fault.problem) == (POLICY, 1, said["message"][:512])
     path.write_bytes(whole)
-    await eventually(lambda: setup.policy.version == 1, what="the repaired store is used")
+    await setup.serves(1)
     await eventually(lambda: setup.sync.fault is None, what="the fault is over")
     assert same_model(map_model(setup.engine.swaps[-1][0]), setup.trainer.models[1])
 
@@ -241,111 +250,93 @@ def newest(store: FileStore, pattern: str) -> Path:
     return max(folder.rglob(pattern), key=lambda path: path.stat().st_mtime_ns)
 
 
-async def test_damage_of_the_mirror_that_the_store_cannot_mend_is_told_until_it_is(setup: Setup) -> None:
-    await setup.serve_first()
-    async with setup.sync.loading() as loadable:
+async def test_damage_of_the_mirror_that_the_store_cannot_mend_is_told_until_it_is(serving: Setup) -> None:
+    async with serving.sync.loading() as loadable:
         weights = loadable.directory / "model.safetensors"
     rot(weights)
-    snapshot = newest(setup.store, PART)
+    snapshot = newest(serving.store, PART)
     away = snapshot.with_name("away")
     snapshot.rename(away)
-    setup.sync.announce(setup.trainer.publish())
-    await eventually(lambda: setup.sync.fault is not None, what="the server is told")
-    assert setup.sync.fault is not None
-    assert (setup.policy.version, setup.sync.fault.version) == (0, 0)
-    assert setup.sync.fault.tensor
-    assert setup.sync.fault.HasField("tile")
+    serving.announce_next()
+    await eventually(lambda: serving.sync.fault is not None, what="the server is told")
+    assert serving.sync.fault is not None
+    assert (serving.policy.version, serving.sync.fault.version) == (0, 0)
+    assert serving.sync.fault.tensor
+    assert serving.sync.fault.HasField("tile")
     away.rename(snapshot)
-    await eventually(lambda: setup.policy.version == 1, what="the repaired mirror goes on")
-    await eventually(lambda: setup.sync.fault is None, what="the fault is over")
+    await serving.serves(1)
+    await eventually(lambda: serving.sync.fault is None, what="the fault is over")
 
 
-async def test_a_version_the_store_does_not_list_yet_is_waited_for(setup: Setup) -> None:
-    await setup.serve_first()
-    setup.sync.announce(version_pb2.Version(policy_id=POLICY, version=1))
+async def test_a_version_the_store_does_not_list_yet_is_waited_for(serving: Setup) -> None:
+    serving.sync.announce(version_pb2.Version(policy_id=POLICY, version=1))
     await asyncio.sleep(0.05)
-    assert setup.sync.num_verification_failures == 0
-    setup.trainer.publish()
-    await eventually(lambda: setup.policy.version == 1, what="the listed version serves")
+    assert serving.sync.num_verification_failures == 0
+    serving.trainer.publish()
+    await serving.serves(1)
 
 
-async def test_a_failed_swap_is_tried_again_and_the_old_version_serves_meanwhile(setup: Setup) -> None:
-    await setup.serve_first()
-    setup.engine.swap_fault = EngineFaulty("shape mismatch")
-    setup.sync.announce(setup.trainer.publish())
-    await eventually(lambda: setup.source.version == 1, what="the new version is in the mirror")
-    assert setup.policy.version == 0
-    async with setup.sync.loading() as loadable:
-        assert loadable.version == 1, "an engine that starts anew takes what the mirror holds"
-    setup.engine.swap_fault = None
-    await eventually(lambda: setup.policy.version == 1, what="the swap is repeated")
+async def test_a_failed_swap_is_tried_again_and_the_old_version_serves_meanwhile(serving: Setup) -> None:
+    serving.engine.swap_fault = EngineFaulty("shape mismatch")
+    serving.announce_next()
+    await eventually(lambda: serving.source.version == 1, what="the new version is in the mirror")
+    assert serving.policy.version == 0
+    assert await loadable_version(serving) == 1, "an engine that starts anew takes what the mirror holds"
+    serving.engine.swap_fault = None
+    await serving.serves(1)
 
 
-async def test_a_swap_whose_answer_was_lost_counts_when_the_engine_says_so(setup: Setup) -> None:
-    await setup.serve_first()
-    setup.engine.swap_fault = EngineUnavailable("connection reset")
-    setup.engine.version = 1
-    await setup.serve(setup.trainer.publish())
+async def test_a_swap_whose_answer_was_lost_counts_when_the_engine_says_so(serving: Setup) -> None:
+    serving.engine.swap_fault = EngineUnavailable("connection reset")
+    serving.engine.version = 1
+    await serving.serve(serving.trainer.publish())
 
 
-async def test_without_an_engine_the_next_one_is_started_with_the_newest_version(setup: Setup) -> None:
-    await setup.serve_first()
-    setup.policy.engine_lost()
-    setup.sync.announce(setup.trainer.publish())
-    await eventually(lambda: setup.source.version == 1, what="the version is fetched")
-    await eventually_loadable(setup, 1)
-    assert setup.engine.swaps == []
+async def test_without_an_engine_the_next_one_is_started_with_the_newest_version(serving: Setup) -> None:
+    serving.policy.engine_lost()
+    serving.announce_next()
+    await eventually(lambda: serving.source.version == 1, what="the version is fetched")
+    async with asyncio.timeout(PATIENCE_S):
+        while await loadable_version(serving) != 1:  # noqa: ASYNC110 - the sync signals nobody
+            await asyncio.sleep(0.005)
+    assert serving.engine.swaps == []
 
 
-async def eventually_loadable(setup: Setup, version: int) -> None:
-    while True:
-        async with setup.sync.loading() as loadable:
-            if loadable.version == version:
-                return
-        await asyncio.sleep(0.005)
-
-
-async def test_an_evaluation_holds_the_next_version_back_until_it_is_done(setup: Setup) -> None:
-    await setup.serve_first()
-    with setup.policy.pinned(0):
-        setup.sync.announce(setup.trainer.publish())
-        await eventually(lambda: setup.sync.holding, what="the new version waits")
-        assert setup.policy.version == 0
-    await eventually(lambda: setup.policy.version == 1, what="the new version serves")
-    with pytest.raises(VersionUnavailable, match="serves version 1"), setup.policy.pinned(0):
+async def test_an_evaluation_holds_the_next_version_back_until_it_is_done(serving: Setup) -> None:
+    with serving.policy.pinned(0):
+        serving.announce_next()
+        await eventually(lambda: serving.sync.holding, what="the new version waits")
+        assert serving.policy.version == 0
+    await serving.serves(1)
+    with pytest.raises(VersionUnavailable, match="serves version 1"), serving.policy.pinned(0):
         pass
 
 
-async def test_a_version_is_fetched_and_not_applied_while_an_evaluation_needs_the_one_before(
-    setup: Setup,
-) -> None:
-    await setup.serve_first()
-    with setup.policy.pinned(0):
-        setup.sync.announce(setup.trainer.publish())
-        await eventually(lambda: setup.sync.holding, what="the new version waits")
-        assert setup.source.counts.deltas_fetched == 1
-        setup.policy.engine_lost()
-        async with setup.sync.loading() as loadable:
+async def test_a_version_is_fetched_and_not_applied_while_an_evaluation_runs(serving: Setup) -> None:
+    with serving.policy.pinned(0):
+        serving.announce_next()
+        await eventually(lambda: serving.sync.holding, what="the new version waits")
+        assert serving.source.counts.deltas_fetched == 1
+        serving.policy.engine_lost()
+        async with serving.sync.loading() as loadable:
             assert loadable.version == 0, "an engine that restarts now must serve the evaluation"
-            assert same_model(map_model(loadable.directory), setup.trainer.models[0])
-    await eventually(lambda: setup.source.version == 1, what="the new version is applied")
+            assert same_model(map_model(loadable.directory), serving.trainer.models[0])
+    await eventually(lambda: serving.source.version == 1, what="the new version is applied")
 
 
-async def test_nothing_is_applied_while_an_engine_loads(setup: Setup) -> None:
-    await setup.serve_first()
-    async with setup.sync.loading() as loadable:
-        setup.sync.announce(setup.trainer.publish())
-        await eventually(lambda: setup.source.counts.deltas_fetched == 1, what="the new version is fetched")
+async def test_nothing_is_applied_while_an_engine_loads(serving: Setup) -> None:
+    async with serving.sync.loading() as loadable:
+        serving.announce_next()
+        await eventually(lambda: serving.source.counts.deltas_fetched == 1, what="the new version is fetched")
         await asyncio.sleep(0.05)
-        assert (setup.source.version, loadable.version) == (0, 0)
-    await eventually(lambda: setup.policy.version == 1, what="the new version serves")
+        assert (serving.source.version, loadable.version) == (0, 0)
+    await serving.serves(1)
 
 
 @pytest.mark.parametrize("evaluation_hold_s", [0.05])
-async def test_an_evaluation_that_takes_too_long_loses_its_version(setup: Setup) -> None:
-    await setup.serve_first()
-    with setup.policy.pinned(0):
-        await setup.serve(setup.trainer.publish())
+async def test_an_evaluation_that_takes_too_long_loses_its_version(serving: Setup) -> None:
+    with serving.policy.pinned(0):
+        await serving.serve(serving.trainer.publish())
 
 
 async def test_waves_of_evaluations_keep_their_version_between_them(
@@ -354,7 +345,7 @@ async def test_waves_of_evaluations_keep_their_version_between_them(
     monkeypatch.setattr("astraflow_raas.policies.served_policy._LINGER_S", 600.0)
     await setup.serve_first()
     with setup.policy.pinned(0):
-        setup.sync.announce(setup.trainer.publish())
+        setup.announce_next()
         await eventually(lambda: setup.sync.holding, what="the new version waits")
     await asyncio.sleep(0.05)
     with setup.policy.pinned(0):
@@ -366,10 +357,7 @@ async def test_a_restarted_node_finds_its_mirror_and_fetches_nothing(setup: Setu
     setup.sync.announce(announced)
     await setup.sync.wait_for_weights()
     await setup.sync.stop(deadline_s=5.0)
-    log_reader = VersionLog(setup.store, run_id=RUN, policy_id=POLICY)
-    again = MirrorSource(
-        setup.store, log_reader=log_reader, mirror=Mirror(tmp_path / "mirror"), open_mirror=never
-    )
+    again = source_of(setup.store, tmp_path)
     assert again.version == 0
     assert again.fetch(announced) == tmp_path / "mirror" / "checkpoint"
     assert again.counts.fetched_bytes == 0

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from astraflow.client import AsyncClient
-from astraflow.dataflow.v1 import trajectory_service_pb2
+from astraflow.dataflow.v1 import trajectory_service_pb2 as outcomes
 from astraflow.errors import PermissionError_
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit.metrics import Metrics
@@ -30,17 +31,31 @@ def on_disk(folder: Path) -> list[str]:
     return [found.episode_id for _, found in SpoolFiles(folder).recover()]
 
 
+def push_all(pusher: Pusher, *names: str) -> "list[asyncio.Task[outcomes.PushResult]]":
+    """Push episodes and do not wait for their answers."""
+    return [asyncio.create_task(pusher.push(episode(name))) for name in names]
+
+
+def numbered(count: int) -> list[str]:
+    return [f"e{number}" for number in range(count)]
+
+
+async def arrive(server: RunningServer, count: int) -> None:
+    """Wait until the server has had so many pushes."""
+    await eventually(lambda: len(server.script.pushes) == count, what=f"{count} episodes arrive")
+
+
+def arrived(server: RunningServer) -> list[str]:
+    return [pushed.episode_id for pushed in server.script.pushes]
+
+
 @asynccontextmanager
 async def pushing(
-    server: RunningServer,
-    *,
-    limits: SpoolLimits = LIMITS,
-    clock: ManualClock | None = None,
-    folder: Path | None = None,
+    server: RunningServer, *, limits: SpoolLimits = LIMITS, folder: Path | None = None, **options: Any
 ) -> AsyncIterator[Pusher]:
     async with AsyncClient(server.address) as client:
         files = SpoolFiles(folder) if folder is not None else None
-        pusher = Pusher(client, metrics=Metrics(), limits=limits, clock=clock, files=files)
+        pusher = Pusher(client, metrics=Metrics(), limits=limits, files=files, **options)
         running_pusher = asyncio.create_task(pusher.run())
         try:
             yield pusher
@@ -50,7 +65,6 @@ async def pushing(
 
 
 async def test_each_push_gets_its_own_answer(server: RunningServer) -> None:
-    outcomes = trajectory_service_pb2
     server.script.judge = lambda pushed: result(
         outcomes.OUTCOME_POISON if pushed.episode_id == "bad" else outcomes.OUTCOME_ACCEPTED,
         reason="nan_logprob",
@@ -64,43 +78,43 @@ async def test_each_push_gets_its_own_answer(server: RunningServer) -> None:
 async def test_the_window_is_never_exceeded_and_all_get_through(server: RunningServer) -> None:
     server.script.ack = asyncio.Event()
     async with pushing(server) as pusher:
-        waiting = [asyncio.create_task(pusher.push(episode(f"e{n}"))) for n in range(20)]
-        await eventually(lambda: len(server.script.pushes) == 4, what="a full window arrives")
+        waiting = push_all(pusher, *numbered(20))
+        await arrive(server, 4)
         await asyncio.sleep(0.05)
         assert len(server.script.pushes) == 4
         server.script.ack.set()
         await asyncio.gather(*waiting)
-    assert [pushed.episode_id for pushed in server.script.pushes] == [f"e{n}" for n in range(20)]
+    assert arrived(server) == numbered(20)
     assert server.script.max_unacked <= 4
 
 
 async def test_unacknowledged_episodes_are_pushed_again_on_a_new_stream(server: RunningServer) -> None:
     server.script.ack = asyncio.Event()
     async with pushing(server) as pusher:
-        waiting = [asyncio.create_task(pusher.push(episode(f"e{n}"))) for n in range(3)]
-        await eventually(lambda: len(server.script.pushes) == 3, what="the episodes arrive")
+        waiting = push_all(pusher, *numbered(3))
+        await arrive(server, 3)
         server.script.break_streams()
         await eventually(lambda: server.script.push_streams == 2, what="a new stream is opened")
         server.script.ack.set()
         await asyncio.gather(*waiting)
-    assert [pushed.episode_id for pushed in server.script.pushes] == ["e0", "e1", "e2"] * 2
+    assert arrived(server) == numbered(3) * 2
 
 
 async def test_a_server_restart_loses_nothing(server: RunningServer) -> None:
     async with pushing(server) as pusher:
         await pusher.push(episode("before"))
         await server.stop()
-        waiting = [asyncio.create_task(pusher.push(episode(f"e{n}"))) for n in range(6)]
+        waiting = push_all(pusher, *numbered(6))
         await asyncio.sleep(0.1)
         await server.restart()
         await asyncio.gather(*waiting)
-    assert [pushed.episode_id for pushed in server.script.pushes] == ["before", *(f"e{n}" for n in range(6))]
+    assert arrived(server) == ["before", *numbered(6)]
 
 
 async def test_a_caller_that_leaves_does_not_take_its_episode_along(server: RunningServer) -> None:
     server.script.ack = asyncio.Event()
     async with pushing(server) as pusher:
-        leaving = asyncio.create_task(pusher.push(episode("finished")))
+        leaving = push_all(pusher, "finished")[0]
         await eventually(lambda: server.script.pushes, what="the episode arrives")
         leaving.cancel()
         await asyncio.sleep(0)
@@ -109,15 +123,13 @@ async def test_a_caller_that_leaves_does_not_take_its_episode_along(server: Runn
         assert await pusher.flush(deadline_s=5.0)
 
 
-async def test_after_the_servers_data_was_replaced_recent_episodes_are_pushed_again(
-    server: RunningServer,
-) -> None:
+async def test_recent_episodes_are_pushed_again_after_data_was_replaced(server: RunningServer) -> None:
     async with pushing(server) as pusher:
         await pusher.push(episode("recent"))
         pusher.push_recent_again()
-        await eventually(lambda: len(server.script.pushes) == 2, what="the episode is pushed again")
+        await arrive(server, 2)
         assert await pusher.flush(deadline_s=5.0)
-    assert [pushed.episode_id for pushed in server.script.pushes] == ["recent", "recent"]
+    assert arrived(server) == ["recent", "recent"]
 
 
 async def test_a_full_spool_makes_callers_wait_instead_of_growing(server: RunningServer) -> None:
@@ -126,7 +138,7 @@ async def test_a_full_spool_makes_callers_wait_instead_of_growing(server: Runnin
     async with pushing(server, limits=limits) as pusher:
         changes: list[str] = []
         pusher.on_change = lambda: changes.append(pusher.waiting_for)
-        waiting = [asyncio.create_task(pusher.push(episode(f"e{n}"))) for n in range(5)]
+        waiting = push_all(pusher, *numbered(5))
         await eventually(lambda: pusher.num_unacked == 2, what="the spool is full")
         await asyncio.sleep(0.02)
         assert pusher.num_unacked == 2
@@ -151,26 +163,22 @@ async def test_what_is_acknowledged_and_not_yet_safe_counts_against_the_bound(se
         assert pusher.num_kept == 1
 
 
-async def test_the_next_process_pushes_what_the_last_one_left_before_it_takes_work(
-    server: RunningServer, tmp_path: Path
-) -> None:
+async def test_the_next_process_first_pushes_what_was_left(server: RunningServer, tmp_path: Path) -> None:
     server.script.ack = asyncio.Event()
     async with pushing(server, folder=tmp_path) as pusher:
-        waiting = [asyncio.create_task(pusher.push(episode(f"e{n}"))) for n in range(3)]
-        await eventually(lambda: len(server.script.pushes) == 3, what="the episodes arrive")
+        waiting = push_all(pusher, *numbered(3))
+        await arrive(server, 3)
         for task in waiting:
             task.cancel()
     async with pushing(server, folder=tmp_path) as pusher:
         assert (pusher.num_unacked, pusher.waiting_for) == (3, "spool_recovery")
-        await eventually(lambda: len(server.script.pushes) == 6, what="they arrive again")
+        await arrive(server, 6)
         server.script.ack.set()
         await eventually(lambda: pusher.waiting_for == "", what="all are answered")
-    assert [pushed.episode_id for pushed in server.script.pushes] == ["e0", "e1", "e2"] * 2
+    assert arrived(server) == numbered(3) * 2
 
 
-async def test_the_files_go_when_the_server_has_the_episodes_safely(
-    server: RunningServer, tmp_path: Path
-) -> None:
+async def test_files_go_when_the_server_has_their_episodes(server: RunningServer, tmp_path: Path) -> None:
     clock = ManualClock()
     async with pushing(server, folder=tmp_path, clock=clock) as pusher:
         await pusher.push(episode("e0"))
@@ -185,28 +193,26 @@ async def test_a_disk_in_the_way_costs_no_episode(server: RunningServer, tmp_pat
     (tmp_path / "taken").write_text("a file where the folder should be")
     async with pushing(server, folder=tmp_path / "taken" / "spool") as pusher:
         answer = await pusher.push(episode("e0"))
-    assert answer.outcome == trajectory_service_pb2.OUTCOME_ACCEPTED
+    assert answer.outcome == outcomes.OUTCOME_ACCEPTED
 
 
 async def test_flushing_gives_up_at_its_deadline(server: RunningServer) -> None:
     server.script.ack = asyncio.Event()
     async with pushing(server) as pusher:
-        waiting = asyncio.create_task(pusher.push(episode("stuck")))
+        waiting = push_all(pusher, "stuck")[0]
         await eventually(lambda: server.script.pushes, what="the episode arrives")
         assert not await pusher.flush(deadline_s=0.05)
         waiting.cancel()
 
 
-@pytest.mark.parametrize(
-    "fault", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.ABORTED]
-)
-async def test_a_server_in_trouble_is_tried_again(server: RunningServer, fault: grpc.StatusCode) -> None:
-    server.script.push_fault = fault
+@pytest.mark.parametrize("fault", ["UNAVAILABLE", "UNKNOWN", "ABORTED"])
+async def test_a_server_in_trouble_is_tried_again(server: RunningServer, fault: str) -> None:
+    server.script.push_fault = grpc.StatusCode[fault]
     async with pushing(server) as pusher:
         waiting = asyncio.create_task(pusher.push(episode("e0")))
         await eventually(lambda: server.script.push_streams >= 2, what="the stream is opened again")
         server.script.push_fault = None
-        assert (await waiting).outcome == trajectory_service_pb2.OUTCOME_ACCEPTED
+        assert (await waiting).outcome == outcomes.OUTCOME_ACCEPTED
 
 
 async def test_a_server_that_refuses_the_node_ends_the_service(server: RunningServer) -> None:

@@ -8,20 +8,32 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import integers
 
-from astraflow.dataflow.v1 import durability_pb2, trajectory_service_pb2
+from astraflow.dataflow.v1 import durability_pb2
+from astraflow.dataflow.v1.trajectory_service_pb2 import PushResult
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_raas.push.spool import Spool, Spooled, SpoolLimits
 from support.manual_clock import ManualClock
 
-MEMORY = trajectory_service_pb2.PushResult(durability=durability_pb2.DURABILITY_MEMORY)
-FSYNCED = trajectory_service_pb2.PushResult(durability=durability_pb2.DURABILITY_FSYNCED)
+MEMORY = PushResult(durability=durability_pb2.DURABILITY_MEMORY)
+FSYNCED = PushResult(durability=durability_pb2.DURABILITY_FSYNCED)
 LIMITS = SpoolLimits(max_episodes=6, max_bytes=1000, window_episodes=3, window_bytes=300, retain_acked_s=3.0)
 
 
-def spooled(name: str, *, size_bytes: int = 10, loop: asyncio.AbstractEventLoop) -> Spooled:
-    return Spooled(
-        episode=trajectory_pb2.Episode(episode_id=name), size_bytes=size_bytes, outcome=loop.create_future()
-    )
+def spooled(name: str, *, size_bytes: int = 10, loop: asyncio.AbstractEventLoop | None = None) -> Spooled:
+    outcome = (loop or asyncio.get_running_loop()).create_future()
+    return Spooled(episode=trajectory_pb2.Episode(episode_id=name), size_bytes=size_bytes, outcome=outcome)
+
+
+def sent(spool: Spool) -> list[str]:
+    """What is sent until nothing more may be."""
+    return [item.episode.episode_id for item in iter(spool.next_to_send, None)]
+
+
+def pass_through(spool: Spool, name: str, answer: PushResult) -> None:
+    """Add, send and acknowledge one episode."""
+    spool.add(spooled(name))
+    spool.next_to_send()
+    assert spool.acknowledge(answer)
 
 
 @pytest.fixture
@@ -35,84 +47,65 @@ def spool(clock: ManualClock) -> Spool:
 
 
 async def test_the_window_bounds_what_is_in_flight(spool: Spool) -> None:
-    loop = asyncio.get_running_loop()
     for name in "abcde":
-        spool.add(spooled(name, loop=loop))
-    sent = [item.episode.episode_id for item in iter(spool.next_to_send, None)]
-    assert sent == ["a", "b", "c"]
+        spool.add(spooled(name))
+    assert sent(spool) == ["a", "b", "c"]
     acked = spool.acknowledge(MEMORY)
     assert acked is not None
     assert acked.outcome.result() == MEMORY
-    following = spool.next_to_send()
-    assert following is not None
-    assert following.episode.episode_id == "d"
+    assert sent(spool) == ["d"]
 
 
 async def test_an_episode_larger_than_the_window_still_goes_alone(spool: Spool) -> None:
-    loop = asyncio.get_running_loop()
-    spool.add(spooled("huge", size_bytes=900, loop=loop))
-    spool.add(spooled("small", loop=loop))
-    assert spool.next_to_send() is not None
-    assert spool.next_to_send() is None
+    spool.add(spooled("huge", size_bytes=900))
+    spool.add(spooled("small"))
+    assert sent(spool) == ["huge"]
 
 
 async def test_a_broken_stream_sends_the_unacknowledged_again_in_order(spool: Spool) -> None:
-    loop = asyncio.get_running_loop()
     for name in "abcd":
-        spool.add(spooled(name, loop=loop))
-    while spool.next_to_send():
-        pass
+        spool.add(spooled(name))
+    assert sent(spool) == ["a", "b", "c"]
     spool.acknowledge(MEMORY)
     spool.stream_broke()
-    assert [item.episode.episode_id for item in iter(spool.next_to_send, None)] == ["b", "c", "d"]
+    assert sent(spool) == ["b", "c", "d"]
 
 
 async def test_what_is_acknowledged_in_memory_only_is_pushed_again_after_the_data_was_lost(
     spool: Spool, clock: ManualClock
 ) -> None:
-    loop = asyncio.get_running_loop()
     for name, durable in (("old", MEMORY), ("safe", FSYNCED), ("fresh", MEMORY)):
         if name == "fresh":
             clock.now_s += 3.5
-        spool.add(spooled(name, loop=loop))
-        spool.next_to_send()
-        spool.acknowledge(durable)
+        pass_through(spool, name, durable)
     assert spool.data_was_lost() == spool.num_repeated == 1
-    again = spool.next_to_send()
-    assert again is not None
-    assert again.episode.episode_id == "fresh"
+    assert sent(spool) == ["fresh"]
     # Its waiter was answered long ago: a second answer must not disturb it.
     assert spool.acknowledge(MEMORY) is not None
     assert spool.num_repeated == 0
 
 
 async def test_room_is_bounded_by_episodes_and_bytes(spool: Spool) -> None:
-    loop = asyncio.get_running_loop()
     assert spool.has_room(10**9)
-    spool.add(spooled("a", size_bytes=995, loop=loop))
+    spool.add(spooled("a", size_bytes=995))
     assert not spool.has_room(10)
     spool.next_to_send()
     spool.acknowledge(FSYNCED)
     for name in "bcdefg":
         assert spool.has_room(10)
-        spool.add(spooled(name, loop=loop))
+        spool.add(spooled(name))
     assert not spool.has_room(10)
 
 
-async def test_what_is_not_safe_yet_takes_room_and_is_released_once(
-    clock: ManualClock,
-) -> None:
+async def test_what_is_not_safe_yet_takes_room_and_is_released_once(clock: ManualClock) -> None:
     released: list[str] = []
     spool = Spool(limits=LIMITS, clock=clock, released=lambda item: released.append(item.episode.episode_id))
-    loop = asyncio.get_running_loop()
     for name in "abcdef":
-        spool.add(spooled(name, loop=loop))
-        spool.next_to_send()
-        spool.acknowledge(FSYNCED if name == "b" else MEMORY)
+        pass_through(spool, name, FSYNCED if name == "b" else MEMORY)
     assert released == ["b"]
     assert (spool.num_kept, spool.num_waiting, spool.num_bytes) == (5, 0, 50)
     assert spool.has_room(10)
-    spool.add(spooled("g", loop=loop))
+    spool.add(spooled("g"))
     assert not spool.has_room(10)
     clock.now_s += 3.5
     assert spool.has_room(10)
@@ -120,18 +113,15 @@ async def test_what_is_not_safe_yet_takes_room_and_is_released_once(
     assert (spool.num_kept, spool.num_bytes) == (1, 10)
 
 
-def committed_at(position: int) -> trajectory_service_pb2.PushResult:
-    return trajectory_service_pb2.PushResult(durability=durability_pb2.DURABILITY_MEMORY, position=position)
+def committed_at(position: int) -> PushResult:
+    return PushResult(durability=durability_pb2.DURABILITY_MEMORY, position=position)
 
 
 async def test_once_the_server_tells_what_is_durable_time_alone_releases_nothing(
     spool: Spool, clock: ManualClock
 ) -> None:
-    loop = asyncio.get_running_loop()
     for position, name in enumerate("abc", start=5):
-        spool.add(spooled(name, loop=loop))
-        spool.next_to_send()
-        spool.acknowledge(committed_at(position))
+        pass_through(spool, name, committed_at(position))
     spool.durable(5)
     assert spool.num_kept == 2
     clock.now_s += 1000
@@ -139,18 +129,13 @@ async def test_once_the_server_tells_what_is_durable_time_alone_releases_nothing
     assert spool.num_kept == 2
     spool.durable(6)
     assert spool.data_was_lost() == 1
-    again = spool.next_to_send()
-    assert again is not None
-    assert again.episode.episode_id == "c"
+    assert sent(spool) == ["c"]
 
 
 async def test_a_watermark_of_lost_data_says_nothing_about_new_commits(spool: Spool) -> None:
-    loop = asyncio.get_running_loop()
     spool.durable(100)
     spool.data_was_lost()
-    spool.add(spooled("a", loop=loop))
-    spool.next_to_send()
-    spool.acknowledge(committed_at(7))
+    pass_through(spool, "a", committed_at(7))
     assert spool.num_kept == 1
     spool.durable(7)
     assert spool.num_kept == 0

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,14 +28,15 @@ GOOD = plugins.Trajectory(
     finish_reason="stop",
     metrics={"length": 2.0},
 )
+FIRST_TOKEN_TRAINED = {
+    "loss_mask": (True, False, True, True),
+    "logprobs": (-1.0, 0.0, -1.0, -1.0),
+    "version_spans": (VersionSpan(0, 4, 9),),
+}
 
 
-def build(*trajectories: plugins.Trajectory, **lease: object) -> trajectory_pb2.Episode:
-    return build_episode(
-        plugins.Episode(trajectories, {"turns": 1.0}),
-        lease=leased(**lease),  # type: ignore[arg-type]
-        ids=IDS,
-    )
+def build(*trajectories: plugins.Trajectory, **lease: Any) -> trajectory_pb2.Episode:
+    return build_episode(plugins.Episode(trajectories, {"turns": 1.0}), lease=leased(**lease), ids=IDS)
 
 
 def test_a_finished_episode_carries_its_ids_header_and_exact_columns() -> None:
@@ -91,14 +93,7 @@ def test_an_episode_without_trajectories_is_an_episode() -> None:
         ({"version_spans": (VersionSpan(2, 5, 9),)}, "bad_spans"),
         ({"version_spans": (VersionSpan(3, 4, 9), VersionSpan(2, 3, 9))}, "bad_spans"),
         ({"version_spans": (VersionSpan(2, 4, -1),)}, "bad_spans"),
-        (
-            {
-                "loss_mask": (True, False, True, True),
-                "logprobs": (-1.0, 0.0, -1.0, -1.0),
-                "version_spans": (VersionSpan(0, 4, 9),),
-            },
-            "first_token_trained",
-        ),
+        (FIRST_TOKEN_TRAINED, "first_token_trained"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_rule(change: dict[str, object], slug: str) -> None:
@@ -126,9 +121,10 @@ def test_an_evaluation_must_hold_exactly_the_required_version() -> None:
         build(GOOD, required_versions={"solver": 8})
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans(), st.floats(-50, 0)), min_size=2, max_size=200)
-)
+ROWS = st.tuples(st.integers(0, 2**31 - 1), st.booleans(), st.floats(-50, 0))
+
+
+@given(st.lists(ROWS, min_size=2, max_size=200))
 def test_any_well_formed_trajectory_survives_the_wire(rows: list[tuple[int, bool, float]]) -> None:
     rows[0], rows[1] = (rows[0][0], False, rows[0][2]), (rows[1][0], True, rows[1][2])
     trajectory = plugins.Trajectory(

@@ -26,40 +26,39 @@ class Aborting(FakeEngine):
 
 
 @pytest.fixture
-async def policy(tmp_path: Path) -> AsyncIterator[ServedPolicy]:
-    policy = await served_policy(tmp_path, Aborting())
+def engine() -> Aborting:
+    return Aborting()
+
+
+@pytest.fixture
+async def policy(tmp_path: Path, engine: Aborting) -> AsyncIterator[ServedPolicy]:
+    policy = await served_policy(tmp_path, engine)
     yield policy
     await policy.close()
 
 
-def handle_of(policy: ServedPolicy, *, member: int = 0) -> PolicyHandle:
-    return PolicyHandle(
-        "solver",
-        sampler=policy,
-        lease=leased(),
-        member=member,
-        episode_id=f"e{member}",
-        batch_key=lambda _max_new_tokens: "all",
-    )
+def handle_of(policy: ServedPolicy) -> PolicyHandle:
+    sampling = {"sampler": policy, "lease": leased(), "batch_key": lambda _max_new_tokens: "all"}
+    return PolicyHandle("solver", member=0, episode_id="e0", **sampling)
 
 
-async def test_a_call_the_engine_gave_up_is_made_again_in_full(policy: ServedPolicy) -> None:
+async def test_a_call_the_engine_gave_up_is_made_again_in_full(
+    policy: ServedPolicy, engine: Aborting
+) -> None:
     result = await handle_of(policy).generate([1, 2])
     assert result.finish_reason == "stop"
     assert len(result.token_ids) == 5
-    engine = policy.engine
-    assert isinstance(engine, Aborting)
     first, second = (request[0] for request in engine.requests)
     assert (first.seed, first.prompt_ids) == (second.seed, second.prompt_ids)
     assert first.rid != second.rid
 
 
-async def test_each_call_of_an_episode_has_its_own_seed_and_id(policy: ServedPolicy) -> None:
+async def test_each_call_of_an_episode_has_its_own_seed_and_id(
+    policy: ServedPolicy, engine: Aborting
+) -> None:
     handle = handle_of(policy)
     await handle.generate([1])
     await handle.generate([1])
-    engine = policy.engine
-    assert isinstance(engine, Aborting)
     calls = [request[0] for request in engine.requests[1:]]
     assert len({call.seed for call in calls}) == 2
     assert len({call.rid.partition(";")[0] for call in calls}) == 2

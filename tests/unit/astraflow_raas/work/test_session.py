@@ -3,14 +3,16 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from astraflow import plugins
 from astraflow.columns import decode_columns
-from astraflow.dataflow.v1 import trajectory_service_pb2
+from astraflow.dataflow.v1 import trajectory_service_pb2 as outcomes
 from astraflow.plugins import Message, MissingCapability, TaskSpec
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_kit.metrics import Metrics
@@ -20,7 +22,7 @@ from astraflow_raas.work.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
 from support.fake_engine import FakeEngine
 from support.raas_parts import SAMPLING, ScriptedWorkflow, leased, served_policy
-from support.scripted_dataflow import accepted, eventually, result
+from support.scripted_dataflow import eventually, result
 
 
 @dataclass
@@ -28,11 +30,9 @@ class Pushed:
     """Stands where the pusher is: keeps episodes and answers as told."""
 
     episodes: list[trajectory_pb2.Episode] = field(default_factory=list)
-    answer: trajectory_service_pb2.PushResult = field(
-        default_factory=lambda: accepted(trajectory_pb2.Episode())
-    )
+    answer: outcomes.PushResult = field(default_factory=lambda: result(outcomes.OUTCOME_ACCEPTED))
 
-    async def push(self, episode: trajectory_pb2.Episode) -> trajectory_service_pb2.PushResult:
+    async def push(self, episode: trajectory_pb2.Episode) -> outcomes.PushResult:
         self.episodes.append(episode)
         return self.answer
 
@@ -44,22 +44,11 @@ class Setup:
     workflow: ScriptedWorkflow
     pushed: Pushed
 
-    async def run(
-        self, lease: task_pb2.Lease, *, timeout_s: float = 20.0, coalesce: int = 128
-    ) -> Failure | None:
-        settings = SessionSettings(
-            node_id="node-1",
-            episode_timeout_s=timeout_s,
-            coalesce_max_new_tokens=coalesce,
-            sampling={"solver": SAMPLING},
-        )
-        session = Session(
-            self.workflow,
-            policies={"solver": self.policy},
-            pusher=self.pushed,  # type: ignore[arg-type]
-            settings=settings,
-            metrics=Metrics(),
-        )
+    async def run(self, lease: task_pb2.Lease, timeout_s: float = 20, coalesce: int = 128) -> Failure | None:
+        bounds = {"episode_timeout_s": timeout_s, "coalesce_max_new_tokens": coalesce}
+        settings = SessionSettings(node_id="node-1", sampling={"solver": SAMPLING}, **bounds)
+        parts: dict[str, Any] = {"policies": {"solver": self.policy}, "pusher": self.pushed}
+        session = Session(self.workflow, settings=settings, metrics=Metrics(), **parts)
         failure = await session.run(lease)
         assert session.num_running == 0
         return failure
@@ -69,6 +58,15 @@ class Setup:
         failure = await self.run(lease, timeout_s=timeout_s)
         assert failure is not None
         return failure
+
+    @asynccontextmanager
+    async def running(self, lease: task_pb2.Lease) -> "AsyncIterator[asyncio.Task[Failure | None]]":
+        """A lease whose calls the engine holds until the end of the block."""
+        self.engine.may_answer.clear()
+        task = asyncio.create_task(self.run(lease))
+        await eventually(lambda: self.engine.requests, what="the episodes call the engine")
+        yield task
+        self.engine.may_answer.set()
 
     @property
     def members(self) -> list[int]:
@@ -168,9 +166,7 @@ class EpisodeDeadlines:
         return getattr(asyncio, name)
 
 
-async def test_an_engine_that_never_comes_back_is_an_engine_error_not_the_workflows_fault(
-    setup: Setup,
-) -> None:
+async def test_an_engine_that_never_comes_back_is_not_the_workflows_fault(setup: Setup) -> None:
     setup.engine.up = False
     failure = await setup.fails(leased(), timeout_s=0.3)
     assert failure.reason == "engine_error"
@@ -218,7 +214,7 @@ async def test_nonsense_from_a_workflow_is_its_error(setup: Setup) -> None:
 
 
 async def test_a_quarantined_push_gives_the_lease_back(setup: Setup) -> None:
-    setup.pushed.answer = result(trajectory_service_pb2.OUTCOME_POISON, reason="nan_logprob")
+    setup.pushed.answer = result(outcomes.OUTCOME_POISON, reason="nan_logprob")
     failure = await setup.fails(leased(members=(0,)))
     assert "nan_logprob" in failure.detail
     assert failure.retryable
@@ -226,7 +222,7 @@ async def test_a_quarantined_push_gives_the_lease_back(setup: Setup) -> None:
 
 @pytest.mark.parametrize("name", ["ACCEPTED_LATE", "DUPLICATE", "SUPERSEDED", "FENCED", "LATE_CLOSED"])
 async def test_every_other_outcome_ends_the_member(setup: Setup, name: str) -> None:
-    setup.pushed.answer = result(trajectory_service_pb2.Outcome.Value(f"OUTCOME_{name}"))
+    setup.pushed.answer = result(outcomes.Outcome.Value(f"OUTCOME_{name}"))
     assert await setup.run(leased()) is None
 
 
@@ -238,21 +234,15 @@ async def test_an_evaluation_of_another_version_is_refused_before_any_token(setu
 
 
 async def test_an_evaluation_pins_its_version_until_its_episodes_are_done(setup: Setup) -> None:
-    setup.engine.hold = asyncio.Event()
-    running = asyncio.create_task(setup.run(leased(required_versions={"solver": 7})))
-    await eventually(lambda: setup.engine.requests, what="the episodes call the engine")
-    assert not await setup.policy.wait_unpinned(deadline_s=0.05)
-    setup.engine.hold.set()
+    async with setup.running(leased(required_versions={"solver": 7})) as running:
+        assert not await setup.policy.wait_unpinned(deadline_s=0.05)
     assert await running is None
     assert await setup.policy.wait_unpinned(deadline_s=5.0)
 
 
 async def test_an_evaluation_whose_version_moved_under_it_is_not_pushed(setup: Setup) -> None:
-    setup.engine.hold = asyncio.Event()
-    running = asyncio.create_task(setup.run(leased(members=(0,), required_versions={"solver": 7})))
-    await eventually(lambda: setup.engine.requests, what="the episode calls the engine")
-    await setup.engine.swap(model_dir=Path("v8"), version=8)
-    setup.engine.hold.set()
+    async with setup.running(leased(members=(0,), required_versions={"solver": 7})) as running:
+        await setup.engine.swap(model_dir=Path("v8"), version=8)
     failure = await running
     assert failure is not None
     assert failure.reason == "version_unavailable"
@@ -260,22 +250,17 @@ async def test_an_evaluation_whose_version_moved_under_it_is_not_pushed(setup: S
 
 
 async def test_a_training_episode_that_met_a_swap_carries_both_versions(setup: Setup) -> None:
-    setup.engine.hold = asyncio.Event()
-    running = asyncio.create_task(setup.run(leased(members=(0,))))
-    await eventually(lambda: setup.engine.requests, what="the episode calls the engine")
-    await setup.engine.swap(model_dir=Path("v8"), version=8)
-    setup.engine.hold.set()
+    async with setup.running(leased(members=(0,))) as running:
+        await setup.engine.swap(model_dir=Path("v8"), version=8)
     assert await running is None
     header = setup.pushed.episodes[0].trajectories[0].header
     assert (header.min_version, header.max_version) == (7, 8)
 
 
 async def test_a_cancelled_lease_stops_its_calls_in_the_engine(setup: Setup) -> None:
-    setup.engine.hold = asyncio.Event()
-    running = asyncio.create_task(setup.run(leased(members=(0, 1))))
-    await eventually(lambda: setup.engine.requests, what="the episodes call the engine")
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    await eventually(lambda: len(setup.engine.aborted) == 2, what="both calls are aborted")
+    async with setup.running(leased(members=(0, 1))) as running:
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await eventually(lambda: len(setup.engine.aborted) == 2, what="both calls are aborted")
     assert setup.pushed.episodes == []

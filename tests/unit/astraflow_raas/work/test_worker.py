@@ -77,34 +77,44 @@ class Setup:
         for name in names:
             self.script.send(lease=lease(name))
         wanted = {f"{name}#1" for name in names}
-        await eventually(
-            lambda: wanted <= {leased.lease_id for leased in self.runner.started}, what=f"{names} are run"
-        )
+        started = self.runner.started
+        await eventually(lambda: wanted <= {held.lease_id for held in started}, what=f"{names} are run")
+
+    async def finishes(self, name: str) -> task_service_pb2.LeaseFailure:
+        """Run a lease to its end, which the server is told."""
+        await self.lease(name)
+        self.runner.finish(f"{name}#1")
+        await eventually(lambda: self.script.failures, what="the report")
+        (failure,) = self.script.failures
+        return failure
+
+    async def holds(self, count: int) -> None:
+        """Wait until so many leases are held."""
+        await eventually(lambda: self.worker.num_held == count, what=f"{count} leases are held")
+
+    async def offers(self, tasks: int) -> None:
+        """Wait until the worker offers so many places."""
+        await eventually(lambda: self.last_credits.tasks == tasks, what=f"{tasks} places are offered")
+
+    async def opens_session(self, number: int) -> None:
+        """Wait for the hello of a session."""
+        await eventually(lambda: len(self.script.hellos) == number, what=f"session {number}")
 
 
 @asynccontextmanager
 async def working(script: ScriptedDataflow) -> AsyncIterator[Setup]:
     runner, state, heard = ScriptedRunner(), task_service_pb2.Credits(serving_versions={"solver": 0}), Heard()
-    async with (
-        running(script) as server,
-        AsyncClient(server.address, retry=RetryPolicy(total_s=5.0)) as client,
-    ):
+    hooks = WorkerHooks(
+        announce=heard.versions.append,
+        data_lost=heard.lose,
+        durable=heard.durable.append,
+        drain_requested=heard.drains.append,
+    )
+    retry, metrics = RetryPolicy(total_s=5.0), Metrics()
+    async with running(script) as server, AsyncClient(server.address, retry=retry) as client:
         joined = await client.call(client.runs.JoinRun, ME)
-        worker = Worker(
-            client,
-            ME,
-            joined=joined,
-            runner=runner,
-            group_size=4,
-            state=lambda: state,
-            hooks=WorkerHooks(
-                announce=heard.versions.append,
-                data_lost=heard.lose,
-                durable=heard.durable.append,
-                drain_requested=heard.drains.append,
-            ),
-            metrics=Metrics(),
-        )
+        parts = {"runner": runner, "state": lambda: state, "hooks": hooks, "metrics": metrics}
+        worker = Worker(client, ME, joined=joined, group_size=4, **parts)
         task = asyncio.create_task(worker.run())
         await eventually(lambda: script.credits, what="the first credits")
         try:
@@ -131,16 +141,14 @@ async def test_a_session_opens_with_hello_and_credits_for_all_free_places(setup:
 async def test_credits_follow_what_is_held(setup: Setup) -> None:
     await setup.lease("a", "b")
     setup.worker.state_changed()
-    await eventually(lambda: setup.last_credits.tasks == 1, what="one place is left")
+    await setup.offers(1)
     assert setup.last_credits.leases_received == 2
     setup.runner.finish("a#1")
-    await eventually(lambda: setup.last_credits.tasks == 2, what="the finished task's place is offered")
+    await setup.offers(2)
     assert setup.last_credits.leases_received == 2
     setup.script.break_streams()
-    await eventually(
-        lambda: len(setup.script.hellos) == 2 and not setup.last_credits.leases_received,
-        what="a new stream counts from its beginning",
-    )
+    await setup.opens_session(2)
+    await eventually(lambda: not setup.last_credits.leases_received, what="a new stream counts from 0")
     assert setup.script.failures == []
 
 
@@ -150,9 +158,9 @@ async def test_leases_are_confirmed_and_listed_again_by_the_next_session(setup: 
     assert not setup.script.hellos[0].held.lease_ids
     assert setup.script.hellos[0].HasField("held")
     setup.runner.finish("a#1")
-    await eventually(lambda: setup.worker.num_held == 1, what="one is finished")
+    await setup.holds(1)
     setup.script.break_streams()
-    await eventually(lambda: len(setup.script.hellos) == 2, what="a new session")
+    await setup.opens_session(2)
     assert list(setup.script.hellos[1].held.lease_ids) == ["b#1"]
 
 
@@ -177,9 +185,9 @@ async def test_a_watermark_of_another_data_set_tells_that_data_was_lost(setup: S
 async def test_evaluation_tasks_take_the_room_of_one_episode(setup: Setup) -> None:
     for index in range(4):
         setup.script.send(lease=lease(f"eval-{index}", members=(0,), required_versions={"solver": 0}))
-    await eventually(lambda: setup.worker.num_held == 4, what="four evaluations are held")
+    await setup.holds(4)
     setup.worker.state_changed()
-    await eventually(lambda: setup.last_credits.tasks == 2, what="four episodes cost one training task")
+    await setup.offers(2)
 
 
 async def test_a_node_that_waits_offers_nothing_and_says_why(setup: Setup) -> None:
@@ -203,27 +211,22 @@ async def test_announced_versions_are_handed_on(setup: Setup) -> None:
 
 async def test_a_failure_is_reported_once_with_its_reason(setup: Setup) -> None:
     setup.runner.outcomes["a#1"] = Failure(reason="workflow_error", detail="x" * 5000, retryable=False)
-    await setup.lease("a")
-    setup.runner.finish("a#1")
-    await eventually(lambda: setup.script.failures, what="the report")
-    (failure,) = setup.script.failures
+    failure = await setup.finishes("a")
     assert (failure.lease_id, failure.reason, failure.retryable) == ("a#1", "workflow_error", False)
     assert len(failure.detail.encode()) <= 2048
 
 
 async def test_a_defect_while_running_gives_the_lease_back(setup: Setup) -> None:
     setup.runner.outcomes["a#1"] = RuntimeError("a bug")
-    await setup.lease("a")
-    setup.runner.finish("a#1")
-    await eventually(lambda: setup.script.failures, what="the report")
-    assert setup.script.failures[0].retryable
-    assert "RuntimeError: a bug" in setup.script.failures[0].detail
+    failure = await setup.finishes("a")
+    assert failure.retryable
+    assert "RuntimeError: a bug" in failure.detail
 
 
 async def test_a_cancelled_lease_is_stopped_and_not_reported(setup: Setup) -> None:
     await setup.lease("a", "b")
     setup.script.send(cancel=task_service_pb2.Cancel(lease_id="a#1", reason="lease_lost"))
-    await eventually(lambda: setup.worker.num_held == 1, what="the lease is dropped")
+    await setup.holds(1)
     assert setup.runner.cancelled == ["a#1"]
     assert setup.script.failures == []
 
@@ -239,7 +242,7 @@ async def test_a_lost_stream_kills_nothing_and_the_new_one_renews_what_is_held(s
     await setup.lease("a", "b")
     renewals = len(setup.script.renewals)
     setup.script.break_streams()
-    await eventually(lambda: len(setup.script.hellos) == 2, what="a new session")
+    await setup.opens_session(2)
     await eventually(lambda: len(setup.script.renewals) > renewals, what="a renewal")
     assert sorted(setup.script.renewals[-1]) == ["a#1", "b#1"]
     assert setup.script.hellos[1].incarnation == setup.script.hellos[0].incarnation
@@ -254,14 +257,14 @@ async def test_a_server_restart_is_survived(setup: Setup) -> None:
     await setup.server.stop()
     await asyncio.sleep(0.2)
     await setup.server.restart()
-    await eventually(lambda: len(setup.script.hellos) == 2, what="a new session")
+    await setup.opens_session(2)
     assert setup.runner.cancelled == []
     await setup.lease("b")
 
 
 async def test_a_new_data_set_on_the_server_is_noticed_when_joining_again(setup: Setup) -> None:
     setup.script.break_streams()
-    await eventually(lambda: len(setup.script.hellos) == 2, what="a new session")
+    await setup.opens_session(2)
     assert setup.heard.data_lost == 0
     setup.script.data_incarnation = "data-2"
     setup.script.versions = [version_pb2.Version(policy_id="solver", version=9)]
@@ -301,7 +304,7 @@ async def test_a_drain_finishes_what_is_held_and_takes_nothing_new(setup: Setup)
 async def test_what_a_drain_cannot_finish_is_given_back_at_no_cost(setup: Setup) -> None:
     await setup.lease("a", "b")
     setup.runner.finish("a#1")
-    await eventually(lambda: setup.worker.num_held == 1, what="one is finished")
+    await setup.holds(1)
     await setup.worker.drain(deadline_s=0.05)
     failure = setup.script.failure_of("b#1")
     assert failure is not None

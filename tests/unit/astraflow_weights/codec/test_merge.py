@@ -1,5 +1,6 @@
 """A merged delta is its members one after the other; a delta and its inverse are nothing."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -17,6 +18,7 @@ from astraflow_weights.codec.tiles.grid import PartKind, TileCodec
 from astraflow_weights.errors import ModelMismatch, NeedsBase
 from support.weight_models import (
     AWKWARD_BF16,
+    applied,
     gaussian_bf16,
     make_model,
     same_model,
@@ -37,10 +39,6 @@ def deltas(models: list[dict[str, Array]], *, context: bool = False) -> list[lis
         encode_delta(before, after, context=context, base_version=number, target_version=number + 1)
         for number, (before, after) in enumerate(itertools.pairwise(models))
     ]
-
-
-def copy(model: dict[str, Array]) -> dict[str, Array]:
-    return {name: array.copy() for name, array in model.items()}
 
 
 def with_context(seed: int = 0) -> list[dict[str, Array]]:
@@ -114,14 +112,10 @@ def test_deltas_of_every_dtype_codec_and_number_of_ranks_merge_and_invert(
         for number, (ranks, context) in enumerate(written)
     ]
     merged = merge_deltas(members, base=models[0])
-    one_by_one, at_once = copy(models[0]), copy(models[0])
-    for member in members:
-        apply_delta(one_by_one, member)
-    apply_delta(at_once, merged)
+    one_by_one = functools.reduce(applied, members, models[0])
     assert same_model(one_by_one, models[-1])
-    assert same_model(at_once, models[-1])
-    apply_delta(at_once, invert_delta(merged, base=models[0]))
-    assert same_model(at_once, models[0])
+    assert same_model(applied(models[0], merged), models[-1])
+    assert same_model(applied(models[-1], invert_delta(merged, base=models[0])), models[0])
     for number in reversed(range(len(members))):
         apply_delta(one_by_one, invert_delta(members[number], base=models[number]))
     assert same_model(one_by_one, models[0])
@@ -145,9 +139,7 @@ def test_a_merge_is_its_members_one_after_the_other(
 ) -> None:
     models = chain(length, seed=seed, density=density)
     merged = merge_deltas(deltas(models), part_bytes=part_bytes)
-    mirror = copy(models[0])
-    apply_delta(mirror, merged)
-    assert same_model(mirror, models[-1])
+    assert same_model(applied(models[0], merged), models[-1])
 
 
 @settings(max_examples=20)
@@ -156,9 +148,7 @@ def test_a_delta_and_its_inverse_are_nothing(seed: int, density: float) -> None:
     base, target = chain(1, seed=seed, density=density)
     parts = encode_delta(base, target, base_version=3, target_version=4)
     back = invert_delta(parts)
-    mirror = copy(target)
-    apply_delta(mirror, back)
-    assert same_model(mirror, base)
+    assert same_model(applied(target, back), base)
     assert back == encode_delta(target, base, base_version=4, target_version=3)
 
 
@@ -191,9 +181,7 @@ def test_deltas_that_split_tiles_differently_merge() -> None:
         ]
         head = PartSetHead(kind=PartKind.DELTA, base_version=number, target_version=number + 1)
         written.append(write_parts(tiles, head=head, specs=[spec], part_bytes=10_000))
-    mirror = copy(models[0])
-    apply_delta(mirror, merge_deltas(written))
-    assert same_model(mirror, models[2])
+    assert same_model(applied(models[0], merge_deltas(written)), models[2])
 
 
 def test_tiles_with_context_need_the_base() -> None:
@@ -209,11 +197,8 @@ def test_tiles_with_context_need_the_base() -> None:
 def test_tiles_with_context_merge_and_invert_on_their_base() -> None:
     models = with_context()
     members = deltas(models, context=True)
-    mirror = copy(models[0])
-    apply_delta(mirror, merge_deltas(members, base=models[0]))
-    assert same_model(mirror, models[2])
-    apply_delta(mirror, invert_delta(members[1], base=models[1]))
-    assert same_model(mirror, models[1])
+    assert same_model(applied(models[0], merge_deltas(members, base=models[0])), models[2])
+    assert same_model(applied(models[2], invert_delta(members[1], base=models[1])), models[1])
 
 
 def test_a_chain_with_a_gap_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -12,23 +11,25 @@ from astraflow_weights.collection.collector import Collector, Stage
 from astraflow_weights.collection.retention import Roots, paths_of
 from astraflow_weights.collection.rounds import FORGET_S
 from astraflow_weights.errors import Edge, NoPath, Unavailable
-from astraflow_weights.settings import CollectionSettings, PublishSettings
-from astraflow_weights.store.file import FileStore
-from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.settings import PublishSettings
 from astraflow_weights.tools.verification import verify_version
 from astraflow_weights.versions.collection_records import PullLease, decode_tombstone, encode_lease
 from astraflow_weights.versions.inspection import build_version, buildable
 from astraflow_weights.versions.intents import INTENT_S, UploadIntents
-from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
 from support.armed import armed
 from support.manual_clock import ManualClock
-from support.published_models import ModelPublisher, PublishedModels, open_writer, read_log
-from support.weight_models import POLICY, RUN, overwrite, same_model
+from support.published_models import (
+    GRACE_S,
+    ModelPublisher,
+    PublishedModels,
+    collect_all,
+    new_collector,
+    open_writer,
+)
+from support.weight_models import KEYS, FaultyStore, overwrite, same_model
 
-KEYS = PolicyKeys(RUN, POLICY)
 SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
-GRACE_S = 100.0
 LAST = 10
 HORIZON = 6
 
@@ -36,11 +37,10 @@ HORIZON = 6
 class Published(PublishedModels):
     """Versions 0 to 10 with snapshots at 0, 3, 6 and 9, and a collector of them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.store = FileStore(folder / "store")
+    def __init__(self, store: FaultyStore) -> None:
         self.clock = ManualClock()
         self.roots = Roots()
-        super().__init__(self.store, settings=SETTINGS, clock=self.clock)
+        super().__init__(store, settings=SETTINGS, clock=self.clock)
         self.publish_up_to(LAST)
 
     def open_publisher(self, *, epoch: int, version: int = -1) -> ModelPublisher:
@@ -49,26 +49,18 @@ class Published(PublishedModels):
         return ModelPublisher(writer, base=self.models[version])
 
     def collector(self, roots: Callable[[], Roots] | None = None) -> Collector:
-        return Collector(
-            self.store,
-            run_id=RUN,
-            policy_id=POLICY,
-            roots=roots or (lambda: self.roots),
-            settings=CollectionSettings(keep_snapshots=2, grace_s=GRACE_S),
-            clock=self.clock,
-        )
+        return new_collector(self.store, self.clock, roots or (lambda: self.roots))
+
+    def begun(self) -> Collector:
+        """A collector whose round's grace is over."""
+        collector = self.collector()
+        assert collector.step().stage is Stage.BEGUN
+        self.clock.now_s += GRACE_S
+        return collector
 
     def collect(self, collector: Collector | None = None) -> None:
         """Everything that can go now goes."""
-        collector = collector or self.collector()
-        for _ in range(10):
-            if collector.step().stage is Stage.NOTHING:
-                return
-            self.clock.now_s += GRACE_S
-        raise AssertionError("there is no end to it")
-
-    def log(self) -> VersionLog:
-        return read_log(self.store)
+        collect_all(collector or self.collector(), self.clock)
 
     def parts(self) -> set[str]:
         return {info.key for info in self.store.list(KEYS.parts)}
@@ -86,8 +78,8 @@ class Published(PublishedModels):
 
 
 @pytest.fixture
-def published(tmp_path: Path) -> Published:
-    return Published(tmp_path)
+def published(store: FaultyStore) -> Published:
+    return Published(store)
 
 
 def test_the_newest_two_snapshots_and_all_after_stay_and_nothing_else(published: Published) -> None:
@@ -146,10 +138,8 @@ def test_nothing_goes_before_the_grace(published: Published) -> None:
 
 
 def test_a_version_pinned_during_the_grace_stays(published: Published) -> None:
-    collector = published.collector()
-    collector.step()
+    collector = published.begun()
     published.roots = Roots(pinned=frozenset([1, 5]))
-    published.clock.now_s += GRACE_S
     collector.step()
     published.check(1, 5, *range(HORIZON, LAST + 1))
 
@@ -161,9 +151,7 @@ def test_without_an_answer_about_pins_nothing_is_collected(published: Published)
     before = published.parts()
     with pytest.raises(Unavailable):
         published.collector(refuse).step()
-    collector = published.collector()
-    collector.step()
-    published.clock.now_s += GRACE_S
+    published.begun()
     with pytest.raises(Unavailable):
         published.collector(refuse).step()
     assert published.parts() == before
@@ -172,9 +160,7 @@ def test_without_an_answer_about_pins_nothing_is_collected(published: Published)
 def test_a_writer_that_began_before_the_tombstone_is_waited_for(published: Published) -> None:
     intents = UploadIntents(published.store, keys=KEYS, clock=published.clock)
     intents.open(epoch=1)
-    collector = published.collector()
-    collector.step()
-    published.clock.now_s += GRACE_S
+    collector = published.begun()
     assert collector.step().stage is Stage.WRITERS
     intents.close()
     assert collector.step().stage is Stage.SWEPT
@@ -183,9 +169,7 @@ def test_a_writer_that_began_before_the_tombstone_is_waited_for(published: Publi
 @pytest.mark.parametrize("ends", ["fence", "time"])
 def test_a_writer_that_died_blocks_until_the_next_fence_or_an_hour(published: Published, ends: str) -> None:
     UploadIntents(published.store, keys=KEYS, clock=published.clock).open(epoch=1)
-    collector = published.collector()
-    collector.step()
-    published.clock.now_s += GRACE_S
+    collector = published.begun()
     assert collector.step().stage is Stage.WRITERS
     if ends == "fence":
         published.open_publisher(epoch=2)
@@ -269,9 +253,7 @@ def test_two_collectors_work_on_one_round_and_delete_the_same(published: Publish
 
 
 def test_a_snapshot_with_a_missing_part_does_not_count(published: Published) -> None:
-    snapshot = published.log().record(9).snapshot
-    assert snapshot is not None
-    published.store.delete(snapshot[0].key)
+    published.store.delete((published.log().record(9).snapshot or ())[0].key)
     published.collect()
     assert buildable(published.log()) >= set(range(3, LAST + 1))
     model = build_version(published.store, published.log(), target=8, threads=2)
@@ -296,9 +278,7 @@ def test_a_tombstone_of_a_forgotten_number_deletes_nothing(published: Published)
     """A collector that slept for a day creates a round whose number was decided long ago."""
     published.collect()
     published.publish_up_to(LAST + 7)
-    collector = published.collector()
-    collector.step()
-    published.clock.now_s += GRACE_S
+    collector = published.begun()
     tombstone = published.store.get(KEYS.tombstone(1))
     collector.step()
     overwrite(published.store, KEYS.tombstone(0), tombstone)
@@ -306,17 +286,8 @@ def test_a_tombstone_of_a_forgotten_number_deletes_nothing(published: Published)
     published.check(LAST + 7)
 
 
-def test_a_log_with_too_few_snapshots_keeps_everything(tmp_path: Path) -> None:
-    published = Published(tmp_path)
-    collector = Collector(
-        published.store,
-        run_id=RUN,
-        policy_id=POLICY,
-        roots=Roots,
-        settings=CollectionSettings(keep_snapshots=5),
-        clock=published.clock,
-    )
-    survey = collector.survey()
+def test_a_log_with_too_few_snapshots_keeps_everything(published: Published) -> None:
+    survey = new_collector(published.store, published.clock, Roots, keep_snapshots=5).survey()
     assert survey.horizon == 0
     assert not survey.unnamed
 

@@ -11,11 +11,9 @@ from astraflow.errors import UnknownVersionError
 from astraflow_weights.errors import CorruptManifest, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.store.file import FileStore
-from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
-from support.published_models import PublishedModels, read_log
-from support.weight_models import POLICY, RUN, same_model
+from support.published_models import PublishedModels
+from support.weight_models import KEYS, POLICY, RUN, FaultyStore, same_model
 
 SETTINGS = PublishSettings(snapshot_every_versions=100, snapshot_chain_ratio=100)
 
@@ -26,26 +24,24 @@ class Damaged(PublishedModels):
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self.folder = folder
         self.draw = draw
-        self.store = FileStore(folder / "store")
         (folder / "config.json").write_text('{"layers": 2}')
-        assets = [folder / "config.json"]
-        super().__init__(self.store, settings=SETTINGS, density=0.05, assets=assets)
+        store, assets = FaultyStore(folder / "store"), [folder / "config.json"]
+        super().__init__(store, settings=SETTINGS, density=0.05, assets=assets)
         self.publish_up_to(2)
-        self.log = read_log(self.store)
+        self.known = self.log()
+        """The log as it was read before any damage."""
         self.mirror = Mirror(folder / "mirror")
-        self.mirror.advance(self.store, self.log, target=1)
+        self.advance(self.mirror, 1)
 
     def objects(self) -> dict[str, tuple[str, Callable[[], None]]]:
         """What can be damaged: its key, and what must then be refused."""
-        keys, manifest = PolicyKeys(RUN, POLICY), self.log.manifest(0)
-        assert manifest.snapshot is not None
-        sequence = self.log.record(2).sequence
+        manifest, newest = self.known.manifest(0), self.known.record(2)
         return {
-            "delta": (self.log.record(2).deltas[0].parts[0].key, self.advance_is_refused),
-            "snapshot": (manifest.snapshot[0].key, self.a_new_mirror_is_refused),
+            "delta": (newest.deltas[0].parts[0].key, self.advance_is_refused),
+            "snapshot": ((manifest.snapshot or ())[0].key, self.a_new_mirror_is_refused),
             "asset": (manifest.assets[0].blob.key, self.a_new_mirror_is_refused),
-            "manifest": (keys.entry(sequence), self.the_log_is_refused),
-            "fence": (keys.entry(0), self.the_log_is_refused),
+            "manifest": (KEYS.entry(newest.sequence), self.the_log_is_refused),
+            "fence": (KEYS.entry(0), self.the_log_is_refused),
         }
 
     def damage(self, key: str) -> Path:
@@ -62,12 +58,12 @@ class Damaged(PublishedModels):
 
     def advance_is_refused(self) -> None:
         with pytest.raises(VerificationFailed):
-            self.mirror.advance(self.store, self.log, target=2)
+            self.mirror.advance(self.store, self.known, target=2)
 
     def a_new_mirror_is_refused(self) -> None:
         mirror = Mirror(self.folder / "cold")
         with pytest.raises(VerificationFailed):
-            mirror.advance(self.store, self.log, target=0)
+            mirror.advance(self.store, self.known, target=0)
         assert mirror.version is None
 
     def the_log_is_refused(self) -> None:
@@ -83,7 +79,6 @@ class Damaged(PublishedModels):
         for mirror in (self.mirror, Mirror(self.folder / "mirror")):
             assert mirror.version == 1
             assert same_model(mirror.load(), self.models[1])
-        assert self.mirror.version == 1
 
 
 def damage_often(folder: Path, *, times: int, seed: int) -> Counter[str]:
@@ -100,8 +95,7 @@ def damage_often(folder: Path, *, times: int, seed: int) -> Counter[str]:
         world.check_old_version()
         path.write_bytes(good)
         done[name] += 1
-    assert world.mirror.advance(world.store, read_log(world.store), target=2).version == 2
-    assert same_model(world.mirror.load(), world.models[2])
+    assert world.advance(world.mirror, 2).version == 2
     return done
 
 
@@ -115,7 +109,7 @@ def test_a_manifest_damaged_after_the_log_was_read_is_noticed(tmp_path: Path) ->
     world = Damaged(tmp_path, random.Random(2))
     world.damage(world.objects()["manifest"][0])
     with pytest.raises(CorruptManifest):
-        world.mirror.advance(world.store, world.log, target=2)
+        world.mirror.advance(world.store, world.known, target=2)
     world.check_old_version()
 
 

@@ -5,7 +5,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +15,14 @@ from astraflow_kit.failpoints import FailpointRaised
 from astraflow_weights.codec.delta import encode_delta
 from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.snapshot import encode_snapshot
-from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, Array
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import Edge, MirrorBusy, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import MirrorSettings
-from astraflow_weights.versions.log import VersionLog
-from astraflow_weights.versions.manifest import DeltaRef, PartRef
 from support.armed import armed
-from support.published_models import open_writer, read_log
-from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite, same_model
+from support.published_models import PublishedModels, commit_parts
+from support.weight_models import POLICY, RUN, FaultyStore, copied, lost, make_model, overwrite, same_model
 
 pytestmark = pytest.mark.slow
 
@@ -36,46 +32,32 @@ PART_BYTES = 2**20
 TENSOR = "model.embed.weight"
 
 
-class World:
+class World(PublishedModels):
     """A store whose versions 1 and 2 are deltas on a snapshot of several parts, and the models in them."""
 
-    def __init__(self, folder: Path, *, context: bool) -> None:
+    def __init__(self, store: FaultyStore, folder: Path, *, context: bool) -> None:
+        super().__init__(store)
         self.folder = folder
-        self.store = FaultyStore(folder / "store")
-        self.models: list[dict[str, Array]] = [make_model(rows=ROWS)]
-        self.writer = open_writer(self.store, epoch=1)
-        snapshot = encode_snapshot(self.models[0], part_bytes=PART_BYTES)
-        self.commit(self.models[0], snapshot=self.upload(snapshot))
+        model = make_model(rows=ROWS)
+        self.commit(model, snapshot=encode_snapshot(model, part_bytes=PART_BYTES))
         for step in (1, 2):
-            after = stepped(self.models[-1], step)
-            parts = encode_delta(self.models[-1], after, context=context, part_bytes=PART_BYTES)
+            after = stepped(model, step)
+            parts = encode_delta(model, after, context=context, part_bytes=PART_BYTES)
             codecs = {tile.codec for part in parts for tile in open_part(part).tiles}
             assert (TileCodec.RICE_CTX in codecs) == context
-            self.models.append(after)
-            self.commit(after, deltas=(DeltaRef(base_version=step - 1, parts=self.upload(parts)),))
+            self.commit(after, delta=parts)
+            model = after
 
-    def upload(self, parts: list[bytes]) -> tuple[PartRef, ...]:
-        return self.writer.uploads.upload_parts(parts)
-
-    def commit(
-        self,
-        model: dict[str, Array],
-        *,
-        snapshot: tuple[PartRef, ...] | None = None,
-        deltas: tuple[DeltaRef, ...] = (),
-    ) -> None:
-        step = len(self.writer.log.records)
-        self.writer.commit(step=step, tensors=tensor_digests(model), snapshot=snapshot, deltas=deltas)
-
-    def log(self) -> VersionLog:
-        return read_log(self.store)
+    def commit(self, model: dict[str, Array], **parts: list[bytes]) -> None:
+        commit_parts(self.writer, model, **parts)
+        self.models.append(model)
 
     def mirror(self) -> Mirror:
         return Mirror(self.folder / "mirror", settings=MirrorSettings(apply_threads=2, lock_patience_s=0.2))
 
     def mirror_at(self, version: int) -> Mirror:
         mirror = self.mirror()
-        mirror.advance(self.store, self.log(), target=version)
+        self.advance(mirror, version)
         return mirror
 
     @property
@@ -84,18 +66,15 @@ class World:
 
     def rot(self, tile: int) -> None:
         """Change bytes in the middle of a tile of the first tensor."""
-        at = self.weights.stat().st_size - sum(self.sizes_from(TENSOR)) + tile * MAX_TILE_ELEMENTS * 2 + 1000
+        # The file has the widest tensors first, then those of a width by name.
+        ordered = sorted(self.models[0], key=lambda key: (-self.models[0][key].dtype.itemsize, key))
+        behind = sum(self.models[0][key].nbytes for key in ordered[ordered.index(TENSOR) :])
+        at = self.weights.stat().st_size - behind + tile * MAX_TILE_ELEMENTS * 2 + 1000
         with self.weights.open("r+b") as file:
             file.seek(at)
             before = file.read(64)
             file.seek(at)
             file.write(bytes(byte ^ 0xFF for byte in before))
-
-    def sizes_from(self, name: str) -> Iterator[int]:
-        """Bytes of the tensors that the file has from this one on: the widest first, then by name."""
-        ordered = sorted(self.models[0], key=lambda key: (-self.models[0][key].dtype.itemsize, key))
-        for key in ordered[ordered.index(name) :]:
-            yield self.models[0][key].nbytes
 
     def holds(self, version: int) -> bool:
         """Whether a mirror that is opened now holds this version, to the last bit."""
@@ -106,7 +85,7 @@ class World:
 def stepped(model: dict[str, Array], seed: int) -> dict[str, Array]:
     """As AdamW moves weights: the smaller one is, the more often its bits change, which RICE_CTX makes use of."""
     draw = np.random.default_rng(seed)
-    after = {name: array.copy() for name, array in model.items()}
+    after = copied(model)
     flat = after[TENSOR].reshape(-1)
     small = (flat >> 7) & 0xFF < 119
     flat[draw.random(flat.size) < np.where(small, 0.04, 0.0004)] += 1
@@ -114,8 +93,12 @@ def stepped(model: dict[str, Array], seed: int) -> dict[str, Array]:
 
 
 @pytest.fixture(params=[False, True], ids=["rice", "context"])
-def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
-    return World(tmp_path, context=request.param)
+def world(store: FaultyStore, tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    return World(store, tmp_path, context=request.param)
+
+
+rice_only = pytest.mark.parametrize("world", [False], ids=["rice"], indirect=True)
+context_only = pytest.mark.parametrize("world", [True], ids=["context"], indirect=True)
 
 
 _PULLER = """
@@ -124,7 +107,6 @@ from pathlib import Path
 from astraflow_kit import failpoints
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store.file import FileStore
-from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.versions.log import VersionLog
 folder, run, policy, target, spec = Path(sys.argv[1]), *sys.argv[2:6]
 failpoints.arm(spec, log_path=folder / "failpoints.log")
@@ -178,11 +160,8 @@ def test_a_recovery_that_is_killed_is_recovered_by_the_next(world: World, point:
     assert world.holds(2)
 
 
-@pytest.mark.parametrize("spec", ["weights.mirror.replaced=kill"])
-def test_a_first_pull_that_is_killed_when_the_file_is_in_place_is_not_repeated(
-    world: World, spec: str
-) -> None:
-    kill_puller(world, target=1, spec=spec)
+def test_a_first_pull_that_is_killed_when_the_file_is_in_place_is_not_repeated(world: World) -> None:
+    kill_puller(world, target=1, spec="weights.mirror.replaced=kill")
     assert world.holds(1)
     assert world.mirror_at(1).counts.fetched_bytes == 0
 
@@ -192,34 +171,29 @@ def test_a_tile_that_rotted_is_fetched_alone(world: World) -> None:
     world.rot(1)
     mirror = world.mirror()
     assert (mirror.version, mirror.try_hold()) == (None, None)
-    mirror.advance(world.store, world.log(), target=2)
+    counts = world.advance(mirror, 2).counts
     assert world.holds(2)
-    counts = mirror.counts
     assert (counts.repaired_tiles, counts.snapshots_fetched, counts.deltas_fetched) == (1, 0, 0)
     snapshot = sum(part.size_bytes for part in world.log().record(0).snapshot or ())
     assert counts.fetched_bytes < 0.55 * snapshot, "about one tile of two and a bit"
 
 
-def test_a_tile_that_rotted_while_open_is_repaired_before_the_next_version_is_applied_to_it(
-    world: World,
-) -> None:
+def test_a_tile_that_rotted_while_open_is_repaired_before_the_next_version_is_applied(world: World) -> None:
     mirror = world.mirror_at(1)
     world.rot(0)
-    result = mirror.advance(world.store, world.log(), target=2)
+    result = world.advance(mirror, 2)
     assert (result.base_version, result.counts.repaired_tiles, result.counts.snapshots_fetched) == (1, 1, 0)
     assert world.holds(2)
 
 
-def test_a_tile_that_nothing_changes_is_repaired_too(tmp_path: Path) -> None:
-    world = World(tmp_path, context=False)
-    after = {name: array.copy() for name, array in world.models[2].items()}
+@rice_only
+def test_a_tile_that_nothing_changes_is_repaired_too(world: World) -> None:
+    after = copied(world.models[2])
     after[TENSOR].reshape(-1)[5] += 1
-    parts = encode_delta(world.models[2], after)
-    world.commit(after, deltas=(DeltaRef(base_version=2, parts=world.upload(parts)),))
-    world.models.append(after)
+    world.commit(after, delta=encode_delta(world.models[2], after))
     mirror = world.mirror_at(2)
     world.rot(2)
-    assert mirror.advance(world.store, world.log(), target=3).counts.repaired_tiles == 1
+    assert world.advance(mirror, 3).counts.repaired_tiles == 1
     assert world.holds(3)
 
 
@@ -230,29 +204,26 @@ def test_a_torn_tile_whose_slot_is_lost_is_fetched_alone(world: World) -> None:
     slots.write_bytes(bytes(slots.stat().st_size))
     mirror = world.mirror()
     assert mirror.version is None
-    mirror.advance(world.store, world.log(), target=2)
-    assert mirror.counts.repaired_tiles >= 1
-    assert mirror.counts.snapshots_fetched == 0
+    counts = world.advance(mirror, 2).counts
+    assert counts.repaired_tiles >= 1
+    assert counts.snapshots_fetched == 0
     assert world.holds(2)
 
 
-def test_damage_that_the_store_cannot_mend_now_is_mended_later(world: World) -> None:
+def test_damage_that_the_store_cannot_mend_now_is_mended_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mirror = world.mirror_at(1)
     world.rot(0)
-    honest = world.store.get_range
-    world.store.get_range = lambda key, **_: lost(key)  # type: ignore[method-assign]
+    monkeypatch.setattr(world.store, "get_range", lambda key, **_: lost(key))
     with pytest.raises(Unavailable):
         mirror.advance(world.store, world.log(), target=2)
     assert (mirror.version, mirror.try_hold()) == (None, None)
     assert mirror.damage is not None
     assert (mirror.damage.version, mirror.damage.tensor, mirror.damage.tile) == (1, TENSOR, 0)
-    world.store.get_range = honest  # type: ignore[method-assign]
-    mirror.advance(world.store, world.log(), target=2)
+    monkeypatch.undo()
+    world.advance(mirror, 2)
     assert world.holds(2)
-
-
-def lost(key: str) -> bytes:
-    raise Unavailable(f"{key} timed out")
 
 
 def test_when_everything_rotted_no_more_is_fetched_than_by_a_new_beginning(world: World) -> None:
@@ -268,17 +239,15 @@ def test_when_everything_rotted_no_more_is_fetched_than_by_a_new_beginning(world
 def commit_wrong(world: World, *, context: bool, snapshot: bool = False) -> None:
     """A version whose parts are sound and lead to another model than its manifest says."""
     after = stepped(world.models[2], 9)
-    promised = {name: array.copy() for name, array in after.items()}
+    promised = copied(after)
     promised["model.norm"][3] = -promised["model.norm"][3]
     parts = encode_delta(world.models[2], after, context=context, part_bytes=PART_BYTES)
-    deltas = (DeltaRef(base_version=2, parts=world.upload(parts)),)
-    right = world.upload(encode_snapshot(promised, part_bytes=PART_BYTES)) if snapshot else None
-    world.commit(promised, deltas=deltas, snapshot=right)
-    world.models.append(promised)
+    right = encode_snapshot(promised, part_bytes=PART_BYTES) if snapshot else []
+    world.commit(promised, delta=parts, snapshot=right)
 
 
-def test_a_version_that_comes_out_wrong_is_taken_back(tmp_path: Path) -> None:
-    world = World(tmp_path, context=False)
+@rice_only
+def test_a_version_that_comes_out_wrong_is_taken_back(world: World) -> None:
     commit_wrong(world, context=False)
     mirror = world.mirror_at(2)
     with pytest.raises(VerificationFailed) as caught:
@@ -289,8 +258,8 @@ def test_a_version_that_comes_out_wrong_is_taken_back(tmp_path: Path) -> None:
     assert world.holds(2)
 
 
-def test_a_path_that_does_not_tell_the_path_back_is_undone_from_the_store(tmp_path: Path) -> None:
-    world = World(tmp_path, context=True)
+@context_only
+def test_a_path_that_does_not_tell_the_path_back_is_undone_from_the_store(world: World) -> None:
     commit_wrong(world, context=True)
     mirror = world.mirror_at(2)
     with pytest.raises(VerificationFailed):
@@ -302,7 +271,7 @@ def test_a_path_that_does_not_tell_the_path_back_is_undone_from_the_store(tmp_pa
 def test_a_version_that_comes_out_wrong_is_gone_around_by_its_snapshot(world: World) -> None:
     commit_wrong(world, context=True, snapshot=True)
     mirror = world.mirror_at(2)
-    result = mirror.advance(world.store, world.log(), target=3)
+    result = world.advance(mirror, 3)
     assert result.rejected == {Edge(version=3, base_version=2)}
     assert (result.base_version, mirror.counts.repair_bytes) == (2 if result.base_version else None, 0)
     assert world.holds(3)
@@ -315,7 +284,7 @@ def test_a_puller_waits_for_whoever_loads_and_says_so_in_the_end(world: World) -
             mirror.advance(world.store, world.log(), target=1)
         assert held.version == 0
         assert same_model(mirror.load(), world.models[0])
-    assert mirror.advance(world.store, world.log(), target=1).counts.fetched_bytes == 0
+    assert world.advance(mirror, 1).counts.fetched_bytes == 0
     assert world.holds(1)
 
 
@@ -324,10 +293,9 @@ def test_what_was_prefetched_is_applied_without_the_store(world: World) -> None:
     with mirror.hold():
         assert mirror.prefetch(world.store, world.log(), target=2).deltas_fetched == 2
     assert world.holds(0)
-    overwritten = [part.key for delta in world.log().record(2).deltas for part in delta.parts]
-    for key in overwritten:
-        overwrite(world.store, key, b"gone")
-    assert mirror.advance(world.store, world.log(), target=2).counts.fetched_bytes == 0
+    for part in world.log().record(2).deltas[0].parts:
+        overwrite(world.store, part.key, b"gone")
+    assert world.advance(mirror, 2).counts.fetched_bytes == 0
     assert world.holds(2)
 
 
@@ -336,7 +304,7 @@ def test_a_failure_while_applying_leaves_nobody_loading(world: World) -> None:
     with armed("weights.mirror.tile=raise@2"), pytest.raises(FailpointRaised):
         mirror.advance(world.store, world.log(), target=1)
     assert (mirror.version, mirror.try_hold()) == (None, None)
-    mirror.advance(world.store, world.log(), target=1)
+    world.advance(mirror, 1)
     assert mirror.counts.snapshots_fetched == 1, "the first one"
     assert world.holds(1)
 

@@ -5,43 +5,24 @@ from dataclasses import replace
 from astraflow_weights.publish.compaction import due_merges, snapshot_due
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.versions.log import VersionRecord
-from astraflow_weights.versions.manifest import AddedPath, DeltaRef, PartRef
-from support.weight_models import POLICY, RUN
+from support.log_records import added_path, version_record
 
 SETTINGS = PublishSettings(snapshot_every_versions=6, snapshot_chain_ratio=0.5)
 
 
-def part(size_bytes: int) -> tuple[PartRef, ...]:
-    return (PartRef(key="k", size_bytes=size_bytes, sha256=b"s" * 32),)
-
-
 def chain(count: int, *, delta_bytes: int = 1) -> list[VersionRecord]:
     return [
-        VersionRecord(
-            version=version,
-            sequence=version,
-            writer_epoch=1,
-            step=version,
-            manifest_sha256=b"m" * 32,
-            model_root=b"r" * 32,
-            snapshot=None if version else part(100),
-            deltas=(DeltaRef(base_version=version - 1, parts=part(delta_bytes)),) if version else (),
-            num_changed=0,
-            num_elements=1,
+        version_record(
+            version,
+            snapshot=None if version else 100,
+            deltas={version - 1: delta_bytes} if version else {},
         )
         for version in range(count)
     ]
 
 
 def with_path(records: list[VersionRecord], version: int, base_version: int | None) -> list[VersionRecord]:
-    path = AddedPath(
-        run_id=RUN,
-        policy_id=POLICY,
-        version=version,
-        base_version=base_version,
-        model_root=b"r" * 32,
-        parts=part(100),
-    )
+    path = added_path(version, base=base_version, size_bytes=100)
     changed = replace(records[version], added=(*records[version].added, path))
     return [*records[:version], changed, *records[version + 1 :]]
 

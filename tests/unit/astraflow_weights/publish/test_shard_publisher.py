@@ -1,6 +1,7 @@
 """Versions published by two processes, each with its own shards: the same bits as by one, in all orders."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,41 +11,28 @@ from astraflow.errors import ConflictError, InternalError, UnavailableError
 from astraflow_kit import failpoints
 from astraflow_kit.failpoints import FailpointRaised
 from astraflow_weights.codec.parts.reader import open_part
-from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.errors import Unavailable
-from astraflow_weights.publish.shard_publisher import ShardPublisher
-from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.store.file import FileStore
-from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
 from support.armed import armed
-from support.published_models import ModelPublisher, open_writer, pulled, read_log, steps
+from support.published_models import pulled, rank_publisher, read_log, steps
 from support.rank_threads import ThreadRanks, run_ranks
-from support.weight_models import POLICY, RUN, FaultyStore, make_model, same_model, split_model
+from support.weight_models import POLICY, RUN, FaultyStore, Models, make_model, same_model, split_model
+
+SETTINGS = PublishSettings(upload_threads=1, snapshot_chain_ratio=100)
+open_publisher = partial(rank_publisher, settings=SETTINGS)
 
 
-def open_publisher(
-    store: FileStore | FaultyStore,
-    ranks: ThreadRanks,
-    *,
-    epoch: int,
-    base: ShardedModel | None = None,
-    assets: Sequence[Path] = (),
-) -> ShardPublisher:
-    """One process's publisher; the first one writes the fence."""
-    writer = None
-    if ranks.index == 0:
-        settings = PublishSettings(upload_threads=1, snapshot_chain_ratio=100)
-        writer = open_writer(store, epoch=epoch, settings=settings)
-    uploads = writer.uploads if writer else Uploads(store, keys=PolicyKeys(RUN, POLICY), threads=1)
-    return ShardPublisher(writer, uploads=uploads, peers=ranks, base=base, assets=assets)
+@pytest.fixture(scope="module")
+def chain() -> Models:
+    """A model and what training makes of it in three steps."""
+    return steps(4, density=0.05)
 
 
 def publish_all(
-    store: FileStore | FaultyStore,
+    store: FaultyStore,
     chain: Mapping[int, Mapping[str, Array]],
     *,
     size: int,
@@ -64,33 +52,35 @@ def publish_all(
     return first
 
 
-def newest(store: FileStore) -> int | None:
+def newest(store: FaultyStore) -> int | None:
     """The newest version that readers see."""
     return VersionLog(store, run_id=RUN, policy_id=POLICY).refresh()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_mirror_has_the_same_bits_from_any_number_of_processes(
-    store: FileStore, tmp_path: Path, size: int
+    store: FaultyStore, tmp_path: Path, chain: Models, size: int
 ) -> None:
-    chain = dict(enumerate(steps(4, density=0.05)))
-    committed = publish_all(store, chain, size=size)
-    assert [version.version for version in committed] == [0, 1, 2, 3]
-    for version, model in chain.items():
+    committed = publish_all(store, dict(enumerate(chain)), size=size)
+    assert [(made.version, made.step, made.existed) for made in committed] == [
+        (n, n, False) for n in range(4)
+    ]
+    for version, model in enumerate(chain):
         assert same_model(pulled(store, tmp_path / f"mirror-{version}", version), model)
 
 
-def test_two_processes_publish_the_root_and_the_counts_of_one(store: FileStore, tmp_path: Path) -> None:
-    chain = dict(enumerate(steps(3, density=0.05)))
-    one = publish_all(FileStore(tmp_path / "other"), chain, size=1)
-    two = publish_all(store, chain, size=2)
+def test_two_processes_publish_the_root_and_the_counts_of_one(
+    store: FaultyStore, tmp_path: Path, chain: Models
+) -> None:
+    one = publish_all(FaultyStore(tmp_path / "other"), dict(enumerate(chain)), size=1)
+    two = publish_all(store, dict(enumerate(chain)), size=2)
     assert [version.model_root for version in one] == [version.model_root for version in two]
     assert [version.num_changed for version in one] == [version.num_changed for version in two]
 
 
-def test_each_process_uploads_its_own_parts_and_no_more(store: FileStore) -> None:
+def test_each_process_uploads_its_own_parts_and_no_more(store: FaultyStore, chain: Models) -> None:
     """Both processes' parts are in the manifest, each with the tiles of its own shards alone."""
-    before, after = steps(2, density=0.05)
+    before, after, *_ = chain
     publish_all(store, {0: before, 1: after}, size=2)
     log = read_log(store)
     (delta,) = log.record(1).deltas
@@ -99,9 +89,8 @@ def test_each_process_uploads_its_own_parts_and_no_more(store: FileStore) -> Non
     for index, part in enumerate((first, second)):
         mine = split_model(after, 2)[index]
         ranges = {name: (shard.start, shard.stop) for name, shard in mine.shards.items()}
-        assert {tile.spec.name for tile in part.tiles} == {
-            name for name, (start, stop) in ranges.items() if start < stop
-        }
+        held = {name for name, (start, stop) in ranges.items() if start < stop}
+        assert {tile.spec.name for tile in part.tiles} == held
         for tile in part.tiles:
             start, stop = ranges[tile.spec.name]
             assert start <= tile.start < tile.start + tile.num_elements <= stop
@@ -109,9 +98,8 @@ def test_each_process_uploads_its_own_parts_and_no_more(store: FileStore) -> Non
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 def test_a_delta_fits_on_a_base_from_another_number_of_processes(
-    store: FileStore, tmp_path: Path, before: int, after: int
+    store: FaultyStore, tmp_path: Path, chain: Models, before: int, after: int
 ) -> None:
-    chain = steps(4, density=0.05)
     publish_all(store, {0: chain[0], 1: chain[1]}, size=before)
     committed = publish_all(store, {2: chain[2], 3: chain[3]}, size=after, epoch=2, base=chain[1])
     assert [version.version for version in committed] == [2, 3]
@@ -120,23 +108,23 @@ def test_a_delta_fits_on_a_base_from_another_number_of_processes(
 
 
 def test_the_same_step_with_the_same_bytes_is_one_version_for_any_number_of_processes(
-    store: FileStore,
+    store: FaultyStore, chain: Models
 ) -> None:
-    first, second = steps(2, density=0.05)
+    first, second, *_ = chain
     publish_all(store, {0: first, 1: second}, size=2)
     (again,) = publish_all(store, {1: second}, size=1, epoch=2, base=second)
     assert (again.version, again.existed) == (1, True)
     assert newest(store) == 1
 
 
-def test_nobody_receives_a_models_bytes(store: FileStore) -> None:
+def test_nobody_receives_a_models_bytes(store: FaultyStore) -> None:
     """What travels at a time is a shard of one tensor, or a message about it; never the model, nor its parts."""
     draw = np.random.default_rng(0)
     model = {f"layer.{index}": draw.integers(0, 2**16, (64, 64)).astype(np.uint16) for index in range(8)}
     parts = split_model(model, 2)
 
     def publish(ranks: ThreadRanks) -> tuple[int, int]:
-        publisher = open_publisher(store, ranks, epoch=1)
+        publisher = open_publisher(store, ranks)
         publisher.publish(parts[ranks.index], step=0)
         return ranks.most_bytes_received, ranks.most_bytes_seen
 
@@ -146,30 +134,32 @@ def test_nobody_receives_a_models_bytes(store: FileStore) -> None:
         assert seen < total // 16
 
 
-def test_a_failed_upload_of_one_process_is_everybodys_and_can_be_repeated(tmp_path: Path) -> None:
-    first, second = steps(2, density=0.05)
+def test_a_failed_upload_of_one_process_is_everybodys_and_can_be_repeated(
+    tmp_path: Path, chain: Models
+) -> None:
+    first, second, *_ = chain
     stores = [FaultyStore(tmp_path / "store") for _ in range(2)]
     parts = [split_model(model, 2) for model in (first, second)]
 
     def publish(ranks: ThreadRanks) -> CommittedVersion:
-        publisher = open_publisher(stores[ranks.index], ranks, epoch=1)
+        publisher = open_publisher(stores[ranks.index], ranks)
         publisher.publish(parts[0][ranks.index], step=0)
         stores[1].lose_before = 1
         with pytest.raises(UnavailableError) as raised:
             publisher.publish(parts[1][ranks.index], step=1)
         assert isinstance(raised.value, Unavailable) is (ranks.index == 1)
-        assert newest(FileStore(tmp_path / "store")) == 0
+        assert newest(stores[0]) == 0
         return publisher.publish(parts[1][ranks.index], step=1)
 
     assert [version.version for version in run_ranks(2, publish)] == [1, 1]
-    assert same_model(pulled(FileStore(tmp_path / "store"), tmp_path / "mirror", 1), second)
+    assert same_model(pulled(stores[0], tmp_path / "mirror", 1), second)
 
 
 @pytest.mark.parametrize("window", ["weights.publish.uploading", "weights.publish.parts_uploaded"])
 def test_a_publication_that_ends_among_its_uploads_leaves_no_version(
-    store: FileStore, tmp_path: Path, window: str
+    store: FaultyStore, tmp_path: Path, chain: Models, window: str
 ) -> None:
-    first, second = steps(2, density=0.05)
+    first, second, *_ = chain
     publish_all(store, {0: first}, size=2)
     log = tmp_path / "failpoints.log"
     # The second part of the delta, or the commit after both.
@@ -183,8 +173,10 @@ def test_a_publication_that_ends_among_its_uploads_leaves_no_version(
     assert same_model(pulled(store, tmp_path / "mirror", 1), second)
 
 
-def test_a_base_that_is_not_the_newest_version_is_refused_on_every_process(store: FileStore) -> None:
-    first, second = steps(2, density=0.05)
+def test_a_base_that_is_not_the_newest_version_is_refused_on_every_process(
+    store: FaultyStore, chain: Models
+) -> None:
+    first, second, *_ = chain
     publish_all(store, {0: first, 1: second}, size=2)
 
     def refused(ranks: ThreadRanks) -> None:
@@ -194,30 +186,15 @@ def test_a_base_that_is_not_the_newest_version_is_refused_on_every_process(store
     run_ranks(2, refused)
 
 
-def test_assets_are_sent_by_the_first_process_alone(store: FileStore, tmp_path: Path) -> None:
+def test_assets_are_sent_by_the_first_process_alone(store: FaultyStore, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text("{}")
     parts = split_model(make_model(), 2)
 
     def publish(ranks: ThreadRanks) -> CommittedVersion:
         assets = [config] if ranks.index == 0 else []
-        return open_publisher(store, ranks, epoch=1, assets=assets).publish(parts[ranks.index], step=0)
+        return open_publisher(store, ranks, assets=assets).publish(parts[ranks.index], step=0)
 
     run_ranks(2, publish)
     log = read_log(store)
     assert [asset.file_name for asset in log.manifest(0).assets] == ["config.json"]
-
-
-def test_one_process_encodes_what_the_plain_publisher_does(store: FileStore, tmp_path: Path) -> None:
-    chain = steps(2, density=0.05)
-    plain = FileStore(tmp_path / "plain")
-    publisher = ModelPublisher(open_writer(plain, epoch=1))
-    for step, model in enumerate(chain):
-        publisher.publish(model, step=step)
-    publish_all(store, dict(enumerate(chain)), size=1)
-    assert part_keys(store) == part_keys(plain)
-
-
-def part_keys(store: FileStore) -> list[str]:
-    """Content-named parts in the store."""
-    return [info.key for info in store.list(f"{RUN}/{POLICY}/parts/")]

@@ -10,22 +10,21 @@ from astraflow_kit import failpoints
 from astraflow_kit.failpoints import FailpointRaised
 from astraflow_weights.errors import Fenced, ModelMismatch
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.store.file import FileStore
 from support.armed import armed
-from support.published_models import ModelPublisher, open_writer, publish_all, pulled, read_log, steps
-from support.weight_models import make_model, same_model, trained
+from support.published_models import (
+    ModelPublisher,
+    open_writer,
+    publish_all,
+    published,
+    pulled,
+    read_log,
+    steps,
+)
+from support.weight_models import FaultyStore, copied, make_model, same_model, trained
 
 
-def test_every_published_model_can_be_pulled_bit_by_bit(store: FileStore, tmp_path: Path) -> None:
-    models = steps(5)
-    for step, committed in enumerate(publish_all(ModelPublisher(open_writer(store)), models)):
-        assert (committed.version, committed.step, committed.existed) == (step, step, False)
-    for version, model in enumerate(models):
-        assert same_model(pulled(store, tmp_path / f"mirror-{version}", version), model)
-
-
-def test_the_first_version_is_a_snapshot_and_the_next_are_deltas(store: FileStore) -> None:
-    first, second = publish_all(ModelPublisher(open_writer(store)), steps(2))
+def test_the_first_version_is_a_snapshot_and_the_next_are_deltas(publisher: ModelPublisher) -> None:
+    first, second = publish_all(publisher, steps(2))
     assert first.snapshot_bytes > 0
     assert (first.delta_bytes, first.density) == (0, 0.0)
     assert second.snapshot_bytes == 0
@@ -33,20 +32,18 @@ def test_the_first_version_is_a_snapshot_and_the_next_are_deltas(store: FileStor
     assert 0.002 < second.density < 0.02
 
 
-def test_snapshots_come_back_at_the_latest_after_the_set_number(store: FileStore) -> None:
-    publisher = ModelPublisher(
-        open_writer(store, settings=PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)),
-        base=None,
-    )
-    committed = publish_all(publisher, steps(8))
+def test_snapshots_come_back_at_the_latest_after_the_set_number(store: FaultyStore) -> None:
+    settings = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
+    committed = publish_all(ModelPublisher(open_writer(store, settings=settings)), steps(8))
     assert [entry.version for entry in committed if entry.snapshot_bytes] == [0, 3, 6]
     assert all(entry.delta_bytes for entry in committed[1:])
 
 
-def test_the_model_may_change_after_the_call(store: FileStore, tmp_path: Path) -> None:
+def test_the_model_may_change_after_the_call(
+    store: FaultyStore, publisher: ModelPublisher, tmp_path: Path
+) -> None:
     before, after = steps(2)
-    live = {name: array.copy() for name, array in before.items()}
-    publisher = ModelPublisher(open_writer(store))
+    live = copied(before)
     publisher.publish(live, step=0)
     for name, array in after.items():
         live[name][...] = array
@@ -54,12 +51,14 @@ def test_the_model_may_change_after_the_call(store: FileStore, tmp_path: Path) -
     assert same_model(pulled(store, tmp_path / "mirror", 1), after)
 
 
-def test_a_step_that_changes_nothing_is_a_version(store: FileStore) -> None:
-    model = make_model()
-    publisher = ModelPublisher(open_writer(store))
-    publisher.publish(model, step=0)
-    committed = publisher.publish(model, step=1)
+def test_a_step_that_changes_nothing_is_a_version(publisher: ModelPublisher) -> None:
+    _, committed = publish_all(publisher, [make_model(), make_model()])
     assert (committed.version, committed.num_changed) == (1, 0)
+
+
+@pytest.fixture
+def publisher(store: FaultyStore) -> ModelPublisher:
+    return ModelPublisher(open_writer(store))
 
 
 @pytest.mark.parametrize(
@@ -67,10 +66,9 @@ def test_a_step_that_changes_nothing_is_a_version(store: FileStore) -> None:
     ["weights.publish.parts_uploaded", "weights.publish.before_manifest", "weights.publish.after_manifest"],
 )
 def test_a_publication_cut_off_anywhere_is_completed_by_repeating_it(
-    store: FileStore, tmp_path: Path, window: str
+    store: FaultyStore, publisher: ModelPublisher, tmp_path: Path, window: str
 ) -> None:
     models = steps(3)
-    publisher = ModelPublisher(open_writer(store))
     publisher.publish(models[0], step=0)
     log = tmp_path / "failpoints.log"
     with armed(f"{window}=raise@1", log_path=log):
@@ -84,10 +82,9 @@ def test_a_publication_cut_off_anywhere_is_completed_by_repeating_it(
     assert same_model(pulled(store, tmp_path / "mirror", 2), models[2])
 
 
-def test_going_on_after_a_publication_of_unknown_outcome_is_refused(store: FileStore) -> None:
+def test_going_on_after_a_publication_of_unknown_outcome_is_refused(publisher: ModelPublisher) -> None:
     """Version 1 is in the log, but the publisher never learnt it: its base is version 0."""
     models = steps(3)
-    publisher = ModelPublisher(open_writer(store))
     publisher.publish(models[0], step=0)
     with armed("weights.publish.after_manifest=raise@1"), pytest.raises(FailpointRaised):
         publisher.publish(models[1], step=1)
@@ -95,10 +92,11 @@ def test_going_on_after_a_publication_of_unknown_outcome_is_refused(store: FileS
         publisher.publish(models[2], step=2)
 
 
-def test_a_resumed_trainer_repeats_its_steps_and_goes_on(store: FileStore, tmp_path: Path) -> None:
+def test_a_resumed_trainer_repeats_its_steps_and_goes_on(
+    store: FaultyStore, publisher: ModelPublisher, tmp_path: Path
+) -> None:
     """Steps 1 and 2 are recomputed: the first gives the same bytes, the second differs."""
     models = steps(3)
-    publisher = ModelPublisher(open_writer(store))
     publish_all(publisher, models)
     resumed = ModelPublisher(open_writer(store, 2), base=pulled(store, tmp_path / "trainer", 2))
     same = resumed.publish(models[1], step=1)
@@ -112,35 +110,22 @@ def test_a_resumed_trainer_repeats_its_steps_and_goes_on(store: FileStore, tmp_p
         publisher.publish(trained(other, 5), step=3)
 
 
-@pytest.mark.parametrize("base_version", [None, 0])
-def test_a_base_that_is_not_the_newest_version_is_refused(store: FileStore, base_version: int | None) -> None:
-    models = steps(2)
-    publisher = ModelPublisher(open_writer(store))
-    publish_all(publisher, models)
+@pytest.mark.parametrize("known", [False, True])
+def test_a_base_that_is_not_the_newest_version_is_refused(store: FaultyStore, known: bool) -> None:
+    models = published(store, 2)
     with pytest.raises(ConflictError, match="fetch that with a Mirror"):
-        ModelPublisher(open_writer(store, 2), base=None if base_version is None else models[base_version])
+        ModelPublisher(open_writer(store, 2), base=models[0] if known else None)
 
 
-def test_another_architecture_is_refused_and_changes_nothing(store: FileStore) -> None:
-    publisher = ModelPublisher(open_writer(store))
+def test_another_architecture_is_refused_and_changes_nothing(publisher: ModelPublisher) -> None:
     publisher.publish(make_model(), step=0)
     with pytest.raises(ModelMismatch, match="publish this model as a new policy"):
         publisher.publish(make_model(rows=25), step=1)
     assert publisher.publish(trained(make_model(), 1), step=1).version == 1
 
 
-def test_assets_stand_beside_the_weights(store: FileStore, tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text('{"model_type": "qwen3"}')
-    publisher = ModelPublisher(open_writer(store), assets=[config])
-    publisher.publish(make_model(), step=0)
-    pulled(store, tmp_path / "mirror", 0)
-    assert (tmp_path / "mirror" / "checkpoint" / "config.json").read_text() == config.read_text()
-
-
-def test_learning_rate_and_counts_are_in_the_manifest(store: FileStore) -> None:
+def test_learning_rate_and_counts_are_in_the_manifest(store: FaultyStore, publisher: ModelPublisher) -> None:
     before, after = steps(2)
-    publisher = ModelPublisher(open_writer(store))
     publisher.publish(before, step=0)
     committed = publisher.publish(after, step=1, learning_rate=3e-6)
     log = read_log(store)

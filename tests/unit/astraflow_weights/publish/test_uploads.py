@@ -1,42 +1,23 @@
 """What is uploaded is stored under a name that no collector may delete."""
 
-from pathlib import Path
-
-import pytest
-
 from astraflow_weights.codec import decode_snapshot, encode_snapshot
 from astraflow_weights.codec.digest import sha256
 from astraflow_weights.publish.uploads import Uploads
-from astraflow_weights.store.file import FileStore
-from astraflow_weights.store.layout import PolicyKeys
-from astraflow_weights.versions.collection_records import Tombstone, encode_tombstone
-from support.weight_models import POLICY, RUN, make_model, overwrite, same_model
+from support.published_models import bury
+from support.weight_models import KEYS, FaultyStore, make_model, overwrite, same_model
 
-KEYS = PolicyKeys(RUN, POLICY)
 MODEL = make_model()
 PARTS = encode_snapshot(MODEL, part_bytes=2000)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    """An empty store."""
-    return FileStore(tmp_path)
-
-
-def bury(store: FileStore, number: int, *parts: bytes) -> None:
-    """A round that wants these names."""
-    tombstone = Tombstone(number=number, parts=frozenset(parts), created_time_s=0)
-    store.put_if_absent(KEYS.tombstone(number), encode_tombstone(KEYS, tombstone))
-
-
-def uploads_of(store: FileStore) -> Uploads:
+def uploads_of(store: FaultyStore) -> Uploads:
     """Uploads that know the tombstones."""
     uploads = Uploads(store, keys=KEYS, threads=2)
     uploads.read_tombstones()
     return uploads
 
 
-def test_a_name_in_a_tombstone_is_never_referenced_again(store: FileStore) -> None:
+def test_a_name_in_a_tombstone_is_never_referenced_again(store: FaultyStore) -> None:
     first = uploads_of(store).upload_parts(PARTS)
     bury(store, 0, first[0].sha256)
     second = uploads_of(store).upload_parts(PARTS)
@@ -50,12 +31,12 @@ def test_a_name_in_a_tombstone_is_never_referenced_again(store: FileStore) -> No
     assert same_model(decode_snapshot([store.get(ref.key) for ref in third]), MODEL)
 
 
-def test_the_same_content_gets_the_same_fresh_name_again(store: FileStore) -> None:
+def test_the_same_content_gets_the_same_fresh_name_again(store: FaultyStore) -> None:
     bury(store, 0, *map(sha256, PARTS))
     assert uploads_of(store).upload_parts(PARTS) == uploads_of(store).upload_parts(PARTS)
 
 
-def test_beside_a_tombstone_that_cannot_be_read_every_name_is_fresh(store: FileStore) -> None:
+def test_beside_a_tombstone_that_cannot_be_read_every_name_is_fresh(store: FaultyStore) -> None:
     plain = uploads_of(store).upload_parts(PARTS)
     bury(store, 0, plain[0].sha256)
     overwrite(store, KEYS.tombstone(0), b"rotten")
@@ -64,7 +45,7 @@ def test_beside_a_tombstone_that_cannot_be_read_every_name_is_fresh(store: FileS
     assert same_model(decode_snapshot([store.get(ref.key) for ref in fresh]), MODEL)
 
 
-def test_a_tombstone_that_was_removed_is_forgotten(store: FileStore) -> None:
+def test_a_tombstone_that_was_removed_is_forgotten(store: FaultyStore) -> None:
     uploads = Uploads(store, keys=KEYS, threads=2)
     bury(store, 0, b"x" * 32)
     assert uploads.read_tombstones() == {b"x" * 32}

@@ -5,6 +5,7 @@ version.
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +16,13 @@ from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptPart, Fenced, Unavailable
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
-from astraflow_weights.versions.manifest import Asset, DeltaRef, PartRef
+from astraflow_weights.versions.manifest import Asset, DeltaRef
+from support.log_records import part_ref
 from support.published_models import open_writer, read_log
-from support.weight_models import POLICY, RUN, FaultyStore, overwrite
+from support.weight_models import KEYS, RUN, FaultyStore, lost, overwrite
 
-KEYS = PolicyKeys(RUN, POLICY)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FaultyStore:
-    return FaultyStore(tmp_path / "store")
+Commit = Callable[[], CommittedVersion]
 
 
 def tensors(value: int) -> tuple[TensorDigest, ...]:
@@ -43,9 +39,8 @@ def test_versions_and_sequence_numbers_grow_by_one(store: FaultyStore) -> None:
     committed = [commit(writer, value) for value in range(3)]
     assert [(entry.version, entry.sequence) for entry in committed] == [(0, 1), (1, 2), (2, 3)]
     log = read_log(store)
-    assert [record.manifest_sha256 for record in log.records] == [
-        entry.manifest_sha256 for entry in committed
-    ]
+    written = [entry.manifest_sha256 for entry in committed]
+    assert [record.manifest_sha256 for record in log.records] == written
     assert log.manifest(2).parent_version == 1
 
 
@@ -139,11 +134,21 @@ def test_one_writer_per_policy_and_policies_do_not_meet(store: FaultyStore, roun
         assert log.next_sequence == 1
 
 
-def test_a_lost_answer_to_the_commit_is_success(store: FaultyStore) -> None:
-    writer = open_writer(store, 1)
+@pytest.fixture
+def writer(store: FaultyStore) -> VersionWriter:
+    return open_writer(store, 1)
+
+
+@pytest.fixture
+def commit_zero(writer: VersionWriter) -> Commit:
+    """Commits version 0, whose part is uploaded."""
     snapshot = writer.uploads.upload_parts([b"part"])
+    return partial(writer.commit, step=0, tensors=tensors(0), snapshot=snapshot)
+
+
+def test_a_lost_answer_to_the_commit_is_success(store: FaultyStore, commit_zero: Commit) -> None:
     store.lose_after = 1
-    assert writer.commit(step=0, tensors=tensors(0), snapshot=snapshot).version == 0
+    assert commit_zero().version == 0
     assert len(read_log(store).records) == 1
 
 
@@ -153,30 +158,30 @@ def test_a_lost_answer_to_the_fence_is_success(store: FaultyStore) -> None:
     assert read_log(store).next_sequence == 2
 
 
-def test_a_request_that_never_arrived_can_be_made_again(store: FaultyStore) -> None:
-    writer = open_writer(store, 1)
-    snapshot = writer.uploads.upload_parts([b"part"])
+def test_a_request_that_never_arrived_can_be_made_again(store: FaultyStore, commit_zero: Commit) -> None:
     store.lose_before = 1
     with pytest.raises(Unavailable):
-        writer.commit(step=0, tensors=tensors(0), snapshot=snapshot)
-    assert writer.commit(step=0, tensors=tensors(0), snapshot=snapshot).version == 0
+        commit_zero()
+    assert commit_zero().version == 0
 
 
-def test_a_request_that_arrives_late_is_recognised_as_our_own(store: FaultyStore) -> None:
+def test_a_request_that_arrives_late_is_recognised_as_our_own(
+    store: FaultyStore, commit_zero: Commit
+) -> None:
     """The first PUT is thought lost, lands after the log was refreshed, and carries an older time."""
-    writer = open_writer(store, 1)
-    snapshot = writer.uploads.upload_parts([b"part"])
-    create, late = store.put_if_absent, []
-    store.put_if_absent = lambda key, data: late.append((key, data)) or lose()  # type: ignore[method-assign]
+    late: list[tuple[str, bytes]] = []
+
+    def arrive(*_: object) -> None:
+        store.before_put = lambda *_: None
+        store.put_if_absent(*late.pop())
+
+    store.before_put = lambda key, data: late.append((key, data))
+    store.lose_before = 1
     with pytest.raises(Unavailable):
-        writer.commit(step=0, tensors=tensors(0), snapshot=snapshot)
-    store.put_if_absent = lambda key, data: (create(*late.pop()) if late else None, create(key, data))[1]  # type: ignore[method-assign]
-    assert writer.commit(step=0, tensors=tensors(0), snapshot=snapshot).version == 0
-    assert len(read_log(store).records) == 1
-
-
-def lose() -> None:
-    raise Unavailable("request lost")
+        commit_zero()
+    store.before_put = arrive
+    assert commit_zero().version == 0
+    assert (late, len(read_log(store).records)) == ([], 1)
 
 
 def test_publishing_the_same_step_and_bytes_again_is_success(store: FaultyStore) -> None:
@@ -184,11 +189,8 @@ def test_publishing_the_same_step_and_bytes_again_is_success(store: FaultyStore)
     first = commit(writer, 5)
     commit(writer, 6)
     again = commit(open_writer(store, 2), 5)
-    assert (again.version, again.manifest_sha256, again.existed) == (
-        first.version,
-        first.manifest_sha256,
-        True,
-    )
+    assert again.existed
+    assert (again.version, again.manifest_sha256) == (first.version, first.manifest_sha256)
     assert len(read_log(store).records) == 2
 
 
@@ -211,7 +213,7 @@ def test_a_version_that_contradicts_itself_is_not_written(store: FaultyStore) ->
 
 def test_the_hint_may_fail_without_hurting_the_commit(store: FaultyStore) -> None:
     writer = open_writer(store, 1)
-    store.put = lambda key, data: lose()  # type: ignore[method-assign]
+    store.put = lost  # type: ignore[method-assign]
     committed = commit(writer, 0)
     assert not committed.hint_written
     assert read_log(store).refresh() == 0
@@ -219,10 +221,8 @@ def test_the_hint_may_fail_without_hurting_the_commit(store: FaultyStore) -> Non
 
 def test_parts_are_named_by_their_content_and_sent_once(store: FaultyStore) -> None:
     writer = open_writer(store, 1)
-    first, again = (
-        writer.uploads.upload_parts([b"one", b"two"]),
-        writer.uploads.upload_parts([b"two", b"one"]),
-    )
+    first = writer.uploads.upload_parts([b"one", b"two"])
+    again = writer.uploads.upload_parts([b"two", b"one"])
     assert first == again[::-1]
     assert len(list(store.list(KEYS.parts))) == 2
     assert store.get(first[0].key) == b"one"
@@ -255,10 +255,6 @@ def test_an_asset_cannot_replace_the_weights(store: FaultyStore, tmp_path: Path)
         open_writer(store, 1).uploads.upload_assets([path])
 
 
-def fake_ref(size_bytes: int) -> PartRef:
-    return PartRef(key="k", size_bytes=size_bytes, sha256=b"s" * 32)
-
-
 @pytest.mark.parametrize(
     ("deltas", "next_delta", "expected"),
     [
@@ -277,17 +273,17 @@ def test_a_snapshot_is_due_by_bytes_or_by_number(
     settings = PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=0.5)
     writer = open_writer(store, 1, settings=settings)
     if next_delta is not None:
-        writer.commit(step=0, tensors=tensors(0), snapshot=(fake_ref(100),))
+        writer.commit(step=0, tensors=tensors(0), snapshot=(part_ref(100),))
     for version, size_bytes in enumerate(deltas, start=1):
-        delta = DeltaRef(base_version=version - 1, parts=(fake_ref(size_bytes),))
+        delta = DeltaRef(base_version=version - 1, parts=(part_ref(size_bytes),))
         writer.commit(step=version, tensors=tensors(version), deltas=(delta,))
     assert writer.wants_snapshot(delta_bytes=next_delta) is expected
 
 
 def test_assets_travel_in_the_manifest(store: FaultyStore) -> None:
     writer = open_writer(store, 1)
-    asset = Asset(file_name="config.json", blob=fake_ref(2))
-    writer.commit(step=0, tensors=tensors(0), snapshot=(fake_ref(1),), assets=(asset,), learning_rate=1e-6)
+    asset = Asset(file_name="config.json", blob=part_ref(2))
+    writer.commit(step=0, tensors=tensors(0), snapshot=(part_ref(1),), assets=(asset,), learning_rate=1e-6)
     manifest = read_log(store).manifest(0)
     assert manifest.assets == (asset,)
     assert manifest.learning_rate == 1e-6

@@ -6,47 +6,34 @@ import pytest
 
 from astraflow_weights.codec.delta import encode_delta
 from astraflow_weights.codec.merge import merge_deltas
-from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.store.file import FileStore
-from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.tools.verification import Verification, verify_version
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.inspection import build_version
-from astraflow_weights.versions.manifest import AddedPath, DeltaRef, encode_path
-from support.published_models import ModelPublisher, open_writer, read_log
-from support.weight_models import POLICY, RUN, make_model, overwrite, trained
+from astraflow_weights.versions.manifest import AddedPath, encode_path
+from support.published_models import PublishedModels, commit_parts, open_writer, read_log
+from support.weight_models import KEYS, POLICY, RUN, FaultyStore, flip, make_model
 
 LAST = 5
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FileStore:
+def store(store: FaultyStore, tmp_path: Path) -> FaultyStore:
     """Six versions with an asset; 0, 2 and 4 offer snapshots, all but 0 a delta."""
-    store, asset = FileStore(tmp_path / "store"), tmp_path / "config.json"
+    asset = tmp_path / "config.json"
     asset.write_text("{}")
     settings = PublishSettings(snapshot_every_versions=2, snapshot_chain_ratio=100)
-    writer = open_writer(store, epoch=1, settings=settings)
-    publisher, model = ModelPublisher(writer, assets=[asset]), make_model()
-    for step in range(LAST + 1):
-        publisher.publish(model, step=step)
-        model = trained(model, step)
+    PublishedModels(store, settings=settings, assets=[asset]).publish_up_to(LAST)
     return store
 
 
-def verified(store: FileStore, version: int) -> Verification:
+def verified(store: FaultyStore, version: int) -> Verification:
     return verify_version(store, read_log(store), version=version, threads=2)
 
 
-def flip(store: FileStore, key: str) -> None:
-    data = bytearray(store.get(key))
-    data[len(data) // 2] ^= 1
-    overwrite(store, key, bytes(data))
-
-
 @pytest.mark.parametrize("version", range(LAST + 1))
-def test_what_was_published_is_whole(store: FileStore, version: int) -> None:
+def test_what_was_published_is_whole(store: FaultyStore, version: int) -> None:
     found = verified(store, version)
     assert found.faults == ()
     assert found.paths == (version > 0) + (version % 2 == 0)
@@ -57,23 +44,22 @@ def test_what_was_published_is_whole(store: FileStore, version: int) -> None:
 @pytest.mark.parametrize("path", ["snapshot", "delta"])
 @pytest.mark.parametrize("damage", ["flip", "delete"])
 def test_a_damaged_part_is_named_although_another_path_is_good(
-    store: FileStore, path: str, damage: str
+    store: FaultyStore, path: str, damage: str
 ) -> None:
     record = read_log(store).record(4)
-    assert record.snapshot is not None
-    key = (record.snapshot if path == "snapshot" else record.deltas[0].parts)[0].key
+    key = ((record.snapshot or ()) if path == "snapshot" else record.deltas[0].parts)[0].key
     flip(store, key) if damage == "flip" else store.delete(key)
     (fault,) = verified(store, 4).faults
     assert (fault.version, fault.part) == (4, key)
 
 
-def test_a_damaged_asset_is_named(store: FileStore) -> None:
+def test_a_damaged_asset_is_named(store: FaultyStore) -> None:
     (asset,) = read_log(store).manifest(3).assets
     flip(store, asset.blob.key)
     assert [fault.part for fault in verified(store, 3).faults] == [asset.blob.key]
 
 
-def test_the_older_version_that_a_path_breaks_at_is_named(store: FileStore) -> None:
+def test_the_older_version_that_a_path_breaks_at_is_named(store: FaultyStore) -> None:
     snapshot = read_log(store).record(4).snapshot
     assert snapshot is not None
     for part in snapshot:
@@ -83,31 +69,25 @@ def test_the_older_version_that_a_path_breaks_at_is_named(store: FileStore) -> N
     assert snapshot[0].key in fault.problem
 
 
-def test_parts_that_are_intact_but_lead_elsewhere_are_told_by_tensor(store: FileStore) -> None:
+def test_parts_that_are_intact_but_lead_elsewhere_are_told_by_tensor(store: FaultyStore) -> None:
     log = read_log(store)
     newest = build_version(store, log, target=LAST, threads=2)
     wanted = newest | {"model.norm": newest["model.norm"] + 1}
     reached = newest | {"model.norm": newest["model.norm"] + 2}
-    writer = open_writer(store, epoch=2)
-    parts = writer.uploads.upload_parts(encode_delta(newest, reached))
-    writer.commit(
-        step=LAST + 1,
-        tensors=tuple(tensor_digests(wanted)),
-        deltas=(DeltaRef(base_version=LAST, parts=parts),),
-    )
+    commit_parts(open_writer(store, epoch=2), wanted, delta=encode_delta(newest, reached))
     (fault,) = verified(store, LAST + 1).faults
     assert (fault.version, fault.part, fault.tensor) == (LAST + 1, "", "model.norm")
 
 
-def test_a_changed_entry_of_the_log_is_refused(store: FileStore) -> None:
+def test_a_changed_entry_of_the_log_is_refused(store: FaultyStore) -> None:
     log = read_log(store)
-    flip(store, PolicyKeys(RUN, POLICY).entry(log.record(3).sequence))
+    flip(store, KEYS.entry(log.record(3).sequence))
     with pytest.raises(CorruptManifest):
         verify_version(store, log, version=3, threads=2)
 
 
-def test_paths_added_later_are_rebuilt_and_checked_too(store: FileStore) -> None:
-    keys, record = PolicyKeys(RUN, POLICY), read_log(store).record(3)
+def test_paths_added_later_are_rebuilt_and_checked_too(store: FaultyStore) -> None:
+    record = read_log(store).record(3)
     chain = [
         [fetch_part(store, part) for part in read_log(store).record(version).deltas[0].parts]
         for version in (2, 3)
@@ -117,8 +97,8 @@ def test_paths_added_later_are_rebuilt_and_checked_too(store: FileStore) -> None
     path = AddedPath(
         run_id=RUN, policy_id=POLICY, version=3, base_version=1, model_root=record.model_root, parts=parts
     )
-    store.put_if_absent(keys.merged_delta(1, 3), encode_path(path))
+    store.put_if_absent(KEYS.merged_delta(1, 3), encode_path(path))
     assert (verified(store, 3).paths, verified(store, 3).faults) == (2, ())
-    flip(store, keys.merged_delta(1, 3))
-    assert [fault.part for fault in verified(store, 3).faults] == [keys.merged_delta(1, 3)]
+    flip(store, KEYS.merged_delta(1, 3))
+    assert [fault.part for fault in verified(store, 3).faults] == [KEYS.merged_delta(1, 3)]
     assert verified(store, 4).faults == ()

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from astraflow_weights.codec.delta import summarize_delta
-from astraflow_weights.codec.tensors import Array
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import CorruptPart
 from astraflow_weights.settings import PublishSettings
@@ -13,18 +12,18 @@ from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.inspection import build_version, changes_between, offered_paths, routes
 from astraflow_weights.versions.log import VersionLog
 from support.published_models import published, read_log
-from support.weight_models import overwrite, same_model
+from support.weight_models import Models, overwrite, same_model
 
 
 @pytest.fixture(autouse=True)
-def models(store: FileStore) -> list[dict[str, Array]]:
+def models(store: FileStore) -> Models:
     """Versions 0 to 10; only 0 offers a snapshot."""
     settings = PublishSettings(snapshot_every_versions=100, snapshot_chain_ratio=100)
     return published(store, 11, settings=settings)
 
 
 @pytest.fixture
-def log(store: FileStore, models: list[dict[str, Array]]) -> VersionLog:
+def log(store: FileStore, models: Models) -> VersionLog:
     return read_log(store)
 
 
@@ -66,15 +65,13 @@ def test_a_young_version_has_fewer_routes(log: VersionLog) -> None:
     assert [route.held for route in routes(log, target=7)] == [None, 6]
 
 
-def test_a_version_is_built_bit_by_bit(
-    store: FileStore, log: VersionLog, models: list[dict[str, Array]]
-) -> None:
+def test_a_version_is_built_bit_by_bit(store: FileStore, log: VersionLog, models: Models) -> None:
     assert same_model(build_version(store, log, target=10, threads=2), models[10])
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 6), (6, 2)])
 def test_changes_are_those_between_the_models(
-    store: FileStore, log: VersionLog, models: list[dict[str, Array]], first: int, second: int
+    store: FileStore, log: VersionLog, models: Models, first: int, second: int
 ) -> None:
     changes = changes_between(store, log, first=first, second=second, threads=2)
     assert {change.spec.name: change.num_changed for change in changes} == {

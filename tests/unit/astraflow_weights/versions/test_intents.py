@@ -6,22 +6,17 @@ from pathlib import Path
 import pytest
 
 from astraflow_weights.errors import CorruptManifest, Unavailable
-from astraflow_weights.publish.version_writer import VersionWriter
-from astraflow_weights.store import ObjectStore, PutResult
-from astraflow_weights.store.file import FileStore
-from astraflow_weights.store.layout import PolicyKeys
-from astraflow_weights.versions.collection_records import Tombstone, encode_tombstone
+from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.intents import INTENT_S, RENEW_S, UploadIntents, find_intents
 from astraflow_weights.versions.tombstones import Tombstones
 from support.manual_clock import ManualClock
-from support.published_models import ModelPublisher, open_writer, read_log
-from support.weight_models import POLICY, RUN, make_model, overwrite, trained
+from support.published_models import ModelPublisher, bury, open_writer, read_log
+from support.weight_models import KEYS, FaultyStore, lost, make_model, overwrite, trained
 
-KEYS = PolicyKeys(RUN, POLICY)
 MODEL = make_model()
 
 
-class WatchedStore(FileStore):
+class WatchedStore(FaultyStore):
     """Notes at each PUT of a part or an entry how many intents are in the store, and fails on request."""
 
     def __init__(self, root: Path) -> None:
@@ -29,15 +24,15 @@ class WatchedStore(FileStore):
         self.intents_at: dict[str, int] = {}
         self.lost_answers = ""
         self.advance_at_parts: ManualClock | None = None
+        self.before_put = self.note
 
-    def put_if_absent(self, key: str, data: bytes) -> PutResult:
-        """Note, then create; a key that begins with `lost_answers` is not stored and gets no answer."""
+    def note(self, key: str, _: bytes) -> None:
+        """A key that begins with `lost_answers` is not stored and gets no answer."""
         self.intents_at[key] = len(intents(self))
         if self.lost_answers and key.startswith(self.lost_answers):
-            raise Unavailable("no answer")
+            lost(key)
         if self.advance_at_parts is not None and key.startswith(KEYS.parts):
             self.advance_at_parts.now_s += RENEW_S + 1
-        return super().put_if_absent(key, data)
 
 
 @pytest.fixture
@@ -47,14 +42,17 @@ def store(tmp_path: Path) -> WatchedStore:
 
 
 @pytest.fixture
+def publisher(store: WatchedStore, clock: ManualClock) -> ModelPublisher:
+    """The first one, none of whose PUTs is noted."""
+    publisher = ModelPublisher(open_writer(store, clock=clock))
+    store.intents_at.clear()
+    return publisher
+
+
+@pytest.fixture
 def clock() -> ManualClock:
     """The writers' and collectors' time."""
     return ManualClock()
-
-
-def opened(store: ObjectStore, clock: ManualClock, *, epoch: int = 1) -> VersionWriter:
-    """The writer of an epoch."""
-    return open_writer(store, epoch=epoch, clock=clock)
 
 
 def intents(store: ObjectStore) -> list[str]:
@@ -68,18 +66,15 @@ def under(prefix: str, noted: dict[str, int]) -> Iterator[int]:
 
 
 def test_a_publication_is_announced_before_its_first_part_and_until_its_manifest(
-    store: WatchedStore, clock: ManualClock
+    store: WatchedStore, publisher: ModelPublisher
 ) -> None:
-    publisher = ModelPublisher(opened(store, clock))
-    store.intents_at.clear()
     publisher.publish(MODEL, step=0)
     assert set(under(KEYS.parts, store.intents_at)) == {1}
     assert set(under(KEYS.entries, store.intents_at)) == {1}
     assert intents(store) == []
 
 
-def test_what_was_published_before_announces_nothing(store: WatchedStore, clock: ManualClock) -> None:
-    publisher = ModelPublisher(opened(store, clock))
+def test_what_was_published_before_announces_nothing(store: WatchedStore, publisher: ModelPublisher) -> None:
     publisher.publish(MODEL, step=0)
     store.intents_at.clear()
     publisher.publish(MODEL, step=0)
@@ -87,9 +82,8 @@ def test_what_was_published_before_announces_nothing(store: WatchedStore, clock:
 
 
 def test_a_publication_that_fails_before_its_commit_ends_its_intent(
-    store: WatchedStore, clock: ManualClock
+    store: WatchedStore, publisher: ModelPublisher
 ) -> None:
-    publisher = ModelPublisher(opened(store, clock))
     store.lost_answers = KEYS.parts
     with pytest.raises(Unavailable):
         publisher.publish(MODEL, step=0)
@@ -97,9 +91,8 @@ def test_a_publication_that_fails_before_its_commit_ends_its_intent(
 
 
 def test_while_it_is_open_whether_a_manifest_was_created_the_intent_stays_until_the_next_commit(
-    store: WatchedStore, clock: ManualClock
+    store: WatchedStore, publisher: ModelPublisher
 ) -> None:
-    publisher = ModelPublisher(opened(store, clock))
     store.lost_answers = KEYS.entries
     with pytest.raises(Unavailable):
         publisher.publish(MODEL, step=0)
@@ -110,22 +103,19 @@ def test_while_it_is_open_whether_a_manifest_was_created_the_intent_stays_until_
 
 
 def test_a_commit_after_a_long_upload_renews_the_intent_first(
-    store: WatchedStore, clock: ManualClock
+    store: WatchedStore, publisher: ModelPublisher, clock: ManualClock
 ) -> None:
-    publisher = ModelPublisher(opened(store, clock))
     store.advance_at_parts = clock
-    store.intents_at.clear()
     publisher.publish(MODEL, step=0)
     assert len(list(under(KEYS.intents, store.intents_at))) == 2
     assert intents(store) == []
 
 
 def test_a_commit_after_a_long_upload_refuses_names_that_were_given_up_meanwhile(
-    store: WatchedStore, clock: ManualClock
+    store: WatchedStore, publisher: ModelPublisher, clock: ManualClock
 ) -> None:
-    publisher = ModelPublisher(opened(store, clock))
     publisher.publish(MODEL, step=0)
-    publish_with_a_tombstone_at_the_renewal(store, clock, publisher)
+    bury_everything_at_the_renewal(store, clock)
     with pytest.raises(Unavailable, match="publish again"):
         publisher.publish(trained(MODEL, 1), step=1)
     store.advance_at_parts = None
@@ -138,25 +128,17 @@ def test_a_commit_after_a_long_upload_refuses_names_that_were_given_up_meanwhile
     assert tombstones.names.isdisjoint(named)
 
 
-def publish_with_a_tombstone_at_the_renewal(
-    store: WatchedStore, clock: ManualClock, publisher: ModelPublisher
-) -> None:
+def bury_everything_at_the_renewal(store: WatchedStore, clock: ManualClock) -> None:
     """Arrange that every part in the store is in a tombstone once the upload has taken long."""
     store.advance_at_parts = clock
-    original = store.put_if_absent
 
-    def put(key: str, data: bytes) -> PutResult:
-        if key.startswith(KEYS.intents) and any(info for info in store.list(KEYS.intents)):
-            names = frozenset(
-                bytes.fromhex(info.key.removeprefix(KEYS.parts).removesuffix(".afwd"))
-                for info in store.list(KEYS.parts)
-            )
-            tombstone = Tombstone(number=0, parts=names, created_time_s=0)
-            original(KEYS.tombstone(0), encode_tombstone(KEYS, tombstone))
-        return original(key, data)
+    def note(key: str, data: bytes) -> None:
+        store.note(key, data)
+        if key.startswith(KEYS.intents) and intents(store):
+            names = [info.key.removeprefix(KEYS.parts) for info in store.list(KEYS.parts)]
+            bury(store, 0, *(bytes.fromhex(name.removesuffix(".afwd")) for name in names))
 
-    store.put_if_absent = put  # type: ignore[method-assign]
-    assert publisher.newest is not None
+    store.before_put = note
 
 
 def test_intents_of_a_fenced_writer_and_intents_of_yesterday_are_over(

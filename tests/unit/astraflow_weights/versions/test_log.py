@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,31 +14,21 @@ from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptManifest, Edge
 from astraflow_weights.store import ObjectInfo
 from astraflow_weights.store.file import FileStore
-from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions import manifest as entries
 from astraflow_weights.versions.collection_records import Sweep, encode_sweep
 from astraflow_weights.versions.log import VersionLog, path_key
-from astraflow_weights.versions.manifest import (
-    AddedPath,
-    DeltaRef,
-    Entry,
-    Fence,
-    Manifest,
-    PartRef,
-    encode_entry,
-    encode_path,
-)
+from support.log_records import added_path
 from support.published_models import read_log
-from support.weight_models import POLICY, RUN, FaultyStore, make_model, overwrite
+from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, overwrite
 
-KEYS = PolicyKeys(RUN, POLICY)
 # Only what is wrong waits as long.
 TOGETHER_S = 30.0
 TENSORS = tensor_digests(make_model())
-PART = PartRef(key=KEYS.part("ab"), size_bytes=10, sha256=b"s" * 32)
+PART = entries.PartRef(key=KEYS.part("ab"), size_bytes=10, sha256=b"s" * 32)
 
 
-def fence(sequence: int, *, epoch: int) -> Fence:
-    return Fence(
+def fence(sequence: int, *, epoch: int = 1) -> entries.Fence:
+    return entries.Fence(
         run_id=RUN, policy_id=POLICY, sequence=sequence, epoch=epoch, nonce=nonce(epoch), previous_epoch=None
     )
 
@@ -46,8 +37,8 @@ def nonce(epoch: int) -> bytes:
     return epoch.to_bytes(16, "big")
 
 
-def manifest(sequence: int, *, epoch: int, version: int) -> Manifest:
-    return Manifest(
+def manifest(sequence: int, *, version: int, epoch: int = 1) -> entries.Manifest:
+    return entries.Manifest(
         run_id=RUN,
         policy_id=POLICY,
         version=version,
@@ -64,9 +55,9 @@ def manifest(sequence: int, *, epoch: int, version: int) -> Manifest:
     )
 
 
-def write(store: FileStore, *entries: Entry) -> VersionLog:
-    for entry in entries:
-        store.put_if_absent(KEYS.entry(entry.sequence), encode_entry(entry))
+def write(store: FileStore, *added: entries.Entry) -> VersionLog:
+    for entry in added:
+        store.put_if_absent(KEYS.entry(entry.sequence), entries.encode_entry(entry))
     return VersionLog(store, run_id=RUN, policy_id=POLICY)
 
 
@@ -78,29 +69,16 @@ def test_an_empty_log_has_no_version(store: FileStore) -> None:
 
 
 def test_versions_are_counted_over_manifests_only(store: FileStore) -> None:
-    log = write(
-        store,
-        fence(0, epoch=1),
-        manifest(1, epoch=1, version=0),
-        manifest(2, epoch=1, version=1),
-        fence(3, epoch=2),
-        manifest(4, epoch=2, version=2),
-    )
+    write(store, fence(0), manifest(1, version=0), manifest(2, version=1))
+    log = write(store, fence(3, epoch=2), manifest(4, epoch=2, version=2))
     assert log.refresh() == 2
     assert [record.sequence for record in log.records] == [1, 2, 4]
     assert log.next_sequence == 5
 
 
 def test_a_zombie_wastes_a_number_and_wins_none(store: FileStore) -> None:
-    log = write(
-        store,
-        fence(0, epoch=1),
-        manifest(1, epoch=1, version=0),
-        fence(2, epoch=2),
-        manifest(3, epoch=1, version=1),
-        fence(4, epoch=1),
-        manifest(5, epoch=2, version=1),
-    )
+    write(store, fence(0), manifest(1, version=0), fence(2, epoch=2))
+    log = write(store, manifest(3, version=1), fence(4), manifest(5, epoch=2, version=1))
     assert log.refresh() == 1
     assert [(record.sequence, record.writer_epoch) for record in log.records] == [(1, 1), (5, 2)]
     assert log.num_ignored == 2
@@ -109,62 +87,63 @@ def test_a_zombie_wastes_a_number_and_wins_none(store: FileStore) -> None:
 
 
 def test_a_manifest_that_arrived_before_the_fence_counts(store: FileStore) -> None:
-    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0), fence(2, epoch=5))
+    log = write(store, fence(0), manifest(1, version=0), fence(2, epoch=5))
     assert log.refresh() == 0
 
 
-def test_refreshing_reads_only_what_is_new(store: FileStore) -> None:
-    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0))
+@pytest.fixture
+def log(store: FaultyStore) -> VersionLog:
+    """A log with version 0, which nobody has read."""
+    return write(store, fence(0), manifest(1, version=0))
+
+
+def test_refreshing_reads_only_what_is_new(store: FaultyStore, log: VersionLog) -> None:
     assert log.refresh() == 0
     assert log.refresh() == 0
-    write(store, manifest(2, epoch=1, version=1))
+    write(store, manifest(2, version=1))
     assert log.refresh() == 1
 
 
 def test_entries_behind_a_gap_wait_until_it_is_filled(store: FileStore) -> None:
-    log = write(store, fence(0, epoch=1), manifest(2, epoch=1, version=1))
+    log = write(store, fence(0), manifest(2, version=1))
     assert log.refresh() is None
-    write(store, manifest(1, epoch=1, version=0))
+    write(store, manifest(1, version=0))
     assert log.refresh() == 1
 
 
-def test_strange_objects_among_the_entries_are_not_entries(store: FileStore) -> None:
-    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0))
+def test_strange_objects_among_the_entries_are_not_entries(store: FaultyStore, log: VersionLog) -> None:
     store.put(f"{KEYS.entries}backup.pb", b"junk")
     store.put(f"{KEYS.entries}2.pb", b"junk")
     assert log.refresh() == 0
 
 
 def test_a_valid_epoch_cannot_skip_or_repeat_a_version(store: FileStore) -> None:
-    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0), manifest(2, epoch=1, version=2))
+    log = write(store, fence(0), manifest(1, version=0), manifest(2, version=2))
     with pytest.raises(CorruptManifest, match="commits version 2 where 1 is due"):
         log.refresh()
     assert log.latest() == log.records[0]
 
 
 def test_an_entry_copied_from_elsewhere_is_refused(store: FileStore) -> None:
-    store.put_if_absent(KEYS.entry(0), encode_entry(replace(fence(0, epoch=1), policy_id="verifier")))
+    store.put_if_absent(KEYS.entry(0), entries.encode_entry(replace(fence(0), policy_id="verifier")))
     with pytest.raises(CorruptManifest, match="copied or renamed"):
         write(store).refresh()
 
 
-def test_an_unknown_version_is_worth_asking_for_again(store: FileStore) -> None:
-    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0))
+def test_an_unknown_version_is_worth_asking_for_again(log: VersionLog) -> None:
     log.refresh()
     with pytest.raises(UnknownVersionError, match="version 1 of policy 'solver' is not in the log"):
         log.record(1)
 
 
-def test_the_whole_manifest_is_read_back(store: FileStore) -> None:
-    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0))
+def test_the_whole_manifest_is_read_back(log: VersionLog) -> None:
     log.refresh()
-    assert log.manifest(0) == manifest(1, epoch=1, version=0)
+    assert log.manifest(0) == manifest(1, version=0)
 
 
-def test_an_entry_that_changed_since_it_was_read_is_refused(store: FileStore) -> None:
-    log = write(store, fence(0, epoch=1), manifest(1, epoch=1, version=0))
+def test_an_entry_that_changed_since_it_was_read_is_refused(store: FaultyStore, log: VersionLog) -> None:
     log.refresh()
-    overwrite(store, KEYS.entry(1), encode_entry(replace(manifest(1, epoch=1, version=0), step=9)))
+    overwrite(store, KEYS.entry(1), entries.encode_entry(replace(manifest(1, version=0), step=9)))
     with pytest.raises(CorruptManifest, match="was changed after it was created"):
         log.manifest(0)
     store.delete(KEYS.entry(1))
@@ -172,25 +151,17 @@ def test_an_entry_that_changed_since_it_was_read_is_refused(store: FileStore) ->
         log.manifest(0)
 
 
-def path(version: int, *, base: int | None) -> AddedPath:
-    return AddedPath(
-        run_id=RUN,
-        policy_id=POLICY,
-        version=version,
-        base_version=base,
-        model_root=model_root(TENSORS),
-        parts=(replace(PART, size_bytes=5),),
-    )
+path = partial(added_path, size_bytes=5, root=model_root(TENSORS))
 
 
-def add(store: FileStore, added: AddedPath) -> str:
+def add(store: FileStore, added: entries.AddedPath) -> str:
     key = path_key(KEYS, added)
-    store.put_if_absent(key, encode_path(added))
+    store.put_if_absent(key, entries.encode_path(added))
     return key
 
 
-def test_paths_made_later_are_offered_beside_those_of_the_manifest(store: FileStore) -> None:
-    log = write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
+def test_paths_made_later_are_offered_beside_those_of_the_manifest(store: FaultyStore) -> None:
+    log = write(store, *(manifest(number, version=number) for number in range(3)))
     assert log.refresh() == 2
     key = add(store, path(2, base=0))
     log.refresh()
@@ -204,9 +175,9 @@ def test_paths_made_later_are_offered_beside_those_of_the_manifest(store: FileSt
 
 def test_a_snapshot_made_later_serves_where_the_manifest_has_none(store: FileStore) -> None:
     second = replace(
-        manifest(1, epoch=1, version=1), snapshot=None, deltas=(DeltaRef(base_version=0, parts=(PART,)),)
+        manifest(1, version=1), snapshot=None, deltas=(entries.DeltaRef(base_version=0, parts=(PART,)),)
     )
-    log = write(store, manifest(0, epoch=1, version=0), second)
+    log = write(store, manifest(0, version=0), second)
     add(store, path(1, base=None))
     log.refresh()
     assert log.record(1).snapshot is None
@@ -214,12 +185,12 @@ def test_a_snapshot_made_later_serves_where_the_manifest_has_none(store: FileSto
 
 
 def test_a_path_that_is_damaged_or_made_for_another_log_is_passed_over(store: FileStore) -> None:
-    log = write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
+    log = write(store, *(manifest(number, version=number) for number in range(3)))
     flipped = add(store, path(2, base=0))
-    overwrite(store, flipped, encode_path(path(2, base=0))[:-1] + b"?")
+    overwrite(store, flipped, entries.encode_path(path(2, base=0))[:-1] + b"?")
     foreign = add(store, replace(path(2, base=1), model_root=b"o" * 32))
     misplaced = KEYS.merged_delta(0, 1)
-    store.put_if_absent(misplaced, encode_path(path(2, base=0)))
+    store.put_if_absent(misplaced, entries.encode_path(path(2, base=0)))
     assert log.refresh() == 2
     assert set(log.damaged_paths) == {flipped, foreign, misplaced}
     assert log.record(2).added == ()
@@ -228,11 +199,11 @@ def test_a_path_that_is_damaged_or_made_for_another_log_is_passed_over(store: Fi
 
 
 def test_a_path_to_a_version_that_is_not_read_yet_waits_for_it(store: FileStore) -> None:
-    log = write(store, manifest(0, epoch=1, version=0))
+    log = write(store, manifest(0, version=0))
     add(store, path(1, base=0))
     log.refresh()
     assert log.damaged_paths == ()
-    write(store, manifest(1, epoch=1, version=1))
+    write(store, manifest(1, version=1))
     log.refresh()
     assert log.record(1).added == (path(1, base=0),)
 
@@ -257,7 +228,7 @@ class SideBySide(FileStore):
 
 def test_a_refresh_waits_for_one_listing_and_one_path_not_for_each(tmp_path: Path) -> None:
     store = SideBySide(tmp_path / "store", listings=4, reads=3)
-    write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
+    write(store, *(manifest(number, version=number) for number in range(3)))
     for base in (0, 1, None):
         add(store, path(2, base=base))
     log = VersionLog(store, run_id=RUN, policy_id=POLICY)
@@ -266,17 +237,15 @@ def test_a_refresh_waits_for_one_listing_and_one_path_not_for_each(tmp_path: Pat
 
 
 def test_a_path_in_the_sequence_is_no_entry(store: FileStore) -> None:
-    store.put_if_absent(KEYS.entry(0), encode_path(path(1, base=0)))
+    store.put_if_absent(KEYS.entry(0), entries.encode_path(path(1, base=0)))
     with pytest.raises(CorruptManifest, match="neither a manifest nor a fence"):
         write(store).refresh()
 
 
-def test_a_copy_goes_on_alone_and_reads_nothing_twice(tmp_path: Path) -> None:
-    store = FaultyStore(tmp_path / "store")
-    log = write(FileStore(tmp_path / "store"), fence(0, epoch=1), manifest(1, epoch=1, version=0))
+def test_a_copy_goes_on_alone_and_reads_nothing_twice(store: FaultyStore, log: VersionLog) -> None:
     first = read_log(store)
     other = first.copy()
-    write(FileStore(tmp_path / "store"), manifest(2, epoch=1, version=1))
+    write(store, manifest(2, version=1))
     store.gets.clear()
     assert other.refresh() == 1
     assert store.gets == [KEYS.entry(2)]
@@ -299,36 +268,29 @@ def sweep_of(number: int, *edges: Edge) -> bytes:
 
 
 def test_paths_that_were_collected_are_not_offered(store: FileStore) -> None:
-    write(store, *(manifest(number, epoch=1, version=number) for number in range(3)))
+    write(store, *(manifest(number, version=number) for number in range(3)))
     log = write(store)
     log.refresh()
-    before = log.record(2)
-    bases: list[int | None] = [delta.base_version for delta in before.deltas]
-    if before.snapshot is not None:
-        bases.append(None)
-    edges = [Edge(version=2, base_version=base) for base in bases]
-    store.put_if_absent(KEYS.sweep(0), sweep_of(0, *edges))
+    store.put_if_absent(KEYS.sweep(0), sweep_of(0, Edge(version=2, base_version=None)))
     log.refresh()
     record = log.record(2)
     assert (record.offered_snapshot, record.offered_deltas) == (None, ())
-    assert (record.snapshot, record.deltas) == (before.snapshot, before.deltas), (
-        "the manifest says what it said"
-    )
+    assert (record.snapshot, record.deltas) == ((PART,), ()), "the manifest says what it said"
 
 
 def test_a_sweep_of_a_version_that_is_not_read_yet_waits_for_it(store: FileStore) -> None:
-    write(store, manifest(0, epoch=1, version=0))
+    write(store, manifest(0, version=0))
     log = write(store)
     log.refresh()
     store.put_if_absent(KEYS.sweep(0), sweep_of(0, Edge(version=1, base_version=0)))
     log.refresh()
-    write(store, manifest(0, epoch=1, version=0), manifest(1, epoch=1, version=1))
+    write(store, manifest(0, version=0), manifest(1, version=1))
     log.refresh()
     assert log.record(1).swept == {0}
 
 
 def test_a_damaged_sweep_is_told_and_passed_over(store: FileStore) -> None:
-    write(store, manifest(0, epoch=1, version=0))
+    write(store, manifest(0, version=0))
     store.put_if_absent(KEYS.sweep(0), b"rotten")
     log = write(store)
     log.refresh()

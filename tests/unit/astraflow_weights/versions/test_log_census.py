@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from astraflow_weights.codec.digest import model_root
 from astraflow_weights.store.file import FileStore
-from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.manifest import Manifest, decode_entry, encode_entry
 from support import store_census
 from support.published_models import ModelPublisher, open_writer
-from support.weight_models import POLICY, RUN, make_model, overwrite, trained
+from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, overwrite, trained
 
-KEYS = PolicyKeys(RUN, POLICY)
 Damage = Callable[[FileStore, Manifest], None]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FileStore:
+def store(store: FaultyStore) -> FaultyStore:
     """Versions 0 to 2 of two writers, and a part that no manifest names."""
-    store = FileStore(tmp_path / "store")
     model = make_model()
     for epoch in (1, 2):
         writer = open_writer(store, epoch=epoch)

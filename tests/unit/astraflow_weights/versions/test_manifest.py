@@ -1,5 +1,6 @@
 """Entries come back as they were, and damaged or contradictory ones are refused."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,30 +10,18 @@ from astraflow.weights.v1 import manifest_pb2
 from astraflow_weights.codec.digest import model_root, sha256
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptManifest
-from astraflow_weights.versions.manifest import (
-    AddedPath,
-    Asset,
-    DeltaRef,
-    Entry,
-    Fence,
-    Manifest,
-    PartRef,
-    decode_entry,
-    decode_path,
-    encode_entry,
-    encode_path,
-)
+from astraflow_weights.versions import manifest as entries
 from support.weight_models import POLICY, RUN, make_model
 
 
-def ref(content: bytes) -> PartRef:
-    return PartRef(
+def ref(content: bytes) -> entries.PartRef:
+    return entries.PartRef(
         key=f"{RUN}/{POLICY}/parts/{content.hex()}.afwd", size_bytes=len(content), sha256=sha256(content)
     )
 
 
 TENSORS = tensor_digests(make_model())
-MANIFEST = Manifest(
+MANIFEST = entries.Manifest(
     run_id=RUN,
     policy_id=POLICY,
     version=3,
@@ -42,16 +31,16 @@ MANIFEST = Manifest(
     step=40,
     parent_version=2,
     snapshot=(ref(b"s0"), ref(b"s1")),
-    deltas=(DeltaRef(base_version=2, parts=(ref(b"d"),)),),
+    deltas=(entries.DeltaRef(base_version=2, parts=(ref(b"d"),)),),
     tensors=TENSORS,
     model_root=model_root(TENSORS),
-    assets=(Asset(file_name="config.json", blob=ref(b"{}")),),
+    assets=(entries.Asset(file_name="config.json", blob=ref(b"{}")),),
     num_changed=17,
     num_elements=sum(tensor.spec.num_elements for tensor in TENSORS),
     learning_rate=1e-6,
     created_time_s=1_700_000_000.25,
 )
-FENCE = Fence(
+FENCE = entries.Fence(
     run_id=RUN,
     policy_id=POLICY,
     sequence=0,
@@ -73,37 +62,27 @@ FENCE = Fence(
         replace(FENCE, previous_epoch=0, sequence=9),
     ],
 )
-def test_an_entry_comes_back_as_it_was(entry: Entry) -> None:
-    assert decode_entry(encode_entry(entry)) == entry
-
-
-@pytest.mark.parametrize("entry", [MANIFEST, FENCE])
-def test_every_flipped_bit_is_detected(entry: Entry) -> None:
-    data = encode_entry(entry)
-    for index in range(len(data) * 8):
-        flipped = bytearray(data)
-        flipped[index // 8] ^= 1 << index % 8
-        with pytest.raises(CorruptManifest):
-            decode_entry(bytes(flipped))
+def test_an_entry_comes_back_as_it_was(entry: entries.Entry) -> None:
+    assert entries.decode_entry(entries.encode_entry(entry)) == entry
 
 
 def test_every_truncation_is_detected() -> None:
-    data = encode_entry(MANIFEST)
+    data = entries.encode_entry(MANIFEST)
     for length in range(len(data)):
         with pytest.raises(CorruptManifest):
-            decode_entry(data[:length])
+            entries.decode_entry(data[:length])
 
 
 def test_another_schema_is_refused_with_the_remedy() -> None:
     content = manifest_pb2.Entry(schema_version=2).SerializeToString()
     with pytest.raises(IncompatibleError, match="schema version 2, this release reads 1; run the release"):
-        decode_entry(content + b"\x7a\x20" + sha256(content))
+        entries.decode_entry(content + b"\x7a\x20" + sha256(content))
 
 
 def test_an_entry_that_is_neither_is_refused() -> None:
     content = manifest_pb2.Entry(schema_version=1).SerializeToString()
     with pytest.raises(CorruptManifest, match="neither a manifest nor a fence"):
-        decode_entry(content + b"\x7a\x20" + sha256(content))
+        entries.decode_entry(content + b"\x7a\x20" + sha256(content))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +92,7 @@ def test_an_entry_that_is_neither_is_refused() -> None:
         ({"model_root": b"r" * 32}, "root does not belong"),
         ({"tensors": TENSORS[::-1]}, "not sorted"),
         ({"tensors": (), "model_root": model_root(())}, "not sorted by name, or repeat"),
-        ({"deltas": (DeltaRef(base_version=3, parts=(ref(b"d"),)),)}, "the version itself or later"),
+        ({"deltas": (entries.DeltaRef(base_version=3, parts=(ref(b"d"),)),)}, "the version itself or later"),
         ({"deltas": MANIFEST.deltas * 2}, "or repeats"),
         ({"parent_version": 1}, "follows version 1, not 2"),
         ({"parent_version": None}, "follows version None, not 2"),
@@ -125,7 +104,7 @@ def test_an_entry_that_is_neither_is_refused() -> None:
 )
 def test_a_contradictory_manifest_is_never_written(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        encode_entry(replace(MANIFEST, **change))  # type: ignore[arg-type]
+        entries.encode_entry(replace(MANIFEST, **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -142,15 +121,15 @@ def test_a_contradictory_manifest_is_never_written(change: dict[str, object], me
     ],
 )
 def test_a_sealed_manifest_with_a_bad_field_is_refused(damage: object) -> None:
-    message = manifest_pb2.Entry.FromString(encode_entry(MANIFEST))
+    message = manifest_pb2.Entry.FromString(entries.encode_entry(MANIFEST))
     message.ClearField("seal")
     damage(message.manifest)  # type: ignore[operator]
     content = message.SerializeToString()
     with pytest.raises(CorruptManifest, match="contradicts itself"):
-        decode_entry(content + b"\x7a\x20" + sha256(content))
+        entries.decode_entry(content + b"\x7a\x20" + sha256(content))
 
 
-ADDED = AddedPath(
+ADDED = entries.AddedPath(
     run_id=RUN,
     policy_id=POLICY,
     version=16,
@@ -162,26 +141,33 @@ ADDED = AddedPath(
 
 
 @pytest.mark.parametrize("path", [ADDED, replace(ADDED, base_version=0), replace(ADDED, base_version=None)])
-def test_an_added_path_comes_back_as_it_was(path: AddedPath) -> None:
-    assert decode_path(encode_path(path)) == path
+def test_an_added_path_comes_back_as_it_was(path: entries.AddedPath) -> None:
+    assert entries.decode_path(entries.encode_path(path)) == path
 
 
-def test_every_flipped_bit_of_an_added_path_is_found() -> None:
-    data = encode_path(ADDED)
+@pytest.mark.parametrize(
+    ("data", "decode"),
+    [
+        pytest.param(entries.encode_entry(MANIFEST), entries.decode_entry, id="manifest"),
+        pytest.param(entries.encode_entry(FENCE), entries.decode_entry, id="fence"),
+        pytest.param(entries.encode_path(ADDED), entries.decode_path, id="added path"),
+    ],
+)
+def test_every_flipped_bit_is_detected(data: bytes, decode: Callable[[bytes], object]) -> None:
     for bit in range(len(data) * 8):
-        damaged = bytearray(data)
-        damaged[bit // 8] ^= 1 << bit % 8
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(CorruptManifest):
-            decode_path(bytes(damaged))
+            decode(bytes(flipped))
 
 
 def test_a_path_is_no_entry_and_an_entry_no_path() -> None:
     with pytest.raises(CorruptManifest, match="neither a manifest nor a fence"):
-        decode_entry(encode_path(ADDED))
+        entries.decode_entry(entries.encode_path(ADDED))
     with pytest.raises(CorruptManifest, match="is not an added path"):
-        decode_path(encode_entry(FENCE))
+        entries.decode_path(entries.encode_entry(FENCE))
 
 
 def test_a_path_that_leads_nowhere_is_not_written() -> None:
     with pytest.raises(ValueError, match="to version 16 starts from version 16"):
-        encode_path(replace(ADDED, base_version=16))
+        entries.encode_path(replace(ADDED, base_version=16))

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from astraflow.errors import UnknownVersionError
 from astraflow_weights.errors import Edge, NoPath
 from astraflow_weights.store.file import FileStore
-from astraflow_weights.versions.log import VersionLog, VersionRecord
-from astraflow_weights.versions.manifest import AddedPath, DeltaRef, PartRef
+from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import PullPlan, plan_pull
 from astraflow_weights.versions.rates import PullCosts
+from support.log_records import version_record
 from support.weight_models import POLICY, RUN
 
 # Sizes of one version: its snapshot (None: it has none) and its deltas by base version, merged ones too.
@@ -24,43 +24,10 @@ class KnownLog(VersionLog):
 
     def __init__(self, offers: list[Offer]) -> None:
         super().__init__(FileStore(Path("/nonexistent")), run_id=RUN, policy_id=POLICY)
-        self._records = [record(version, offer) for version, offer in enumerate(offers)]
-
-
-def ref(size_bytes: int) -> PartRef:
-    return PartRef(key="k", size_bytes=size_bytes, sha256=b"s" * 32)
-
-
-def record(version: int, offer: Offer) -> VersionRecord:
-    snapshot, deltas = offer
-    return VersionRecord(
-        version=version,
-        sequence=version,
-        writer_epoch=1,
-        step=version,
-        manifest_sha256=b"m" * 32,
-        model_root=b"r" * 32,
-        snapshot=None if snapshot is None else (ref(snapshot),),
-        deltas=tuple(
-            DeltaRef(base_version=base, parts=(ref(size),))
-            for base, size in deltas.items()
-            if base == version - 1
-        ),
-        num_changed=0,
-        num_elements=1,
-        added=tuple(
-            AddedPath(
-                run_id=RUN,
-                policy_id=POLICY,
-                version=version,
-                base_version=base,
-                model_root=b"r" * 32,
-                parts=(ref(size),),
-            )
-            for base, size in deltas.items()
-            if base != version - 1
-        ),
-    )
+        self._records = [
+            version_record(version, snapshot=snapshot, deltas=deltas)
+            for version, (snapshot, deltas) in enumerate(offers)
+        ]
 
 
 def edges(plan: PullPlan) -> list[tuple[int | None, int]]:

@@ -264,7 +264,7 @@ class NodeStatus(_message.Message):
 
     @_builtins.property
     def last_seen_time(self) -> _timestamp_pb2.Timestamp:
-        """When it was last heard of."""
+        """When it last called."""
 
     @_builtins.property
     def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

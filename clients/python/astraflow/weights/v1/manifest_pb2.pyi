@@ -151,7 +151,7 @@ class Manifest(_message.Message):
     density: _builtins.float
     """num_changed / num_elements; 0 for version 0."""
     learning_rate: _builtins.float
-    """Learning rate of the step; absent when not told."""
+    """Learning rate of the step; absent when unknown."""
     rollback_of: _builtins.int
     """Set for a rollback: the older version whose tensors and model root it has. Readers refuse another root."""
     @_builtins.property

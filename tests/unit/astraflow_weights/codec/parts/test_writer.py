@@ -2,11 +2,11 @@
 
 import pytest
 
-from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot
+from astraflow_weights.codec import decode_snapshot, encode_delta, encode_snapshot
 from astraflow_weights.codec.digest import sha256
 from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.parts.writer import salted
-from support.weight_models import make_model, same_model, trained
+from support.weight_models import applied, make_model, same_model, trained
 
 BASE = make_model()
 TARGET = trained(BASE, 1)
@@ -17,9 +17,7 @@ def test_a_salted_part_holds_the_same_and_has_another_sha256(salt: int) -> None:
     parts = encode_delta(BASE, TARGET, context=False)
     others = [salted(part, salt=salt) for part in parts]
     assert {sha256(part) for part in parts}.isdisjoint(sha256(part) for part in others)
-    model = {name: array.copy() for name, array in BASE.items()}
-    apply_delta(model, others)
-    assert same_model(model, TARGET)
+    assert same_model(applied(BASE, others), TARGET)
 
 
 def test_salted_and_plain_parts_of_one_set_belong_together() -> None:

@@ -42,6 +42,13 @@ def encode(base: Array, target: Array, *, context: bool = False) -> StoredTile:
     return stored(encode_tile(base, target, start=0, context=context), dtype=base.dtype.type)
 
 
+def decoded(tile: StoredTile, base: Array) -> Array:
+    """What the tile makes of its base."""
+    mirror = base.copy()
+    decode_tile(tile, base=mirror).apply_to(mirror)
+    return mirror
+
+
 def sparse_pair(gaps: list[int], *, dtype: type = np.uint16, step: int = 1) -> tuple[Array, Array]:
     positions = np.cumsum(np.array(gaps) + 1) - 1
     base = np.random.default_rng(0).integers(0, 200, positions[-1] + 7).astype(dtype)
@@ -75,9 +82,7 @@ def test_any_difference_comes_back(dtype: type, size: int, density: float, seed:
         draw.random(size) < density, draw.integers(0, np.iinfo(dtype).max, size, dtype=dtype), base
     )
     tile = encode(base, target, context=context)
-    mirror = base.copy()
-    decode_tile(tile, base=mirror).apply_to(mirror)
-    assert np.array_equal(mirror, target)
+    assert np.array_equal(decoded(tile, base), target)
     assert tile.num_changed == np.count_nonzero(base != target)
 
 
@@ -85,9 +90,7 @@ def test_any_difference_comes_back(dtype: type, size: int, density: float, seed:
 def test_steps_of_training_come_back(size: int, density: float, seed: int, context: bool) -> None:
     base = gaussian_bf16(np.random.default_rng(seed), (size,))
     target = moved(base, seed, density=density)
-    mirror = base.copy()
-    decode_tile(encode(base, target, context=context), base=mirror).apply_to(mirror)
-    assert np.array_equal(mirror, target)
+    assert np.array_equal(decoded(encode(base, target, context=context), base), target)
 
 
 @pytest.mark.parametrize("context", [False, True])
@@ -96,17 +99,13 @@ def test_steps_of_training_come_back(size: int, density: float, seed: int, conte
 )
 def test_gaps_of_every_width_come_back(gaps: list[int], context: bool) -> None:
     base, target = sparse_pair(gaps * 3, step=-1)
-    mirror = base.copy()
-    decode_tile(encode(base, target, context=context), base=mirror).apply_to(mirror)
-    assert np.array_equal(mirror, target)
+    assert np.array_equal(decoded(encode(base, target, context=context), base), target)
 
 
 @pytest.mark.parametrize("step", [1, -1, 2, 255, 0x7FFF, -0x7FFF, 0x8000])
 def test_steps_of_every_size_come_back(step: int) -> None:
     base, target = sparse_pair([5, 0, 90], step=step)
-    mirror = base.copy()
-    decode_tile(encode(base, target), base=mirror).apply_to(mirror)
-    assert np.array_equal(mirror, target)
+    assert np.array_equal(decoded(encode(base, target), base), target)
 
 
 def test_the_smallest_encoding_is_chosen() -> None:
@@ -166,24 +165,19 @@ def test_a_tile_that_contradicts_itself_is_refused(change: dict[str, object]) ->
         decode_tile(tile, base=base[: tile.num_elements])
 
 
-def test_a_tile_with_context_is_not_read_without_its_base() -> None:
+@pytest.mark.parametrize(
+    ("other_base", "message"),
+    [(None, "cannot stand"), (np.zeros(40_000, np.uint16), "class does not have in this base")],
+    ids=["without", "another"],
+)
+def test_a_tile_with_context_is_not_read_without_its_own_base(other_base: Array | None, message: str) -> None:
     base = gaussian_bf16(np.random.default_rng(0), (40_000,))
     exponents = (base >> 7).astype(np.int64) & 0xFF
     target = base + (exponents == np.median(exponents)).astype(np.uint16)
     tile = encode(base, target, context=True)
     assert tile.codec is TileCodec.RICE_CTX
-    with pytest.raises(CorruptPart, match="cannot stand"):
-        decode_tile(tile, base=None)
-
-
-def test_a_tile_with_context_is_refused_on_another_base() -> None:
-    base = gaussian_bf16(np.random.default_rng(0), (40_000,))
-    exponents = (base >> 7).astype(np.int64) & 0xFF
-    target = base + (exponents == np.median(exponents)).astype(np.uint16)
-    tile = encode(base, target, context=True)
-    assert tile.codec is TileCodec.RICE_CTX
-    with pytest.raises(CorruptPart, match="class does not have in this base"):
-        decode_tile(tile, base=np.zeros_like(base))
+    with pytest.raises(CorruptPart, match=message):
+        decode_tile(tile, base=other_base)
 
 
 @given(

@@ -1,0 +1,46 @@
+"""Records of a log as values, for tests of what follows from them alone; nothing they name is in a store."""
+
+from collections.abc import Mapping
+
+from astraflow_weights.versions.log import VersionRecord
+from astraflow_weights.versions.manifest import AddedPath, DeltaRef, PartRef
+from support.weight_models import POLICY, RUN
+
+ROOT = b"r" * 32
+
+
+def part_ref(size_bytes: int) -> PartRef:
+    """A part of this size."""
+    return PartRef(key="k", size_bytes=size_bytes, sha256=b"s" * 32)
+
+
+def added_path(version: int, *, base: int | None, size_bytes: int, root: bytes = ROOT) -> AddedPath:
+    """A path of one part that was made after its version."""
+    return AddedPath(
+        run_id=RUN,
+        policy_id=POLICY,
+        version=version,
+        base_version=base,
+        model_root=root,
+        parts=(part_ref(size_bytes),),
+    )
+
+
+def version_record(version: int, *, snapshot: int | None, deltas: Mapping[int, int]) -> VersionRecord:
+    """A version by the sizes of its snapshot and of its deltas by base; those from older bases were merged later."""
+    merged = {base: size for base, size in deltas.items() if base != version - 1}
+    return VersionRecord(
+        version=version,
+        sequence=version,
+        writer_epoch=1,
+        step=version,
+        manifest_sha256=b"m" * 32,
+        model_root=ROOT,
+        snapshot=None if snapshot is None else (part_ref(snapshot),),
+        deltas=tuple(
+            DeltaRef(base_version=base, parts=(part_ref(deltas[base]),)) for base in deltas.keys() - merged
+        ),
+        num_changed=0,
+        num_elements=1,
+        added=tuple(added_path(version, base=base, size_bytes=size) for base, size in merged.items()),
+    )
