@@ -50,10 +50,9 @@ NODE = NodeStatus(
 
 def node(**changes: object) -> NodeStatus:
     """The node with other values."""
-    status = NodeStatus(**changes)  # type: ignore[arg-type]
     merged = NodeStatus()
-    merged.CopyFrom(NODE)
-    merged.MergeFrom(status)
+    merged.MergeFrom(NODE)
+    merged.MergeFrom(NodeStatus(**changes))  # type: ignore[arg-type]
     merged.connected = bool(changes.get("connected", True))
     return merged
 
