@@ -102,15 +102,8 @@ def every_enum(file: descriptor_pb2.FileDescriptorProto) -> Iterator[descriptor_
 
 
 DECLARING = {
-    "message_type",
-    "enum_type",
-    "service",
-    "extension",
-    "field",
-    "nested_type",
-    "oneof_decl",
-    "value",
-    "method",
+    *("message_type", "nested_type", "field", "oneof_decl", "extension"),
+    *("enum_type", "value", "service", "method"),
 }
 """Fields of descriptor.proto that hold what has a name of its own and a comment."""
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from astraflow import plugins
+from astraflow.recipe import Recipe
 from astraflow.recipe.file import parse_recipe
 from astraflow_dataflow.runs.data_plugins import DataPlugins
 from astraflow_kit.plugins import RecipeSource, make, mismatch
@@ -31,6 +32,15 @@ def merged(base: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     return base | {key: {**base.get(key, {}), **value} for key, value in part.items()}
 
 
+def recipe_of(name: str, folder: Path) -> tuple[Recipe, RecipeSource]:
+    """A recipe with what a page shows, and the page's code in the folder."""
+    page = REPOSITORY / "docs" / "plugins" / f"{name}.md"
+    (folder / "recipe.py").write_text("\n".join(blocks(page, "python")))
+    (part,) = map(yaml.safe_load, blocks(page, "yaml"))
+    text = yaml.safe_dump(merged(yaml.safe_load(recipe_text()), part))
+    return parse_recipe(text).recipe, RecipeSource(text=text, folder=folder)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_tests_on_a_page_pass(page: Path) -> None:
     module = types.ModuleType(page.stem)
@@ -43,12 +53,8 @@ def test_the_tests_on_a_page_pass(page: Path) -> None:
 
 @pytest.mark.parametrize("name", DATA_PAGES)
 def test_the_recipe_on_a_page_makes_its_plugin(name: str, tmp_path: Path) -> None:
-    page = REPOSITORY / "docs" / "plugins" / f"{name}.md"
-    (tmp_path / "recipe.py").write_text("\n".join(blocks(page, "python")))
-    (part,) = map(yaml.safe_load, blocks(page, "yaml"))
-    text = yaml.safe_dump(merged(yaml.safe_load(recipe_text()), part))
-    recipe = parse_recipe(text).recipe
-    made = DataPlugins.make(recipe, RecipeSource(text=text, folder=tmp_path))
+    recipe, source = recipe_of(name, tmp_path)
+    made = DataPlugins.make(recipe, source)
     named = [plugin for plugin in (*made.filters, *made.curators, made.selector) if plugin is not None]
     assert [plugin.name for plugin in named if plugin.name.startswith("recipe:")] or name == "dataset"
     assert all(plugin.state is not None for plugin in made.curators)
@@ -56,18 +62,11 @@ def test_the_recipe_on_a_page_makes_its_plugin(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", NODE_PAGES)
 def test_the_recipe_on_a_page_makes_its_workflow_and_reward(name: str, tmp_path: Path) -> None:
-    page = REPOSITORY / "docs" / "plugins" / f"{name}.md"
-    (tmp_path / "recipe.py").write_text("\n".join(blocks(page, "python")))
-    (part,) = map(yaml.safe_load, blocks(page, "yaml"))
-    text = yaml.safe_dump(merged(yaml.safe_load(recipe_text()), part))
-    settings, source = parse_recipe(text).recipe.raas, RecipeSource(text=text, folder=tmp_path)
+    recipe, source = recipe_of(name, tmp_path)
+    settings = recipe.raas
     reward = make(settings.reward, protocol=plugins.Reward, source=source)
     workflow = make(settings.workflow, protocol=plugins.Workflow, source=source, reward=reward)
     if name == "environment":
-        assert (
-            mismatch(
-                vars(sys.modules[type(workflow).__module__])["HigherOrLower"], protocol=plugins.Environment
-            )
-            is None
-        )
+        environment = vars(sys.modules[type(workflow).__module__])["HigherOrLower"]
+        assert mismatch(environment, protocol=plugins.Environment) is None
     assert (reward if name == "reward" else workflow).__class__.__module__.startswith("astraflow_recipe")

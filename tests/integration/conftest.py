@@ -1,9 +1,9 @@
 """Fixtures shared by the integration tests."""
 
-from support.dataflow_fixtures import own_valkey, redis_binary, redis_url, valkey, world
+from support.dataflow_fixtures import own_valkey, process, redis_binary, redis_url, valkey, world
 from support.node_fixtures import checkpoint, shared_engine
 from support.weight_fixtures import ask, bucket, proxy, quiet, s3_server, weight_store
 
-__all__ = ["own_valkey", "redis_binary", "redis_url", "valkey", "world"]
+__all__ = ["own_valkey", "process", "redis_binary", "redis_url", "valkey", "world"]
 __all__ += ["checkpoint", "shared_engine"]
 __all__ += ["ask", "bucket", "proxy", "quiet", "s3_server", "weight_store"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.plugin_states import PluginStateStore, StateChange
 from support.dataflow_process import DataflowProcess
-from support.dataflow_world import Node, World, served, until
+from support.dataflow_world import World, served, until, until_equal
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -21,81 +22,54 @@ SKIP_SEEN = f'["{OURS}:SkipSeen"]'
 STATE = f"curator {OURS}:SkipSeen"
 
 
-async def leased(node: Node, count: int) -> list[str]:
-    """Lease and complete tasks; their ids in order."""
-    leases = await node.lease(count)
-    for lease in leases:
-        await node.complete(lease)
-    return [lease.task.task_id for lease in leases]
-
-
-async def details(world: World) -> dict[str, str]:
-    """What waits: reason to detail."""
-    return {wait.reason: wait.detail for wait in (await world.status()).waits}
-
-
 async def until_state(redis_url: str, name: str, expected: dict[str, bytes]) -> None:
     """Wait until a plug-in's state is saved."""
     async with Connection(redis_url, allow_volatile=True) as connection:
-        store = PluginStateStore(connection)
-
-        async def is_saved() -> bool:
-            return await store.entries("run", name) == expected
-
-        await until(is_saved)
+        await until_equal(partial(PluginStateStore(connection).entries, "run", name), expected)
 
 
 async def test_a_curators_state_survives_a_killed_server(redis_url: str, tmp_path: Path) -> None:
     server = DataflowProcess(redis_url, tmp_path)
     server.start()
     async with server.world(retry_s=20) as world:
-        await world.create_run(dataset="Unevaluated", curators=SKIP_SEEN)
-        trainer = await world.trainer()
-        node = await world.node()
+        trainer, node = await world.started(dataset="Unevaluated", curators=SKIP_SEEN)
         # Four tasks are drawn, odd ones come first.
-        assert await leased(node, 2) == ["train-1", "train-3"]
+        assert await node.work(2) == ["train-1", "train-3"]
         await until_state(redis_url, STATE, {"1": b"1", "3": b"1"})
         server.kill()
         server.start()
-        assert await leased(node, 2) == ["train-0", "train-2"]
+        assert await node.work(2) == ["train-0", "train-2"]
         await until_state(redis_url, STATE, dict.fromkeys("0123", b"1"))
         await trainer.train(1, base_version=0)
 
         # Whatever is drawn now was seen, half of it by the server that was killed.
-        async def is_all_skipped() -> bool:
-            return "tasks_skipped" in await details(world)
-
-        await until(is_all_skipped)
+        await world.until(lambda status: "tasks_skipped" in {wait.reason for wait in status.waits})
         assert await node.lease(1, wait_s=0.1) == []
     server.kill()
 
 
 async def test_what_a_curator_skips_is_never_leased_and_its_settings_count(world: World) -> None:
     curators = f'[{{use: "{OURS}:SkipSeen", with: {{modulus: 2, times: 3}}}}]'
-    await world.create_run(dataset="Unevaluated", curators=curators, max_staleness=8)
-    await world.trainer()
-    node = await world.node()
-    assert await leased(node, 3) == ["train-1", "train-3", "train-5"]
+    _, node = await world.started(dataset="Unevaluated", curators=curators, max_staleness=8)
+    assert await node.work(3) == ["train-1", "train-3", "train-5"]
 
 
 async def test_curators_that_skip_everything_are_named_and_block_nothing_else(world: World) -> None:
-    await world.create_run(dataset="Unevaluated", curators=f'["{OURS}:SkipAll"]')
-    await world.trainer()
-    node = await world.node()
+    _, node = await world.started(dataset="Unevaluated", curators=f'["{OURS}:SkipAll"]')
 
     async def is_named() -> bool:
         assert await node.lease(1, wait_s=0) == []
-        return "tasks_skipped" in await details(world)
+        return "tasks_skipped" in await world.waits()
 
     await until(is_named)
     await world.submit("t1")
-    assert await leased(node, 1) == ["t1"]
+    assert await node.work(1) == ["t1"]
 
 
 async def test_a_data_set_with_a_length_ends_there(world: World) -> None:
     await world.create_run(dataset=f"{OURS}:FourTasks", max_staleness=8)
     await world.trainer()
-    assert await leased(await world.node(), 9) == [f"train-{index}" for index in range(4)]
+    assert await (await world.node()).work(9) == [f"train-{index}" for index in range(4)]
 
 
 async def test_a_stateful_filter_goes_on_where_another_server_left_it(redis_url: str, tmp_path: Path) -> None:
@@ -106,7 +80,7 @@ async def test_a_stateful_filter_goes_on_where_another_server_left_it(redis_url:
         await first.trainer()
         for number, world in enumerate([first, second] * 3):
             await first.submit(f"t{number}")
-            await leased(await world.node(f"n{number}"), 1)
+            await (await world.node(f"n{number}")).work(1)
 
             async def is_settled(groups: int = number + 1) -> bool:
                 account = (await first.status()).trajectories
@@ -119,46 +93,42 @@ async def test_a_stateful_filter_goes_on_where_another_server_left_it(redis_url:
 
 async def test_a_selector_chooses_the_groups_of_a_batch_and_may_wait_for_others(world: World) -> None:
     selector = f'{{use: "{OURS}:LastFirst", with: {{at_least: 3}}}}'
-    await world.create_run(selector=selector, max_staleness=8)
-    trainer, node = await world.trainer(), await world.node()
+    trainer, node = await world.started(selector=selector, max_staleness=8)
     await world.submit("t1", "t2", "t3")
-    await leased(node, 2)
+    await node.work(2)
     reply = await trainer.acquire(1, wait_s=0.1)
     assert reply.waiting_for == "selector"
-    assert "selector" in await details(world)
-    await leased(node, 1)
+    assert "selector" in await world.waits()
+    await node.work(1)
     batch = (await trainer.acquire(1)).batch
     assert [item.task_id for item in batch.items] == ["t3", "t3", "t2", "t2"]
     # Asked again, the step keeps its batch.
     assert (await trainer.acquire(1)).batch == batch
-    assert (await world.status()).trajectories.conservation_error == 0
+    await world.has_account()
 
 
 async def test_two_trainers_that_race_for_a_step_bind_one_batch(world: World) -> None:
-    await world.create_run(selector=f'"{OURS}:LastFirst"', max_staleness=8)
-    trainer, node = await world.trainer(), await world.node()
+    trainer, node = await world.started(selector=f'"{OURS}:LastFirst"', max_staleness=8)
     await world.submit("t1", "t2", "t3")
-    await leased(node, 3)
+    await node.work(3)
     replies = await asyncio.gather(*(trainer.acquire(1) for _ in range(8)))
     assert len({reply.batch.batch_id for reply in replies}) == 1
-    account = (await world.status()).trajectories
-    assert (account.in_batch, account.ready, account.conservation_error) == (4, 2, 0)
+    await world.has_account(in_batch=4, ready=2)
 
 
 async def test_plugins_that_raise_are_named_and_cost_only_what_they_were_asked(world: World) -> None:
     broken = "support.broken_plugins"
-    await world.create_run(
+    trainer, node = await world.started(
         dataset="Unevaluated", curators=f'["{broken}:Curator"]', selector=f'"{broken}:Selector"'
     )
-    trainer, node = await world.trainer(), await world.node()
-    assert await leased(node, 2) == ["train-0", "train-1"]
+    assert await node.work(2) == ["train-0", "train-1"]
     batch = (await trainer.acquire(1)).batch
     assert [item.task_id for item in batch.items] == ["train-0", "train-0", "train-1", "train-1"]
-    waits = await details(world)
-    assert f"{broken}:Curator failed" in waits["curator_failed"]
-    assert "LookupError: no table of difficulties (broken_plugins.py:" in waits["curator_failed"]
-    assert "it chose 't9/solver', which is no candidate" in waits["selector_failed"]
-    assert (await world.status()).trajectories.conservation_error == 0
+    waits = await world.waits()
+    assert f"{broken}:Curator failed" in waits["curator_failed"].detail
+    assert "LookupError: no table of difficulties (broken_plugins.py:" in waits["curator_failed"].detail
+    assert "it chose 't9/solver', which is no candidate" in waits["selector_failed"].detail
+    await world.has_account()
 
 
 async def test_a_state_is_saved_only_from_its_newest_revision_and_all_or_nothing(world: World) -> None:

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
-from astraflow.dataflow.v1 import run_service_pb2, trace_pb2
+from astraflow.dataflow.v1 import trace_pb2
 from astraflow.dataflow.v1 import version_service_pb2 as versions_pb
 from astraflow.errors import InvalidArgumentError, NotFoundError, PreconditionError
-from support.dataflow_world import Node, Trainer, World, seconds, until
+from support.dataflow_world import Node, World, seconds
 
-STATE = trace_pb2.TaskState
 PLACE = trace_pb2.TrajectoryPlace
-
-
-async def started(world: World, **recipe: object) -> tuple[Trainer, Node]:
-    """A run with version 0, a trainer and a node."""
-    await world.create_run(**recipe)
-    return await world.trainer(), await world.node()
-
-
-async def why(world: World, task_id: str = "") -> pb.WhyResponse:
-    """Ask why."""
-    return await world.client.call(
-        world.client.admin.Why, pb.WhyRequest(run_id=world.run_id, task_id=task_id)
-    )
 
 
 async def trace(world: World, task_id: str) -> trace_pb2.TaskTrace:
     """The life of a task."""
-    return (await why(world, task_id)).task
+    return (await world.why(task_id)).task
 
 
 def places(task: trace_pb2.TaskTrace) -> list[tuple[str, str]]:
@@ -39,36 +26,26 @@ def places(task: trace_pb2.TaskTrace) -> list[tuple[str, str]]:
     return [(PLACE.Name(item.place)[17:], item.drop_reason) for item in task.trajectories]
 
 
-def waits_of(response: pb.WhyResponse) -> dict[str, pb.Wait]:
-    """Waits by reason."""
-    return {wait.reason: wait for wait in response.waits}
-
-
 async def test_why_names_stage_since_when_and_what_would_release_it(world: World) -> None:
     await world.create_run()
-    first = waits_of(await why(world))
+    first = {wait.reason: wait for wait in (await world.why()).waits}
     assert {"no_node", "no_trainer"} <= set(first)
     assert "start a node" in first["no_node"].released_by
     await asyncio.sleep(0.05)
-    again = waits_of(await why(world))["no_node"]
+    (again,) = (wait for wait in (await world.why()).waits if wait.reason == "no_node")
     assert again.since_time == first["no_node"].since_time
     assert again.waited_duration.ToNanoseconds() > 0
 
 
 async def test_a_trace_tells_the_whole_way_of_a_task_to_its_version(world: World) -> None:
-    trainer, node = await started(world, groups_per_step=1)
+    trainer, node = await world.started(groups_per_step=1)
     await world.submit("t1")
-    assert (STATE.Name((await trace(world, "t1")).state), len((await trace(world, "t1")).leases)) == (
-        "TASK_STATE_QUEUED",
-        0,
-    )
+    queued = await trace(world, "t1")
+    assert (queued.state, len(queued.leases)) == (trace_pb2.TASK_STATE_QUEUED, 0)
     (lease,) = await node.lease()
     live = await trace(world, "t1")
-    assert (live.state, live.leases[0].node_id, live.leases[0].outcome) == (
-        trace_pb2.TASK_STATE_LEASED,
-        "n1",
-        "",
-    )
+    assert live.state == trace_pb2.TASK_STATE_LEASED
+    assert (live.leases[0].node_id, live.leases[0].outcome) == ("n1", "")
     assert live.leases[0].HasField("deadline_time")
     await node.push(node.episode(lease, 0, reward=0.5))
     assert places(await trace(world, "t1")) == [("ASSEMBLING", "")]
@@ -91,7 +68,7 @@ async def test_a_trace_tells_the_whole_way_of_a_task_to_its_version(world: World
 
 
 async def test_a_trace_lists_each_attempt_with_its_end_and_each_refusal_with_its_reason(world: World) -> None:
-    _, node = await started(world, max_attempts=3)
+    _, node = await world.started(max_attempts=3)
     other = await world.node("n2")
     await world.submit("t1")
     (first,) = await node.lease()
@@ -109,27 +86,9 @@ async def test_a_trace_lists_each_attempt_with_its_end_and_each_refusal_with_its
 
 
 async def test_a_task_that_was_never_submitted_is_not_found(world: World) -> None:
-    await started(world)
+    await world.started()
     with pytest.raises(NotFoundError, match="never had a task 'nobody'"):
-        await why(world, "nobody")
-
-
-async def test_a_task_that_every_node_refused_waits_for_a_capable_one_at_no_cost(world: World) -> None:
-    _, node = await started(world, max_attempts=1)
-    other = await world.node("n2")
-    await world.submit("t1")
-    for refusing in (node, other):
-        (lease,) = await refusing.lease(wait_s=10)
-        assert await refusing.fail(lease, "missing_capability")
-    assert not await node.lease(wait_s=0)
-    await world.dataflow.store.nodes.report("run", node_id="n1", incarnation=1, connected_ms=60_000)
-    await world.dataflow.store.nodes.report("run", node_id="n2", incarnation=1, connected_ms=60_000)
-    wait = waits_of(await why(world))["no_capable_node"]
-    assert "for example t1" in wait.detail
-    assert list((await trace(world, "t1")).refused_by) == ["n1", "n2"]
-    able = await world.node("n3")
-    (lease,) = await able.lease(wait_s=10)
-    assert await able.complete(lease) == ["ACCEPTED", "ACCEPTED"]
+        await world.why("nobody")
 
 
 async def list_nodes(world: World, **request: object) -> pb.ListNodesResponse:
@@ -139,33 +98,19 @@ async def list_nodes(world: World, **request: object) -> pb.ListNodesResponse:
 
 
 async def test_nodes_are_listed_in_pages_with_what_they_joined_with(world: World) -> None:
-    await started(world)
-    request = run_service_pb2.JoinRunRequest(
-        run_id="run",
-        node_id="n2",
-        incarnation=7,
-        max_concurrent_tasks=3,
-        region="eu",
-        pool="spot",
-        engines=["sglang"],
-    )
-    joined = await world.client.call(world.client.runs.JoinRun, request)
-    assert not joined.store_grants
+    await world.started()
+    facts = {"region": "eu", "pool": "spot", "engines": ["sglang"], "max_concurrent_tasks": 3}
+    assert not (await world.join("n2", incarnation=7, **facts)).store_grants
     first = await list_nodes(world, page_size=1)
     second = await list_nodes(world, page_size=1, page_token=first.next_page_token)
     assert ([node.node_id for node in first.nodes], second.next_page_token) == (["n1"], "")
     (node,) = second.nodes
-    assert (node.region, node.pool, list(node.engines), node.max_concurrent_tasks) == (
-        "eu",
-        "spot",
-        ["sglang"],
-        3,
-    )
+    assert {name: getattr(node, name) for name in facts} == facts
     assert (node.incarnation, node.HasField("join_time"), node.drain_reason) == (7, True, "")
 
 
 async def test_a_node_of_unary_calls_is_listed_with_what_it_serves(world: World) -> None:
-    _, node = await started(world)
+    _, node = await world.started()
     for serving in ({"solver": 3}, {"solver": 4}, {}):
         node.serving = serving
         await node.lease_reply()
@@ -176,13 +121,15 @@ async def test_a_node_of_unary_calls_is_listed_with_what_it_serves(world: World)
 async def test_a_node_that_falls_silent_is_last_seen_when_it_spoke_although_its_stream_is_open(
     world: World,
 ) -> None:
-    await started(world)
+    await world.started()
     (before,) = (await list_nodes(world)).nodes
-    report = world.dataflow.store.nodes.report
-    await report("run", node_id="n1", incarnation=1, connected_ms=60_000, heard=False)
+    report = partial(
+        world.dataflow.store.nodes.report, "run", node_id="n1", incarnation=1, connected_ms=60_000
+    )
+    await report(heard=False)
     (silent,) = (await list_nodes(world)).nodes
     assert (silent.connected, silent.last_seen_time) == (True, before.last_seen_time)
-    await report("run", node_id="n1", incarnation=1, connected_ms=60_000)
+    await report()
     (heard,) = (await list_nodes(world)).nodes
     assert heard.last_seen_time.ToMilliseconds() >= before.last_seen_time.ToMilliseconds()
     assert heard.last_seen_time != before.last_seen_time
@@ -195,7 +142,7 @@ async def drain(world: World, node_id: str, reason: str = "") -> pb.DrainNodeRes
 
 
 async def test_a_node_that_must_drain_gets_nothing_more_until_it_starts_anew(world: World) -> None:
-    _, node = await started(world)
+    _, node = await world.started()
     await world.submit("t1", "t2")
     (lease,) = await node.lease()
     assert (await drain(world, "n1")).leases == 1
@@ -208,24 +155,11 @@ async def test_a_node_that_must_drain_gets_nothing_more_until_it_starts_anew(wor
 
 
 async def test_only_a_known_node_drains_for_a_reason_that_is_a_slug(world: World) -> None:
-    await started(world)
+    await world.started()
     with pytest.raises(NotFoundError, match="n9 has not joined"):
         await drain(world, "n9")
     with pytest.raises(InvalidArgumentError, match="slug"):
         await drain(world, "n1", "Because I say so")
-
-
-async def dead_letters(world: World, **request: object) -> pb.ListDeadLettersResponse:
-    """List letters."""
-    message = pb.ListDeadLettersRequest(run_id=world.run_id, **request)  # type: ignore[arg-type]
-    return await world.client.call(world.client.admin.ListDeadLetters, message)
-
-
-async def requeue(world: World, *letter_ids: str) -> tuple[int, int, int]:
-    """Requeue letters; (requeued, unknown, kept)."""
-    request = pb.RequeueDeadLettersRequest(run_id=world.run_id, dead_letter_ids=letter_ids)
-    reply = await world.client.call(world.client.admin.RequeueDeadLetters, request)
-    return reply.requeued, reply.unknown, reply.kept
 
 
 async def bury(world: World, node: Node, *task_ids: str) -> None:
@@ -235,90 +169,81 @@ async def bury(world: World, node: Node, *task_ids: str) -> None:
         await node.push(node.episode(lease, 0))
         await node.fail(lease, "workflow_error", retryable=False)
 
-    async def settled() -> bool:
-        return (await world.status()).trajectories.assembling == 0
-
-    await until(settled)
+    await world.until(lambda status: status.trajectories.assembling == 0)
 
 
 async def test_dead_letters_are_listed_in_pages_with_reason_and_payload(world: World) -> None:
-    _, node = await started(world)
+    _, node = await world.started()
     await bury(world, node, "t1", "t2")
-    first = await dead_letters(world, page_size=1, include_tasks=True)
+    first = await world.dead_letters(page_size=1, include_tasks=True)
     assert (first.total, len(first.dead_letters)) == (2, 1)
     (letter,) = first.dead_letters
-    assert (letter.task_id, letter.reason, letter.node_id, letter.attempt) == (
-        "t1",
-        "workflow_error",
-        "n1",
-        1,
-    )
+    assert (letter.task_id, letter.reason) == ("t1", "workflow_error")
+    assert (letter.node_id, letter.attempt) == ("n1", 1)
     assert (letter.task.task_id, letter.payload_ref) == ("t1", f"af:{{run}}:dead {letter.dead_letter_id}")
-    rest = await dead_letters(world, page_token=first.next_page_token)
+    rest = await world.dead_letters(page_token=first.next_page_token)
     assert ([item.task_id for item in rest.dead_letters], rest.next_page_token) == (["t2"], "")
     assert not rest.dead_letters[0].HasField("task")
 
 
 async def test_a_requeued_task_runs_anew_once_and_every_trajectory_stays_accounted_for(world: World) -> None:
-    _, node = await started(world)
+    _, node = await world.started()
     await bury(world, node, "t1")
-    (letter,) = (await dead_letters(world)).dead_letters
-    assert await requeue(world, letter.dead_letter_id) == (1, 0, 0)
-    assert await requeue(world, letter.dead_letter_id) == (0, 1, 0)
+    (letter,) = (await world.dead_letters()).dead_letters
+    assert await world.requeue(letter.dead_letter_id) == (1, 0, 0)
+    assert await world.requeue(letter.dead_letter_id) == (0, 1, 0)
     (lease,) = await node.lease(2)
     assert (lease.task.task_id, lease.attempt, list(lease.members)) == ("t1", 2, [0, 1])
     lost = node.episode(lease, 0)
     lost.episode_id = "t1.0.1.n1"  # pushed before the task died: repeated, it fills nothing
     assert (await node.push(lost)).outcome == 3  # DUPLICATE
     assert await node.complete(lease) == ["ACCEPTED", "ACCEPTED"]
-    account = (await world.status()).trajectories
-    assert (account.ingested, account.ready, dict(account.dropped)) == (3, 2, {"incomplete": 1})
-    assert account.conservation_error == 0
+    await world.has_account(ingested=3, ready=2, dropped={"incomplete": 1})
     task = await trace(world, "t1")
     assert places(task) == [("DROPPED", "incomplete"), ("READY", ""), ("READY", "")]
 
 
 async def test_all_letters_are_requeued_at_once_and_none_of_a_finishing_run(world: World) -> None:
-    _, node = await started(world, groups_per_step=4)
+    _, node = await world.started(groups_per_step=4)
     await bury(world, node, "t1", "t2", "t3")
-    assert await requeue(world) == (3, 0, 0)
+    assert await world.requeue() == (3, 0, 0)
     assert len(await node.lease(4)) == 3
     await world.finish()
     with pytest.raises(PreconditionError, match="takes no tasks"):
-        await requeue(world)
+        await world.requeue()
 
 
 async def test_a_requeued_task_may_die_again(world: World) -> None:
-    _, node = await started(world, max_attempts=1)
+    _, node = await world.started(max_attempts=1)
     await bury(world, node, "t1")
-    await requeue(world)
+    await world.requeue()
     (lease,) = await node.lease()
     assert not await node.fail(lease, "workflow_error")
-    assert [item.task_id for item in (await dead_letters(world)).dead_letters] == ["t1"]
+    assert [item.task_id for item in (await world.dead_letters()).dead_letters] == ["t1"]
 
 
 async def test_purged_letters_are_gone(world: World) -> None:
-    _, node = await started(world)
+    _, node = await world.started()
     await bury(world, node, "t1", "t2")
-    (first, _) = (await dead_letters(world)).dead_letters
+    (first, _) = (await world.dead_letters()).dead_letters
 
     async def purge(*letter_ids: str) -> int:
         request = pb.PurgeDeadLettersRequest(run_id="run", dead_letter_ids=letter_ids)
         return (await world.client.call(world.client.admin.PurgeDeadLetters, request)).purged
 
     assert [await purge(first.dead_letter_id), await purge(first.dead_letter_id), await purge()] == [1, 0, 1]
-    assert (await dead_letters(world)).total == 0
-    assert await requeue(world, first.dead_letter_id) == (0, 1, 0)
+    assert (await world.dead_letters()).total == 0
+    assert await world.requeue(first.dead_letter_id) == (0, 1, 0)
 
 
 async def test_an_id_that_is_no_letter_is_refused_showing_one(world: World) -> None:
-    await started(world)
+    await world.started()
     with pytest.raises(InvalidArgumentError, match="1712000000000-0"):
-        await requeue(world, "t1")
+        await world.requeue("t1")
 
 
 async def test_a_pin_is_kept_listed_and_removed(world: World) -> None:
-    trainer, _ = await started(world)
+    trainer, _ = await world.started()
     client = world.client
     request = versions_pb.PinVersionRequest(run_id="run", policy_id="solver", version=0, reason="baseline")
     pin = (await client.call(client.versions.PinVersion, request)).pin
@@ -338,7 +263,7 @@ async def test_a_pin_is_kept_listed_and_removed(world: World) -> None:
 
 
 async def test_the_status_is_streamed_when_it_changes_and_only_then(world: World) -> None:
-    _, node = await started(world)
+    _, node = await world.started()
     request = pb.AdminServiceWatchRequest(run_id="run", interval_duration=seconds(0.1))
     changes = world.client.stream(world.client.admin.Watch, request)
     first = await anext(changes)
@@ -354,7 +279,7 @@ async def test_the_status_is_streamed_when_it_changes_and_only_then(world: World
 
 
 async def test_pools_report_their_load_and_what_is_left_to_lease(world: World) -> None:
-    await started(world)
+    await world.started()
     await world.submit("t1", "t2", "t3")
     await (await world.node("n1")).lease()
     await world.dataflow.store.nodes.report("run", node_id="n1", incarnation=1, connected_ms=60_000)

@@ -4,66 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from functools import partial
 
 import pytest
 
-from astraflow.dataflow.v1 import batch_service_pb2
-from astraflow.errors import (
-    ConflictError,
-    FencedError,
-    InvalidArgumentError,
-    NotFoundError,
-    PreconditionError,
-)
-from support.dataflow_world import Node, Trainer, World, served, until
+from astraflow import errors
+from astraflow.dataflow.v1 import batch_service_pb2 as pb
+from support.dataflow_world import World, served, until_equal
 
-INTENT = batch_service_pb2.BATCH_STAGE_INTENT
-TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
-SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
-UNSPECIFIED = batch_service_pb2.BATCH_STAGE_UNSPECIFIED
-
-
-async def started(world: World, **recipe: object) -> tuple[Trainer, Node]:
-    """A run with version 0, a trainer and a node."""
-    await world.create_run(**({"dataset": "Counting"} | recipe))
-    return await world.trainer(), await world.node()
-
-
-async def make_ready(node: Node, groups: int, *, version: int = 0) -> list[str]:
-    """Complete `groups` tasks; return their ids."""
-    leases = []
-    while len(leases) < groups:
-        leases += await node.lease(groups - len(leases))
-    for lease in leases:
-        await node.complete(lease, version=version)
-    return [lease.task.task_id for lease in leases]
-
-
-def task_ids(batch: object) -> list[str]:
-    """Tasks of a batch in order, each once."""
-    return list(dict.fromkeys(item.task_id for item in batch.items))  # type: ignore[attr-defined]
+INTENT, TRAINED, SKIPPED = pb.BATCH_STAGE_INTENT, pb.BATCH_STAGE_TRAINED, pb.BATCH_STAGE_SKIPPED
 
 
 async def test_the_same_step_always_returns_the_same_batch(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 4)
-    first = (await trainer.acquire(1)).batch
+    trainer, _, first = await world.bound(groups=4)
     assert (await trainer.acquire(1)).batch == first
-    assert len(task_ids(first)) == 2
+    assert len({item.task_id for item in first.items}) == 2
 
 
 async def test_a_batch_carries_the_digest_of_its_trajectory_ids(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 2)
-    batch = (await trainer.acquire(1)).batch
+    _, _, batch = await world.bound()
     lines = "".join(f"{item.trajectory_id}\n" for item in batch.items)
     assert batch.digest == hashlib.sha256(lines.encode()).digest()
 
 
 async def test_a_newer_epoch_fences_every_call_and_gets_the_same_batch(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 2)
-    batch = (await trainer.acquire(1)).batch
+    trainer, _, batch = await world.bound()
     await trainer.ack(batch, INTENT)
     successor = await world.trainer()
     for call in (
@@ -74,14 +39,14 @@ async def test_a_newer_epoch_fences_every_call_and_gets_the_same_batch(world: Wo
         trainer.publish(version=1, step=1),
         trainer.mark_durable(0),
     ):
-        with pytest.raises(FencedError):
+        with pytest.raises(errors.FencedError):
             await call
     again = await successor.acquire(1)
     assert (again.batch, again.stage) == (batch, INTENT)
 
 
 async def test_payloads_come_back_byte_for_byte_in_the_order_asked(world: World) -> None:
-    trainer, node = await started(world)
+    trainer, node = await world.started(dataset="Counting")
     (lease, other) = await node.lease(2)
     episodes = [node.episode(lease, 0), node.episode(lease, 1, num_response=40)]
     for episode in episodes:
@@ -96,51 +61,37 @@ async def test_payloads_come_back_byte_for_byte_in_the_order_asked(world: World)
 
 
 async def test_a_stranger_in_a_fetch_is_refused(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 2)
-    await trainer.acquire(1)
-    with pytest.raises(InvalidArgumentError, match="are not in batch"):
+    trainer, _, _ = await world.bound()
+    with pytest.raises(errors.InvalidArgumentError, match="are not in batch"):
         await trainer.fetch(1, "stranger")
 
 
 async def test_groups_are_taken_in_the_order_of_their_staleness_deadline(world: World) -> None:
-    trainer, node = await started(world, max_staleness=8, groups_per_step=2)
-    leases = await node.lease(4)
-    await trainer_publishes(trainer, node, leases)
+    trainer, node = await world.started(dataset="Counting", max_staleness=8, groups_per_step=2)
+    old = await node.lease(4)
+    await node.work(2)
+    await trainer.train(1, base_version=0)
+    await node.work(2, version=1)
+    for lease in old[:2]:
+        await node.complete(lease)
     batch = (await trainer.acquire(2, base_version=1)).batch
     # Two groups of version 1 arrived before two groups of version 0: the older version goes first.
     assert {item.min_version for item in batch.items} == {0}
 
 
-async def trainer_publishes(trainer: Trainer, node: Node, leases: list[object]) -> None:
-    """Train step 1 on two fresh groups, then fill the ready set with newer groups first."""
-    more = await node.lease(2)
-    for lease in more:
-        await node.complete(lease, version=0)
-    await trainer.train(1, base_version=0)
-    newer = await node.lease(2)
-    for lease in newer:
-        await node.complete(lease, version=1)
-    for lease in leases[:2]:
-        await node.complete(lease, version=0)  # type: ignore[arg-type]
-
-
 async def test_groups_too_old_for_the_step_are_dropped_as_stale_and_free_their_payloads(world: World) -> None:
-    trainer, node = await started(world, max_staleness=1)
+    trainer, node = await world.started(dataset="Counting", max_staleness=1)
     old = await node.lease(4)
     for lease in old[:2]:
         await node.complete(lease, version=0)
     await trainer.train(1, base_version=0)
-    fresh = await node.lease(2)
-    for lease in fresh:
-        await node.complete(lease, version=1)
+    await node.work(2, version=1)
     await trainer.train(2, base_version=1)
     for lease in old[2:]:
         await node.complete(lease, version=0)
     reply = await trainer.acquire(3, base_version=2, wait_s=0)
     assert (reply.HasField("batch"), reply.waiting_for) == (False, "ready_groups")
-    account = (await world.status()).trajectories
-    assert (dict(account.dropped), account.ready, account.conservation_error) == ({"stale": 4}, 0, 0)
+    await world.has_account(dropped={"stale": 4}, ready=0)
     assert await count_keys(world, "payload:") == 8  # steps 1 and 2 are retained, the stale ones are gone
 
 
@@ -151,8 +102,8 @@ async def count_keys(world: World, kind: str) -> int:
 
 
 async def test_staleness_is_judged_against_the_version_the_step_starts_from(world: World) -> None:
-    trainer, node = await started(world, max_staleness=1)
-    await make_ready(node, 4)
+    trainer, node = await world.started(dataset="Counting", max_staleness=1)
+    await node.make_ready(4)
     await trainer.train(1, base_version=0)
     batch = (await trainer.acquire(2, base_version=1)).batch
     assert len(batch.items) == 4
@@ -161,93 +112,81 @@ async def test_staleness_is_judged_against_the_version_the_step_starts_from(worl
 
 
 async def test_a_returned_batch_keeps_the_place_of_its_groups(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 4)
-    first = (await trainer.acquire(1)).batch
+    trainer, _, first = await world.bound(groups=4)
     assert await trainer.nack(1) == 2
     assert await trainer.nack(1) == 0
     again = (await trainer.acquire(1)).batch
     assert again.items == first.items
     assert again.batch_id != first.batch_id
-    with pytest.raises(NotFoundError, match="not bound"):
+    with pytest.raises(errors.NotFoundError, match="not bound"):
         await trainer.ack(first, TRAINED)
 
 
 async def test_a_trained_batch_cannot_be_given_back(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 2)
-    batch = (await trainer.acquire(1)).batch
+    trainer, _, batch = await world.bound()
     await trainer.ack(batch, TRAINED)
-    with pytest.raises(PreconditionError):
+    with pytest.raises(errors.PreconditionError):
         await trainer.nack(1)
 
 
 async def test_stages_only_move_forward(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 2)
-    batch = (await trainer.acquire(1)).batch
+    trainer, _, batch = await world.bound()
     assert await trainer.ack(batch, INTENT) == INTENT
     assert await trainer.ack(batch, TRAINED) == TRAINED
     assert await trainer.ack(batch, TRAINED) == TRAINED
     assert await trainer.ack(batch, INTENT) == TRAINED
-    with pytest.raises(ConflictError):
+    with pytest.raises(errors.ConflictError):
         await trainer.ack(batch, SKIPPED)
-    account = (await world.status()).trajectories
-    assert (account.trained, account.in_batch, account.conservation_error) == (4, 0, 0)
+    await world.has_account(trained=4, in_batch=0)
 
 
 async def test_another_digest_is_a_conflict(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 2)
-    batch = (await trainer.acquire(1)).batch
-    with pytest.raises(ConflictError, match="digest"):
+    trainer, _, batch = await world.bound()
+    with pytest.raises(errors.ConflictError, match="digest"):
         await trainer.ack(batch, TRAINED, digest=b"x" * 32)
 
 
 async def test_a_skipped_step_publishes_no_version_and_frees_the_window(world: World) -> None:
-    trainer, node = await started(world, max_staleness=0)
-    await make_ready(node, 2)
-    batch = (await trainer.acquire(1)).batch
+    trainer, node, batch = await world.bound(max_staleness=0)
     assert (await node.lease_reply()).waiting_for == "staleness_window"
     await trainer.ack(batch, SKIPPED)
-    with pytest.raises(InvalidArgumentError, match="skipped"):
+    with pytest.raises(errors.InvalidArgumentError, match="skipped"):
         await trainer.publish(version=1, step=1)
     assert len(await node.lease(2)) == 2
-    account = (await world.status()).trajectories
-    assert (dict(account.dropped), account.conservation_error) == ({"skipped": 4}, 0)
+    await world.has_account(dropped={"skipped": 4})
 
 
 async def test_only_the_next_step_can_be_bound(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 4)
-    with pytest.raises(InvalidArgumentError, match="ask for 1"):
+    trainer, node = await world.started(dataset="Counting")
+    await node.make_ready(4)
+    with pytest.raises(errors.InvalidArgumentError, match="ask for 1"):
         await trainer.acquire(2)
-    with pytest.raises(InvalidArgumentError, match="counted from 1"):
+    with pytest.raises(errors.InvalidArgumentError, match="counted from 1"):
         await trainer.acquire(0)
 
 
 async def test_a_waiting_acquire_wakes_when_the_last_group_is_complete(world: World) -> None:
-    trainer, node = await started(world)
+    trainer, node = await world.started(dataset="Counting")
     waiting = asyncio.create_task(trainer.acquire(1, wait_s=20))
     await asyncio.sleep(0.1)
-    await make_ready(node, 2)
+    await node.make_ready(2)
     assert (await waiting).HasField("batch")
 
 
 async def test_a_trainer_too_far_ahead_of_its_versions_waits_for_publish(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 4)
+    trainer, node = await world.started(dataset="Counting")
+    await node.make_ready(4)
     reply = await trainer.acquire(1, base_version=2, wait_s=0)
     assert (reply.HasField("batch"), reply.waiting_for) == (False, "publish")
-    assert ("publish", "publish") in {(wait.stage, wait.reason) for wait in (await world.status()).waits}
+    assert (await world.waits())["publish"].stage == "publish"
     assert (await trainer.acquire(1, base_version=1, wait_s=0)).HasField("batch")
 
 
 async def test_a_step_is_replayed_verbatim_until_it_is_durable(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 2)
+    trainer, node = await world.started(dataset="Counting")
+    await node.make_ready(2)
     first = await trainer.train(1, base_version=0)
-    await make_ready(node, 2, version=1)
+    await node.make_ready(2, version=1)
     second = await trainer.train(2, base_version=1)
     assert await trainer.mark_durable(1) in (0, 4)  # the run loop releases too, and may be first
     assert await trainer.mark_durable(1) == 0
@@ -257,18 +196,17 @@ async def test_a_step_is_replayed_verbatim_until_it_is_durable(world: World) -> 
     replay = await successor.acquire(2, base_version=1)
     assert (replay.batch, replay.stage) == (second, TRAINED)
     assert len(await successor.fetch(2)) == 4
-    with pytest.raises(NotFoundError, match="not retained"):
+    with pytest.raises(errors.NotFoundError, match="not retained"):
         await successor.acquire(1)
     assert first.digest != second.digest
-    account = (await world.status()).trajectories
-    assert (account.ingested, account.trained, account.conservation_error) == (8, 8, 0)
+    await world.has_account(ingested=8, trained=8)
 
 
 async def test_durability_never_moves_back_nor_ahead_of_training(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 2)
+    trainer, node = await world.started(dataset="Counting")
+    await node.make_ready(2)
     await trainer.train(1, base_version=0)
-    with pytest.raises(InvalidArgumentError, match="last finished step is 1"):
+    with pytest.raises(errors.InvalidArgumentError, match="last finished step is 1"):
         await trainer.mark_durable(2)
     await trainer.mark_durable(1)
     await trainer.mark_durable(0)
@@ -276,34 +214,31 @@ async def test_durability_never_moves_back_nor_ahead_of_training(world: World) -
 
 
 async def test_released_steps_leave_nothing_behind(world: World) -> None:
-    trainer, node = await started(world)
-    await make_ready(node, 2)
+    trainer, node = await world.started(dataset="Counting")
+    await node.make_ready(2)
     await trainer.train(1, base_version=0)
     await trainer.mark_durable(1)
     for kind in ("payload:", "group:", "batch:"):
         assert await count_keys(world, kind) == 0, kind
-    owners = await world.dataflow.connection.raw("HLEN", "af:{run}:owners")
-    assert owners == 0
+    assert await world.dataflow.connection.raw("HLEN", "af:{run}:owners") == 0
 
 
 async def test_an_expired_batch_lease_raises_an_alarm_and_unbinds_nothing(
     redis_url: str, tmp_path: object
 ) -> None:
     async with served(redis_url, tmp_path, batch_lease_s=1) as world:  # type: ignore[arg-type]
-        trainer, node = await started(world)
-        await make_ready(node, 2)
+        trainer, node = await world.started(dataset="Counting")
+        await node.make_ready(2)
         batch = (await trainer.acquire(1)).batch
 
-        async def is_late() -> bool:
-            return await world.dataflow.store.batches.late("run") == [batch.batch_id]
-
-        await until(is_late)
+        late = partial(world.dataflow.store.batches.late, "run")
+        await until_equal(late, [batch.batch_id])
         assert (await trainer.acquire(1)).batch == batch
-        assert await world.dataflow.store.batches.late("run") == []
+        assert await late() == []
 
 
 async def test_the_window_closes_at_equation_5_1_and_opens_on_publish(world: World) -> None:
-    trainer, node = await started(world, max_staleness=1, groups_per_step=2)
+    trainer, node = await world.started(dataset="Counting", max_staleness=1, groups_per_step=2)
     leases = await node.lease(16)
     assert len(leases) == 4  # (1 + 1) · 2
     for lease in leases[:2]:
@@ -318,28 +253,25 @@ async def test_the_window_closes_at_equation_5_1_and_opens_on_publish(world: Wor
 
 
 async def test_a_claim_is_above_every_epoch_that_the_trainer_knows_of(world: World) -> None:
-    await world.create_run()
-    trainer = await world.trainer()
+    trainer, _ = await world.started()
     assert (await trainer.claim(known_epoch=7)).trainer_epoch == 8
     assert (await trainer.claim(known_epoch=3)).trainer_epoch == 9
 
 
 async def test_a_trainer_claims_again_only_when_no_other_has_a_newer_epoch(world: World) -> None:
-    await world.create_run()
-    trainer = await world.trainer()
+    trainer, _ = await world.started()
     held = trainer.epoch
     assert (await trainer.claim(held_epoch=held)).trainer_epoch == held + 1
     # The answer of that claim got lost: the same trainer may repeat it.
     assert (await trainer.claim(held_epoch=held)).trainer_epoch == held + 2
     # Redis lost the claims: what the trainer holds is newer than what Redis knows.
     assert (await trainer.claim(held_epoch=held + 5)).trainer_epoch == held + 6
-    with pytest.raises(FencedError, match="of trainer test"):
+    with pytest.raises(errors.FencedError, match="of trainer test"):
         await trainer.claim(trainer_id="frozen", held_epoch=held + 2)
     assert (await world.status()).policies[0].trainer_epoch == held + 6
 
 
 async def test_a_claim_says_which_life_of_redis_it_belongs_to(world: World) -> None:
-    await world.create_run()
-    trainer = await world.trainer()
+    trainer, _ = await world.started()
     claim = await trainer.claim()
     assert claim.data_incarnation == await world.dataflow.connection.data_incarnation()

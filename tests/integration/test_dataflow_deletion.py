@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from astraflow.dataflow.v1 import run_service_pb2 as pb
+from astraflow.dataflow.v1.admin_service_pb2 import StatusResponse
 from astraflow.errors import AstraflowError, InvalidArgumentError, NotFoundError, PreconditionError
 from astraflow_dataflow.store.replies import as_list, as_text
 from astraflow_kit.failpoints import read_hits
@@ -32,8 +33,7 @@ async def keys(world: World) -> set[str]:
 
 async def lived(world: World) -> None:
     """A run that trained a step, holds a batch, ready groups, half a group, dead letters, pins and refusals."""
-    await world.create_run(max_attempts=1, groups_per_step=1, max_staleness=4)
-    trainer, node = await world.trainer(), await world.node()
+    trainer, node = await world.started(max_attempts=1, groups_per_step=1, max_staleness=4)
     await world.submit("t1", "t2", "t3", "t4", "t5", "t6")
     leases = await node.lease(5)
     for lease in leases[:3]:
@@ -58,19 +58,17 @@ async def test_a_deleted_run_leaves_no_key_and_a_whole_account(world: World) -> 
 
 
 async def test_a_run_that_is_worked_on_is_deleted_only_by_force(world: World) -> None:
-    await world.create_run()
-    await world.trainer()
-    await world.node()
+    await world.started()
     async with working(world):
-        await until(lambda: connected(world))
+        await world.until(is_connected)
         with pytest.raises(PreconditionError, match=r"node n1 is connected.*force"):
             await delete(world)
     assert (await world.status()).run_id == "run"
 
 
-async def connected(world: World) -> bool:
+def is_connected(status: StatusResponse) -> bool:
     """Whether any node is."""
-    return any(node.connected for node in (await world.status()).nodes)
+    return any(node.connected for node in status.nodes)
 
 
 async def test_a_run_that_nobody_works_on_needs_no_force(world: World) -> None:
@@ -80,12 +78,7 @@ async def test_a_run_that_nobody_works_on_needs_no_force(world: World) -> None:
 
 
 async def test_a_batch_that_a_trainer_holds_is_work(world: World) -> None:
-    await world.create_run(groups_per_step=1)
-    trainer, node = await world.trainer(), await world.node()
-    await world.submit("t1")
-    for lease in await node.lease():
-        await node.complete(lease)
-    await trainer.acquire(1)
+    await world.bound(groups=1, groups_per_step=1)
     await world.dataflow.store.nodes.report("run", node_id="n1", incarnation=1, connected_ms=0)
     with pytest.raises(PreconditionError, match="a trainer holds a batch"):
         await delete(world)
@@ -110,12 +103,10 @@ async def test_everything_about_a_deleted_run_is_not_found_at_once(world: World)
 
 
 async def test_an_open_session_ends_when_its_run_is_deleted(world: World) -> None:
-    await world.create_run()
-    await world.trainer()
-    await world.node()
+    await world.started()
     async with working(world) as session:
         await session.credits(1, solver=0)
-        await until(lambda: connected(world))
+        await world.until(is_connected)
         await delete(world, force=True)
         assert (await session.call.code()).name == "NOT_FOUND"
     assert await keys(world) <= SERVERS_OWN
@@ -128,8 +119,7 @@ async def test_another_run_is_left_alone_and_the_name_is_free_again(world: World
     world.run_id = "run-2"
     assert (await world.status()).run_id == "run-2"
     await lived(world)
-    account = (await world.status()).trajectories
-    assert (account.trained, account.conservation_error) == (2, 0)
+    await world.has_account(trained=2)
 
 
 async def test_what_arrives_at_another_server_leaves_nothing_either(redis_url: str, tmp_path: Path) -> None:

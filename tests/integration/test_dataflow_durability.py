@@ -6,25 +6,23 @@ A power loss is a SIGKILL of Redis and an append-only file cut to what the disk 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
-from astraflow.dataflow.v1 import batch_service_pb2, durability_pb2, run_service_pb2, trajectory_service_pb2
+from astraflow.dataflow.v1 import batch_service_pb2, durability_pb2, trajectory_service_pb2
 from astraflow.errors import FencedError, IncompatibleError, UnavailableError, VersionGapError
 from astraflow_dataflow.store import durability
 from astraflow_dataflow.store.connection import Connection
-from support.dataflow_world import Node, World, served, until
+from support.dataflow_world import World, answered, served, until
 from support.valkey import ValkeyServer
 from support.work_stream import soon, working
 
 FSYNCED, REPLICATED = durability_pb2.DURABILITY_FSYNCED, durability_pb2.DURABILITY_REPLICATED
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 Outcome = trajectory_service_pb2.Outcome
-Result = TypeVar("Result")
 
 
 @pytest.fixture
@@ -42,48 +40,30 @@ async def has_waitaof(url: str) -> bool:
         return (await connection.durability()).has_waitaof
 
 
-async def push(
-    world: World, node: Node, lease: object, member: int
-) -> trajectory_service_pb2.PushEpisodeResponse:
-    """Push one episode; the whole answer."""
-    request = trajectory_service_pb2.PushEpisodeRequest(episode=node.episode(lease, member))  # type: ignore[arg-type]
-    return await world.client.call(world.client.trajectories.PushEpisode, request, timeout_s=60)
-
-
-async def again(call: Callable[[], Awaitable[Result]]) -> Result:
-    """Call until the server answers."""
-    while True:
-        try:
-            return await call()
-        except UnavailableError:
-            await asyncio.sleep(0.05)
-
-
-def lose_power(server: ValkeyServer, *, disk_has: int) -> None:
+async def lose_power(server: ValkeyServer, *, disk_has: int) -> None:
     """Kill, keep what the disk had, start again."""
     server.kill()
     assert server.log_bytes >= disk_has
     server.truncate_log(disk_has)
-    server.start()
+    await asyncio.to_thread(server.start)
 
 
 @asynccontextmanager
 async def running(server: ValkeyServer, folder: Path, **settings: object) -> AsyncIterator[World]:
     """A run of one-group steps with a trainer and a node."""
     async with served(server.url, folder, **settings) as world:
-        await world.create_run(dataset="Counting", groups_per_step=1, max_staleness=8)
-        await world.trainer()
-        await world.node()
+        await world.started(dataset="Counting", groups_per_step=1, max_staleness=8)
         yield world
 
 
 async def test_positions_rise_by_one_and_a_repeated_push_has_no_new_one(world: World) -> None:
-    await world.create_run(dataset="Counting")
-    await world.trainer()
-    node = await world.node()
+    _, node = await world.started(dataset="Counting")
     (lease,) = await node.lease()
-    first, second = await push(world, node, lease, 0), await push(world, node, lease, 1)
-    repeated = await push(world, node, lease, 0)
+    first, second = (
+        await node.push_reply(node.episode(lease, 0)),
+        await node.push_reply(node.episode(lease, 1)),
+    )
+    repeated = await node.push_reply(node.episode(lease, 0))
     positions = [answer.result.position for answer in (first, second, repeated)]
     assert positions == [1, 2, 2]
 
@@ -94,27 +74,24 @@ async def test_the_watermark_follows_the_commits_as_far_as_redis_can_tell(
     async with running(own_valkey, tmp_path) as world:
         node = await world.node()
         (lease,) = await node.lease()
-        first = await push(world, node, lease, 0)
+        first = await node.push_reply(node.episode(lease, 0))
         assert first.result.durability == durability_pb2.DURABILITY_MEMORY
         if not await has_waitaof(own_valkey.url):
             await asyncio.sleep(0.2)
-            assert not (await push(world, node, lease, 0)).HasField("watermark")
+            assert not (await node.push_reply(node.episode(lease, 0))).HasField("watermark")
             return
 
         async def is_durable() -> bool:
-            answer = await push(world, node, lease, 0)
+            answer = await node.push_reply(node.episode(lease, 0))
             return answer.watermark.durable_position >= first.result.position
 
         await until(is_durable)
-        mark = (await push(world, node, lease, 0)).watermark
-        request = run_service_pb2.JoinRunRequest(
-            run_id="run", node_id="n1", incarnation=1, max_concurrent_tasks=1
-        )
-        joined = await world.client.call(world.client.runs.JoinRun, request)
+        mark = (await node.push_reply(node.episode(lease, 0))).watermark
+        joined = await world.join("n1", incarnation=1, max_concurrent_tasks=1)
         assert (mark.durability, mark.data_incarnation) == (FSYNCED, joined.data_incarnation)
         async with working(world) as session:
             told = await soon(session.watermarks)
-            assert told.durable_position >= first.result.position  # type: ignore[attr-defined]
+            assert told.durable_position >= first.result.position
 
 
 async def test_what_the_watermark_passed_survives_and_the_rest_is_taken_again_once(
@@ -129,21 +106,22 @@ async def test_what_the_watermark_passed_survives_and_the_rest_is_taken_again_on
             await node.complete(lease)
 
         async def all_durable() -> bool:
-            return (await push(world, node, leases[0], 0)).watermark.durable_position >= 4
+            return (await node.push_reply(node.episode(leases[0], 0))).watermark.durable_position >= 4
 
         await until(all_durable)
         disk_has = own_valkey.log_bytes
         for lease in leases[2:]:
             await node.complete(lease)
-        lose_power(own_valkey, disk_has=disk_has)
+        await lose_power(own_valkey, disk_has=disk_has)
         outcomes = []
         for lease in leases:
             for member in (0, 1):
-                answer = await again(lambda lease=lease, member=member: push(world, node, lease, member))  # type: ignore[misc]
+                answer = await answered(
+                    lambda lease=lease, member=member: node.push_reply(node.episode(lease, member))
+                )  # type: ignore[misc]
                 outcomes.append(Outcome.Name(answer.result.outcome))
         assert outcomes == ["OUTCOME_DUPLICATE"] * 4 + ["OUTCOME_ACCEPTED"] * 4
-        account = (await world.status()).trajectories
-        assert (account.ingested, account.ready, account.conservation_error) == (8, 8, 0)
+        await world.has_account(ingested=8, ready=8)
 
 
 @pytest.mark.timeout(90)
@@ -153,23 +131,17 @@ async def test_acknowledged_as_fsynced_is_on_disk_for_nodes_and_trainers_alike(
     async with running(safe_valkey, tmp_path, durability="fsynced") as world:
         node, trainer = await world.node(), await world.trainer()
         (lease,) = await node.lease()
-        answers = [await push(world, node, lease, member) for member in (0, 1)]
+        answers = [await node.push_reply(node.episode(lease, member)) for member in (0, 1)]
         assert [answer.result.durability for answer in answers] == [FSYNCED, FSYNCED]
         batch = await trainer.train(1, base_version=0)
         disk_has = safe_valkey.log_bytes
         (lost,) = await node.lease()
-        await safe_valkey_forgets(safe_valkey, disk_has)
-        assert (await again(lambda: trainer.acquire(1))).batch.batch_id == batch.batch_id
+        await lose_power(safe_valkey, disk_has=disk_has)
+        assert (await answered(lambda: trainer.acquire(1))).batch.batch_id == batch.batch_id
         assert await trainer.ack(batch, TRAINED) == TRAINED
         assert (await trainer.claim()).version == 1
-        account = (await world.status()).trajectories
-        assert (account.trained, account.conservation_error) == (2, 0)
+        await world.has_account(trained=2)
         assert lost.task.task_id != lease.task.task_id
-
-
-async def safe_valkey_forgets(server: ValkeyServer, disk_has: int) -> None:
-    """As `lose_power`, off the loop."""
-    await asyncio.to_thread(lose_power, server, disk_has=disk_has)
 
 
 @pytest.mark.timeout(90)
@@ -182,12 +154,12 @@ async def test_under_everysec_an_ack_waits_for_the_disk(own_valkey: ValkeyServer
     async with running(own_valkey, tmp_path, durability="fsynced") as world:
         node = await world.node()
         (lease,) = await node.lease()
-        answers = await asyncio.gather(*(push(world, node, lease, member) for member in (0, 1)))
+        answers = await asyncio.gather(*(node.push_reply(node.episode(lease, member)) for member in (0, 1)))
         disk_has = own_valkey.log_bytes
         assert [answer.result.durability for answer in answers] == [FSYNCED, FSYNCED]
-        await safe_valkey_forgets(own_valkey, disk_has)
+        await lose_power(own_valkey, disk_has=disk_has)
         for member in (0, 1):
-            answer = await again(lambda member=member: push(world, node, lease, member))  # type: ignore[misc]
+            answer = await answered(lambda member=member: node.push_reply(node.episode(lease, member)))  # type: ignore[misc]
             assert answer.result.outcome == trajectory_service_pb2.OUTCOME_DUPLICATE
 
 
@@ -231,7 +203,7 @@ async def test_acknowledged_as_replicated_is_on_the_replica(
         async with running(own_valkey, tmp_path, durability="replicated") as world:
             node = await world.node()
             (lease,) = await node.lease()
-            answer = await push(world, node, lease, 0)
+            answer = await node.push_reply(node.episode(lease, 0))
             assert answer.result.durability == REPLICATED
             copy = Connection(replica.url, allow_volatile=True)
             held = await copy.raw("HGET", f"af:{{run}}:task:{lease.task.task_id}", "m0")
@@ -240,7 +212,7 @@ async def test_acknowledged_as_replicated_is_on_the_replica(
             monkeypatch.setattr(durability, "BARRIER_S", 0.5)
             replica.kill()
             with pytest.raises(UnavailableError, match="not replicated within"):
-                await push(world, node, lease, 1)
+                await node.push_reply(node.episode(lease, 1))
     finally:
         replica.kill()
 
@@ -256,15 +228,15 @@ async def test_a_redis_that_lost_writes_without_a_restart_gets_another_identity(
     first, second = await node.lease(2)
     await node.complete(first)
 
+    follower = world.dataflow.durability
+
     async def seen() -> bool:
-        return world.dataflow.durability._highest.get("run", 0) >= 2 and bool(
-            world.dataflow.durability._incarnation
-        )
+        return follower._highest.get("run", 0) >= 2 and bool(follower._incarnation)
 
     await until(seen)
     async with working(world) as session:
         await session.credits(0)
-        await until(lambda: is_connected(world))
+        await world.until(lambda status: status.nodes[0].connected)
         await connection.raw("HSET", "af:{run}:run", "position", 0)
         await node.push(node.episode(second, 0))
 
@@ -275,11 +247,6 @@ async def test_a_redis_that_lost_writes_without_a_restart_gets_another_identity(
         assert (await session.call.code()).name == "UNAVAILABLE"
 
 
-async def is_connected(world: World) -> bool:
-    """Whether the node has an open session."""
-    return (await world.status()).nodes[0].connected
-
-
 @pytest.mark.timeout(90)
 async def test_a_lost_claim_is_never_given_to_another_trainer(
     safe_valkey: ValkeyServer, tmp_path: Path
@@ -288,14 +255,13 @@ async def test_a_lost_claim_is_never_given_to_another_trainer(
         zombie, other = await world.trainer(), await world.trainer()
         disk_has = safe_valkey.log_bytes
         await zombie.claim()
-        await safe_valkey_forgets(safe_valkey, disk_has)
-        await again(other.claim)
+        await lose_power(safe_valkey, disk_has=disk_has)
+        await answered(other.claim)
         assert other.epoch > zombie.epoch
         with pytest.raises(FencedError):
             await zombie.acquire(1)
         node = await world.node()
-        for lease in await node.lease():
-            await node.complete(lease)
+        await node.work()
         assert (await other.acquire(1)).batch.items
 
 
@@ -305,17 +271,16 @@ async def test_lost_announcements_are_taken_again_in_order_and_a_gap_names_the_n
 ) -> None:
     async with running(safe_valkey, tmp_path) as world:
         node, trainer = await world.node(), await world.trainer()
-        for lease in await node.lease(3):
-            await node.complete(lease)
+        await node.work(3)
         await trainer.train(1, base_version=0)
         await trainer.ack((await trainer.acquire(2, base_version=1)).batch, TRAINED)
         await trainer.ack((await trainer.acquire(3, base_version=1)).batch, TRAINED)
         disk_has = safe_valkey.log_bytes
         await trainer.publish(version=2, step=2)
         await trainer.publish(version=3, step=3)
-        await safe_valkey_forgets(safe_valkey, disk_has)
+        await lose_power(safe_valkey, disk_has=disk_has)
         with pytest.raises(VersionGapError) as refused:
-            await again(lambda: trainer.publish(version=3, step=3))
+            await answered(lambda: trainer.publish(version=3, step=3))
         assert refused.value.metadata["newest_version"] == "1"
         for version, step in [(2, 2), (3, 3), (2, 2)]:
             assert (await trainer.publish(version=version, step=step)).version == version

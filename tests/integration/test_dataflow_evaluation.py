@@ -20,8 +20,7 @@ FIRST_ONLY = "{every_versions: 0, num_samples: 2, final_samples: 3}"
 
 async def started(world: World, *, evaluation: str = FIRST_ONLY, **recipe: object) -> tuple[Trainer, Node]:
     """A run with held-out tasks, version 0 and a node that serves it."""
-    await world.create_run(**({"dataset": "Counting", "evaluation": evaluation} | recipe))
-    trainer, node = await world.trainer(), await world.node()
+    trainer, node = await world.started(**({"dataset": "Counting", "evaluation": evaluation} | recipe))
     node.serving = {"solver": 0}
     await planned(world, 1)
     return trainer, node
@@ -78,8 +77,7 @@ async def test_version_zero_is_evaluated_before_anything_is_trained(world: World
     (found,) = await evaluations(world)
     assert (found.version, found.num_samples, found.num_planned, found.complete) == (0, 3, 3, True)
     assert (found.mean_reward, found.final) == (1.0, False)
-    account = (await world.status()).trajectories
-    assert (account.ingested, account.evaluated, account.conservation_error) == (3, 3, 0)
+    await world.has_account(ingested=3, evaluated=3)
 
 
 async def test_an_evaluation_that_has_no_sample_yet_has_no_mean(world: World) -> None:
@@ -94,7 +92,7 @@ async def test_only_a_node_that_serves_exactly_the_version_evaluates(world: Worl
     node.serving = {"solver": 1}
     other = await world.node("n2")
     assert not any(lease.required_versions for lease in [*await node.lease(2), *await other.lease(1)])
-    assert "no_node_at_version" in {wait.reason for wait in (await world.status()).waits}
+    assert "no_node_at_version" in await world.waits()
 
 
 async def test_an_evaluation_trajectory_of_another_version_is_poison(world: World) -> None:
@@ -147,8 +145,7 @@ async def test_a_superseded_evaluation_nobody_can_serve_is_given_up_after_its_pa
         trainer, node = await started(world)
         (held,) = await node.lease(1)
         node.serving = {}
-        for lease in await node.lease(2):
-            await node.complete(lease)
+        await node.work(2)
         await trainer.train(1, base_version=0)
 
         async def is_complete() -> bool:
@@ -157,7 +154,7 @@ async def test_a_superseded_evaluation_nobody_can_serve_is_given_up_after_its_pa
         await until(is_complete)
         assert (await evaluations(world))[0].num_samples == 0
         assert await node.complete(held) == ["LATE_CLOSED"]
-        assert (await world.status()).trajectories.conservation_error == 0
+        await world.has_account()
 
 
 async def test_a_data_set_with_fewer_held_out_tasks_shrinks_the_plan(world: World) -> None:
@@ -249,7 +246,7 @@ async def test_a_finished_run_is_continued_and_finishes_again(world: World) -> N
     await until_finished(world, node, version=1)
     finals = [item.version for item in await evaluations(world) if item.final]
     assert finals == [0, 1]
-    assert (await world.status()).trajectories.conservation_error == 0
+    await world.has_account()
 
 
 async def test_a_run_continued_while_it_finishes_is_not_ended_by_who_saw_it_finishing(world: World) -> None:

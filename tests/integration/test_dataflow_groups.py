@@ -7,16 +7,10 @@ import asyncio
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import Committed, CompleteTask
-from support.dataflow_world import Node, Trainer, World, make_trajectory
+from support.dataflow_world import Node, World, make_trajectory
 
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 DROP_EQUAL = '["astraflow_dataflow.plugins.drop_zero_advantage:DropZeroAdvantage"]'
-
-
-async def started(world: World, **recipe: object) -> tuple[Trainer, Node]:
-    """A run with version 0, a trainer and a node."""
-    await world.create_run(**({"dataset": "Counting"} | recipe))
-    return await world.trainer(), await world.node()
 
 
 async def settled(world: World, count: int) -> None:
@@ -29,7 +23,7 @@ async def settled(world: World, count: int) -> None:
 
 
 async def test_a_group_is_not_visible_before_its_last_member(world: World) -> None:
-    trainer, node = await started(world, groups_per_step=1, group_size=3)
+    trainer, node = await world.started(dataset="Counting", groups_per_step=1, group_size=3)
     (lease,) = await node.lease()
     for member in (0, 1):
         await node.push(node.episode(lease, member))
@@ -39,9 +33,8 @@ async def test_a_group_is_not_visible_before_its_last_member(world: World) -> No
 
 
 async def test_a_filter_drops_a_group_whole_and_lowers_acceptance(world: World) -> None:
-    _, node = await started(world, filters=DROP_EQUAL)
-    for lease in await node.lease(2):
-        await node.complete(lease, reward=1.0)
+    _, node = await world.started(dataset="Counting", filters=DROP_EQUAL)
+    await node.work(2, reward=1.0)
     await settled(world, 4)
     status = await world.status()
     assert dict(status.trajectories.dropped) == {"filtered": 4}
@@ -50,28 +43,27 @@ async def test_a_filter_drops_a_group_whole_and_lowers_acceptance(world: World) 
 
 
 async def test_a_lower_acceptance_leases_more_groups_than_a_step_needs(world: World) -> None:
-    _, node = await started(
-        world, filters=DROP_EQUAL, max_staleness=0, groups_per_step=2, min_acceptance=0.25
+    _, node = await world.started(
+        dataset="Counting", filters=DROP_EQUAL, max_staleness=0, groups_per_step=2, min_acceptance=0.25
     )
     for _ in range(12):
-        for lease in await node.lease(16):
-            await node.complete(lease, reward=1.0)
+        await node.work(16, reward=1.0)
         await asyncio.sleep(0.02)
     await settled(world, 8)
     assert len(await node.lease(16)) > 2
 
 
 async def test_a_failed_member_drops_the_group_unless_the_recipe_allows_fewer(world: World) -> None:
-    _, node = await started(world)
+    _, node = await world.started(dataset="Counting")
     (lease,) = await node.lease()
     await node.push(node.episode(lease, 0))
     await node.push(node.episode(lease, 1, failed=True))
     await settled(world, 1)
-    assert dict((await world.status()).trajectories.dropped) == {"incomplete": 1}
+    await world.has_account(dropped={"incomplete": 1})
 
 
 async def test_a_group_is_closed_with_k_of_n_where_the_recipe_allows_it(world: World) -> None:
-    trainer, node = await started(world, min_members=1, groups_per_step=1, max_attempts=1)
+    trainer, node = await world.started(dataset="Counting", min_members=1, groups_per_step=1, max_attempts=1)
     (lease,) = await node.lease()
     await node.push(node.episode(lease, 0))
     await node.fail(lease, "workflow_error")  # dead letter: the missing member will never come
@@ -105,7 +97,7 @@ async def test_trajectories_of_a_policy_without_credit_end_as_no_credit(world: W
 
 
 async def test_groups_are_per_policy_and_role(world: World) -> None:
-    trainer, node = await started(world, groups_per_step=2, group_size=2)
+    trainer, node = await world.started(dataset="Counting", groups_per_step=2, group_size=2)
     (lease,) = await node.lease()
     for member in lease.members:
         episode = node.episode(lease, member, policies=("solver", "solver"))
@@ -132,23 +124,23 @@ async def committed(world: World, node: Node, lease: task_pb2.Lease) -> Complete
 
 
 async def test_a_task_left_complete_by_a_crash_is_settled_by_any_server(world: World) -> None:
-    trainer, node = await started(world, groups_per_step=1)
+    trainer, node = await world.started(dataset="Counting", groups_per_step=1)
     (lease,) = await node.lease()
     await committed(world, node, lease)
     assert len((await trainer.acquire(1, wait_s=15)).batch.items) == 2
 
 
 async def test_settling_twice_acts_once(world: World) -> None:
-    _, node = await started(world, groups_per_step=1)
+    _, node = await world.started(dataset="Counting", groups_per_step=1)
     (lease,) = await node.lease()
     task, context = await committed(world, node, lease), await world.dataflow.registry.get("run")
     acted = [await world.dataflow.settling.settle(context, task) for _ in range(2)]
     assert sorted(acted) in ([False, False], [False, True])  # the run loop may have been first
-    assert (await world.status()).trajectories.ready == 2
+    await world.has_account(ready=2)
 
 
 async def test_an_episode_without_trajectories_is_fine(world: World) -> None:
-    trainer, node = await started(world, groups_per_step=1)
+    trainer, node = await world.started(dataset="Counting", groups_per_step=1)
     (lease,) = await node.lease()
     await node.push(node.episode(lease, 0, policies=()))
     await node.push(node.episode(lease, 1))
@@ -156,7 +148,7 @@ async def test_an_episode_without_trajectories_is_fine(world: World) -> None:
 
 
 async def test_the_recent_reward_is_the_mean_of_the_last_groups(world: World) -> None:
-    _, node = await started(world, groups_per_step=1, max_staleness=3)
+    _, node = await world.started(dataset="Counting", groups_per_step=1, max_staleness=3)
     for reward in (0.0, 1.0, 0.5):
         (lease,) = await node.lease()
         await node.complete(lease, reward=reward)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from astraflow.dataflow.v1 import trajectory_service_pb2
+from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from support.dataflow_world import Node, World
 
@@ -13,9 +13,7 @@ CURRENT, OLDER, HEDGE = "current", "older", "hedge"
 
 async def leased_twice(world: World, *, group_size: int = 2) -> tuple[Node, task_pb2.Lease, task_pb2.Lease]:
     """A task whose first lease was given back, so that attempt 1 is older and attempt 2 current."""
-    await world.create_run(group_size=group_size)
-    await world.trainer()
-    node = await world.node()
+    _, node = await world.started(group_size=group_size)
     await world.submit("t1")
     (first,) = await node.lease()
     assert await node.fail(first, "workflow_error")
@@ -24,15 +22,16 @@ async def leased_twice(world: World, *, group_size: int = 2) -> tuple[Node, task
     return node, first, second
 
 
-def lease_for(attempt: str, first: task_pb2.Lease, second: task_pb2.Lease) -> task_pb2.Lease:
-    """The lease an episode of this kind of attempt runs under."""
-    return first if attempt == OLDER else second
+def pushed(node: Node, attempt: str, first: task_pb2.Lease, second: task_pb2.Lease) -> trajectory_pb2.Episode:
+    """An episode of member 0 under this kind of attempt."""
+    lease = first if attempt == OLDER else second
+    return node.episode(lease, 0, episode_id="e", hedge=attempt == HEDGE)
 
 
-async def outcome(node: Node, episode: trajectory_pb2.Episode) -> str:
-    """Push and return the outcome's name."""
+async def refused(node: Node, episode: trajectory_pb2.Episode) -> tuple[str, str]:
+    """Push; the outcome's name and the reason."""
     result = await node.push(episode)
-    return trajectory_service_pb2.Outcome.Name(result.outcome).removeprefix("OUTCOME_")
+    return Outcome.Name(result.outcome).removeprefix("OUTCOME_"), result.reason
 
 
 @pytest.mark.parametrize(
@@ -40,20 +39,17 @@ async def outcome(node: Node, episode: trajectory_pb2.Episode) -> str:
 )
 async def test_an_empty_member_takes_any_good_work(world: World, attempt: str, expected: str) -> None:
     node, first, second = await leased_twice(world)
-    lease = lease_for(attempt, first, second)
-    assert await outcome(node, node.episode(lease, 0, hedge=attempt == HEDGE)) == expected
-    account = (await world.status()).trajectories
-    assert (account.ingested, account.assembling, account.conservation_error) == (1, 1, 0)
+    assert await node.outcome(pushed(node, attempt, first, second)) == expected
+    await world.has_account(ingested=1, assembling=1)
 
 
 @pytest.mark.parametrize("attempt", [CURRENT, OLDER, HEDGE])
 async def test_the_same_episode_again_is_a_duplicate_and_not_counted(world: World, attempt: str) -> None:
     node, first, second = await leased_twice(world)
-    lease = lease_for(attempt, first, second)
-    episode = node.episode(lease, 0, episode_id="e", hedge=attempt == HEDGE)
-    await outcome(node, episode)
-    assert await outcome(node, episode) == "DUPLICATE"
-    assert (await world.status()).trajectories.ingested == 1
+    episode = pushed(node, attempt, first, second)
+    await node.outcome(episode)
+    assert await node.outcome(episode) == "DUPLICATE"
+    await world.has_account(ingested=1)
 
 
 @pytest.mark.parametrize(
@@ -68,46 +64,41 @@ async def test_a_filled_member_keeps_what_it_has(
     world: World, attempt: str, expected: str, reason: str
 ) -> None:
     node, first, second = await leased_twice(world)
-    await outcome(node, node.episode(second, 0, episode_id="winner", reward=1.0))
-    lease = lease_for(attempt, first, second)
-    loser = node.episode(lease, 0, episode_id="loser", hedge=attempt == HEDGE)
-    assert await outcome(node, loser) == expected
-    assert await outcome(node, loser) == expected  # repeating changes nothing and counts nothing
-    account = (await world.status()).trajectories
-    assert dict(account.dropped) == {reason: 1}
-    assert (account.ingested, account.assembling, account.conservation_error) == (2, 1, 0)
+    await node.outcome(node.episode(second, 0, episode_id="winner", reward=1.0))
+    loser = pushed(node, attempt, first, second)
+    assert await node.outcome(loser) == expected
+    assert await node.outcome(loser) == expected  # repeating changes nothing and counts nothing
+    await world.has_account(dropped={reason: 1}, ingested=2, assembling=1)
 
 
 @pytest.mark.parametrize("attempt", [CURRENT, OLDER, HEDGE])
 async def test_a_closed_group_takes_nothing_more(world: World, attempt: str) -> None:
     node, first, second = await leased_twice(world)
     await node.fail(second, "workflow_error", retryable=False)  # dead letter: the group is closed
-    lease = lease_for(attempt, first, second)
-    assert await outcome(node, node.episode(lease, 0, hedge=attempt == HEDGE)) == "LATE_CLOSED"
-    account = (await world.status()).trajectories
-    assert dict(account.dropped) == {"late_closed": 1}
-    assert account.conservation_error == 0
+    assert await node.outcome(pushed(node, attempt, first, second)) == "LATE_CLOSED"
+    await world.has_account(dropped={"late_closed": 1})
 
 
 async def test_a_member_filled_before_its_group_closed_still_answers_duplicate(world: World) -> None:
     node, _, second = await leased_twice(world)
     episode = node.episode(second, 0)
-    await outcome(node, episode)
-    await outcome(node, node.episode(second, 1))
-    assert await outcome(node, episode) == "DUPLICATE"
+    await node.outcome(episode)
+    await node.outcome(node.episode(second, 1))
+    assert await node.outcome(episode) == "DUPLICATE"
 
 
 async def test_an_unknown_task_is_late_and_counted(world: World) -> None:
     node, _, second = await leased_twice(world)
-    result = await node.push(node.episode(second, 0, task_id="never-submitted"))
-    assert (result.outcome, result.reason) == (trajectory_service_pb2.OUTCOME_LATE_CLOSED, "unknown_task")
-    assert (await world.status()).trajectories.conservation_error == 0
+    assert await refused(node, node.episode(second, 0, task_id="never-submitted")) == (
+        "LATE_CLOSED",
+        "unknown_task",
+    )
+    await world.has_account()
 
 
 async def test_a_member_beyond_the_group_is_poison(world: World) -> None:
     node, _, second = await leased_twice(world)
-    result = await node.push(node.episode(second, 2))
-    assert (result.outcome, result.reason) == (trajectory_service_pb2.OUTCOME_POISON, "member_out_of_range")
+    assert await refused(node, node.episode(second, 2)) == ("POISON", "member_out_of_range")
 
 
 async def test_a_trajectory_id_of_another_episode_is_poison_and_leaves_the_first_untouched(
@@ -115,38 +106,34 @@ async def test_a_trajectory_id_of_another_episode_is_poison_and_leaves_the_first
 ) -> None:
     node, _, second = await leased_twice(world)
     first = node.episode(second, 0, episode_id="a")
-    await outcome(node, first)
+    await node.outcome(first)
     thief = node.episode(second, 1, episode_id="b")
     thief.trajectories[0].CopyFrom(first.trajectories[0])
-    result = await node.push(thief)
-    assert (result.outcome, result.reason) == (trajectory_service_pb2.OUTCOME_POISON, "duplicate_id")
-    account = (await world.status()).trajectories
-    assert (account.ingested, account.assembling, dict(account.dropped)) == (2, 1, {"poison": 1})
+    assert await refused(node, thief) == ("POISON", "duplicate_id")
+    await world.has_account(ingested=2, assembling=1, dropped={"poison": 1})
 
 
 async def test_poison_is_quarantined_once_and_leaves_the_member_open(world: World) -> None:
     node, _, second = await leased_twice(world)
     bad = node.episode(second, 0, episode_id="bad", reward=float("nan"))
     for _ in range(2):
-        result = await node.push(bad)
-        assert (result.outcome, result.reason) == (trajectory_service_pb2.OUTCOME_POISON, "nan_reward")
-    assert await outcome(node, node.episode(second, 0, episode_id="good")) == "ACCEPTED"
-    account = (await world.status()).trajectories
-    assert (account.ingested, dict(account.dropped), account.conservation_error) == (2, {"poison": 1}, 0)
+        assert await refused(node, bad) == ("POISON", "nan_reward")
+    assert await node.outcome(node.episode(second, 0, episode_id="good")) == "ACCEPTED"
+    await world.has_account(ingested=2, dropped={"poison": 1})
 
 
 async def test_an_episode_id_that_was_refused_is_not_accepted_with_other_content(world: World) -> None:
     node, _, second = await leased_twice(world)
     await node.push(node.episode(second, 0, episode_id="e", reward=float("inf")))
-    assert await outcome(node, node.episode(second, 0, episode_id="e")) == "POISON"
+    assert await node.outcome(node.episode(second, 0, episode_id="e")) == "POISON"
 
 
 async def test_a_failed_episode_fills_its_member_without_trajectories(world: World) -> None:
     node, _, second = await leased_twice(world)
     failed = node.episode(second, 0, failed=True)
-    assert await outcome(node, failed) == "ACCEPTED"
-    assert await outcome(node, failed) == "DUPLICATE"
-    assert (await world.status()).trajectories.ingested == 0
+    assert await node.outcome(failed) == "ACCEPTED"
+    assert await node.outcome(failed) == "DUPLICATE"
+    await world.has_account(ingested=0)
 
 
 @pytest.mark.parametrize("member", [1, 0])
@@ -155,11 +142,11 @@ async def test_an_episode_pushed_again_under_another_member_touches_nothing_it_h
 ) -> None:
     node, _, second = await leased_twice(world, group_size=3)
     episode = node.episode(second, 2, episode_id="e")
-    assert await outcome(node, episode) == "ACCEPTED"
+    assert await node.outcome(episode) == "ACCEPTED"
     if member == 0:  # filled by another episode: superseded, which frees what was uploaded for it
-        await outcome(node, node.episode(second, 0, episode_id="other"))
+        await node.outcome(node.episode(second, 0, episode_id="other"))
     again = node.episode(second, member, episode_id="e")
-    assert await outcome(node, again) in ("POISON", "SUPERSEDED")
+    assert await node.outcome(again) in ("POISON", "SUPERSEDED")
     names = await world.dataflow.store.batches.payloads("run", ["e.solver"])
     assert names == [episode.trajectories[0].body]
-    assert (await world.status()).trajectories.conservation_error == 0
+    await world.has_account()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import grpc
 import pytest
 
 from astraflow._status import from_rpc_error
-from astraflow.dataflow.v1 import admin_service_pb2, batch_service_pb2, run_pb2, version_pb2
+from astraflow.dataflow.v1 import batch_service_pb2, run_pb2, version_pb2
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.errors import AstraflowError, FencedError, InvalidArgumentError, NotFoundError
 from support.dataflow_world import World, until
@@ -19,9 +18,7 @@ TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 
 
 async def test_leases_follow_credits_and_never_exceed_them(world: World) -> None:
-    await world.create_run(dataset="Counting", groups_per_step=8)
-    await world.trainer()
-    await world.node()
+    await world.started(dataset="Counting", groups_per_step=8)
     async with working(world) as session:
         await session.credits(2, solver=0)
         first = [await soon(session.leases), await soon(session.leases)]
@@ -29,14 +26,12 @@ async def test_leases_follow_credits_and_never_exceed_them(world: World) -> None
         assert session.leases.empty()
         await session.credits(1, solver=0)
         third = await soon(session.leases)
-        names = {lease.task.task_id for lease in [*first, third]}  # type: ignore[attr-defined]
+        names = {lease.task.task_id for lease in [*first, third]}
         assert len(names) == 3
 
 
 async def test_leases_that_cross_credits_on_the_wire_are_not_granted_twice(world: World) -> None:
-    await world.create_run(dataset="Counting", groups_per_step=8)
-    await world.trainer()
-    await world.node()
+    await world.started(dataset="Counting", groups_per_step=8)
     async with working(world) as session:
         await session.credits(2, solver=0)
         first = [await soon(session.leases), await soon(session.leases)]
@@ -45,7 +40,7 @@ async def test_leases_that_cross_credits_on_the_wire_are_not_granted_twice(world
         await asyncio.sleep(0.3)
         assert session.leases.empty()
         await session.credits(1, leases_received=2, solver=0)
-        names = {lease.task.task_id for lease in [*first, await soon(session.leases)]}  # type: ignore[attr-defined]
+        names = {lease.task.task_id for lease in [*first, await soon(session.leases)]}
         assert len(names) == 3
 
 
@@ -68,89 +63,76 @@ async def test_work_that_appears_later_reaches_a_waiting_session(world: World) -
         await session.credits(1, solver=0)
         await world.trainer()
         await world.submit("t1")
-        assert (await soon(session.leases)).task.task_id == "t1"  # type: ignore[attr-defined]
+        assert (await soon(session.leases)).task.task_id == "t1"
 
 
 async def test_versions_are_announced_at_the_start_and_as_they_come(world: World) -> None:
-    await world.create_run(dataset="Counting")
-    trainer = await world.trainer()
-    node = await world.node()
+    trainer, node = await world.started(dataset="Counting")
     async with working(world) as session:
-        assert (await soon(session.versions)).version == 0  # type: ignore[attr-defined]
-        for lease in await node.lease(2):
-            await node.complete(lease)
+        assert (await soon(session.versions)).version == 0
+        await node.work(2)
         await trainer.train(1, base_version=0)
-        assert (await soon(session.versions)).version == 1  # type: ignore[attr-defined]
+        assert (await soon(session.versions)).version == 1
 
 
 async def test_an_expired_lease_is_cancelled_on_its_node(world: World) -> None:
-    await world.create_run(lease_ttl_s=0.5)
-    await world.trainer()
-    await world.node()
+    await world.started(lease_ttl_s=0.5)
     await world.submit("t1")
     async with working(world) as session:
         await session.credits(1, solver=0)
         lease = await soon(session.leases)
-        cancel = await soon(session.cancels)  # type: ignore[arg-type]
-        assert (cancel.lease_id, cancel.reason) == (lease.lease_id, "lease_lost")  # type: ignore[attr-defined]
+        cancel = await soon(session.cancels)
+        assert (cancel.lease_id, cancel.reason) == (lease.lease_id, "lease_lost")
 
 
 async def test_renewals_over_the_stream_keep_a_lease_and_name_a_lost_one(world: World) -> None:
-    await world.create_run(lease_ttl_s=0.6)
-    await world.trainer()
-    await world.node()
+    await world.started(lease_ttl_s=0.6)
     await world.submit("t1")
     async with working(world) as session:
         await session.credits(1, solver=0)
         lease = await soon(session.leases)
         for _ in range(6):
             await asyncio.sleep(0.2)
-            renewal = pb.Renewal(lease_ids=[lease.lease_id])  # type: ignore[attr-defined]
+            renewal = pb.Renewal(lease_ids=[lease.lease_id])
             await session.call.write(pb.WorkRequest(renewal=renewal))
         assert session.cancels.empty()
         await session.call.write(pb.WorkRequest(renewal=pb.Renewal(lease_ids=["gone#1"])))
-        assert (await soon(session.cancels)).lease_id == "gone#1"  # type: ignore[arg-type, attr-defined]
+        assert (await soon(session.cancels)).lease_id == "gone#1"
 
 
 async def test_a_failure_over_the_stream_gives_the_task_to_another_node(world: World) -> None:
-    await world.create_run()
-    await world.trainer()
-    await world.node()
+    await world.started()
     other = await world.node("n2")
     await world.submit("t1")
     async with working(world) as session:
         await session.credits(1, solver=0)
         lease = await soon(session.leases)
-        failure = pb.LeaseFailure(lease_id=lease.lease_id, reason="drain", retryable=True)  # type: ignore[attr-defined]
+        failure = pb.LeaseFailure(lease_id=lease.lease_id, reason="drain", retryable=True)
         await session.call.write(pb.WorkRequest(failure=failure))
         assert [item.attempt for item in await other.lease(wait_s=10)] == [2]
 
 
 async def test_a_new_stream_of_the_same_incarnation_goes_on_with_its_leases(world: World) -> None:
-    await world.create_run()
-    await world.trainer()
-    node = await world.node()
+    _, node = await world.started()
     await world.submit("t1")
     async with working(world) as session:
         await session.credits(1, solver=0)
         lease = await soon(session.leases)
         # A lease that is not confirmed goes back with its stream. The answer about the lost one says it was read.
-        await session.receipt(lease.lease_id, "gone#1")  # type: ignore[attr-defined]
-        assert (await soon(session.cancels)).lease_id == "gone#1"  # type: ignore[arg-type, attr-defined]
+        await session.receipt(lease.lease_id, "gone#1")
+        assert (await soon(session.cancels)).lease_id == "gone#1"
     async with working(world) as session:
-        renewal = pb.Renewal(lease_ids=[lease.lease_id, "gone#2"])  # type: ignore[attr-defined]
+        renewal = pb.Renewal(lease_ids=[lease.lease_id, "gone#2"])
         await session.call.write(pb.WorkRequest(renewal=renewal))
-        assert (await soon(session.cancels)).lease_id == "gone#2"  # type: ignore[arg-type, attr-defined]
-        assert await node.complete(lease) == ["ACCEPTED", "ACCEPTED"]  # type: ignore[arg-type]
+        assert (await soon(session.cancels)).lease_id == "gone#2"
+        assert await node.complete(lease) == ["ACCEPTED", "ACCEPTED"]
         assert session.cancels.empty()
 
 
 async def test_a_finished_run_drains_its_nodes_and_cancels_training(world: World) -> None:
-    await world.create_run(
+    _, node = await world.started(
         dataset="Counting", evaluation="{every_versions: 0, num_samples: 1, final_samples: 1}"
     )
-    await world.trainer()
-    node = await world.node()
 
     async def is_evaluating() -> bool:
         return any(found.fed for found in await world.dataflow.store.evaluations.all("run"))
@@ -159,16 +141,16 @@ async def test_a_finished_run_drains_its_nodes_and_cancels_training(world: World
     async with working(world) as session:
         await session.credits(2, solver=0)
         held = [await soon(session.leases), await soon(session.leases)]
-        evaluating = [lease for lease in held if lease.required_versions]  # type: ignore[attr-defined]
+        evaluating = [lease for lease in held if lease.required_versions]
         assert len(evaluating) == 1
-        await node.complete(evaluating[0])  # type: ignore[arg-type]
+        await node.complete(evaluating[0])
         await world.finish()
-        cancel = await soon(session.cancels)  # type: ignore[arg-type]
-        assert cancel.reason == "run_finished"  # type: ignore[attr-defined]
+        cancel = await soon(session.cancels)
+        assert cancel.reason == "run_finished"
         await session.credits(2, solver=0)
         final = await soon(session.leases)
-        await node.complete(final)  # type: ignore[arg-type]
-        assert (await soon(session.drains)).reason == "run_finished"  # type: ignore[arg-type, attr-defined]
+        await node.complete(final)
+        assert (await soon(session.drains)).reason == "run_finished"
     assert (await world.status()).state == run_pb2.RUN_STATE_FINISHED
 
 
@@ -179,10 +161,7 @@ async def test_status_shows_what_a_connected_node_reports(world: World) -> None:
         report = pb.Credits(tasks=0, serving_versions={"solver": 3}, tokens_sampled=77, waiting_for="weights")
         await session.call.write(pb.WorkRequest(credits=report))
 
-        async def is_reported() -> bool:
-            return (await world.status()).nodes[0].tokens == 77
-
-        await until(is_reported)
+        await world.until(lambda status: status.nodes[0].tokens == 77)
         node = (await world.status()).nodes[0]
         assert (node.connected, node.waiting_for, dict(node.serving_versions)) == (
             True,
@@ -190,10 +169,7 @@ async def test_status_shows_what_a_connected_node_reports(world: World) -> None:
             {"solver": 3},
         )
 
-    async def is_gone() -> bool:
-        return not (await world.status()).nodes[0].connected
-
-    await until(is_gone)
+    await world.until(lambda status: not status.nodes[0].connected)
 
 
 async def test_a_nodes_weight_faults_reach_the_list_and_why_and_go_when_it_is_mended(world: World) -> None:
@@ -204,27 +180,15 @@ async def test_a_nodes_weight_faults_reach_the_list_and_why_and_go_when_it_is_me
         *(version_pb2.WeightFault(policy_id="solver", version=v, problem="gone") for v in range(40)),
     ]
     async with working(world) as session:
-
-        async def told() -> Sequence[version_pb2.WeightFault]:
-            (node,) = (await world.status()).nodes
-            return node.weight_faults
-
-        async def is_told() -> bool:
-            return len(await told()) == 16
-
         await session.call.write(pb.WorkRequest(credits=pb.Credits(weight_faults=faults)))
-        await until(is_told)
-        first = (await told())[0]
+        await world.until(lambda status: len(status.nodes[0].weight_faults) == 16)
+        first = (await world.status()).nodes[0].weight_faults[0]
         assert (first.version, first.tensor, first.tile, len(first.problem)) == (5, "w", 3, 512)
-        request = admin_service_pb2.WhyRequest(run_id=world.run_id)
-        waits = (await world.client.call(world.client.admin.Why, request)).waits
+        waits = (await world.why()).waits
         assert [wait.policy_id for wait in waits if wait.reason == "weight_fault"] == ["solver"]
 
-        async def is_mended() -> bool:
-            return not await told()
-
         await session.call.write(pb.WorkRequest(credits=pb.Credits()))
-        await until(is_mended)
+        await world.until(lambda status: not status.nodes[0].weight_faults)
 
 
 async def refusal(world: World, *requests: pb.WorkRequest) -> AstraflowError:

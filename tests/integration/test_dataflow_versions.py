@@ -6,26 +6,15 @@ import asyncio
 
 import pytest
 
-from astraflow.dataflow.v1 import batch_service_pb2, version_service_pb2
-from astraflow.errors import (
-    ConflictError,
-    FencedError,
-    InvalidArgumentError,
-    UnknownVersionError,
-    VersionGapError,
-)
-from support.dataflow_world import World
-
-TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+from astraflow import errors
+from astraflow.dataflow.v1 import version_service_pb2
+from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
+from support.dataflow_world import Trainer, World
 
 
-async def train_one(world: World) -> object:
+async def train_one(world: World) -> Trainer:
     """A trainer whose step 1 is trained and not published."""
-    await world.create_run(dataset="Counting")
-    trainer, node = await world.trainer(), await world.node()
-    for lease in await node.lease(2):
-        await node.complete(lease)
-    batch = (await trainer.acquire(1)).batch
+    trainer, _, batch = await world.bound()
     await trainer.ack(batch, TRAINED)
     return trainer
 
@@ -40,38 +29,36 @@ async def test_the_same_version_again_is_success_and_keeps_its_time(world: World
 
 
 async def test_other_content_under_a_known_number_is_a_conflict(world: World) -> None:
-    await world.create_run()
-    trainer = await world.trainer()
-    with pytest.raises(ConflictError, match="next free number"):
+    trainer, _ = await world.started()
+    with pytest.raises(errors.ConflictError, match="next free number"):
         await trainer.publish(version=0, step=0, content=b"other")
 
 
 async def test_a_gap_in_the_numbers_is_refused_naming_the_newest_known_version(world: World) -> None:
     trainer = await train_one(world)
-    with pytest.raises(VersionGapError, match="next number is 1") as refused:
-        await trainer.publish(version=2, step=1)  # type: ignore[attr-defined]
+    with pytest.raises(errors.VersionGapError, match="next number is 1") as refused:
+        await trainer.publish(version=2, step=1)
     assert refused.value.metadata["newest_version"] == "0"
 
 
 async def test_an_older_epoch_publishes_nothing(world: World) -> None:
     trainer = await train_one(world)
     await world.trainer()
-    with pytest.raises(FencedError):
-        await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+    with pytest.raises(errors.FencedError):
+        await trainer.publish(version=1, step=1)
 
 
 async def test_a_step_that_is_not_trained_publishes_nothing(world: World) -> None:
-    await world.create_run()
-    trainer = await world.trainer()
-    with pytest.raises(InvalidArgumentError, match="not finished"):
+    trainer, _ = await world.started()
+    with pytest.raises(errors.InvalidArgumentError, match="not finished"):
         await trainer.publish(version=1, step=1)
 
 
 async def test_one_epoch_publishes_one_version_per_step_and_a_newer_one_may_repeat_it(world: World) -> None:
     trainer = await train_one(world)
-    await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
-    with pytest.raises(ConflictError, match="already published version 1"):
-        await trainer.publish(version=2, step=1)  # type: ignore[attr-defined]
+    await trainer.publish(version=1, step=1)
+    with pytest.raises(errors.ConflictError, match="already published version 1"):
+        await trainer.publish(version=2, step=1)
     successor = await world.trainer()
     assert (await successor.publish(version=2, step=1)).version == 2
 
@@ -80,7 +67,7 @@ async def test_one_epoch_publishes_one_version_per_step_and_a_newer_one_may_repe
 async def test_only_version_zero_belongs_to_step_zero(world: World, version: int, step: int) -> None:
     await world.create_run()
     trainer = await world.trainer(publish_first=False)
-    with pytest.raises(InvalidArgumentError, match="step"):
+    with pytest.raises(errors.InvalidArgumentError, match="step"):
         await trainer.publish(version=version, step=step)
 
 
@@ -95,14 +82,14 @@ async def test_a_watcher_hears_the_newest_version_and_every_later_one(world: Wor
 
     watching = asyncio.create_task(watch())
     assert await asyncio.wait_for(heard.get(), 10) == 0
-    await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+    await trainer.publish(version=1, step=1)
     assert await asyncio.wait_for(heard.get(), 10) == 1
     watching.cancel()
 
 
 async def test_versions_are_listed_newest_first_in_pages(world: World) -> None:
     trainer = await train_one(world)
-    await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+    await trainer.publish(version=1, step=1)
     request = version_service_pb2.ListVersionsRequest(run_id="run", policy_id="solver", page_size=1)
     first = await world.client.call(world.client.versions.ListVersions, request)
     request.page_token = first.next_page_token
@@ -112,13 +99,11 @@ async def test_versions_are_listed_newest_first_in_pages(world: World) -> None:
 
 
 async def test_a_push_under_a_version_not_announced_yet_is_retryable_and_never_poison(world: World) -> None:
-    await world.create_run(dataset="Counting")
-    await world.trainer()
-    node = await world.node()
+    _, node = await world.started(dataset="Counting")
     (lease,) = await node.lease()
-    with pytest.raises(UnknownVersionError, match="newest announced here is 0"):
+    with pytest.raises(errors.UnknownVersionError, match="newest announced here is 0"):
         await node.push(node.episode(lease, 0, version=1))
-    assert (await world.status()).trajectories.ingested == 0
+    await world.has_account(ingested=0)
 
 
 async def test_a_push_waits_a_moment_for_an_announcement_on_its_way(world: World) -> None:
@@ -127,24 +112,20 @@ async def test_a_push_waits_a_moment_for_an_announcement_on_its_way(world: World
     (lease,) = await node.lease()
     pushing = asyncio.create_task(node.push(node.episode(lease, 0, version=1)))
     await asyncio.sleep(0.1)
-    await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+    await trainer.publish(version=1, step=1)
     assert (await pushing).reason == ""
 
 
 async def test_a_version_that_cannot_exist_is_poison(world: World) -> None:
-    await world.create_run(dataset="Counting")
-    await world.trainer()
-    node = await world.node()
+    _, node = await world.started(dataset="Counting")
     (lease,) = await node.lease()
     assert (await node.push(node.episode(lease, 0, version=1000))).reason == "future_version"
 
 
 async def test_a_version_of_an_older_epoch_that_redis_forgot_is_announced_again(world: World) -> None:
     """Its step was forgotten too and is taken again; the credit of what is bound now stays taken."""
-    await world.create_run(dataset="Counting")
-    trainer, node = await world.trainer(), await world.node()
-    for lease in await node.lease(2):
-        await node.complete(lease)
+    trainer, node = await world.started(dataset="Counting")
+    await node.work(2)
     await trainer.claim()
     batch = (await trainer.acquire(1)).batch
     announced = await trainer.publish(version=1, step=1, writer_epoch=trainer.epoch - 1)
@@ -158,12 +139,10 @@ async def test_a_version_of_an_older_epoch_that_redis_forgot_is_announced_again(
 
 async def test_a_rollback_takes_no_step_and_gives_back_the_credit_of_steps_it_gives_up(world: World) -> None:
     trainer = await train_one(world)
-    await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+    await trainer.publish(version=1, step=1)
     node = await world.node()
-    for lease in await node.lease(2):
-        await node.complete(lease)
-    batch = (await trainer.acquire(2, base_version=1)).batch  # type: ignore[attr-defined]
-    await trainer.ack(batch, TRAINED)  # type: ignore[attr-defined]
+    await node.work(2)
+    await trainer.ack((await trainer.acquire(2, base_version=1)).batch, TRAINED)
     (before,) = (await world.status()).policies
     back = await world.trainer()
     told = await back.publish(version=2, step=1, rollback_of=0)
@@ -175,7 +154,7 @@ async def test_a_rollback_takes_no_step_and_gives_back_the_credit_of_steps_it_gi
 
 async def test_the_step_before_a_rollback_keeps_its_version(world: World) -> None:
     trainer = await train_one(world)
-    await trainer.publish(version=1, step=1)  # type: ignore[attr-defined]
+    await trainer.publish(version=1, step=1)
     back = await world.trainer()
     await back.publish(version=2, step=1, rollback_of=0)
     assert await world.dataflow.versions.store.versions.of_steps("run", "solver", [1]) == {1: 1}
@@ -183,5 +162,5 @@ async def test_the_step_before_a_rollback_keeps_its_version(world: World) -> Non
 
 async def test_a_rollback_goes_back(world: World) -> None:
     trainer = await train_one(world)
-    with pytest.raises(InvalidArgumentError, match="not older"):
-        await trainer.publish(version=1, step=1, rollback_of=1)  # type: ignore[attr-defined]
+    with pytest.raises(errors.InvalidArgumentError, match="not older"):
+        await trainer.publish(version=1, step=1, rollback_of=1)

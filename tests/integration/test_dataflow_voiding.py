@@ -15,29 +15,9 @@ RETURN, DISCARD = pb.VOID_ACTION_RETURN, pb.VOID_ACTION_DISCARD
 
 async def bound(world: World) -> tuple[Trainer, batch_pb2.Batch]:
     """A trainer that holds a batch of two groups."""
-    await world.create_run(dataset="Counting")
-    trainer, node = await world.trainer(), await world.node()
-    for lease in await node.lease(2):
-        await node.complete(lease)
-    batch = (await trainer.acquire(1)).batch
+    trainer, _, batch = await world.bound()
     await trainer.ack(batch, INTENT)
     return trainer, batch
-
-
-async def void(
-    world: World, batch: batch_pb2.Batch, action: int, reason: str = "bad data"
-) -> tuple[int, int]:
-    """Void a batch; (groups returned, trajectories dropped)."""
-    request = pb.VoidBatchRequest(
-        run_id=world.run_id,
-        policy_id=batch.policy_id,
-        step=batch.step,
-        batch_id=batch.batch_id,
-        action=action,  # type: ignore[arg-type]
-        reason=reason,
-    )
-    reply = await world.client.call(world.client.batches.VoidBatch, request)
-    return reply.returned_groups, reply.dropped_trajectories
 
 
 def ids(batch: batch_pb2.Batch) -> list[str]:
@@ -47,7 +27,7 @@ def ids(batch: batch_pb2.Batch) -> list[str]:
 
 async def test_a_returned_batch_is_bound_again_under_another_id_and_trained(world: World) -> None:
     trainer, batch = await bound(world)
-    assert await void(world, batch, RETURN) == (2, 0)
+    assert await world.void(batch, RETURN) == (2, 0)
     with pytest.raises(PreconditionError, match=r"bad data.*acquire the step again") as refused:
         await trainer.ack(batch, TRAINED)
     assert refused.value.metadata["voided"] == batch.batch_id
@@ -56,18 +36,14 @@ async def test_a_returned_batch_is_bound_again_under_another_id_and_trained(worl
     with pytest.raises(PreconditionError, match="voided"):
         await trainer.ack(batch, TRAINED)
     assert await trainer.ack(again, TRAINED) == TRAINED
-    account = (await world.status()).trajectories
-    assert (account.trained, account.conservation_error) == (4, 0)
+    await world.has_account(trained=4)
 
 
 async def test_a_discarded_batch_ends_as_voided_and_the_next_one_is_other_data(world: World) -> None:
     trainer, batch = await bound(world)
-    assert await void(world, batch, DISCARD) == (0, 4)
-    account = (await world.status()).trajectories
-    assert (dict(account.dropped), account.in_batch, account.conservation_error) == ({"voided": 4}, 0, 0)
-    node = await world.node()
-    for lease in await node.lease(2):
-        await node.complete(lease)
+    assert await world.void(batch, DISCARD) == (0, 4)
+    await world.has_account(dropped={"voided": 4}, in_batch=0)
+    await (await world.node()).work(2)
     again = (await trainer.acquire(1)).batch
     assert not set(ids(again)) & set(ids(batch))
     assert len(await trainer.fetch(1)) == 4
@@ -75,7 +51,7 @@ async def test_a_discarded_batch_ends_as_voided_and_the_next_one_is_other_data(w
 
 async def test_whoever_asks_for_the_step_of_a_voided_batch_is_told(world: World) -> None:
     trainer, batch = await bound(world)
-    await void(world, batch, DISCARD)
+    await world.void(batch, DISCARD)
     with pytest.raises(PreconditionError, match=r"was voided \(bad data\); acquire the step again"):
         await trainer.fetch(1)
     request = pb.RenewBatchRequest(run_id="run", policy_id="solver", trainer_epoch=trainer.epoch, step=1)
@@ -85,26 +61,26 @@ async def test_whoever_asks_for_the_step_of_a_voided_batch_is_told(world: World)
 
 async def test_voiding_twice_is_voiding_once_and_never_the_next_batch(world: World) -> None:
     trainer, batch = await bound(world)
-    assert await void(world, batch, RETURN) == (2, 0)
+    assert await world.void(batch, RETURN) == (2, 0)
     again = (await trainer.acquire(1)).batch
-    assert await void(world, batch, RETURN) == (2, 0)
+    assert await world.void(batch, RETURN) == (2, 0)
     assert (await trainer.acquire(1)).batch.batch_id == again.batch_id
-    assert (await world.status()).trajectories.conservation_error == 0
+    await world.has_account()
 
 
 async def test_a_trained_batch_cannot_be_voided(world: World) -> None:
     trainer, batch = await bound(world)
     await trainer.ack(batch, TRAINED)
     with pytest.raises(PreconditionError, match="step 1 is trained"):
-        await void(world, batch, DISCARD)
+        await world.void(batch, DISCARD)
 
 
 async def test_only_a_bound_batch_is_voided_and_only_in_a_known_way(world: World) -> None:
     _, batch = await bound(world)
     with pytest.raises(InvalidArgumentError, match="VOID_ACTION"):
-        await void(world, batch, 0)
+        await world.void(batch, 0)
     with pytest.raises(InvalidArgumentError, match="at most 256"):
-        await void(world, batch, RETURN, "x" * 257)
+        await world.void(batch, RETURN, "x" * 257)
     batch.batch_id = "solver-1-99"
     with pytest.raises(NotFoundError, match="is not bound to step 1"):
-        await void(world, batch, RETURN)
+        await world.void(batch, RETURN)

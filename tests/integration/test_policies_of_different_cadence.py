@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from support.dataflow_world import World, until
 from support.ledger_audit import audit
 from support.trainer_process import TrainerProcess, create_run, forking, tiny_model, valkey
 
-__all__ = ["valkey"]
+__all__ = ["forking", "valkey"]
 
 pytestmark = [pytest.mark.slow]
 STEPS = {"solver": 4, "critic": 2}
@@ -29,12 +28,6 @@ OVERRIDES = [
     "policies.critic={steps: 2, dataflow: {groups_per_step: 3, max_staleness: 0}, model: {path: MODEL}}",
     "policies.critic.trainer={optimizer: {learning_rate: 0}, checkpoint_every_steps: 1}",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forking() -> Iterator[None]:
-    with forking():
-        yield
 
 
 async def _play_node(world: World) -> None:
@@ -66,7 +59,7 @@ async def test_policies_train_side_by_side_to_their_own_number_of_steps(world: W
         await until(all_have_versions, within_s=90)
         playing = asyncio.create_task(_play_node(world))
         for trainer in trainers.values():
-            assert await asyncio.to_thread(trainer.wait, timeout_s=120) == 0, trainer.log
+            await trainer.exits_with(0)
     finally:
         if playing is not None:
             playing.cancel()

@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow_kit.lifecycle import ExitCode
 from astraflow_launcher.commands.doctor import app as doctor
 from support import cli
-from support.dataflow_world import World, recipe_text
+from support.dataflow_world import World
 from support.s3_server import S3Server
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -117,13 +116,6 @@ def test_a_development_run_is_refused_before_it_makes_anything(
     assert list(tmp_path.iterdir()) == []
 
 
-async def create_run(world: World, store_uri: str) -> None:
-    """A run whose weights are to lie there."""
-    run = run_pb2.Run(run_id="run", recipe_yaml=recipe_text(), store_uri=store_uri)
-    await world.client.call(world.client.runs.CreateRun, run_service_pb2.CreateRunRequest(run=run))
-    world.run_id = "run"
-
-
 def trainer(world: World, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A trainer process, run to its end."""
     command = [sys.executable, "-m", "astraflow_trainer", "--join", world.address, "--work-dir", str(folder)]
@@ -136,7 +128,7 @@ def trainer(world: World, folder: Path, *arguments: str) -> subprocess.Completed
 async def test_a_trainer_ends_before_it_claims_the_policy(
     row: Row, world: World, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
-    await create_run(world, row.uri)
+    await world.create_run(store_uri=row.uri)
     ended = await asyncio.to_thread(trainer, world, tmp_path, *arguments)
     assert ended.returncode == row.status, ended.stderr
     assert_said(row, ended.stderr + ended.stdout)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 import pytest
@@ -16,6 +16,7 @@ from support.dataflow_world import World, until
 from support.trainer_process import (
     GROUP_SIZE,
     GROUPS_PER_STEP,
+    KILLED,
     TrainerProcess,
     create_run,
     forking,
@@ -24,18 +25,12 @@ from support.trainer_process import (
     valkey,
 )
 
-__all__ = ["valkey"]
+__all__ = ["forking", "valkey"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(400)]
 
 PATIENCE_S = 120.0
-KILLED = -9
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forking() -> Iterator[None]:
-    with forking():
-        yield
+Service: TypeAlias = "trainer_service_pb2_grpc.TrainerServiceAsyncStub"
 
 
 @pytest.fixture
@@ -48,9 +43,7 @@ async def trainer(world: World, tmp_path: Path) -> AsyncIterator[TrainerProcess]
 
 
 @asynccontextmanager
-async def service(
-    trainer: TrainerProcess,
-) -> AsyncIterator[trainer_service_pb2_grpc.TrainerServiceAsyncStub]:
+async def service(trainer: TrainerProcess) -> AsyncIterator[Service]:
     """Start a life of the trainer and talk to it."""
     trainer.start()
 
@@ -62,9 +55,13 @@ async def service(
         yield trainer_service_pb2_grpc.TrainerServiceStub(channel)
 
 
-async def step_taken(stub: trainer_service_pb2_grpc.TrainerServiceAsyncStub, step: int) -> None:
+async def status_of(stub: Service) -> pb.StatusResponse:
+    return await stub.Status(pb.StatusRequest(), timeout=PATIENCE_S)
+
+
+async def step_taken(stub: Service, step: int) -> None:
     async def has_it() -> bool:
-        return (await stub.Status(pb.StatusRequest(), timeout=PATIENCE_S)).step >= step
+        return (await status_of(stub)).step >= step
 
     await until(has_it, within_s=PATIENCE_S)
 
@@ -73,37 +70,35 @@ async def test_a_learning_rate_a_checkpoint_and_a_pause(world: World, trainer: T
     async with service(trainer) as stub:
         await push_groups(world, count=2 * GROUPS_PER_STEP)
         await step_taken(stub, 2)
-        changed = await stub.SetLearningRate(
-            pb.SetLearningRateRequest(learning_rate=0.0625), timeout=PATIENCE_S
-        )
+        request = pb.SetLearningRateRequest(learning_rate=0.0625)
+        changed = await stub.SetLearningRate(request, timeout=PATIENCE_S)
         assert (changed.first_step, changed.previous_learning_rate) == (3, 0.01)
         assert newest_checkpoint(trainer.work_dir)[0] == 2
         saved = await stub.Checkpoint(pb.CheckpointRequest(), timeout=PATIENCE_S)
-        status = await stub.Status(pb.StatusRequest(), timeout=PATIENCE_S)
+        status = await status_of(stub)
         assert (saved.step, status.durable_step, status.learning_rate) == (2, 2, 0.0625)
 
         assert (await stub.Pause(pb.PauseRequest(reason="lunch"), timeout=PATIENCE_S)).step == 2
         await push_groups(world, count=GROUPS_PER_STEP, seed=1)
 
         async def is_paused() -> bool:
-            return (await stub.Status(pb.StatusRequest(), timeout=PATIENCE_S)).waiting_for == "paused"
+            return (await status_of(stub)).waiting_for == "paused"
 
         await until(is_paused, within_s=PATIENCE_S)
-        status = await stub.Status(pb.StatusRequest(), timeout=PATIENCE_S)
+        status = await status_of(stub)
         assert (status.step, status.pause_reason) == (2, "lunch")
         account = (await world.status()).trajectories
         waiting = account.ready + account.in_batch
         assert (account.trained, waiting) == (2 * GROUPS_PER_STEP * GROUP_SIZE, GROUPS_PER_STEP * GROUP_SIZE)
     trainer.kill()
-    assert await asyncio.to_thread(trainer.wait) == KILLED
+    await trainer.exits_with(KILLED)
 
     async with service(trainer) as stub:
         await step_taken(stub, 3)
-        status = await stub.Status(pb.StatusRequest(), timeout=PATIENCE_S)
+        status = await status_of(stub)
         assert (status.HasField("pause_reason"), status.learning_rate) == (False, 0.0625)
         watch = stub.WatchMetrics(pb.WatchMetricsRequest(after_step=2), timeout=PATIENCE_S)
         assert (await watch.read()).metrics["learning_rate"] == 0.0625
         assert (await stub.StopAfterStep(pb.StopAfterStepRequest(), timeout=PATIENCE_S)).step == 3
-    # In a thread: the server that the trainer asks lives in this loop.
-    assert await asyncio.to_thread(trainer.wait) == 0, trainer.log
+    await trainer.exits_with(0)
     assert newest_checkpoint(trainer.work_dir)[0] == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,15 +18,9 @@ from support.trainer_process import (
     valkey,
 )
 
-__all__ = ["valkey"]
+__all__ = ["forking", "valkey"]
 
 pytestmark = [pytest.mark.slow]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forking() -> Iterator[None]:
-    with forking():
-        yield
 
 
 async def _end(world: World, folder: Path, loss: str, *, groups: int) -> TrainerProcess:
@@ -37,7 +30,7 @@ async def _end(world: World, folder: Path, loss: str, *, groups: int) -> Trainer
     pushing = asyncio.create_task(push_groups(world, count=groups))
     try:
         trainer.start()
-        assert await asyncio.to_thread(trainer.wait) == ExitCode.USAGE, trainer.log
+        await trainer.exits_with(ExitCode.USAGE)
     finally:
         pushing.cancel()
         trainer.kill()

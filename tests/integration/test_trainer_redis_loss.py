@@ -17,8 +17,6 @@ from astraflow.client import RetryPolicy
 from astraflow.dataflow.v1 import run_pb2, version_service_pb2
 from astraflow_kit.failpoints import read_hits
 from astraflow_kit.lifecycle import ExitCode
-from astraflow_weights.store import open_store
-from support import store_census
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import World, until
 from support.ledger_audit import audit
@@ -26,21 +24,19 @@ from support.trainer_process import (
     GROUPS_PER_STEP,
     POLICY,
     TrainerProcess,
+    census_of,
     create_run,
     forking,
     push_groups,
+    require_trained,
 )
 from support.valkey import ValkeyServer
+
+__all__ = ["forking"]
 
 STEPS = 3
 PATIENT = RetryPolicy(total_s=60)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forking() -> Iterator[None]:
-    with forking():
-        yield
 
 
 @pytest.fixture
@@ -91,26 +87,12 @@ class Scene:
     successor: TrainerProcess
     recording: asyncio.Task[None]
 
-    async def frozen(self) -> None:
-        """Wait until a failpoint froze the trainer."""
-
-        async def is_frozen() -> bool:
-            return await asyncio.to_thread(self.trainer.is_stopped)
-
-        await until(is_frozen, within_s=120)
-
-    async def ended(self, trainer: TrainerProcess) -> int:
-        """Exit status of a trainer."""
-        return await asyncio.to_thread(trainer.wait, timeout_s=150)
-
     async def require_whole(self, *ledgers: Path) -> None:
         """Everything is announced, trained once and counted once."""
         assert await announced(self.world) == list(range(STEPS + 1))
-        census = store_census.take(open_store(self.run.store_uri), run_id=self.run.run_id, policy_id=POLICY)
-        assert census.steps == list(range(STEPS + 1))
+        assert census_of(self.run).steps == list(range(STEPS + 1))
         assert audit(*ledgers, redis_lost_data=True).last_step == STEPS
-        account = (await self.world.status()).trajectories
-        assert (account.trained, account.conservation_error) == (STEPS * GROUPS_PER_STEP * 2, 0)
+        await require_trained(self.world, steps=STEPS)
 
 
 @pytest.fixture
@@ -143,15 +125,15 @@ async def test_what_redis_forgot_is_told_again_or_done_again(
     scene: Scene, before: str, after: str, goes_back: bool
 ) -> None:
     scene.trainer.start(failpoints=";".join(moment.replace("@", "=stop@") for moment in (before, after)))
-    await scene.frozen()
+    await scene.trainer.frozen()
     await scene.recording
     size = await size_once_settled(scene.redis)
     scene.trainer.go_on()
     await hits(scene.trainer, 2)
-    await scene.frozen()
+    await scene.trainer.frozen()
     lose_all_after(scene.redis, size=size)
     scene.trainer.go_on()
-    assert await scene.ended(scene.trainer) == 0, scene.trainer.log
+    await scene.trainer.exits_with(0)
     await scene.require_whole(scene.trainer.ledger)
     assert ("trainer.redis_lost_data" in scene.trainer.log) is goes_back
 
@@ -159,13 +141,13 @@ async def test_what_redis_forgot_is_told_again_or_done_again(
 async def lose_its_claim(scene: Scene) -> None:
     """Freeze a second life of the trainer, in the first step after its claim, and lose everything from the claim on."""
     scene.trainer.start(failpoints="trainer.intent_recorded=stop@1")
-    await scene.frozen()
+    await scene.trainer.frozen()
     await scene.recording
     scene.trainer.kill()
     size = await size_once_settled(scene.redis)
     scene.trainer.start(failpoints="trainer.intent_recorded=stop@2")
     await hits(scene.trainer, 2)
-    await scene.frozen()
+    await scene.trainer.frozen()
     lose_all_after(scene.redis, size=size)
 
 
@@ -173,7 +155,7 @@ async def lose_its_claim(scene: Scene) -> None:
 async def test_a_trainer_whose_claim_was_lost_claims_again(scene: Scene) -> None:
     await lose_its_claim(scene)
     scene.trainer.go_on()
-    assert await scene.ended(scene.trainer) == 0, scene.trainer.log
+    await scene.trainer.exits_with(0)
     await scene.require_whole(scene.trainer.ledger)
     assert (await scene.world.status()).policies[0].trainer_epoch > 2
     assert "trainer.redis_lost_data" in scene.trainer.log
@@ -183,9 +165,9 @@ async def test_a_trainer_whose_claim_was_lost_claims_again(scene: Scene) -> None
 async def test_a_trainer_whose_claim_was_lost_stops_when_another_has_claimed_since(scene: Scene) -> None:
     await lose_its_claim(scene)
     scene.successor.start()
-    assert await scene.ended(scene.successor) == 0, scene.successor.log
+    await scene.successor.exits_with(0)
     scene.trainer.go_on()
-    assert await scene.ended(scene.trainer) == ExitCode.SUPERSEDED, scene.trainer.log
+    await scene.trainer.exits_with(ExitCode.SUPERSEDED)
     await scene.require_whole(scene.successor.ledger)
     assert (await scene.world.status()).policies[0].trainer_epoch > 2
 

@@ -6,9 +6,7 @@ can be compared. One thread on CPU: on a GPU only the ledger would be comparable
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,33 +14,26 @@ import pytest
 import torch
 
 from astraflow_kit.failpoints import read_hits
-from astraflow_weights.store import open_store
 from support import store_census
 from support.dataflow_world import World
 from support.ledger_audit import LedgerAudit, audit
 from support.trainer_process import (
-    GROUPS_PER_STEP,
-    POLICY,
+    KILLED,
     TrainerProcess,
+    census_of,
     create_run,
     forking,
     newest_checkpoint,
-    push_groups,
+    recorded,
+    require_trained,
     tiny_model,
     valkey,
 )
 
-__all__ = ["valkey"]
+__all__ = ["forking", "valkey"]
 
 STEPS, CHECKPOINT_EVERY = 6, 2
-KILLED = -9
 pytestmark = [pytest.mark.slow]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forking() -> Iterator[None]:
-    with forking():
-        yield
 
 
 @dataclass(frozen=True)
@@ -60,28 +51,16 @@ async def run_to_the_end(world: World, folder: Path, *, failpoints: str = "", na
         world, folder=folder, name=name, steps=STEPS, checkpoint_every_steps=CHECKPOINT_EVERY
     )
     trainer = TrainerProcess(world.address, folder, run_id=name)
-    recording = asyncio.create_task(push_groups(world, count=STEPS * GROUPS_PER_STEP))
-    try:
-        trainer.start(failpoints=failpoints)
-        status = await asyncio.to_thread(trainer.wait)
+    async with recorded(world, trainer, steps=STEPS):
         if failpoints:
-            assert status == KILLED, trainer.log
-            trainer.start()
-            status = await asyncio.to_thread(trainer.wait)
-        assert status == 0, trainer.log
-        await recording
-    finally:
-        recording.cancel()
-        trainer.kill()
+            trainer.start(failpoints=failpoints)
+            await trainer.exits_with(KILLED)
+        trainer.start()
+        await trainer.exits_with(0)
     step, checkpoint = newest_checkpoint(trainer.work_dir)
     assert step == STEPS
-    account = (await world.status()).trajectories
-    assert (account.trained, account.conservation_error) == (STEPS * GROUPS_PER_STEP * 2, 0)
-    return Ending(
-        checkpoint=checkpoint,
-        census=store_census.take(open_store(run.store_uri), run_id=run.run_id, policy_id=POLICY),
-        ledger=audit(trainer.ledger),
-    )
+    await require_trained(world, steps=STEPS)
+    return Ending(checkpoint, census_of(run), audit(trainer.ledger))
 
 
 _undisturbed: list[Ending] = []
@@ -125,8 +104,7 @@ WINDOWS = [*SOME, *(pytest.param(window, marks=pytest.mark.ci) for window in ALL
 async def test_a_trainer_killed_in_any_window_ends_with_the_same_bits(
     undisturbed: Ending, world: World, tmp_path: Path, window: str
 ) -> None:
-    name, _, number = window.partition("@")
-    resumed = await run_to_the_end(world, tmp_path, failpoints=f"{name}=kill@{number}")
+    resumed = await run_to_the_end(world, tmp_path, failpoints=window.replace("@", "=kill@"))
     assert [hit for hit in read_hits(tmp_path / "trainer.failpoints.jsonl") if hit.acted], window
     differing = [
         key
@@ -150,20 +128,15 @@ async def test_a_replay_with_other_bytes_publishes_them_under_the_next_number(
     """As on a GPU that rounds otherwise the second time: here the model under the replay is another one."""
     run = await create_run(world, folder=tmp_path, steps=3, checkpoint_every_steps=3)
     trainer = TrainerProcess(world.address, tmp_path)
-    recording = asyncio.create_task(push_groups(world, count=3 * GROUPS_PER_STEP))
-    try:
+    async with recorded(world, trainer, steps=3):
         trainer.start(failpoints="trainer.committed=kill@2")
-        assert await asyncio.to_thread(trainer.wait) == KILLED, trainer.log
+        await trainer.exits_with(KILLED)
         shutil.rmtree(tmp_path / "model")
         tiny_model(tmp_path, seed=1)
         trainer.start()
-        assert await asyncio.to_thread(trainer.wait) == 0, trainer.log
-        await recording
-    finally:
-        recording.cancel()
-        trainer.kill()
+        await trainer.exits_with(0)
     # The census rebuilds each version by its delta: version 2 stands on version 1, not on what the replay began with.
-    census = store_census.take(open_store(run.store_uri), run_id=run.run_id, policy_id=POLICY)
+    census = census_of(run)
     assert census.steps == [0, 1, 1, 2, 3]
     assert census.epochs == [1, 1, 2, 2, 2]
     assert census.records[2].model_root != census.records[1].model_root

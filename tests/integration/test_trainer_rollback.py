@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,31 +20,26 @@ from astraflow_weights.codec.tensors import Array
 from astraflow_weights.store import open_store
 from astraflow_weights.versions.inspection import build_version
 from astraflow_weights.versions.log import VersionLog
-from support import cli, store_census
+from support import cli
 from support.dataflow_world import World
 from support.ledger_audit import audit
 from support.trainer_process import (
-    GROUPS_PER_STEP,
+    KILLED,
     POLICY,
     TrainerProcess,
+    census_of,
     create_run,
     forking,
     newest_checkpoint,
-    push_groups,
+    recorded,
+    require_trained,
     valkey,
 )
 
-__all__ = ["valkey"]
+__all__ = ["forking", "valkey"]
 
 STEPS = 6
-KILLED = -9
 pytestmark = [pytest.mark.slow]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forking() -> Iterator[None]:
-    with forking():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -92,11 +87,9 @@ async def test_a_trainer_goes_on_from_the_weights_that_were_gone_back_to(
 ) -> None:
     run = await create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=2)
     trainer = TrainerProcess(world.address, tmp_path)
-    recording = asyncio.create_task(push_groups(world, count=STEPS * GROUPS_PER_STEP))
-    name, _, number = death.partition("@")
-    try:
-        trainer.start(failpoints=f"{name}=kill@{number}")
-        assert await asyncio.to_thread(trainer.wait) == KILLED, trainer.log
+    async with recorded(world, trainer, steps=STEPS):
+        trainer.start(failpoints=death.replace("@", "=kill@"))
+        await trainer.exits_with(KILLED)
         finished = (await world.status()).policies[0].last_finished_step
         held = newest_checkpoint(trainer.work_dir)
         command = ("weights", "rollback", str(back_to), "--join", world.address, "--json")
@@ -106,7 +99,7 @@ async def test_a_trainer_goes_on_from_the_weights_that_were_gone_back_to(
         number_of = told.json["version"]
 
         trainer.start(failpoints="trainer.checkpoint_written=kill@1")
-        assert await asyncio.to_thread(trainer.wait) == KILLED, trainer.log
+        await trainer.exits_with(KILLED)
         assert read_hits(trainer.failpoints_log)[-1].name == "trainer.checkpoint_written"
         assert f'"optimizer": "{optimizer}"' in trainer.log
         step, checkpoint = newest_checkpoint(trainer.work_dir)
@@ -119,12 +112,8 @@ async def test_a_trainer_goes_on_from_the_weights_that_were_gone_back_to(
             assert all(torch.equal(checkpoint[key], held[1][key]) for key in held[1])
 
         trainer.start()
-        assert await asyncio.to_thread(trainer.wait) == 0, trainer.log
-        await recording
-    finally:
-        recording.cancel()
-        trainer.kill()
-    census = store_census.take(open_store(run.store_uri), run_id=run.run_id, policy_id=POLICY)
+        await trainer.exits_with(0)
+    census = census_of(run)
     assert [record.rollback_of for record in census.records[number_of:]] == [back_to] + [None] * (
         STEPS - finished
     )
@@ -135,8 +124,7 @@ async def test_a_trainer_goes_on_from_the_weights_that_were_gone_back_to(
     status = await world.status()
     assert status.policies[0].version.version == len(census.records) - 1
     assert status.policies[0].unpublished_groups == 0
-    account = status.trajectories
-    assert (account.trained, account.conservation_error) == (STEPS * GROUPS_PER_STEP * 2, 0)
+    await require_trained(world, steps=STEPS)
 
 
 @pytest.mark.timeout(240)
@@ -145,23 +133,18 @@ async def test_a_trainer_that_ended_lets_go_and_resumes_after_a_rollback_without
 ) -> None:
     run = await create_run(world, folder=tmp_path, steps=4, checkpoint_every_steps=2)
     trainer = TrainerProcess(world.address, tmp_path)
-    recording = asyncio.create_task(push_groups(world, count=4 * GROUPS_PER_STEP))
-    try:
+    async with recorded(world, trainer, steps=4):
         trainer.start()
-        assert await asyncio.to_thread(trainer.wait) == 0, trainer.log
-        await recording
+        await trainer.exits_with(0)
         told = await asyncio.to_thread(cli.run, "weights", "rollback", "2", "--join", world.address, "--json")
         assert (told.status, told.json["version"]) == (0, 5), told.errors
         trainer.start()
-        assert await asyncio.to_thread(trainer.wait) == 0, trainer.log
+        await trainer.exits_with(0)
         before = newest_checkpoint(trainer.work_dir)
         # Once more: the checkpoint knows of the rollback now.
         trainer.start()
-        assert await asyncio.to_thread(trainer.wait) == 0, trainer.log
-    finally:
-        recording.cancel()
-        trainer.kill()
-    census = store_census.take(open_store(run.store_uri), run_id=run.run_id, policy_id=POLICY)
+        await trainer.exits_with(0)
+    census = census_of(run)
     assert census.steps == [0, 1, 2, 3, 4, 4]
     step, checkpoint = newest_checkpoint(trainer.work_dir)
     assert step == before[0] == 4

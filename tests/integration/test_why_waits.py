@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import pytest
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import batch_service_pb2, task_service_pb2
-from support.dataflow_world import Breaking, Node, World, until
+from support.dataflow_world import Breaking, World, until, until_equal
 
 pytestmark = pytest.mark.integration
 
@@ -19,8 +20,7 @@ INTENT, TRAINED = batch_service_pb2.BATCH_STAGE_INTENT, batch_service_pb2.BATCH_
 
 async def waits(world: World) -> dict[str, pb.Wait]:
     """What waits now, by `stage/reason`."""
-    answer = await world.client.call(world.client.admin.Why, pb.WhyRequest(run_id=world.run_id))
-    return {f"{wait.stage}/{wait.reason}": wait for wait in answer.waits}
+    return {f"{wait.stage}/{wait.reason}": wait for wait in (await world.why()).waits}
 
 
 async def seen(world: World, name: str) -> pb.Wait:
@@ -35,11 +35,7 @@ async def seen(world: World, name: str) -> pb.Wait:
 
 async def gone(world: World, name: str) -> None:
     """Wait until it is over."""
-
-    async def is_over() -> bool:
-        return not await _is_told(world, name)
-
-    await until(is_over)
+    await until_equal(partial(_is_told, world, name), expected=False)
 
 
 async def _is_told(world: World, name: str) -> bool:
@@ -59,13 +55,6 @@ async def session(world: World, node_id: str, **serving: int) -> AsyncIterator[N
         call.cancel()
         with suppress(asyncio.CancelledError):
             await call.code()
-
-
-async def ready(node: Node, count: int) -> None:
-    """Sample `count` whole groups."""
-    leases = [lease for lease in await node.lease(count) if not lease.required_versions]
-    for lease in leases:
-        await node.complete(lease)
 
 
 async def test_no_node_ends_when_a_node_opens_a_working_session(world: World) -> None:
@@ -101,9 +90,7 @@ async def test_no_trainer_ends_when_a_trainer_claims_the_policy(world: World) ->
 
 
 async def test_an_exhausted_data_set_ends_when_tasks_are_submitted(world: World) -> None:
-    await world.create_run(dataset="Empty")
-    await world.trainer()
-    node = await world.node()
+    _, node = await world.started(dataset="Empty")
     async with session(world, "n1", solver=0):
         wait = await seen(world, "lease/dataset_exhausted")
         assert "submit tasks" in wait.released_by
@@ -114,9 +101,7 @@ async def test_an_exhausted_data_set_ends_when_tasks_are_submitted(world: World)
 
 async def test_a_failing_data_set_says_what_it_raised_and_ends_when_it_works(world: World) -> None:
     Breaking.mended = False
-    await world.create_run(dataset="Breaking")
-    await world.trainer()
-    await world.node()
+    await world.started(dataset="Breaking")
     async with session(world, "n1", solver=0):
         wait = await seen(world, "lease/dataset_failed")
         assert "the file is gone" in wait.detail
@@ -125,42 +110,37 @@ async def test_a_failing_data_set_says_what_it_raised_and_ends_when_it_works(wor
 
 
 async def test_a_full_staleness_window_opens_when_a_version_is_announced_and_not_before(world: World) -> None:
-    await world.create_run(dataset="Counting", groups_per_step=2, max_staleness=0)
-    trainer, node = await world.trainer(), await world.node()
+    trainer, node = await world.started(dataset="Counting", groups_per_step=2, max_staleness=0)
     async with session(world, "n1", solver=0):
-        await ready(node, 16)
+        await node.work(16)
         wait = await seen(world, "lease/staleness_window")
         assert wait.policy_id == "solver"
         assert "announce" in wait.released_by
         assert wait.released_by.startswith("the trainer takes a batch")
         batch = (await trainer.acquire(1)).batch
         assert "finishes step 1" in (await seen(world, "lease/staleness_window")).released_by
-        await trainer.ack(batch, INTENT)
-        await trainer.ack(batch, TRAINED)
+        await trainer.ack(batch, INTENT, TRAINED)
         assert "the version of step 1" in (await seen(world, "lease/staleness_window")).released_by
         await trainer.publish(version=1, step=1)
         await gone(world, "lease/staleness_window")
 
 
 async def test_ready_groups_ends_when_nodes_finish_groups(world: World) -> None:
-    await world.create_run(dataset="Counting", groups_per_step=2)
-    trainer, node = await world.trainer(), await world.node()
+    trainer, node = await world.started(dataset="Counting", groups_per_step=2)
     acquiring = asyncio.create_task(trainer.acquire(1, wait_s=30))
     wait = await seen(world, "batch/ready_groups")
     assert wait.detail.startswith("0 of 2 groups are ready")
     assert "finish" in wait.released_by
-    await ready(node, 16)
+    await node.work(16)
     assert (await acquiring).HasField("batch")
     await gone(world, "batch/ready_groups")
 
 
 async def test_publish_ends_when_the_versions_between_are_announced(world: World) -> None:
-    await world.create_run(dataset="Counting", groups_per_step=1, max_staleness=4)
-    trainer, node = await world.trainer(), await world.node()
-    await ready(node, 8)
+    trainer, node = await world.started(dataset="Counting", groups_per_step=1, max_staleness=4)
+    await node.work(8)
     first = (await trainer.acquire(1)).batch
-    await trainer.ack(first, INTENT)
-    await trainer.ack(first, TRAINED)
+    await trainer.ack(first, INTENT, TRAINED)
     acquiring = asyncio.create_task(trainer.acquire(2, base_version=2, wait_s=30))
     wait = await seen(world, "publish/publish")
     assert "announce" in wait.released_by
@@ -170,12 +150,10 @@ async def test_publish_ends_when_the_versions_between_are_announced(world: World
 
 
 async def test_unpublished_names_the_trained_steps_until_their_versions_are_announced(world: World) -> None:
-    await world.create_run(dataset="Counting", groups_per_step=1, max_staleness=4)
-    trainer, node = await world.trainer(), await world.node()
-    await ready(node, 8)
+    trainer, node = await world.started(dataset="Counting", groups_per_step=1, max_staleness=4)
+    await node.work(8)
     batch = (await trainer.acquire(1)).batch
-    await trainer.ack(batch, INTENT)
-    await trainer.ack(batch, TRAINED)
+    await trainer.ack(batch, INTENT, TRAINED)
     wait = await seen(world, "publish/unpublished")
     assert "[1]" in wait.detail or "1" in wait.detail
     assert "announce" in wait.released_by
@@ -184,9 +162,7 @@ async def test_unpublished_names_the_trained_steps_until_their_versions_are_anno
 
 
 async def test_an_evaluation_waits_until_a_node_serves_its_version(world: World) -> None:
-    await world.create_run(dataset="Counting")
-    await world.trainer()
-    await world.node()
+    await world.started(dataset="Counting")
     wait = await seen(world, "evaluate/no_node_at_version")
     assert "version 0: 0 of 2 samples" in wait.detail
     assert "node" in wait.released_by
@@ -195,21 +171,23 @@ async def test_an_evaluation_waits_until_a_node_serves_its_version(world: World)
 
 
 async def test_no_capable_node_ends_when_a_node_joins_that_has_not_refused(world: World) -> None:
-    await world.create_run()
-    await world.trainer()
-    first, second = await world.node("n1"), await world.node("n2")
+    _, first = await world.started(max_attempts=1)
+    second = await world.node("n2")
     await world.submit("hard")
     async with session(world, "n1", solver=0), session(world, "n2", solver=0):
         for node in (first, second):
-            (lease,) = await node.lease(1)
-            assert await node.fail(lease, "missing_capability")
+            (lease,) = await node.lease(wait_s=10)
+            assert await node.fail(lease, "missing_capability"), "a refusal costs no attempt"
+        assert await first.lease(wait_s=0) == []
         wait = await seen(world, "lease/no_capable_node")
-        assert "hard" in wait.detail
+        assert "for example hard" in wait.detail
         assert "join a node" in wait.released_by
+        assert list((await world.why("hard")).task.refused_by) == ["n1", "n2"]
         third = await world.node("n3")
         async with session(world, "n3", solver=0):
             await gone(world, "lease/no_capable_node")
-            assert len(await third.lease(1)) == 1
+            (lease,) = await third.lease(wait_s=10)
+            assert await third.complete(lease) == ["ACCEPTED", "ACCEPTED"]
 
 
 async def test_a_finished_run_waits_for_nothing(world: World) -> None:

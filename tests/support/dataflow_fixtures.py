@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from support.dataflow_process import DataflowProcess
 from support.dataflow_world import World, served
 from support.valkey import ValkeyServer, flush, server_binary, system_redis
 
@@ -46,6 +47,14 @@ def redis_url(valkey: ValkeyServer) -> str:
     """An empty database of the shared Valkey."""
     flush(valkey.url)
     return valkey.url
+
+
+@pytest.fixture
+def process(redis_url: str, tmp_path: Path) -> Iterator[DataflowProcess]:
+    """A server process that is not started yet."""
+    server = DataflowProcess(redis_url, tmp_path)
+    yield server
+    server.kill()
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ POLICY = PolicyState(
     staleness={},
     recent=(),
     unpublished_steps=(),
-    bound_steps=0,
     last_consumed="",
 )
 AUDIT = Audit(
@@ -50,10 +49,9 @@ NODE = NodeStatus(
 
 def node(**changes: object) -> NodeStatus:
     """The node with other values."""
-    status = NodeStatus(**changes)  # type: ignore[arg-type]
     merged = NodeStatus()
-    merged.CopyFrom(NODE)
-    merged.MergeFrom(status)
+    merged.MergeFrom(NODE)
+    merged.MergeFrom(NodeStatus(**changes))  # type: ignore[arg-type]
     merged.connected = bool(changes.get("connected", True))
     return merged
 

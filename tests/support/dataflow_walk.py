@@ -14,22 +14,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from astraflow.dataflow.v1 import (
-    admin_service_pb2,
-    batch_pb2,
-    batch_service_pb2,
-    trace_pb2,
-    trajectory_service_pb2,
-)
+from astraflow.dataflow.v1 import batch_pb2, trace_pb2
+from astraflow.dataflow.v1 import batch_service_pb2 as batches
 from astraflow.errors import InvalidArgumentError, NotFoundError, PreconditionError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.rules.conservation import drift
 from support.dataflow_world import Node, Trainer, World, served
 
-INTENT = batch_service_pb2.BATCH_STAGE_INTENT
-TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
-SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
-RETURN, DISCARD = batch_service_pb2.VOID_ACTION_RETURN, batch_service_pb2.VOID_ACTION_DISCARD
+INTENT = batches.BATCH_STAGE_INTENT
+TRAINED = batches.BATCH_STAGE_TRAINED
+SKIPPED = batches.BATCH_STAGE_SKIPPED
+RETURN, DISCARD = batches.VOID_ACTION_RETURN, batches.VOID_ACTION_DISCARD
 COUNTED = {"ACCEPTED", "ACCEPTED_LATE", "SUPERSEDED", "FENCED", "LATE_CLOSED", "POISON"}
 KEPT = {"ACCEPTED", "ACCEPTED_LATE"}
 
@@ -103,8 +98,7 @@ class Walk:
             await self._push(node, episode)
 
     async def _push(self, node: Node, episode: trajectory_pb2.Episode) -> None:
-        result = await node.push(episode)
-        outcome = trajectory_service_pb2.Outcome.Name(result.outcome).removeprefix("OUTCOME_")
+        outcome = await node.outcome(episode)
         self.pushed.append((node, episode))
         if outcome != "DUPLICATE":
             first = self.outcomes.setdefault(episode.episode_id, outcome)
@@ -164,27 +158,16 @@ class Walk:
         """An operator takes the bound batch away."""
         if self.batch is None:
             return
-        request = batch_service_pb2.VoidBatchRequest(
-            run_id="run",
-            policy_id="solver",
-            step=self.step,
-            batch_id=self.batch.batch_id,
-            action=self.rng.choice([RETURN, DISCARD]),
-        )
         with contextlib.suppress(NotFoundError):  # the trainer gave it back before
-            await self.world.client.call(self.world.client.batches.VoidBatch, request)
+            await self.world.void(self.batch, self.rng.choice([RETURN, DISCARD]))
         self.batch = None
 
     async def requeue(self) -> None:
         """Dead tasks run anew; what came before was dropped with their groups."""
         await self.sweep()
-        client = self.world.client
-        listing = admin_service_pb2.ListDeadLettersRequest(run_id="run", page_size=500)
-        letters = (await client.call(client.admin.ListDeadLetters, listing)).dead_letters
+        letters = (await self.world.dead_letters(page_size=500)).dead_letters
         again = {letter.task_id for letter in letters}
-        request = admin_service_pb2.RequeueDeadLettersRequest(run_id="run")
-        done = await client.call(client.admin.RequeueDeadLetters, request)
-        assert (done.requeued, done.kept) == (len(letters), 0)
+        assert await self.world.requeue() == (len(letters), 0, 0)
         self.retired |= {
             episode.episode_id
             for _, episode in self.pushed
@@ -236,14 +219,8 @@ class Walk:
                 place = trace_pb2.TrajectoryPlace.Name(item.place).removeprefix("TRAJECTORY_PLACE_").lower()
                 found[item.drop_reason or place] += 1
         account = (await self.world.status()).trajectories
-        expected = Counter(
-            {
-                "trained": account.trained,
-                "in_batch": account.in_batch,
-                "ready": account.ready,
-                "assembling": account.assembling,
-            }
-        )
+        places = ("trained", "in_batch", "ready", "assembling")
+        expected = Counter({place: getattr(account, place) for place in places})
         expected += Counter({reason: n for reason, n in account.dropped.items() if reason != "poison"})
         found.pop("poison", None)  # quarantined episodes are not listed trajectory by trajectory
         assert found == expected

@@ -12,23 +12,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from astraflow.client import AsyncClient, RetryPolicy
 from astraflow.columns import Columns, encode_columns
-from astraflow.dataflow.v1 import (
-    admin_service_pb2,
-    batch_pb2,
-    batch_service_pb2,
-    run_pb2,
-    run_service_pb2,
-    task_service_pb2,
-    trajectory_service_pb2,
-    version_pb2,
-    version_service_pb2,
-)
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.dataflow.v1 import batch_pb2, run_pb2, version_pb2
+from astraflow.dataflow.v1 import batch_service_pb2 as batches
+from astraflow.dataflow.v1 import run_service_pb2 as runs
+from astraflow.dataflow.v1 import task_service_pb2 as task_pb
+from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
+from astraflow.dataflow.v1 import version_service_pb2 as versions
+from astraflow.errors import UnavailableError
 from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.server import Dataflow, RunKeeper
@@ -43,6 +41,7 @@ dataflow: {{{dataflow}}}
 raas: {{{raas}}}
 """
 REWARD = "support.dataflow_world:Zero"
+Result = TypeVar("Result")
 POLICY = "  {name}: {{model: {{path: nowhere}}, sampling: {{max_new_tokens: 16}}}}"
 
 
@@ -149,26 +148,35 @@ class World:
     async def create_run(self, *, store_uri: str = "file:///nowhere", **recipe: object) -> run_pb2.Run:
         """Create a run and work on it from now on."""
         text = recipe_text(**recipe)  # type: ignore[arg-type]
-        name = parse_recipe(text).recipe.run.name
-        request = run_service_pb2.CreateRunRequest(
-            run=run_pb2.Run(run_id=name, recipe_yaml=text, store_uri=store_uri)
-        )
-        run = (await self.client.call(self.client.runs.CreateRun, request)).run
-        self.run_id = run.run_id
-        return run
+        self.run_id = parse_recipe(text).recipe.run.name
+        run = run_pb2.Run(run_id=self.run_id, recipe_yaml=text, store_uri=store_uri)
+        return (await self.client.call(self.client.runs.CreateRun, runs.CreateRunRequest(run=run))).run
 
-    async def submit(self, *task_ids: str, group_size: int = 0) -> task_service_pb2.SubmitTasksResponse:
+    async def started(self, **recipe: object) -> tuple[Trainer, Node]:
+        """A new run with version 0, its trainer and a node."""
+        await self.create_run(**recipe)  # type: ignore[arg-type]
+        return await self.trainer(), await self.node()
+
+    async def bound(self, *, groups: int = 2, **recipe: object) -> tuple[Trainer, Node, batch_pb2.Batch]:
+        """A new run that finished `groups` groups, and whose trainer holds the batch of step 1."""
+        trainer, node = await self.started(**({"dataset": "Counting"} | recipe))
+        await node.make_ready(groups)
+        return trainer, node, (await trainer.acquire(1)).batch
+
+    async def submit(self, *task_ids: str, group_size: int = 0) -> task_pb.SubmitTasksResponse:
         """Submit training tasks."""
         tasks = [task_pb2.Task(task_id=task_id, group_size=group_size) for task_id in task_ids]
-        request = task_service_pb2.SubmitTasksRequest(run_id=self.run_id, tasks=tasks)
+        request = task_pb.SubmitTasksRequest(run_id=self.run_id, tasks=tasks)
         return await self.client.call(self.client.tasks.SubmitTasks, request)
+
+    async def join(self, node_id: str, **facts: Any) -> runs.JoinRunResponse:
+        """Join a node; `facts` are fields of the request."""
+        request = runs.JoinRunRequest(run_id=self.run_id, node_id=node_id, **facts)
+        return await self.client.call(self.client.runs.JoinRun, request)
 
     async def node(self, node_id: str = "n1", *, incarnation: int = 1, max_tasks: int = 64) -> Node:
         """Join a node."""
-        request = run_service_pb2.JoinRunRequest(
-            run_id=self.run_id, node_id=node_id, incarnation=incarnation, max_concurrent_tasks=max_tasks
-        )
-        await self.client.call(self.client.runs.JoinRun, request)
+        await self.join(node_id, incarnation=incarnation, max_concurrent_tasks=max_tasks)
         return Node(world=self, node_id=node_id, incarnation=incarnation)
 
     async def trainer(self, policy_id: str = "solver", *, publish_first: bool = True) -> Trainer:
@@ -179,11 +187,58 @@ class World:
             await trainer.publish(version=0, step=0)
         return trainer
 
-    async def status(self) -> admin_service_pb2.StatusResponse:
+    async def status(self) -> admin.StatusResponse:
         """The run's status."""
-        return await self.client.call(
-            self.client.admin.Status, admin_service_pb2.StatusRequest(run_id=self.run_id)
+        return await self.client.call(self.client.admin.Status, admin.StatusRequest(run_id=self.run_id))
+
+    async def why(self, task_id: str = "") -> admin.WhyResponse:
+        """Why the run, or a task, waits."""
+        request = admin.WhyRequest(run_id=self.run_id, task_id=task_id)
+        return await self.client.call(self.client.admin.Why, request)
+
+    async def waits(self) -> dict[str, admin.Wait]:
+        """What waits now, by reason."""
+        return {wait.reason: wait for wait in (await self.status()).waits}
+
+    async def dead_letters(self, **request: Any) -> admin.ListDeadLettersResponse:
+        """Tasks that failed for good; `request` are fields of the request."""
+        message = admin.ListDeadLettersRequest(run_id=self.run_id, **request)
+        return await self.client.call(self.client.admin.ListDeadLetters, message)
+
+    async def requeue(self, *letter_ids: str) -> tuple[int, int, int]:
+        """Requeue dead letters, all by default; (requeued, unknown, kept)."""
+        request = admin.RequeueDeadLettersRequest(run_id=self.run_id, dead_letter_ids=letter_ids)
+        reply = await self.client.call(self.client.admin.RequeueDeadLetters, request)
+        return reply.requeued, reply.unknown, reply.kept
+
+    async def void(self, batch: batch_pb2.Batch, action: int, reason: str = "bad data") -> tuple[int, int]:
+        """Void a batch; (groups returned, trajectories dropped)."""
+        request = batches.VoidBatchRequest(
+            run_id=self.run_id,
+            policy_id=batch.policy_id,
+            step=batch.step,
+            batch_id=batch.batch_id,
+            action=action,  # type: ignore[arg-type]
+            reason=reason,
         )
+        reply = await self.client.call(self.client.batches.VoidBatch, request)
+        return reply.returned_groups, reply.dropped_trajectories
+
+    async def has_account(self, **expected: object) -> None:
+        """Assert that the account of trajectories balances and has these figures; `dropped` as a mapping."""
+        account = (await self.status()).trajectories
+        found = {name: getattr(account, name) for name in expected}
+        if "dropped" in found:
+            found["dropped"] = dict(account.dropped)
+        assert (found, account.conservation_error) == (expected, 0), account
+
+    async def until(self, holds: Callable[[admin.StatusResponse], bool], *, within_s: float = 20.0) -> None:
+        """Wait until something holds of the status: for what the server does on its own."""
+
+        async def condition() -> bool:
+            return holds(await self.status())
+
+        await until(condition, within_s=within_s)
 
     async def is_finished(self) -> bool:
         """Whether the run has ended."""
@@ -198,7 +253,7 @@ class World:
         await self._update(run_pb2.RUN_STATE_ACTIVE)
 
     async def _update(self, state: run_pb2.RunState.ValueType) -> None:
-        request = run_service_pb2.UpdateRunRequest(run_id=self.run_id, state=state)
+        request = runs.UpdateRunRequest(run_id=self.run_id, state=state)
         await self.client.call(self.client.runs.UpdateRun, request)
 
 
@@ -215,11 +270,9 @@ class Node:
         """Lease tasks."""
         return list((await self.lease_reply(count, wait_s=wait_s)).leases)
 
-    async def lease_reply(
-        self, count: int = 1, *, wait_s: float = 0.0
-    ) -> task_service_pb2.LeaseTasksResponse:
+    async def lease_reply(self, count: int = 1, *, wait_s: float = 0.0) -> task_pb.LeaseTasksResponse:
         """Lease tasks; with the reason when there are none."""
-        request = task_service_pb2.LeaseTasksRequest(
+        request = task_pb.LeaseTasksRequest(
             run_id=self.world.run_id,
             node_id=self.node_id,
             incarnation=self.incarnation,
@@ -232,26 +285,31 @@ class Node:
 
     async def fail(self, lease: task_pb2.Lease, reason: str, *, retryable: bool = True) -> bool:
         """Give a lease back; return whether it was queued again."""
-        failure = task_service_pb2.LeaseFailure(lease_id=lease.lease_id, reason=reason, retryable=retryable)
-        request = task_service_pb2.FailTaskRequest(
-            run_id=self.world.run_id, node_id=self.node_id, failure=failure
-        )
+        failure = task_pb.LeaseFailure(lease_id=lease.lease_id, reason=reason, retryable=retryable)
+        request = task_pb.FailTaskRequest(run_id=self.world.run_id, node_id=self.node_id, failure=failure)
         return (await self.world.client.call(self.world.client.tasks.FailTask, request)).requeued
 
     async def renew(self, *lease_ids: str) -> list[str]:
         """Renew leases; return the lost ones."""
-        request = task_service_pb2.RenewLeasesRequest(
+        request = task_pb.RenewLeasesRequest(
             run_id=self.world.run_id, node_id=self.node_id, lease_ids=lease_ids
         )
-        return list(
-            (await self.world.client.call(self.world.client.tasks.RenewLeases, request)).lost_lease_ids
-        )
-
-    async def push(self, episode: trajectory_pb2.Episode) -> trajectory_service_pb2.PushResult:
-        """Push one episode."""
         client = self.world.client
-        request = trajectory_service_pb2.PushEpisodeRequest(episode=episode)
-        return (await client.call(client.trajectories.PushEpisode, request)).result
+        return list((await client.call(client.tasks.RenewLeases, request)).lost_lease_ids)
+
+    async def push(self, episode: trajectory_pb2.Episode) -> pushes.PushResult:
+        """Push one episode."""
+        return (await self.push_reply(episode)).result
+
+    async def push_reply(self, episode: trajectory_pb2.Episode) -> pushes.PushEpisodeResponse:
+        """Push one episode; with the watermark."""
+        client, request = self.world.client, pushes.PushEpisodeRequest(episode=episode)
+        return await client.call(client.trajectories.PushEpisode, request, timeout_s=60)
+
+    async def outcome(self, episode: trajectory_pb2.Episode) -> str:
+        """Push one episode; the outcome's name."""
+        result = await self.push(episode)
+        return pushes.Outcome.Name(result.outcome).removeprefix("OUTCOME_")
 
     def episode(self, lease: task_pb2.Lease, member: int, **changes: object) -> trajectory_pb2.Episode:
         """A good episode for one member of a lease."""
@@ -269,9 +327,20 @@ class Node:
         outcomes = []
         for member in lease.members:
             reward = {"reward": float(member)} if "reward" not in changes else {}
-            result = await self.push(self.episode(lease, member, **(reward | changes)))
-            outcomes.append(trajectory_service_pb2.Outcome.Name(result.outcome).removeprefix("OUTCOME_"))
+            outcomes.append(await self.outcome(self.episode(lease, member, **(reward | changes))))
         return outcomes
+
+    async def work(self, count: int = 1, **changes: object) -> list[str]:
+        """Lease up to `count` tasks and complete them; return their ids."""
+        leases = await self.lease(count)
+        for lease in leases:
+            await self.complete(lease, **changes)
+        return [lease.task.task_id for lease in leases]
+
+    async def make_ready(self, groups: int, **changes: object) -> None:
+        """Complete this many tasks."""
+        while groups > 0:
+            groups -= len(await self.work(groups, **changes))
 
 
 @dataclass
@@ -282,90 +351,64 @@ class Trainer:
     policy_id: str
     epoch: int = 0
 
-    async def claim(
-        self,
-        *,
-        trainer_id: str = "test",
-        known_epoch: int = 0,
-        held_epoch: int = 0,
-        only_if_unheld: bool = False,
-    ) -> batch_service_pb2.ClaimPolicyResponse:
-        """Start a new epoch."""
-        request = batch_service_pb2.ClaimPolicyRequest(
-            run_id=self.world.run_id,
-            policy_id=self.policy_id,
-            trainer_id=trainer_id,
-            known_epoch=known_epoch,
-            held_epoch=held_epoch,
-            only_if_unheld=only_if_unheld,
-        )
+    @property
+    def _policy(self) -> dict[str, Any]:
+        return {"run_id": self.world.run_id, "policy_id": self.policy_id}
+
+    @property
+    def _mine(self) -> dict[str, Any]:
+        return self._policy | {"trainer_epoch": self.epoch}
+
+    async def claim(self, *, trainer_id: str = "test", **held: Any) -> batches.ClaimPolicyResponse:
+        """Start a new epoch; `held` are fields of the request."""
+        request = batches.ClaimPolicyRequest(**self._policy, trainer_id=trainer_id, **held)
         claim = await self.world.client.call(self.world.client.batches.ClaimPolicy, request)
         self.epoch = claim.trainer_epoch
         return claim
 
     async def hold(self) -> None:
         """Say that this trainer lives."""
-        request = batch_service_pb2.HoldPolicyRequest(
-            run_id=self.world.run_id, policy_id=self.policy_id, trainer_epoch=self.epoch
-        )
-        await self.world.client.call(self.world.client.batches.HoldPolicy, request)
+        client = self.world.client
+        await client.call(client.batches.HoldPolicy, batches.HoldPolicyRequest(**self._mine))
 
     async def release(self) -> None:
         """Say that this trainer ends."""
-        request = batch_service_pb2.ReleasePolicyRequest(
-            run_id=self.world.run_id, policy_id=self.policy_id, trainer_epoch=self.epoch
-        )
-        await self.world.client.call(self.world.client.batches.ReleasePolicy, request)
+        client = self.world.client
+        await client.call(client.batches.ReleasePolicy, batches.ReleasePolicyRequest(**self._mine))
 
     async def acquire(
         self, step: int, *, base_version: int = 0, wait_s: float = 5.0
-    ) -> batch_service_pb2.AcquireBatchResponse:
+    ) -> batches.AcquireBatchResponse:
         """Acquire the batch of a step."""
-        request = batch_service_pb2.AcquireBatchRequest(
-            run_id=self.world.run_id,
-            policy_id=self.policy_id,
-            trainer_epoch=self.epoch,
-            step=step,
-            base_version=base_version,
-            wait_duration=seconds(wait_s),
+        request = batches.AcquireBatchRequest(
+            **self._mine, step=step, base_version=base_version, wait_duration=seconds(wait_s)
         )
         client = self.world.client
         return await client.call(client.batches.AcquireBatch, request, timeout_s=wait_s + 10)
 
-    async def fetch(self, step: int, *trajectory_ids: str) -> list[batch_service_pb2.FetchBatchResponse]:
+    async def fetch(self, step: int, *trajectory_ids: str) -> list[batches.FetchBatchResponse]:
         """Fetch payloads."""
-        request = batch_service_pb2.FetchBatchRequest(
-            run_id=self.world.run_id,
-            policy_id=self.policy_id,
-            trainer_epoch=self.epoch,
-            step=step,
-            trajectory_ids=trajectory_ids,
-        )
+        request = batches.FetchBatchRequest(**self._mine, step=step, trajectory_ids=trajectory_ids)
         client = self.world.client
         return [item async for item in client.stream(client.batches.FetchBatch, request)]
 
-    async def ack(self, batch: batch_pb2.Batch, stage: int, *, digest: bytes | None = None) -> int:
-        """Record a stage."""
-        request = batch_service_pb2.AckBatchRequest(
-            run_id=self.world.run_id,
-            policy_id=self.policy_id,
-            trainer_epoch=self.epoch,
-            step=batch.step,
-            batch_id=batch.batch_id,
-            digest=batch.digest if digest is None else digest,
-            stage=stage,  # type: ignore[arg-type]
-        )
-        return (await self.world.client.call(self.world.client.batches.AckBatch, request)).stage
+    async def ack(self, batch: batch_pb2.Batch, *stages: int, digest: bytes | None = None) -> int:
+        """Record stages one after the other; return the last that was recorded."""
+        client, recorded = self.world.client, 0
+        for stage in stages:
+            request = batches.AckBatchRequest(
+                **self._mine,
+                step=batch.step,
+                batch_id=batch.batch_id,
+                digest=batch.digest if digest is None else digest,
+                stage=stage,  # type: ignore[arg-type]
+            )
+            recorded = (await client.call(client.batches.AckBatch, request)).stage
+        return recorded
 
     async def nack(self, step: int) -> int:
         """Give a batch back."""
-        request = batch_service_pb2.NackBatchRequest(
-            run_id=self.world.run_id,
-            policy_id=self.policy_id,
-            trainer_epoch=self.epoch,
-            step=step,
-            reason="test",
-        )
+        request = batches.NackBatchRequest(**self._mine, step=step, reason="test")
         return (await self.world.client.call(self.world.client.batches.NackBatch, request)).returned_groups
 
     async def publish(
@@ -387,25 +430,18 @@ class Trainer:
             trainer_epoch=self.epoch if writer_epoch is None else writer_epoch,
             rollback_of=rollback_of,
         )
-        request = version_service_pb2.PublishRequest(
-            run_id=self.world.run_id, version=message, trainer_epoch=self.epoch
-        )
+        request = versions.PublishRequest(run_id=self.world.run_id, version=message, trainer_epoch=self.epoch)
         return (await self.world.client.call(self.world.client.versions.Publish, request)).version
 
     async def mark_durable(self, step: int) -> int:
         """Mark steps durable; return the released trajectories."""
-        request = batch_service_pb2.MarkDurableRequest(
-            run_id=self.world.run_id, policy_id=self.policy_id, trainer_epoch=self.epoch, step=step
-        )
-        return (
-            await self.world.client.call(self.world.client.batches.MarkDurable, request)
-        ).released_trajectories
+        client, request = self.world.client, batches.MarkDurableRequest(**self._mine, step=step)
+        return (await client.call(client.batches.MarkDurable, request)).released_trajectories
 
     async def train(self, step: int, *, base_version: int) -> batch_pb2.Batch:
         """Acquire, record the intent, train and publish one step."""
         batch = (await self.acquire(step, base_version=base_version)).batch
-        await self.ack(batch, batch_service_pb2.BATCH_STAGE_INTENT)
-        await self.ack(batch, batch_service_pb2.BATCH_STAGE_TRAINED)
+        await self.ack(batch, batches.BATCH_STAGE_INTENT, batches.BATCH_STAGE_TRAINED)
         await self.publish(version=base_version + 1, step=step)
         return batch
 
@@ -508,6 +544,24 @@ async def until(condition: Callable[[], Awaitable[bool]], *, within_s: float = 2
     while not await condition():
         assert time.monotonic() < deadline_s, f"still not so after {within_s:g} s"
         await asyncio.sleep(0.02)
+
+
+async def answered(call: Callable[[], Awaitable[Result]]) -> Result:
+    """Call until the server, or its Redis, is there again; return the answer."""
+    while True:
+        try:
+            return await call()
+        except UnavailableError:
+            await asyncio.sleep(0.05)
+
+
+async def until_equal(call: Callable[[], Awaitable[object]], expected: object) -> None:
+    """Wait until a call answers this."""
+
+    async def is_equal() -> bool:
+        return await call() == expected
+
+    await until(is_equal)
 
 
 def seconds(value: float) -> Duration:

@@ -22,32 +22,32 @@ from grpc_status import rpc_status
 from astraflow._status import to_status
 from astraflow.client import Client, RetryPolicy
 from astraflow.columns import Columns, encode_columns
-from astraflow.dataflow.v1 import (
-    admin_service_pb2,
-    admin_service_pb2_grpc,
-    batch_pb2,
-    batch_service_pb2,
-    batch_service_pb2_grpc,
-    run_pb2,
-    run_service_pb2,
-    run_service_pb2_grpc,
-    version_pb2,
-    version_service_pb2,
-    version_service_pb2_grpc,
-)
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.dataflow.v1 import admin_service_pb2_grpc as admin_grpc
+from astraflow.dataflow.v1 import batch_pb2, run_pb2, version_pb2
+from astraflow.dataflow.v1 import batch_service_pb2 as batches
+from astraflow.dataflow.v1 import batch_service_pb2_grpc as batches_grpc
+from astraflow.dataflow.v1 import run_service_pb2 as runs
+from astraflow.dataflow.v1 import run_service_pb2_grpc as runs_grpc
+from astraflow.dataflow.v1 import version_service_pb2 as versions
+from astraflow.dataflow.v1 import version_service_pb2_grpc as versions_grpc
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2
 from astraflow.server.v1 import server_info_pb2
 from astraflow_kit.server_info import server_info
+from astraflow_trainer.publish.publishing import ModelBytes
+from astraflow_weights.codec.shards import ShardedModel, whole
+from astraflow_weights.publish.version_writer import CommittedVersion
+from support.published_models import committed
 from support.scripted_dataflow import POLICY, RECIPE, RUN_ID
 
 PATIENCE_S = 15.0
 FAST = RetryPolicy(total_s=10.0, first_wait_s=0.01, max_wait_s=0.05)
 BATCH_SIZE = 2
 _STAGES = {
-    batch_service_pb2.BATCH_STAGE_INTENT: "intent",
-    batch_service_pb2.BATCH_STAGE_TRAINED: "trained",
-    batch_service_pb2.BATCH_STAGE_SKIPPED: "skipped",
+    batches.BATCH_STAGE_INTENT: "intent",
+    batches.BATCH_STAGE_TRAINED: "trained",
+    batches.BATCH_STAGE_SKIPPED: "skipped",
 }
 
 
@@ -63,10 +63,10 @@ def eventually(holds: Callable[[], object], *, what: str, patience_s: float = PA
 
 @dataclass
 class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
-    admin_service_pb2_grpc.AdminServiceServicer,
-    batch_service_pb2_grpc.BatchServiceServicer,
-    run_service_pb2_grpc.RunServiceServicer,
-    version_service_pb2_grpc.VersionServiceServicer,
+    admin_grpc.AdminServiceServicer,
+    batches_grpc.BatchServiceServicer,
+    runs_grpc.RunServiceServicer,
+    versions_grpc.VersionServiceServicer,
 ):
     """The script and the record. Fields may be changed at any time."""
 
@@ -80,6 +80,8 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
     data_incarnation: str = "data-1"
     empty_polls: deque[str] = field(default_factory=deque)
     """What the next polls for a batch wait for; afterwards there is one."""
+    on_acquire: Callable[[int], object] = lambda _step: None
+    """Called while a poll for a batch is under way."""
     num_lost: int = 0
     """Payloads of each batch, from its end, that never arrive."""
     faults: dict[str, deque[AstraflowError]] = field(default_factory=dict)
@@ -92,10 +94,10 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
     """What was asked and told, in order."""
     base_versions: list[int] = field(default_factory=list)
     """Of each request for a batch."""
-    acks: list[batch_service_pb2.AckBatchRequest] = field(default_factory=list)
+    acks: list[batches.AckBatchRequest] = field(default_factory=list)
     announced: list[version_pb2.Version] = field(default_factory=list)
-    renewals: list[batch_service_pb2.RenewBatchRequest] = field(default_factory=list)
-    holds: list[batch_service_pb2.HoldPolicyRequest] = field(default_factory=list)
+    renewals: list[batches.RenewBatchRequest] = field(default_factory=list)
+    holds: list[batches.HoldPolicyRequest] = field(default_factory=list)
     fetched: list[list[str]] = field(default_factory=list)
     """Trajectories that each fetch named."""
     epochs: set[int] = field(default_factory=set)
@@ -107,12 +109,10 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
 
     # ------------------------------------------------------------------ the contract
 
-    def ClaimPolicy(
-        self, request: batch_service_pb2.ClaimPolicyRequest, context: Any
-    ) -> batch_service_pb2.ClaimPolicyResponse:
+    def ClaimPolicy(self, request: batches.ClaimPolicyRequest, context: Any) -> batches.ClaimPolicyResponse:
         self._act("ClaimPolicy", context)
         self.events.append(f"claim {request.run_id} {request.policy_id} {request.trainer_id}")
-        return batch_service_pb2.ClaimPolicyResponse(
+        return batches.ClaimPolicyResponse(
             trainer_epoch=self.epoch,
             last_finished_step=self.last_finished_step,
             last_durable_step=self.last_durable_step,
@@ -122,24 +122,23 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
         )
 
     def AcquireBatch(
-        self, request: batch_service_pb2.AcquireBatchRequest, context: Any
-    ) -> batch_service_pb2.AcquireBatchResponse:
+        self, request: batches.AcquireBatchRequest, context: Any
+    ) -> batches.AcquireBatchResponse:
+        self.on_acquire(request.step)
         self._act("AcquireBatch", context, epoch=request.trainer_epoch)
         self.base_versions.append(request.base_version)
         if self.empty_polls:
-            return batch_service_pb2.AcquireBatchResponse(waiting_for=self.empty_polls.popleft())
+            return batches.AcquireBatchResponse(waiting_for=self.empty_polls.popleft())
         self.events.append(f"acquire {request.step}")
         finished = request.step <= self.last_finished_step
-        stage = (
-            batch_service_pb2.BATCH_STAGE_TRAINED if finished else batch_service_pb2.BATCH_STAGE_UNSPECIFIED
-        )
-        return batch_service_pb2.AcquireBatchResponse(
+        stage = batches.BATCH_STAGE_TRAINED if finished else batches.BATCH_STAGE_UNSPECIFIED
+        return batches.AcquireBatchResponse(
             batch=batch_of(request.step, base_version=request.base_version), stage=stage
         )
 
     def FetchBatch(
-        self, request: batch_service_pb2.FetchBatchRequest, context: Any
-    ) -> Iterator[batch_service_pb2.FetchBatchResponse]:
+        self, request: batches.FetchBatchRequest, context: Any
+    ) -> Iterator[batches.FetchBatchResponse]:
         self._act("FetchBatch", context, epoch=request.trainer_epoch)
         self.events.append(f"fetch {request.step}")
         self.fetched.append(list(request.trajectory_ids))
@@ -151,82 +150,110 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
         items = chosen[: BATCH_SIZE - self.num_lost]
         # In another order than the batch's: rows must not depend on how payloads travel.
         for item in reversed(items):
-            yield batch_service_pb2.FetchBatchResponse(
+            yield batches.FetchBatchResponse(
                 trajectory_id=item.trajectory_id, body=_payload(item.trajectory_id)
             )
 
-    def AckBatch(
-        self, request: batch_service_pb2.AckBatchRequest, context: Any
-    ) -> batch_service_pb2.AckBatchResponse:
+    def AckBatch(self, request: batches.AckBatchRequest, context: Any) -> batches.AckBatchResponse:
         self._act("AckBatch", context, epoch=request.trainer_epoch)
         self.acks.append(request)
         self.events.append(f"{_STAGES[request.stage]} {request.step}")
-        return batch_service_pb2.AckBatchResponse(stage=request.stage)
+        return batches.AckBatchResponse(stage=request.stage)
 
-    def RenewBatch(
-        self, request: batch_service_pb2.RenewBatchRequest, context: Any
-    ) -> batch_service_pb2.RenewBatchResponse:
+    def RenewBatch(self, request: batches.RenewBatchRequest, context: Any) -> batches.RenewBatchResponse:
         self.renewals.append(request)
         self._act("RenewBatch", context, epoch=request.trainer_epoch)
-        return batch_service_pb2.RenewBatchResponse()
+        return batches.RenewBatchResponse()
 
-    def HoldPolicy(
-        self, request: batch_service_pb2.HoldPolicyRequest, context: Any
-    ) -> batch_service_pb2.HoldPolicyResponse:
+    def HoldPolicy(self, request: batches.HoldPolicyRequest, context: Any) -> batches.HoldPolicyResponse:
         self.holds.append(request)
         self._act("HoldPolicy", context)
-        return batch_service_pb2.HoldPolicyResponse()
+        return batches.HoldPolicyResponse()
 
     def ReleasePolicy(
-        self, request: batch_service_pb2.ReleasePolicyRequest, context: Any
-    ) -> batch_service_pb2.ReleasePolicyResponse:
+        self, request: batches.ReleasePolicyRequest, context: Any
+    ) -> batches.ReleasePolicyResponse:
         self._act("ReleasePolicy", context)
         self.events.append(f"release {request.trainer_epoch}")
-        return batch_service_pb2.ReleasePolicyResponse()
+        return batches.ReleasePolicyResponse()
 
-    def MarkDurable(
-        self, request: batch_service_pb2.MarkDurableRequest, context: Any
-    ) -> batch_service_pb2.MarkDurableResponse:
+    def MarkDurable(self, request: batches.MarkDurableRequest, context: Any) -> batches.MarkDurableResponse:
         self._act("MarkDurable", context, epoch=request.trainer_epoch)
         self.events.append(f"durable {request.step}")
-        return batch_service_pb2.MarkDurableResponse()
+        return batches.MarkDurableResponse()
 
-    def GetServerInfo(
-        self, request: admin_service_pb2.GetServerInfoRequest, context: Any
-    ) -> admin_service_pb2.GetServerInfoResponse:
-        return admin_service_pb2.GetServerInfoResponse(server=self.info)
+    def GetServerInfo(self, request: admin.GetServerInfoRequest, context: Any) -> admin.GetServerInfoResponse:
+        return admin.GetServerInfoResponse(server=self.info)
 
-    def GetRun(self, request: run_service_pb2.GetRunRequest, context: Any) -> run_service_pb2.GetRunResponse:
+    def GetRun(self, request: runs.GetRunRequest, context: Any) -> runs.GetRunResponse:
         self._act("GetRun", context)
+        run_id = request.run_id or RUN_ID
         run = run_pb2.Run(
-            run_id=request.run_id or RUN_ID,
-            recipe_yaml=self.recipe_yaml,
-            code=self.code,
-            store_uri=self.store_uri,
+            run_id=run_id, recipe_yaml=self.recipe_yaml, code=self.code, store_uri=self.store_uri
         )
-        return run_service_pb2.GetRunResponse(run=run)
+        return runs.GetRunResponse(run=run)
 
-    def Publish(
-        self, request: version_service_pb2.PublishRequest, context: Any
-    ) -> version_service_pb2.PublishResponse:
+    def Publish(self, request: versions.PublishRequest, context: Any) -> versions.PublishResponse:
         self._act("Publish", context, epoch=request.trainer_epoch)
         self.announced.append(request.version)
         self.events.append(f"announce {request.version.step}")
-        return version_service_pb2.PublishResponse()
+        return versions.PublishResponse()
 
     def ListVersions(
-        self, request: version_service_pb2.ListVersionsRequest, context: Any
-    ) -> version_service_pb2.ListVersionsResponse:
+        self, request: versions.ListVersionsRequest, context: Any
+    ) -> versions.ListVersionsResponse:
         self._act("ListVersions", context)
-        return version_service_pb2.ListVersionsResponse(
-            versions=self.announced[: -request.page_size - 1 : -1]
-        )
+        return versions.ListVersionsResponse(versions=self.announced[: -request.page_size - 1 : -1])
 
     def _act(self, rpc: str, context: Any, *, epoch: int | None = None) -> None:
         if epoch is not None:
             self.epochs.add(epoch)
         if self.faults.get(rpc):
             context.abort_with_status(rpc_status.to_status(to_status(self.faults[rpc].popleft())))
+
+
+def weights_of(step: int) -> ModelBytes:
+    """What a trainer submits as its weights after `step`: the number of the step."""
+    shards = whole({"weight": np.asarray([step], dtype=np.uint16)})
+    return ModelBytes(open=lambda: shards)
+
+
+def _opened() -> threading.Event:
+    gate = threading.Event()
+    gate.set()
+    return gate
+
+
+@dataclass
+class ScriptedStore:
+    """Numbers the versions that a trainer commits upwards from `newest`, once per step, while its gate is open."""
+
+    events: list[str]
+    versions: dict[int, int] = field(default_factory=dict)
+    """Step to the version it already has."""
+    newest: int = 0
+    gate: threading.Event = field(default_factory=_opened)
+    failures: deque[Exception] = field(default_factory=deque)
+    """What the next commits raise."""
+    log: list[CommittedVersion] = field(default_factory=list)
+    learning_rates: list[float | None] = field(default_factory=list)
+
+    def committed_since(self, version: int | None) -> list[CommittedVersion]:
+        return [item for item in self.log if version is None or item.version > version]
+
+    def publish(
+        self, model: ShardedModel, *, step: int, learning_rate: float | None = None
+    ) -> CommittedVersion:
+        assert self.gate.wait(PATIENCE_S)
+        if self.failures:
+            raise self.failures.popleft()
+        assert model.shards["weight"].elements.tolist() == [step]
+        existed = step in self.versions
+        self.newest = self.versions.setdefault(step, self.newest + 1)
+        self.events.append(f"publish {step}")
+        self.learning_rates.append(learning_rate)
+        self.log.append(committed(self.newest, step=step, existed=existed))
+        return self.log[-1]
 
 
 def batch_of(step: int, *, base_version: int = 0) -> batch_pb2.Batch:
@@ -257,10 +284,10 @@ def batch_of(step: int, *, base_version: int = 0) -> batch_pb2.Batch:
 def serving(script: ScriptedBatches) -> Iterator[Client]:
     """A real server on a free loopback port; yields a client of it that retries fast."""
     server = grpc.server(ThreadPoolExecutor(8))
-    admin_service_pb2_grpc.add_AdminServiceServicer_to_server(script, server)
-    batch_service_pb2_grpc.add_BatchServiceServicer_to_server(script, server)
-    run_service_pb2_grpc.add_RunServiceServicer_to_server(script, server)
-    version_service_pb2_grpc.add_VersionServiceServicer_to_server(script, server)
+    admin_grpc.add_AdminServiceServicer_to_server(script, server)
+    batches_grpc.add_BatchServiceServicer_to_server(script, server)
+    runs_grpc.add_RunServiceServicer_to_server(script, server)
+    versions_grpc.add_VersionServiceServicer_to_server(script, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

@@ -7,19 +7,21 @@ must end with the same bits. Used by the tests of resume and of epochs.
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -31,6 +33,8 @@ from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit.lifecycle import read_address_file
+from astraflow_weights.store import open_store
+from support import store_census
 from support.dataflow_world import World, until
 from support.valkey import ValkeyServer
 
@@ -38,6 +42,7 @@ POLICY = "solver"
 VOCAB = 32
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 2
+KILLED = -9
 RECIPE = """
 run: {{name: {name}, dataset: "support.dataflow_world:Empty", steps: {steps}}}
 policies:
@@ -104,17 +109,21 @@ class TrainerProcess:
         self._process = context.Process(target=_live, args=(options, str(self._log)))
         self._process.start()
 
-    def wait(self, *, timeout_s: float = 60.0) -> int:
-        """Wait for its end and return the exit status; of a signal as a negative number."""
+    async def exits_with(self, status: int) -> None:
+        """Wait for its end; the status of a signal is a negative number."""
         process = self._running()
-        process.join(timeout_s)
-        assert process.exitcode is not None, f"the trainer does not end: {self.log}"
-        return process.exitcode
+        # In a thread: the server that it asks may live in this loop.
+        await asyncio.to_thread(process.join, 150.0)
+        assert process.exitcode == status, f"{process.exitcode} is not {status}: {self.log}"
 
-    def is_stopped(self) -> bool:
-        """Whether a failpoint has frozen it."""
-        status = Path(f"/proc/{self._running().pid}/stat").read_text()
-        return status.rpartition(")")[2].split()[0] == "T"
+    async def frozen(self) -> None:
+        """Wait until a failpoint has frozen it."""
+        process = psutil.Process(self._running().pid)
+
+        async def is_stopped() -> bool:
+            return process.status() == psutil.STATUS_STOPPED
+
+        await until(is_stopped, within_s=120)
 
     def is_alive(self) -> bool:
         """Whether it lives, frozen or not."""
@@ -144,9 +153,9 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
     server.stop()
 
 
-@contextmanager
+@pytest.fixture(scope="module", autouse=True)
 def forking() -> Iterator[None]:
-    """Inside, trainers may be started; afterwards the process that forks them is gone."""
+    """After a module that imports this, the process that forks its trainers is gone."""
     yield
     # There is no public way to end it before this process ends.
     server: Any = vars(multiprocessing.forkserver)["_forkserver"]
@@ -198,6 +207,31 @@ async def create_run(
     return created
 
 
+@asynccontextmanager
+async def recorded(world: World, *trainers: TrainerProcess, steps: int) -> AsyncIterator[None]:
+    """Inside, groups for so many steps are pushed; leaving well waits for the last. Afterwards no trainer lives."""
+    recording = asyncio.create_task(push_groups(world, count=steps * GROUPS_PER_STEP))
+    try:
+        yield
+        await recording
+    finally:
+        recording.cancel()
+        for trainer in trainers:
+            trainer.kill()
+
+
+async def require_trained(world: World, *, steps: int) -> None:
+    """All groups of these steps were trained on, and each was counted once."""
+    account = (await world.status()).trajectories
+    num_trained = steps * GROUPS_PER_STEP * GROUP_SIZE
+    assert (account.trained, account.conservation_error) == (num_trained, 0)
+
+
+def census_of(run: run_pb2.Run) -> store_census.Census:
+    """What the run's store holds."""
+    return store_census.take(open_store(run.store_uri), run_id=run.run_id, policy_id=POLICY)
+
+
 async def push_groups(world: World, *, count: int, seed: int = 0) -> None:
     """Once the first version is announced, submit `count` tasks and complete them, one after the other.
 
@@ -239,22 +273,13 @@ def _resample(episode: trajectory_pb2.Episode, draw: np.random.Generator) -> Non
 
 def tiny_model(folder: Path, *, seed: int = 0) -> Path:
     """A random model of a few thousand parameters, the same for every seed."""
-    from astraflow_trainer.model.model import Qwen3Shape, build_causal_lm, save_causal_lm
+    from astraflow_trainer.model.model import build_causal_lm, save_causal_lm
+    from support.tiny_training import TINY
 
     directory = folder / "model"
     if not directory.exists():
         directory.mkdir(parents=True)
-        shape = Qwen3Shape(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=32,
-            initializer_range=0.3,
-        )
-        save_causal_lm(build_causal_lm(shape, seed=seed), directory)
+        save_causal_lm(build_causal_lm(TINY, seed=seed), directory)
     return directory
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,27 +12,15 @@ import torch.distributed as dist
 
 from astraflow.recipe import ResolvedPolicy
 from astraflow.recipe.file import parse_recipe
-from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.learner import PolicyLearner
-from astraflow_trainer.model.model import Qwen3Shape, build_causal_lm, save_causal_lm
+from astraflow_trainer.model.model import build_causal_lm, save_causal_lm
 from astraflow_trainer.ranks.group import join_rank_group
 from astraflow_trainer.settings import RankSettings
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import Outcome
 from astraflow_weights.codec.shards import ShardedModel
 from support.scripted_dataflow import RECIPE
-
-MakeRows = Callable[..., list[TrainingRow]]
-SHAPE = Qwen3Shape(
-    vocab_size=32,
-    hidden_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    intermediate_size=32,
-    initializer_range=0.3,
-)
+from support.tiny_training import TINY, make_rows
 
 
 def _policy(*overrides: str) -> ResolvedPolicy:
@@ -68,7 +56,7 @@ def _no_process_group_left() -> Iterator[None]:
 def bench(tmp_path: Path) -> Bench:
     model_dir = tmp_path / "model"
     model_dir.mkdir()
-    save_causal_lm(build_causal_lm(SHAPE, seed=0), model_dir)
+    save_causal_lm(build_causal_lm(TINY, seed=0), model_dir)
     return Bench(model_dir, tmp_path / "checkpoints")
 
 
@@ -90,7 +78,7 @@ def _differing(left: ShardedModel, right: ShardedModel) -> list[str]:
     ],
 )
 def test_every_part_of_an_algorithm_is_reached_from_the_recipe(
-    algorithm: str, kl_after: bool, bench: Bench, make_rows: MakeRows
+    algorithm: str, kl_after: bool, bench: Bench
 ) -> None:
     learner = bench.learner(f"trainer.algorithm={algorithm}", "trainer.optimizer.learning_rate=0.01")
     first, second = (learner.train(make_rows(seed=seed)) for seed in range(2))
@@ -99,29 +87,27 @@ def test_every_part_of_an_algorithm_is_reached_from_the_recipe(
     assert (second.loss.kl > 1e-4) == kl_after
 
 
-def test_a_reference_model_is_the_initial_one(bench: Bench, make_rows: MakeRows) -> None:
+def test_a_reference_model_is_the_initial_one(bench: Bench) -> None:
     kl = "trainer.algorithm.kl={coefficient: 0.1, reference: model}"
     metrics = bench.learner(kl).train(make_rows())
     assert metrics.loss is not None
     assert metrics.loss.kl == pytest.approx(0.0, abs=1e-6)
 
 
-def test_learning_rate_and_warm_up_come_from_the_recipe(bench: Bench, make_rows: MakeRows) -> None:
+def test_learning_rate_and_warm_up_come_from_the_recipe(bench: Bench) -> None:
     learner = bench.learner("trainer.optimizer.learning_rate=0.01", "trainer.optimizer.warmup_steps=4")
     rates = [learner.train(make_rows(seed=seed)).learning_rate for seed in range(2)]
     assert rates == [pytest.approx(0.0025), pytest.approx(0.005)]
 
 
-def test_a_learning_rate_of_zero_publishes_the_weights_it_started_from(
-    bench: Bench, make_rows: MakeRows
-) -> None:
+def test_a_learning_rate_of_zero_publishes_the_weights_it_started_from(bench: Bench) -> None:
     learner = bench.learner("trainer.optimizer.learning_rate=0")
     before = learner.published_bytes().open()
     assert learner.train(make_rows()).outcome is Outcome.COMMITTED
     assert _differing(before, learner.published_bytes().open()) == []
 
 
-def test_published_bytes_are_a_copy_that_training_does_not_change(bench: Bench, make_rows: MakeRows) -> None:
+def test_published_bytes_are_a_copy_that_training_does_not_change(bench: Bench) -> None:
     learner = bench.learner("trainer.optimizer.learning_rate=0.01")
     before = learner.published_bytes().open()
     kept = {name: shard.elements.copy() for name, shard in before.shards.items()}
@@ -134,7 +120,7 @@ def test_there_is_nothing_to_restore_before_the_first_checkpoint(bench: Bench) -
     assert bench.learner().restore() is None
 
 
-def test_a_restored_learner_goes_on_bit_for_bit(bench: Bench, make_rows: MakeRows) -> None:
+def test_a_restored_learner_goes_on_bit_for_bit(bench: Bench) -> None:
     override = "trainer.optimizer.learning_rate=0.01"
     learner = bench.learner(override)
     learner.train(make_rows(seed=1))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import grpc
 import pytest
 
 from astraflow._status import from_rpc_error
 from astraflow.errors import AstraflowError
-from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow.trainer.v1 import trainer_service_pb2 as pb
+from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import DaemonSettings
@@ -27,10 +27,7 @@ RECORD = StepRecord(
     step=1, version=1, finished_at_s=10.5, wait_s=0.25, train_s=2.5, metrics={"reward_mean": 0.5}
 )
 PATIENCE_S = 10.0
-
-
-def _servicer(progress: Progress, controls: Controls | None = None) -> TrainerServicer:
-    return TrainerServicer(progress, controls or Controls(), run_id="run-1", policy_id="solver")
+Stub: TypeAlias = "trainer_service_pb2_grpc.TrainerServiceAsyncStub"
 
 
 async def _refused(call: Awaitable[object]) -> AstraflowError:
@@ -39,83 +36,88 @@ async def _refused(call: Awaitable[object]) -> AstraflowError:
     return from_rpc_error(refused.value)
 
 
-@asynccontextmanager
-async def _serving(
-    servicer: TrainerServicer,
-) -> AsyncIterator[trainer_service_pb2_grpc.TrainerServiceAsyncStub]:
+@pytest.fixture
+def progress() -> Progress:
+    return Progress()
+
+
+@pytest.fixture
+def controls() -> Controls:
+    return Controls()
+
+
+@pytest.fixture
+def servicer(progress: Progress, controls: Controls) -> TrainerServicer:
+    return TrainerServicer(progress, controls, run_id="run-1", policy_id="solver")
+
+
+@pytest.fixture
+async def stub(servicer: TrainerServicer) -> AsyncIterator[Stub]:
     add = trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server
     server = GrpcServer([(add, servicer)], settings=DaemonSettings(), metrics=Metrics())
     await server.start()
-    try:
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            yield trainer_service_pb2_grpc.TrainerServiceStub(channel)
-    finally:
-        await server.stop(deadline_s=1.0)
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        yield trainer_service_pb2_grpc.TrainerServiceStub(channel)
+    await server.stop(deadline_s=1.0)
 
 
-async def test_status_is_the_snapshot_of_the_trainer() -> None:
-    progress = Progress()
+async def _status(stub: Stub) -> pb.StatusResponse:
+    return await stub.Status(pb.StatusRequest(), timeout=PATIENCE_S)
+
+
+async def test_status_is_the_snapshot_of_the_trainer(progress: Progress, stub: Stub) -> None:
     progress.claimed(epoch=3, step=7, version=6)
     progress.resumed(durable_step=5, learning_rate=0.25)
     progress.waiting("ready_groups")
-    async with _serving(_servicer(progress)) as stub:
-        status = await stub.Status(trainer_service_pb2.StatusRequest(), timeout=PATIENCE_S)
+    status = await _status(stub)
     assert (status.run_id, status.policy_id) == ("run-1", "solver")
-    assert status.phase == trainer_service_pb2.PHASE_WAITING
+    assert status.phase == pb.PHASE_WAITING
     assert (status.waiting_for, status.progress) == ("ready_groups", 1.0)
     assert (status.step, status.version, status.trainer_epoch) == (7, 6, 3)
     assert status.wait_fraction == pytest.approx(1.0)
     assert (status.durable_step, status.learning_rate) == (5, 0.25)
 
 
-async def test_status_has_no_version_before_the_first_is_published() -> None:
-    async with _serving(_servicer(Progress())) as stub:
-        status = await stub.Status(trainer_service_pb2.StatusRequest(), timeout=PATIENCE_S)
-    assert not status.HasField("version")
+async def test_status_has_no_version_before_the_first_is_published(stub: Stub) -> None:
+    assert not (await _status(stub)).HasField("version")
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-async def test_every_phase_has_its_name_in_the_contract(phase: Phase) -> None:
-    progress = Progress()
+async def test_every_phase_has_its_name_in_the_contract(
+    phase: Phase, progress: Progress, servicer: TrainerServicer
+) -> None:
     progress.ended(phase)
-    context = cast("Any", None)
-    status = await _servicer(progress).Status(trainer_service_pb2.StatusRequest(), context)
-    assert trainer_service_pb2.Phase.Name(status.phase) == f"PHASE_{phase.name}"
+    status = await servicer.Status(pb.StatusRequest(), cast("Any", None))
+    assert pb.Phase.Name(status.phase) == f"PHASE_{phase.name}"
 
 
-async def test_a_stop_request_returns_the_last_step_that_will_be_taken() -> None:
-    controls = Controls()
+async def test_a_stop_request_returns_the_last_step_that_will_be_taken(
+    controls: Controls, stub: Stub
+) -> None:
     controls.at(12)
-    async with _serving(_servicer(Progress(), controls)) as stub:
-        request = trainer_service_pb2.StopAfterStepRequest()
-        assert (await stub.StopAfterStep(request, timeout=PATIENCE_S)).step == 12
-        late = await _refused(stub.Pause(trainer_service_pb2.PauseRequest(), timeout=PATIENCE_S))
+    assert (await stub.StopAfterStep(pb.StopAfterStepRequest(), timeout=PATIENCE_S)).step == 12
+    late = await _refused(stub.Pause(pb.PauseRequest(), timeout=PATIENCE_S))
     assert late.reason == "FAILED_PRECONDITION"
 
 
-async def test_a_pause_is_shown_with_its_reason_until_it_ends() -> None:
-    controls, status = Controls(), trainer_service_pb2.StatusRequest()
+async def test_a_pause_is_shown_with_its_reason_until_it_ends(controls: Controls, stub: Stub) -> None:
     controls.at(3)
-    async with _serving(_servicer(Progress(), controls)) as stub:
-        assert not (await stub.Status(status, timeout=PATIENCE_S)).HasField("pause_reason")
-        for reason in ("disk", "disk is full"):
-            request = trainer_service_pb2.PauseRequest(reason=reason)
-            assert (await stub.Pause(request, timeout=PATIENCE_S)).step == 3
-        assert (await stub.Status(status, timeout=PATIENCE_S)).pause_reason == "disk is full"
-        for _ in range(2):
-            assert (await stub.Resume(trainer_service_pb2.ResumeRequest(), timeout=PATIENCE_S)).step == 3
-        assert not (await stub.Status(status, timeout=PATIENCE_S)).HasField("pause_reason")
+    assert not (await _status(stub)).HasField("pause_reason")
+    for reason in ("disk", "disk is full"):
+        assert (await stub.Pause(pb.PauseRequest(reason=reason), timeout=PATIENCE_S)).step == 3
+    assert (await _status(stub)).pause_reason == "disk is full"
+    for _ in range(2):
+        assert (await stub.Resume(pb.ResumeRequest(), timeout=PATIENCE_S)).step == 3
+    assert not (await _status(stub)).HasField("pause_reason")
 
 
-async def test_a_checkpoint_and_a_learning_rate_are_answered_when_the_loop_has_made_them() -> None:
-    controls = Controls()
+async def test_a_checkpoint_and_a_learning_rate_are_answered_when_the_loop_has_made_them(
+    controls: Controls, stub: Stub
+) -> None:
     controls.at(4)
-    async with _serving(_servicer(Progress(), controls)) as stub, asyncio.timeout(PATIENCE_S):
-        saved = asyncio.ensure_future(
-            stub.Checkpoint(trainer_service_pb2.CheckpointRequest(), timeout=PATIENCE_S)
-        )
-        request = trainer_service_pb2.SetLearningRateRequest(learning_rate=0.5)
-        changed = asyncio.ensure_future(stub.SetLearningRate(request, timeout=PATIENCE_S))
+    async with asyncio.timeout(PATIENCE_S):
+        saved = asyncio.ensure_future(stub.Checkpoint(pb.CheckpointRequest()))
+        changed = asyncio.ensure_future(stub.SetLearningRate(pb.SetLearningRateRequest(learning_rate=0.5)))
         both = Orders(checkpoint=True, learning_rate=0.5)
         await eventually(lambda: controls.take(waiting=lambda _: None) == both, what="both are asked for")
         assert not saved.done()
@@ -126,35 +128,32 @@ async def test_a_checkpoint_and_a_learning_rate_are_answered_when_the_loop_has_m
     assert (answer.first_step, answer.previous_learning_rate) == (5, 0.25)
 
 
-async def test_controls_are_refused_before_training_and_beyond_their_bounds() -> None:
-    controls = Controls()
-    async with _serving(_servicer(Progress(), controls)) as stub:
-        early = await _refused(stub.Checkpoint(trainer_service_pb2.CheckpointRequest(), timeout=PATIENCE_S))
-        rates = [
-            await _refused(
-                stub.SetLearningRate(
-                    trainer_service_pb2.SetLearningRateRequest(learning_rate=rate), timeout=PATIENCE_S
-                )
-            )
-            for rate in (-1e-9, 1.5, math.nan, math.inf)
-        ]
-        wordy = await _refused(
-            stub.Pause(trainer_service_pb2.PauseRequest(reason="x" * 201), timeout=PATIENCE_S)
-        )
+async def test_a_checkpoint_is_refused_before_training(stub: Stub) -> None:
+    early = await _refused(stub.Checkpoint(pb.CheckpointRequest(), timeout=PATIENCE_S))
     assert (early.reason, "ask again" in early.message) == ("FAILED_PRECONDITION", True)
-    assert [error.reason for error in [*rates, wordy]] == ["INVALID_ARGUMENT"] * 5
-    assert "in [0, 1]" in rates[0].message
+
+
+@pytest.mark.parametrize("rate", [-1e-9, 1.5, math.nan, math.inf])
+async def test_a_learning_rate_beyond_its_bounds_is_refused(stub: Stub, rate: float) -> None:
+    request = pb.SetLearningRateRequest(learning_rate=rate)
+    refused = await _refused(stub.SetLearningRate(request, timeout=PATIENCE_S))
+    assert (refused.reason, "in [0, 1]" in refused.message) == ("INVALID_ARGUMENT", True)
+
+
+async def test_a_reason_beyond_its_bound_is_refused(stub: Stub) -> None:
+    wordy = await _refused(stub.Pause(pb.PauseRequest(reason="x" * 201), timeout=PATIENCE_S))
+    assert wordy.reason == "INVALID_ARGUMENT"
     assert "201 characters, at most 200" in wordy.message
 
 
-async def test_metrics_come_from_the_asked_step_on_and_end_with_training() -> None:
-    progress = Progress()
+async def test_metrics_come_from_the_asked_step_on_and_end_with_training(
+    progress: Progress, stub: Stub
+) -> None:
     for step in (1, 2, 3):
         progress.stepped(replace(RECORD, step=step, version=None if step == 2 else step))
-    received: list[trainer_service_pb2.WatchMetricsResponse] = []
-    async with _serving(_servicer(progress)) as stub, asyncio.timeout(PATIENCE_S):
-        watch = stub.WatchMetrics(trainer_service_pb2.WatchMetricsRequest(after_step=1))
-        async for message in watch:
+    received: list[pb.WatchMetricsResponse] = []
+    async with asyncio.timeout(PATIENCE_S):
+        async for message in stub.WatchMetrics(pb.WatchMetricsRequest(after_step=1)):
             received.append(message)
             if message.step == 3:
                 progress.stepped(replace(RECORD, step=4, version=4))
@@ -167,12 +166,12 @@ async def test_metrics_come_from_the_asked_step_on_and_end_with_training() -> No
     assert dict(last.metrics) == {"reward_mean": 0.5}
 
 
-async def test_a_slow_reader_gets_the_steps_that_finished_while_it_was_reading() -> None:
+async def test_a_slow_reader_gets_the_steps_that_finished_while_it_was_reading(
+    progress: Progress, servicer: TrainerServicer
+) -> None:
     """Training may end between two messages; what finished in between must still be sent."""
-    progress = Progress()
     progress.stepped(RECORD)
-    context = cast("Any", None)
-    stream = _servicer(progress).WatchMetrics(trainer_service_pb2.WatchMetricsRequest(), context)
+    stream = servicer.WatchMetrics(pb.WatchMetricsRequest(), cast("Any", None))
     steps = [(await anext(stream)).step]
     progress.stepped(replace(RECORD, step=2))
     progress.ended(Phase.FINISHED)

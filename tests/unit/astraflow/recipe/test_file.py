@@ -33,6 +33,14 @@ raas:
 """
 
 
+def assert_refused(text: str, line: int, words: str) -> None:
+    """The recipe is refused with these words at this line."""
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, source="recipe.yaml")
+    assert words in caught.value.message
+    assert f"recipe.yaml:{line}:" in caught.value.message
+
+
 def test_a_good_recipe_is_reproduced_by_its_own_text() -> None:
     loaded = parse_recipe(GOOD)
     assert parse_recipe(loaded.yaml_text).recipe == loaded.recipe
@@ -96,10 +104,7 @@ def test_the_place_of_a_plug_in_is_found(plugin: object, keys: tuple[str, ...], 
 )
 def test_a_wrong_recipe_names_line_and_remedy(old: str, new: str, line: int, words: str) -> None:
     assert old in GOOD
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(GOOD.replace(old, new, 1), source="recipe.yaml")
-    assert words in caught.value.message
-    assert f"recipe.yaml:{line}:" in caught.value.message
+    assert_refused(GOOD.replace(old, new, 1), line, words)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +128,7 @@ def test_a_wrong_recipe_names_line_and_remedy(old: str, new: str, line: int, wor
     ],
 )
 def test_a_wrong_algorithm_names_line_and_remedy(where: str, line: int, words: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(GOOD + "# the algorithm\n# follows\n" + where, source="recipe.yaml")
-    assert words in caught.value.message
-    assert f"recipe.yaml:{line}:" in caught.value.message
+    assert_refused(GOOD + "# the algorithm\n# follows\n" + where, line, words)
 
 
 def _second_policy(*settings: str) -> str:
@@ -176,10 +178,7 @@ def test_a_policy_overrides_single_keys_at_any_depth_and_a_loss_as_a_whole() -> 
     ],
 )
 def test_what_a_policy_cannot_override_is_refused_with_its_line(own: str, words: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(_second_policy(own), source="recipe.yaml")
-    assert words in caught.value.message
-    assert "recipe.yaml:7:" in caught.value.message
+    assert_refused(_second_policy(own), 7, words)
 
 
 def test_settings_of_a_policy_that_do_not_go_together_with_the_runs_are_refused() -> None:

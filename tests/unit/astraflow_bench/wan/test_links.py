@@ -48,9 +48,8 @@ def test_only_the_remote_node_is_far_away() -> None:
 def test_no_two_links_share_a_device_or_an_address() -> None:
     links = NOMINAL.links
     assert len({link.device for link in links}) == len(links)
-    assert len({address for link in links for address in (link.address, link.store_address)}) == 2 * len(
-        links
-    )
+    addresses = {link.address for link in links} | {link.store_address for link in links}
+    assert len(addresses) == 2 * len(links)
 
 
 def test_scaling_keeps_the_round_trip() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,17 +36,10 @@ def stored(group_id: str, *, version: int, arrival: int, reward: float = 1.0) ->
 READY = Candidates(outstanding=0, groups=tuple(stored(f"g{n}", version=2, arrival=n + 7) for n in range(3)))
 
 
-class Selecting:
-    """A selector that answers what a test says."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.select = answer
-
-
 def chosen(answer: Answer) -> tuple[Selection | None, list[PluginFault]]:
     """What becomes of an answer, and the faults."""
     faults = PluginFaults()
-    selector = DataPlugin(kind="selector", name="m:Selector", made=Selecting(answer))
+    selector = DataPlugin(kind="selector", name="m:Selector", made=SimpleNamespace(select=answer))
     return choose(selector, READY, REQUEST, faults), faults.all()  # type: ignore[arg-type]
 
 

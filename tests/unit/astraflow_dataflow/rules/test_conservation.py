@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from astraflow_dataflow.records import Audit, Life
+from dataclasses import replace
+from functools import partial
+
 from astraflow_dataflow.rules.conservation import drift, last_count, recount
+from support.dataflow_snapshots import AUDIT
 
-
-def audit(counters: dict[str, int], *, assembling: int = 0, ready: int = 0, in_batch: int = 0) -> Audit:
-    """A snapshot."""
-    return Audit(
-        now_ms=0,
-        life=Life.ACTIVE,
-        counters=counters,
-        held_assembling=assembling,
-        held_ready=ready,
-        held_in_batch=in_batch,
-        dead_letters=0,
-        queued_tasks=0,
-        exhausted=False,
-        retries=0,
-        policies=(),
-    )
+audit = partial(replace, AUDIT)
 
 
 def test_an_empty_run_balances() -> None:
-    account = recount(audit({}), trained_in_log=0)
+    account = recount(audit(), trained_in_log=0)
     assert (account.ingested, account.conservation_error, dict(account.dropped)) == (0, 0, {})
 
 
@@ -37,13 +25,15 @@ def test_every_place_counts_once() -> None:
         "ready": 4,
         "trained": 1,
     }
-    account = recount(audit(counters, assembling=3, ready=4, in_batch=2), trained_in_log=1)
+    account = recount(
+        audit(counters=counters, held_assembling=3, held_ready=4, held_in_batch=2), trained_in_log=1
+    )
     assert account.conservation_error == 0
-    assert dict(dict(account.dropped)) == {"poison": 3, "stale": 2}
+    assert dict(account.dropped) == {"poison": 3, "stale": 2}
 
 
 def test_the_recount_and_not_the_counter_decides() -> None:
-    snapshot = audit({"ingested": 4, "ready": 4}, ready=3)
+    snapshot = audit(counters={"ingested": 4, "ready": 4}, held_ready=3)
     assert recount(snapshot, trained_in_log=0).conservation_error == 1
     assert drift(snapshot, trained_in_log=0) == {"trained": 0, "in_batch": 0, "ready": 1, "assembling": 0}
 

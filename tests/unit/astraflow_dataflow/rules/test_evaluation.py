@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
 from astraflow.recipe import EvaluationSettings
@@ -9,6 +12,7 @@ from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import StoredEvaluation
 from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.rules.tasks import task_problem
+from support.dataflow_snapshots import EVALUATION
 
 SETTINGS = EvaluationSettings(every_versions=10, num_samples=256, final_samples=1024)
 
@@ -48,24 +52,7 @@ def test_other_ids_demand_nothing(task_id: str) -> None:
     assert evaluation.demand_of(task_id) is None
 
 
-def stored(
-    *, version: int = 10, final: bool = False, state: str = "open", policy: str = "p"
-) -> StoredEvaluation:
-    """A stored evaluation."""
-    return StoredEvaluation(
-        evaluation_id="e",
-        policy_id=policy,
-        version=version,
-        planned=4,
-        final=final,
-        state=state,
-        fed=4,
-        done=0,
-        failed=0,
-        samples=0,
-        reward_sum=0.0,
-        complete_ms=0,
-    )
+stored = partial(replace, EVALUATION, version=10)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +74,10 @@ def test_only_superseded_evaluations_are_given_up(
 
 
 def test_a_run_ends_when_each_newest_version_has_its_final_evaluation() -> None:
-    done = [stored(final=True, state="complete"), stored(final=True, state="complete", policy="q", version=3)]
+    done = [
+        stored(final=True, state="complete"),
+        stored(final=True, state="complete", policy_id="q", version=3),
+    ]
     assert evaluation.finals_complete(done, newest={"p": 10, "q": 3})
     assert not evaluation.finals_complete(done, newest={"p": 11, "q": 3})
     assert not evaluation.finals_complete([stored(state="complete")], newest={"p": 10})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -39,26 +41,14 @@ def header(
     ).SerializeToString()
 
 
-def complete(
-    headers: Sequence[tuple[str, bytes]],
-    *,
-    why: str = "",
-    credited: frozenset[str] | None = frozenset({"p"}),
-    finished: int | None = None,
-    group_size: int = 2,
-    spec: bytes = b"",
-) -> CompleteTask:
-    """A complete task."""
+def complete(headers: Sequence[tuple[str, bytes]], *, spec: bytes = b"", **changes: Any) -> CompleteTask:
+    """A complete task of two members."""
+    facts = {"why": "", "credited": frozenset({"p"}), "group_size": 2, "num_finished": 2} | changes
     groups = groups_of("t", spec=spec, headers=dict(headers))
-    return CompleteTask(
-        task_id="t",
-        why=why,
-        credited=credited,
-        group_size=group_size,
-        num_finished=group_size if finished is None else finished,
-        groups=groups,
-        items=[items_of("t", group) for group in groups],
-    )
+    return CompleteTask(task_id="t", groups=groups, items=[items_of("t", group) for group in groups], **facts)
+
+
+ONE = ("a", header("a"))
 
 
 def test_a_good_group_is_ready_with_the_items_of_its_trajectories() -> None:
@@ -84,12 +74,12 @@ def test_a_task_without_trajectories_has_no_groups() -> None:
 
 
 def test_a_policy_that_was_not_charged_ends_as_no_credit_without_being_judged() -> None:
-    assert judge(complete([("a", header("a"))], credited=frozenset({"q"})), NO_RULES) == ["no_credit"]
+    assert judge(complete([ONE], credited=frozenset({"q"})), NO_RULES) == ["no_credit"]
     assert not was_judged("no_credit")
 
 
 def test_a_task_that_was_never_leased_counts_as_charged() -> None:
-    assert judge(complete([("a", header("a"))], credited=None), NO_RULES) == ["ready"]
+    assert judge(complete([ONE], credited=None), NO_RULES) == ["ready"]
 
 
 @pytest.mark.parametrize(
@@ -110,24 +100,15 @@ def test_a_task_that_was_never_leased_counts_as_charged() -> None:
 def test_incomplete_tasks_are_used_only_as_the_recipe_allows(
     why: str, finished: int, min_members: int | None, expected: str
 ) -> None:
-    task = complete([], why=why, finished=finished, group_size=4)
+    task = complete([], why=why, num_finished=finished, group_size=4)
     assert incomplete_reason(task, min_members=min_members) == expected
 
 
 def test_filters_apply_in_order_and_the_first_refusal_decides() -> None:
-    asked: list[str] = []
-
-    def refuse(group: Group) -> bool:
-        asked.append("refuse")
-        return False
-
-    def never(group: Group) -> bool:
-        asked.append("never")
-        return True
-
-    rules = Rules(min_members=None, filters=(("refuse", refuse), ("never", never)))
-    (verdict,) = judge(complete([("a", header("a"))]), rules)
-    assert (verdict, was_judged(verdict), asked) == ("filtered", True, ["refuse"])
+    never = Mock()
+    rules = Rules(min_members=None, filters=(("refuse", lambda group: False), ("never", never)))
+    (verdict,) = judge(complete([ONE]), rules)
+    assert (verdict, was_judged(verdict), never.called) == ("filtered", True, False)
 
 
 def raises(group: Group) -> bool:
@@ -147,7 +128,7 @@ def test_a_filter_that_fails_drops_the_group_under_its_own_reason_and_moves_no_a
     broken: Filter, problem: str
 ) -> None:
     rules = Rules(min_members=None, filters=(("broken", broken),))
-    (verdict,) = judge(complete([("a", header("a"))]), rules)
+    (verdict,) = judge(complete([ONE]), rules)
     assert (verdict, was_judged(verdict)) == ("filter_failed", False)
     (fault,) = rules.faults.all()
     assert (fault.kind, fault.name, fault.count) == ("filter", "broken", 1)
@@ -157,7 +138,7 @@ def test_a_filter_that_fails_drops_the_group_under_its_own_reason_and_moves_no_a
 def test_a_slow_filter_is_heard_and_named() -> None:
     ticks = iter([0.0, SLOW_FILTER_S * 2])
     rules = Rules(min_members=None, filters=(("slow", lambda group: True),), clock=lambda: next(ticks))
-    (verdict,) = judge(complete([("a", header("a"))]), rules)
+    (verdict,) = judge(complete([ONE]), rules)
     assert verdict == "ready"
     assert "it took 0.2 s, at most 0.1 s; make it faster" in rules.faults.all()[0].problem
 
@@ -191,6 +172,6 @@ def test_a_filter_that_changes_what_it_sees_changes_no_item() -> None:
         group.trajectories[0].reward = 9.0  # type: ignore[misc]
         return True
 
-    task = complete([("a", header("a"))])
+    task = complete([ONE])
     judge(task, Rules(min_members=None, filters=(("spoil", spoil),)))
     assert task.items[0].items[0].reward == 1.0

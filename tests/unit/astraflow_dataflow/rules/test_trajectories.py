@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -19,7 +20,18 @@ from support.dataflow_world import make_episode, make_trajectory
 
 PREFIX = blob_prefix("s3://bucket", "run")
 KNOWN = Expectation(newest_versions={"solver": 3}, blob_prefix=PREFIX)
-Spoil = Callable[[trajectory_pb2.Episode, trajectory_pb2.TrajectoryHeader, trajectory_pb2.Trajectory], None]
+
+
+@dataclass
+class Parts:
+    """What is spoiled of an episode: itself, and its first trajectory's header and body."""
+
+    whole: trajectory_pb2.Episode
+    head: trajectory_pb2.TrajectoryHeader
+    body: trajectory_pb2.Trajectory
+
+
+Spoil = Callable[[Parts], object]
 
 
 def good() -> trajectory_pb2.Episode:
@@ -42,7 +54,7 @@ def spoiled(spoil: Spoil) -> trajectory_pb2.Episode:
     """The good episode with one thing wrong."""
     episode = good()
     body = trajectory_pb2.Trajectory.FromString(episode.trajectories[0].body)
-    spoil(episode, episode.trajectories[0].header, body)
+    spoil(Parts(episode, episode.trajectories[0].header, body))
     if episode.trajectories and episode.trajectories[0].body:
         episode.trajectories[0].body = body.SerializeToString()
     return episode
@@ -51,10 +63,10 @@ def spoiled(spoil: Spoil) -> trajectory_pb2.Episode:
 def logprob(position: int, value: float) -> Spoil:
     """Overwrite one log-prob."""
 
-    def spoil(_: object, __: object, body: trajectory_pb2.Trajectory) -> None:
-        column = np.frombuffer(body.logprobs, "<f4").copy()
+    def spoil(parts: Parts) -> None:
+        column = np.frombuffer(parts.body.logprobs, "<f4").copy()
         column[position] = value
-        body.logprobs = column.tobytes()
+        parts.body.logprobs = column.tobytes()
 
     return spoil
 
@@ -62,28 +74,23 @@ def logprob(position: int, value: float) -> Spoil:
 def header(**values: object) -> Spoil:
     """Overwrite header fields."""
 
-    def spoil(_: object, head: trajectory_pb2.TrajectoryHeader, __: object) -> None:
-        head.MergeFrom(trajectory_pb2.TrajectoryHeader(**values))  # type: ignore[arg-type]
-
-    return spoil
+    changed = trajectory_pb2.TrajectoryHeader(**values)  # type: ignore[arg-type]
+    return lambda parts: parts.head.MergeFrom(changed)
 
 
 def body(name: str, change: Callable[[bytes], bytes]) -> Spoil:
     """Change one bytes column."""
 
-    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
-        setattr(message, name, change(getattr(message, name)))
-
-    return spoil
+    return lambda parts: setattr(parts.body, name, change(getattr(parts.body, name)))
 
 
 def spans(*given: tuple[int, int, int]) -> Spoil:
     """Replace the version spans."""
 
-    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
-        del message.version_spans[:]
+    def spoil(parts: Parts) -> None:
+        del parts.body.version_spans[:]
         for start, end, version in given:
-            message.version_spans.add(start=start, end=end, version=version)
+            parts.body.version_spans.add(start=start, end=end, version=version)
 
     return spoil
 
@@ -91,9 +98,9 @@ def spans(*given: tuple[int, int, int]) -> Spoil:
 def turns(*given: tuple[int, int]) -> Spoil:
     """Replace the turn spans."""
 
-    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+    def spoil(parts: Parts) -> None:
         for start, end in given:
-            message.turn_spans.add(start=start, end=end, role="user")
+            parts.body.turn_spans.add(start=start, end=end, role="user")
 
     return spoil
 
@@ -109,9 +116,9 @@ def a_blob(prefix: str = PREFIX, **values: object) -> blob_pb2.BlobRef:
 def media(*given: tuple[int, int], ref: blob_pb2.BlobRef | None = None, times: int = 1) -> Spoil:
     """Add media spans."""
 
-    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+    def spoil(parts: Parts) -> None:
         for start, end in given * times:
-            message.media.add(start=start, end=end, blob=ref or a_blob())
+            parts.body.media.add(start=start, end=end, blob=ref or a_blob())
 
     return spoil
 
@@ -119,18 +126,15 @@ def media(*given: tuple[int, int], ref: blob_pb2.BlobRef | None = None, times: i
 def routing(ref: blob_pb2.BlobRef) -> Spoil:
     """Add expert routing."""
 
-    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
-        message.expert_routing.CopyFrom(ref)
-
-    return spoil
+    return lambda parts: parts.body.expert_routing.CopyFrom(ref)
 
 
 def episode(**values: object) -> Spoil:
     """Overwrite episode fields."""
 
-    def spoil(whole: trajectory_pb2.Episode, _: object, __: object) -> None:
+    def spoil(parts: Parts) -> None:
         for name, value in values.items():
-            setattr(whole, name, value)
+            setattr(parts.whole, name, value)
 
     return spoil
 
@@ -140,55 +144,49 @@ def token(value: int) -> Spoil:
     return body("token_ids", lambda raw: np.int32(value).tobytes() + raw[4:])
 
 
-def empty(
-    whole: trajectory_pb2.Episode, head: trajectory_pb2.TrajectoryHeader, message: trajectory_pb2.Trajectory
-) -> None:
+def empty(parts: Parts) -> None:
     for name in ("token_ids", "logprobs", "loss_mask"):
-        message.ClearField(name)  # type: ignore[arg-type]
-    head.num_tokens = 0
+        parts.body.ClearField(name)  # type: ignore[arg-type]
+    parts.head.num_tokens = 0
 
 
-def too_long(
-    whole: trajectory_pb2.Episode, head: trajectory_pb2.TrajectoryHeader, message: trajectory_pb2.Trajectory
-) -> None:
-    message.token_ids = b"\0" * 4 * (1_048_576 + 1)
-    head.num_tokens = 1_048_577
+def too_long(parts: Parts) -> None:
+    parts.body.token_ids = b"\0" * 4 * (1_048_576 + 1)
+    parts.head.num_tokens = 1_048_577
 
 
-def too_large(whole: trajectory_pb2.Episode, head: object, message: trajectory_pb2.Trajectory) -> None:
-    message.token_ids = b"\0" * (32 * 2**20 + 1)
+def too_large(parts: Parts) -> None:
+    parts.body.token_ids = b"\0" * (32 * 2**20 + 1)
 
 
-def nothing_trainable(
-    whole: object, head: trajectory_pb2.TrajectoryHeader, message: trajectory_pb2.Trajectory
-) -> None:
-    message.loss_mask = b"\0\0"
-    message.logprobs = b"\0" * 52
-    head.num_trainable_tokens = 0
+def nothing_trainable(parts: Parts) -> None:
+    parts.body.loss_mask = b"\0\0"
+    parts.body.logprobs = b"\0" * 52
+    parts.head.num_trainable_tokens = 0
 
 
-def not_a_message(whole: trajectory_pb2.Episode, head: object, message: trajectory_pb2.Trajectory) -> None:
-    message.Clear()
-    message.MergeFromString(b"")
-    whole.trajectories[0].body = b""
+def not_a_message(parts: Parts) -> None:
+    parts.body.Clear()
+    parts.body.MergeFromString(b"")
+    parts.whole.trajectories[0].body = b""
 
 
-def twice(whole: trajectory_pb2.Episode, head: object, message: object) -> None:
-    whole.trajectories.add().CopyFrom(whole.trajectories[0])
+def twice(parts: Parts) -> None:
+    parts.whole.trajectories.add().CopyFrom(parts.whole.trajectories[0])
 
 
-def too_many(whole: trajectory_pb2.Episode, head: object, message: object) -> None:
+def too_many(parts: Parts) -> None:
     for number in range(64):
-        whole.trajectories.add().CopyFrom(make_trajectory(f"more-{number}"))
+        parts.whole.trajectories.add().CopyFrom(make_trajectory(f"more-{number}"))
 
 
-def many_metrics(whole: trajectory_pb2.Episode, head: object, message: object) -> None:
+def many_metrics(parts: Parts) -> None:
     for number in range(65):
-        whole.metrics[f"m{number}"] = 1.0
+        parts.whole.metrics[f"m{number}"] = 1.0
 
 
-def infinite_metric(whole: trajectory_pb2.Episode, head: object, message: object) -> None:
-    whole.metrics["m"] = float("inf")
+def infinite_metric(parts: Parts) -> None:
+    parts.whole.metrics["m"] = float("inf")
 
 
 NAN, INF = float("nan"), float("inf")
@@ -197,20 +195,18 @@ NAN, INF = float("nan"), float("inf")
 def temperature(value: float) -> Spoil:
     """Overwrite the temperature."""
 
-    def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
-        message.sampling.temperature = value
+    def spoil(parts: Parts) -> None:
+        parts.body.sampling.temperature = value
 
     return spoil
 
 
-def first_token_trained(
-    _: object, head: trajectory_pb2.TrajectoryHeader, message: trajectory_pb2.Trajectory
-) -> None:
-    mask = bytearray(message.loss_mask)
+def first_token_trained(parts: Parts) -> None:
+    mask = bytearray(parts.body.loss_mask)
     mask[0] |= 1
-    message.loss_mask = bytes(mask)
-    message.version_spans.insert(0, trajectory_pb2.VersionSpan(start=0, end=1, version=2))
-    head.num_trainable_tokens += 1
+    parts.body.loss_mask = bytes(mask)
+    parts.body.version_spans.insert(0, trajectory_pb2.VersionSpan(start=0, end=1, version=2))
+    parts.head.num_trainable_tokens += 1
 
 
 POISON: list[tuple[str, Spoil, str]] = [
@@ -301,31 +297,35 @@ def test_a_body_that_is_no_message_is_named() -> None:
     assert refusal(episode, KNOWN) == "bad_body"
 
 
-def test_a_span_over_prompt_tokens_may_hold_any_version() -> None:
-    assert refusal(spoiled(spans((0, 8, 1), (8, 13, 2))), KNOWN) == ""
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(spans((0, 8, 1), (8, 13, 2)), id="a span over prompt tokens may hold any version"),
+        pytest.param(logprob(9, 0.0), id="a log-prob of zero is a certain token"),
+        pytest.param(logprob(9, -0.0), id="a log-prob of minus zero is a certain token"),
+    ],
+)
+def test_what_looks_odd_and_is_good_passes(spoil: Spoil) -> None:
+    assert refusal(spoiled(spoil), KNOWN) == ""
 
 
 def test_two_versions_in_one_trajectory_are_fine_when_the_header_says_so() -> None:
-    def spoil(
-        whole: object, head: trajectory_pb2.TrajectoryHeader, message: trajectory_pb2.Trajectory
-    ) -> None:
-        spans((8, 10, 1), (10, 13, 2))(whole, head, message)  # type: ignore[arg-type]
-        head.min_version = 1
+    def spoil(parts: Parts) -> None:
+        spans((8, 10, 1), (10, 13, 2))(parts)  # type: ignore[arg-type]
+        parts.head.min_version = 1
 
     assert refusal(spoiled(spoil), KNOWN) == ""
 
 
-def test_log_probs_of_exactly_zero_are_certain_tokens_not_poison() -> None:
-    assert refusal(spoiled(logprob(9, 0.0)), KNOWN) == ""
-    assert refusal(spoiled(logprob(9, -0.0)), KNOWN) == ""
-
-
 def test_bfloat16_log_probs_are_read_and_checked() -> None:
     def halved(value: int) -> Spoil:
-        def spoil(_: object, __: object, message: trajectory_pb2.Trajectory) -> None:
+        def spoil(parts: Parts) -> None:
             column = np.zeros(13, "<u2")
             column[8:] = value
-            message.logprobs, message.logprob_dtype = column.tobytes(), trajectory_pb2.LOGPROB_DTYPE_BF16
+            parts.body.logprobs, parts.body.logprob_dtype = (
+                column.tobytes(),
+                trajectory_pb2.LOGPROB_DTYPE_BF16,
+            )
 
         return spoil
 
@@ -338,19 +338,12 @@ def test_an_evaluation_may_be_greedy() -> None:
     assert refusal(spoiled(temperature(0.0)), demand) == ""
 
 
-def test_an_evaluation_demands_its_version_of_its_policy_only() -> None:
-    expectation = Expectation(
-        newest_versions={"solver": 3, "verifier": 9}, demand=Demand(policy_id="solver", version=2)
-    )
-    assert refusal(good(), expectation) == ""
-    other = Expectation(
-        newest_versions=expectation.newest_versions, demand=Demand(policy_id="solver", version=3)
-    )
-    assert refusal(good(), other) == "wrong_version"
-    elsewhere = Expectation(
-        newest_versions=expectation.newest_versions, demand=Demand(policy_id="verifier", version=9)
-    )
-    assert refusal(good(), elsewhere) == ""
+@pytest.mark.parametrize(
+    ("policy", "version", "slug"), [("solver", 2, ""), ("solver", 3, "wrong_version"), ("verifier", 9, "")]
+)
+def test_an_evaluation_demands_its_version_of_its_policy_only(policy: str, version: int, slug: str) -> None:
+    demand = Demand(policy_id=policy, version=version)
+    assert refusal(good(), Expectation(newest_versions={"solver": 3, "verifier": 9}, demand=demand)) == slug
 
 
 @pytest.mark.parametrize(("newest", "may_come"), [(3, False), (2, False), (1, True), (-1, True)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from astraflow.dataflow.v1 import trace_pb2
 from astraflow_dataflow.records import StoredTrace
 from astraflow_dataflow.status.tracing import MAX_ENTRIES, note_published, task_trace, trained_steps
@@ -9,21 +11,19 @@ from astraflow_dataflow.status.tracing import MAX_ENTRIES, note_published, task_
 PLACE = trace_pb2.TrajectoryPlace
 
 
-def stored(*entries: str, state: str = "done", deadline_ms: int = 0, lane: str = "") -> StoredTrace:
-    """What Redis kept."""
-    return StoredTrace(
-        task_id="t1",
-        known=True,
-        state=state,
-        attempt=1,
-        group_size=2,
-        missing=0,
-        lane=lane,
-        why="",
-        refused_by=("n9",),
-        deadline_ms=deadline_ms,
-        entries=entries,
-    )
+def stored(*entries: str, **changes: Any) -> StoredTrace:
+    """What Redis kept of a task that is done."""
+    facts = {
+        "known": True,
+        "state": "done",
+        "attempt": 1,
+        "group_size": 2,
+        "missing": 0,
+        "lane": "",
+        "why": "",
+    }
+    facts |= {"refused_by": ("n9",), "deadline_ms": 0}
+    return StoredTrace(task_id="t1", entries=entries, **(facts | changes))
 
 
 def episode(name: str, *, outcome: str = "ACCEPTED", reason: str = "", policies: str = "p") -> str:

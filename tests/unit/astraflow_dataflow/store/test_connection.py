@@ -3,51 +3,36 @@
 from __future__ import annotations
 
 import pytest
-from redis import exceptions as redis_errors
+from redis import exceptions as redis
 
 from astraflow import errors
 from astraflow_dataflow.store.connection import translate
 
+FULL, AWAY, REFUSED = errors.ResourceExhaustedError, errors.UnavailableError, errors.PreconditionError
 ROWS: dict[str, tuple[Exception, type[errors.AstraflowError], str]] = {
-    "away": (redis_errors.ConnectionError("refused"), errors.UnavailableError, "does not answer: refused"),
-    "slow": (redis_errors.TimeoutError("late"), errors.UnavailableError, "does not answer: late"),
-    "loading": (
-        redis_errors.BusyLoadingError("loading"),
-        errors.UnavailableError,
-        "does not answer: loading",
-    ),
-    "no password": (
-        redis_errors.AuthenticationError("NOAUTH"),
-        errors.PreconditionError,
-        "give redis://USER:PASSWORD@HOST:PORT/DB",
-    ),
-    "user without rights": (
-        redis_errors.NoPermissionError("NOPERM fcall"),
-        errors.PreconditionError,
-        "one who may run all commands",
-    ),
-    "replica": (redis_errors.ReadOnlyError("READONLY"), errors.UnavailableError, "address of its primary"),
-    "full": (redis_errors.OutOfMemoryError("used"), errors.ResourceExhaustedError, "give it more memory"),
+    "away": (redis.ConnectionError("refused"), AWAY, "does not answer: refused"),
+    "slow": (redis.TimeoutError("late"), AWAY, "does not answer: late"),
+    "loading": (redis.BusyLoadingError("loading"), AWAY, "does not answer: loading"),
+    "no password": (redis.AuthenticationError("NOAUTH"), REFUSED, "give redis://USER:PASSWORD@HOST:PORT/DB"),
+    "user without rights": (redis.NoPermissionError("NOPERM fcall"), REFUSED, "one who may run all commands"),
+    "replica": (redis.ReadOnlyError("READONLY"), AWAY, "address of its primary"),
+    "full": (redis.OutOfMemoryError("used"), FULL, "give it more memory"),
     "full, said by a function": (
-        redis_errors.ResponseError("OOM command not allowed"),
-        errors.ResourceExhaustedError,
+        redis.ResponseError("OOM command not allowed"),
+        FULL,
         "let trainers consume",
     ),
     "disk full": (
-        redis_errors.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"),
-        errors.UnavailableError,
+        redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"),
+        AWAY,
         "No space left on device; free its disk",
     ),
     "fenced by a function": (
-        redis_errors.ResponseError("FENCED epoch 1 is over"),
+        redis.ResponseError("FENCED epoch 1 is over"),
         errors.FencedError,
         "epoch 1 is over",
     ),
-    "anything else": (
-        redis_errors.ResponseError("ERR odd"),
-        errors.InternalError,
-        "answered an error: ERR odd",
-    ),
+    "anything else": (redis.ResponseError("ERR odd"), errors.InternalError, "answered an error: ERR odd"),
 }
 
 

@@ -7,11 +7,13 @@ import asyncio
 from astraflow_dataflow.records import Event
 from astraflow_dataflow.store.wakeups import Wakeups
 
+WORK = Event(topic="work", fields={})
+
 
 async def test_an_event_before_the_wait_is_not_lost() -> None:
     wakeups = Wakeups()
     with wakeups.subscribe("work") as inbox:
-        wakeups.deliver(Event(topic="work", fields={}))
+        wakeups.deliver(WORK)
         assert [event.topic for event in await inbox.wait(0)] == ["work"]
         assert await inbox.wait(0) == []
 
@@ -28,7 +30,7 @@ async def test_signals_are_merged_and_messages_are_not() -> None:
     wakeups = Wakeups()
     with wakeups.subscribe("work", "node n") as inbox:
         for lease in ("a", "b"):
-            wakeups.deliver(Event(topic="work", fields={}))
+            wakeups.deliver(WORK)
             wakeups.deliver(Event(topic="node n", fields={"lease": lease}))
         events = await inbox.wait(0)
         assert [event.fields.get("lease") for event in events] == [None, "a", "b"]
@@ -48,7 +50,7 @@ async def test_a_closed_subscription_receives_nothing() -> None:
     wakeups = Wakeups()
     with wakeups.subscribe("work") as inbox:
         pass
-    wakeups.deliver(Event(topic="work", fields={}))
+    wakeups.deliver(WORK)
     assert await inbox.wait(0) == []
 
 
@@ -62,7 +64,7 @@ async def test_a_cancelled_waiter_stops_although_an_event_arrives_with_the_cance
 
     waiting = asyncio.create_task(forever())
     await asyncio.sleep(0)
-    wakeups.deliver(Event(topic="work", fields={}))
+    wakeups.deliver(WORK)
     waiting.cancel()
     await asyncio.wait([waiting], timeout=5)
     assert waiting.cancelled()
@@ -91,16 +93,21 @@ class Sessions:
         return {name for name, inbox in self.inboxes.items() if inbox in self.work_waiters._woken}
 
 
+def asleep(*names: str) -> Sessions:
+    """Sessions that all sleep."""
+    sessions = Sessions(*names)
+    sessions.sleep(*names)
+    return sessions
+
+
 async def test_news_wakes_the_one_that_waited_longest_and_no_other() -> None:
-    sessions = Sessions("a", "b", "c")
-    sessions.sleep("a", "b", "c")
-    sessions.wakeups.deliver(Event(topic="work", fields={}))
+    sessions = asleep("a", "b", "c")
+    sessions.wakeups.deliver(WORK)
     assert await sessions.woken() == {"a"}
 
 
 async def test_the_turn_goes_round_once_while_another_might_get_something() -> None:
-    sessions = Sessions("a", "b")
-    sessions.sleep("a", "b")
+    sessions = asleep("a", "b")
     sessions.work_waiters.news()
     sessions.ask("a", more=True)
     assert await sessions.woken() == {"b"}
@@ -111,8 +118,7 @@ async def test_the_turn_goes_round_once_while_another_might_get_something() -> N
 
 
 async def test_the_turn_ends_when_nobody_else_can_get_anything() -> None:
-    sessions = Sessions("a", "b")
-    sessions.sleep("a", "b")
+    sessions = asleep("a", "b")
     sessions.work_waiters.news()
     sessions.ask("a", more=False)
     assert await sessions.woken() == set()
@@ -139,8 +145,7 @@ async def test_an_answer_to_older_news_does_not_end_newer_news() -> None:
 
 
 async def test_a_turn_that_is_not_used_goes_to_the_next() -> None:
-    sessions = Sessions("a", "b")
-    sessions.sleep("a", "b")
+    sessions = asleep("a", "b")
     sessions.work_waiters.news()
     sessions.work_waiters.leave(sessions.inboxes["a"])
     assert await sessions.woken() == {"b"}

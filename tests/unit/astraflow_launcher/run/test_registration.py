@@ -19,10 +19,14 @@ STEPS = "run.steps=4"
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[tuple[ScriptedServer, AsyncClient]]:
-    script = ScriptedServer()
-    async with serving(script) as address, AsyncClient(address) as client:
-        yield script, client
+def script() -> ScriptedServer:
+    return ScriptedServer()
+
+
+@pytest.fixture
+async def client(script: ScriptedServer) -> AsyncIterator[AsyncClient]:
+    async with serving(script) as address, AsyncClient(address) as connected:
+        yield connected
 
 
 async def _register(client: AsyncClient, folder: Path, *overrides: str) -> None:
@@ -31,9 +35,8 @@ async def _register(client: AsyncClient, folder: Path, *overrides: str) -> None:
 
 
 async def test_a_new_run_is_created_with_its_store_and_left_active(
-    server: tuple[ScriptedServer, AsyncClient], tmp_path: Path
+    script: ScriptedServer, client: AsyncClient, tmp_path: Path
 ) -> None:
-    script, client = server
     script.status.state = ACTIVE
     await _register(client, tmp_path)
     [run] = script.created
@@ -44,9 +47,8 @@ async def test_a_new_run_is_created_with_its_store_and_left_active(
 @pytest.mark.parametrize("key", ["run.steps", "policies.solver.steps"])
 @pytest.mark.parametrize("state", [run_pb2.RUN_STATE_FINISHING, FINISHED])
 async def test_a_run_that_ended_before_the_wanted_steps_is_continued_under_its_own_recipe(
-    server: tuple[ScriptedServer, AsyncClient], tmp_path: Path, state: run_pb2.RunState.ValueType, key: str
+    script: ScriptedServer, client: AsyncClient, tmp_path: Path, state: run_pb2.RunState.ValueType, key: str
 ) -> None:
-    script, client = server
     script.status.state = ACTIVE
     await _register(client, tmp_path)
     script.status.state, script.finished_step = state, 4
@@ -56,9 +58,8 @@ async def test_a_run_that_ended_before_the_wanted_steps_is_continued_under_its_o
 
 
 async def test_a_run_that_has_all_wanted_steps_stays_finished(
-    server: tuple[ScriptedServer, AsyncClient], tmp_path: Path
+    script: ScriptedServer, client: AsyncClient, tmp_path: Path
 ) -> None:
-    script, client = server
     script.status.state, script.finished_step = FINISHED, 4
     await _register(client, tmp_path)
     assert script.updates == []

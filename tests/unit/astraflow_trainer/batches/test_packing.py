@@ -1,7 +1,5 @@
 """Lanes hold whole rows, the same rows always pack alike, and trained tokens keep their predecessors."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 from astraflow.plugins import VersionSpan
 from astraflow_trainer.batches.packing import fill_lanes, filler, pack
 from astraflow_trainer.batches.rows import TrainingRow
+from support.tiny_training import make_row, make_rows
 
 
 def test_first_fit_decreasing_places_the_longest_first() -> None:
@@ -26,7 +25,7 @@ def test_every_row_is_in_one_lane_and_no_lane_is_overfull(lengths: list[int], ca
     assert sum(sum(lengths[index] for index in lane) <= capacity // 2 for lane in lanes) <= 1
 
 
-def test_two_rows_in_a_lane_have_own_positions_and_a_block_mask(make_row: Callable[..., TrainingRow]) -> None:
+def test_two_rows_in_a_lane_have_own_positions_and_a_block_mask() -> None:
     rows = [make_row([1, 2], [3], logprobs=[-0.25]), make_row([4], [5], logprobs=[-0.5], temperature=0.5)]
     (batch,) = pack(rows, token_budget=16, lane_tokens=6)
     assert batch.token_ids_BL.tolist() == [[1, 2, 3, 4, 5]]
@@ -48,14 +47,14 @@ def test_two_rows_in_a_lane_have_own_positions_and_a_block_mask(make_row: Callab
     assert batch.temperature_N.tolist() == [1.0, 0.5]
 
 
-def test_one_row_per_lane_needs_no_mask(make_row: Callable[..., TrainingRow]) -> None:
+def test_one_row_per_lane_needs_no_mask() -> None:
     (batch,) = pack([make_row([1, 2], [3]), make_row([4], [5])], token_budget=6)
     assert batch.token_ids_BL.tolist() == [[1, 2, 3], [4, 5, 0]]
     assert batch.attention_mask() is None
     assert batch.num_row_tokens == 5
 
 
-def test_padding_never_leaves_a_query_without_a_key(make_row: Callable[..., TrainingRow]) -> None:
+def test_padding_never_leaves_a_query_without_a_key() -> None:
     rows = [make_row([1] * 5, [3]), make_row([1], [3]), make_row([1], [3])]
     (batch,) = pack(rows, token_budget=14, lane_tokens=7)
     mask = batch.attention_mask()
@@ -76,12 +75,12 @@ def test_micro_batches_stay_within_the_token_budget_and_hold_each_row_once(
     assert sum(batch.num_row_tokens for batch in batches) == sum(lengths)
 
 
-def test_packing_is_deterministic(make_rows: Callable[..., list[TrainingRow]]) -> None:
+def test_packing_is_deterministic() -> None:
     first, second = (pack(make_rows(), token_budget=30) for _ in range(2))
     assert all(torch.equal(a.token_ids_BL, b.token_ids_BL) for a, b in zip(first, second, strict=True))
 
 
-def test_a_row_beyond_the_budget_is_refused_with_the_remedy(make_row: Callable[..., TrainingRow]) -> None:
+def test_a_row_beyond_the_budget_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="raise tokens_per_microbatch to at least 6"):
         pack([make_row([1] * 5, [2])], token_budget=5)
 

@@ -27,13 +27,8 @@ def _on_ranks(
     with serving(script) as client:
 
         def one(ranks: ThreadRanks) -> T:
-            source = BatchSource(
-                client,
-                run_id=RUN_ID,
-                policy_id=POLICY,
-                trainer_id="t",
-                ledger=Ledger(folder / f"{ranks.index}"),
-            )
+            ledger = Ledger(folder / f"{ranks.index}")
+            source = BatchSource(client, run_id=RUN_ID, policy_id=POLICY, trainer_id="t", ledger=ledger)
             source.epoch = int(ranks.broadcast(str(source.claim().epoch if ranks.index == 0 else 0).encode()))
             return work(RankBatches(source, ranks), ranks.index)
 
@@ -56,13 +51,9 @@ def _acquire(batches: RankBatches) -> StepBatch:
 def test_every_rank_gets_the_batch_that_the_first_one_acquired(tmp_path: Path) -> None:
     script = ScriptedBatches()
     first, second = _on_ranks(script, tmp_path, lambda batches, _: _acquire(batches))
-    assert (second.bound.step, second.bound.batch_id, second.bound.digest, second.bound.base_version) == (
-        1,
-        "b1",
-        b"\1" * 32,
-        4,
-    )
-    assert list(second.bound.items) == list(first.bound.items)
+    bound = second.bound
+    assert (bound.step, bound.batch_id, bound.digest, bound.base_version) == (1, "b1", b"\1" * 32, 4)
+    assert list(bound.items) == list(first.bound.items)
     assert second.staleness() == first.staleness()
     assert script.events.count("acquire 1") == 1
 
@@ -91,12 +82,8 @@ def test_each_rank_fetches_only_its_share(tmp_path: Path) -> None:
 def test_a_rank_without_a_share_fetches_nothing(tmp_path: Path) -> None:
     """Naming no trajectory would mean all of them."""
     script = ScriptedBatches()
-
-    def fetch(batches: RankBatches, _: int) -> int:
-        batch = _acquire(batches)
-        return len(batches.fetch(batch))
-
-    assert _on_ranks(script, tmp_path, fetch, size=3) == [1, 1, 0]
+    found = _on_ranks(script, tmp_path, lambda batches, _: len(batches.fetch(_acquire(batches))), size=3)
+    assert found == [1, 1, 0]
     assert len(script.fetched) == 2
 
 
@@ -111,11 +98,8 @@ def test_only_the_first_rank_tells_the_server_how_far_a_step_is(tmp_path: Path) 
         batches.mark_durable(1)
 
     _on_ranks(script, tmp_path, step)
-    assert [event for event in script.events if event.split()[0] in ("intent", "trained", "durable")] == [
-        "intent 1",
-        "trained 1",
-        "durable 1",
-    ]
+    told = [event for event in script.events if event.split()[0] in ("intent", "trained", "durable")]
+    assert told == ["intent 1", "trained 1", "durable 1"]
     assert (tmp_path / "0").exists()
     assert not (tmp_path / "1").exists()
 
@@ -137,15 +121,14 @@ def test_what_is_asked_of_the_first_rank_is_everybodys(
     asked.at(0)
     ask(asked)
 
-    def obey(asked_rank: int) -> list[StepBatch | Orders]:
+    def obeyed(asked_rank: int) -> list[StepBatch | Orders]:
+        controls = {asked_rank: asked}
         return _on_ranks(
-            ScriptedBatches(),
-            tmp_path,
-            lambda batches, rank: _next(batches, asked if rank == asked_rank else None),
+            ScriptedBatches(), tmp_path, lambda batches, rank: _next(batches, controls.get(rank))
         )
 
-    assert obey(0) == [orders, orders]
-    assert all(isinstance(batch, StepBatch) for batch in obey(1))
+    assert obeyed(0) == [orders, orders]
+    assert all(isinstance(batch, StepBatch) for batch in obeyed(1))
 
 
 def test_a_pause_of_the_first_rank_keeps_the_others_informed(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The policy model scores like the plain Hugging Face model, packed or not, sharded or not."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,7 @@ import torch
 from astraflow_trainer.batches.packing import pack
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm, save_causal_lm
-
-MakePolicy = Callable[..., PolicyModel]
-MakeRows = Callable[..., list[TrainingRow]]
+from support.tiny_training import MakePolicy, make_row, make_rows
 
 
 def _plain_logprobs(policy: PolicyModel, row: TrainingRow) -> torch.Tensor:
@@ -29,18 +26,14 @@ def _scores_by_row(policy: PolicyModel, rows: list[TrainingRow], **packing: int)
 
 
 @pytest.mark.parametrize("packing", [{"token_budget": 500}, {"token_budget": 80, "lane_tokens": 40}])
-def test_scores_equal_the_plain_model_row_by_row(
-    make_policy: MakePolicy, make_rows: MakeRows, packing: dict[str, int]
-) -> None:
+def test_scores_equal_the_plain_model_row_by_row(make_policy: MakePolicy, packing: dict[str, int]) -> None:
     policy, rows = make_policy(sharded=False), make_rows()
     with torch.no_grad():
         for row, scores in zip(rows, _scores_by_row(policy, rows, **packing), strict=True):
             torch.testing.assert_close(scores, _plain_logprobs(policy, row), atol=5e-6, rtol=0)
 
 
-def test_packed_rows_never_see_each_other(
-    make_policy: MakePolicy, make_row: Callable[..., TrainingRow]
-) -> None:
+def test_packed_rows_never_see_each_other(make_policy: MakePolicy) -> None:
     policy = make_policy(sharded=False)
     kept = make_row([3, 4], [5, 6])
     with torch.no_grad():
@@ -49,7 +42,7 @@ def test_packed_rows_never_see_each_other(
     assert torch.equal(before, after)
 
 
-def test_sharding_changes_nothing(make_policy: MakePolicy, make_rows: MakeRows) -> None:
+def test_sharding_changes_nothing(make_policy: MakePolicy) -> None:
     rows = make_rows()
     results = []
     for sharded in (False, True):
@@ -63,9 +56,7 @@ def test_sharding_changes_nothing(make_policy: MakePolicy, make_rows: MakeRows) 
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_entropy_is_that_of_the_row_at_its_temperature(
-    make_policy: MakePolicy, make_row: Callable[..., TrainingRow]
-) -> None:
+def test_entropy_is_that_of_the_row_at_its_temperature(make_policy: MakePolicy) -> None:
     policy = make_policy(sharded=False)
     row = make_row([3], [5], temperature=0.5)
     (batch,) = pack([row], token_budget=4)

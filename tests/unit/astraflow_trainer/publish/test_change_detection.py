@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from astraflow_weights.codec.tiles.delta import scan
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store.file import FileStore
+from support.tiny_training import MakePolicy
 
 
 def publisher(folder: Path) -> ShardPublisher:
@@ -71,7 +71,7 @@ def test_changes_are_those_that_the_host_finds_for_every_bit_pattern(
 
 @pytest.mark.parametrize("snapshot", ["device", "host"])
 def test_versions_of_detected_changes_are_byte_for_byte_those_of_copies(
-    make_policy: Callable[..., PolicyModel], tmp_path: Path, snapshot: Where
+    make_policy: MakePolicy, tmp_path: Path, snapshot: Where
 ) -> None:
     """Through a step that changes nothing, and one that changes most."""
     policy = make_policy()
@@ -93,7 +93,7 @@ def test_versions_of_detected_changes_are_byte_for_byte_those_of_copies(
 
 
 def test_changes_over_something_else_than_the_newest_version_are_found_anew(
-    make_policy: Callable[..., PolicyModel], tmp_path: Path
+    make_policy: MakePolicy, tmp_path: Path
 ) -> None:
     policy, versions = make_policy(), publisher(tmp_path)
     source = DetectedChanges(policy)
@@ -114,9 +114,7 @@ def test_changes_over_something_else_than_the_newest_version_are_found_anew(
     assert committed.num_changed > 0.5 * committed.num_elements
 
 
-def test_taking_again_allocates_nothing_of_the_size_of_the_model(
-    make_policy: Callable[..., PolicyModel],
-) -> None:
+def test_taking_again_allocates_nothing_of_the_size_of_the_model(make_policy: MakePolicy) -> None:
     policy = make_policy()
     source = DetectedChanges(policy)
     source.take().open()

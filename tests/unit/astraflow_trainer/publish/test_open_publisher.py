@@ -1,6 +1,5 @@
 """What a recipe says of publishing reaches the versions in the store."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from astraflow.recipe.file import parse_recipe
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.joined_run import JoinedRun
-from astraflow_trainer.model.model import PolicyModel
 from astraflow_trainer.publish.open_publisher import open_publisher
 from astraflow_trainer.publish.published import HeldPart
 from astraflow_weights.codec.peers import OnePeer
@@ -17,6 +15,7 @@ from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
 from support.scripted_dataflow import RECIPE
+from support.tiny_training import MakePolicy
 from support.weight_models import adamw_like, codecs_of
 
 
@@ -26,7 +25,7 @@ from support.weight_models import adamw_like, codecs_of
     ids=["default", "rice_ctx"],
 )
 def test_deltas_are_coded_as_the_recipe_says(
-    tmp_path: Path, make_policy: Callable[..., PolicyModel], overrides: list[str], codec: TileCodec
+    tmp_path: Path, make_policy: MakePolicy, overrides: list[str], codec: TileCodec
 ) -> None:
     store, (before, after) = FileStore(tmp_path / "store"), adamw_like(2)
     recipe = parse_recipe(RECIPE, overrides=overrides).recipe

@@ -1,6 +1,5 @@
 """Published bytes are the model's weights, bit for bit, and stay as they were taken."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,14 @@ from astraflow_trainer.model.model import PolicyModel, local_part
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.published import HeldPart, WeightCopies, same_shards
 from astraflow_weights.codec.shards import ShardedModel
+from support.tiny_training import MakePolicy
 
 
 def _taken(policy: PolicyModel) -> ShardedModel:
     return WeightCopies(policy).take().open()
 
 
-def test_bits_are_the_bf16_patterns_of_the_masters(make_policy: Callable[..., PolicyModel]) -> None:
+def test_bits_are_the_bf16_patterns_of_the_masters(make_policy: MakePolicy) -> None:
     policy = make_policy()
     optimizer = MasterOptimizer(policy, settings=OptimizerSettings())
     taken = _taken(policy)
@@ -32,7 +32,7 @@ def test_bits_are_the_bf16_patterns_of_the_masters(make_policy: Callable[..., Po
         assert np.array_equal(widened, master.to(torch.bfloat16).float().numpy().reshape(-1)), spec.name
 
 
-def test_later_steps_do_not_change_what_was_taken(make_policy: Callable[..., PolicyModel]) -> None:
+def test_later_steps_do_not_change_what_was_taken(make_policy: MakePolicy) -> None:
     policy = make_policy()
     taken = _taken(policy)
     copies = {name: shard.elements.copy() for name, shard in taken.shards.items()}
@@ -44,16 +44,14 @@ def test_later_steps_do_not_change_what_was_taken(make_policy: Callable[..., Pol
     assert not np.array_equal(later, copies["model.norm.weight"])
 
 
-def test_with_one_rank_the_shards_are_the_whole_tensors(make_policy: Callable[..., PolicyModel]) -> None:
+def test_with_one_rank_the_shards_are_the_whole_tensors(make_policy: MakePolicy) -> None:
     policy = make_policy()
     for spec, shard in _taken(policy).held():
         assert (shard.start, shard.stop) == (0, spec.num_elements)
         assert spec.shape == tuple(dict(policy.hf_parameters())[spec.name].shape)
 
 
-def test_a_ranks_part_of_a_whole_model_is_what_it_holds_of_its_own(
-    make_policy: Callable[..., PolicyModel],
-) -> None:
+def test_a_ranks_part_of_a_whole_model_is_what_it_holds_of_its_own(make_policy: MakePolicy) -> None:
     policy = make_policy()
     taken = _taken(policy)
     other = {
@@ -67,7 +65,7 @@ def test_a_ranks_part_of_a_whole_model_is_what_it_holds_of_its_own(
         assert not np.shares_memory(shard.elements, other[spec.name])
 
 
-def test_a_released_copy_is_the_memory_of_the_next_one(make_policy: Callable[..., PolicyModel]) -> None:
+def test_a_released_copy_is_the_memory_of_the_next_one(make_policy: MakePolicy) -> None:
     """Copies that are still being published are left alone; none is made anew when one is free."""
     policy = make_policy()
     copies = WeightCopies(policy)
@@ -118,9 +116,7 @@ def _address(model: ShardedModel) -> int:
     return int(model.shards["model.embed_tokens.weight"].elements.__array_interface__["data"][0])
 
 
-def test_published_shards_go_back_to_the_parameters_that_they_came_from(
-    make_policy: Callable[..., PolicyModel],
-) -> None:
+def test_published_shards_go_back_to_the_parameters_that_they_came_from(make_policy: MakePolicy) -> None:
     held = HeldPart(make_policy())
     flat = torch.arange(held.num_elements, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     weights = held.by_parameter(held.shards(flat))

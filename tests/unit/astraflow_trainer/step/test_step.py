@@ -9,53 +9,36 @@ import pytest
 import torch
 
 from astraflow.recipe import OptimizerSettings
-from astraflow.recipe.algorithm import (
-    AlgorithmSettings,
-    Cispo,
-    Constant,
-    Gspo,
-    KlReference,
-    KlSettings,
-    M2po,
-    M2poClip,
-    M2poMask,
-    NoTrustRegion,
-    PpoClip,
-    ProximalAnchor,
-    SeqMeanTokenMean,
-    SeqMeanTokenSum,
-)
+from astraflow.recipe.algorithm import AlgorithmSettings, KlReference, KlSettings, M2po, NoTrustRegion
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.batches.packing import pack
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.model.model import PolicyModel, local_part
+from astraflow_trainer.model.model import PolicyModel
 from astraflow_trainer.model.optimizer import MasterOptimizer
+from astraflow_trainer.step.losses import LossMetrics
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics, StepSettings, train_step
 from support.docs_code import recipe_folder
+from support.tiny_training import MakePolicy, copies, make_row, make_rows, same_bits
 
 pytestmark = pytest.mark.slow
 
-MakePolicy = Callable[..., PolicyModel]
-MakeRows = Callable[..., list[TrainingRow]]
 
-LOSSES = {
-    "none": AlgorithmSettings(loss=NoTrustRegion(), aggregation=SeqMeanTokenSum()),
-    "ppo": AlgorithmSettings(loss=PpoClip(), aggregation=SeqMeanTokenMean()),
-    "m2po": AlgorithmSettings(loss=M2po(budget=0.1)),
-    "m2po_clip": AlgorithmSettings(loss=M2poClip(budget=0.1)),
-    "m2po_mask": AlgorithmSettings(loss=M2poMask(budget=0.1)),
-    "gspo": AlgorithmSettings(loss=Gspo(low=0.1, high=0.1), aggregation=SeqMeanTokenMean()),
-    "cispo": AlgorithmSettings(loss=Cispo(), aggregation=Constant(length=9)),
-    "proximal_kl": AlgorithmSettings(anchor=ProximalAnchor(), loss=PpoClip(), kl=KlSettings(coefficient=0.1)),
-    "plugins": AlgorithmSettings.model_validate(
-        {
-            "loss": {"use": "recipe:OffPolicyMask", "with": {"max_drift": 0.1}},
-            "advantage": "recipe:LengthWeighted",
-            "anchor": "proximal",
-            "aggregation": "seq_mean_token_mean",
-        }
-    ),
+ALGORITHMS = {
+    "none": {"loss": "none", "aggregation": "seq_mean_token_sum"},
+    "ppo": {"loss": "ppo_clip", "aggregation": "seq_mean_token_mean"},
+    "m2po": {"loss": {"kind": "m2po", "budget": 0.1}},
+    "m2po_clip": {"loss": {"kind": "m2po_clip", "budget": 0.1}},
+    "m2po_mask": {"loss": {"kind": "m2po_mask", "budget": 0.1}},
+    "gspo": {"loss": {"kind": "gspo", "low": 0.1, "high": 0.1}, "aggregation": "seq_mean_token_mean"},
+    "cispo": {"loss": "cispo", "aggregation": {"kind": "constant", "length": 9}},
+    "proximal_kl": {"anchor": "proximal", "loss": "ppo_clip", "kl": {"coefficient": 0.1}},
+    "plugins": {
+        "loss": {"use": "recipe:OffPolicyMask", "with": {"max_drift": 0.1}},
+        "advantage": "recipe:LengthWeighted",
+        "anchor": "proximal",
+        "aggregation": "seq_mean_token_mean",
+    },
 }
 
 
@@ -66,146 +49,136 @@ def documented(tmp_path: Path) -> RecipeSource:
 
 
 def _run(
-    policy: PolicyModel, rows: list[TrainingRow], settings: StepSettings, **options: object
-) -> tuple[StepMetrics, dict[str, torch.Tensor]]:
+    policy: PolicyModel,
+    rows: list[TrainingRow],
+    settings: StepSettings,
+    *,
+    reference: PolicyModel | None = None,
+) -> tuple[StepMetrics, LossMetrics, dict[str, torch.Tensor]]:
     """Metrics, and ten times the first moment after one step, which is the gradient."""
-    reference = options.pop("reference", None)
-    assert reference is None or isinstance(reference, PolicyModel)
     optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1e-3, grad_clip=1e9))
     metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=settings, reference=reference)
-    state = optimizer.state()
-    return metrics, {
-        name: 10 * local_part(value).detach() for name, value in state.items() if name.startswith("exp_avg.")
-    }
+    moments = copies(
+        (name, value) for name, value in optimizer.state().items() if name.startswith("exp_avg.")
+    )
+    assert metrics.loss is not None
+    return metrics, metrics.loss, {name: 10 * moment for name, moment in moments.items()}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_loss_and_gradient_do_not_depend_on_packing_or_micro_batching(
-    name: str, make_policy: MakePolicy, make_rows: MakeRows, documented: RecipeSource
+    name: str, make_policy: MakePolicy, documented: RecipeSource
 ) -> None:
     rows = make_rows(num_rows=16)
-    plugins = StepPlugins.made(LOSSES[name], source=documented)
-    whole = StepSettings(algorithm=LOSSES[name], plugins=plugins, tokens_per_microbatch=1000)
-    metrics, gradient = _run(make_policy(), rows, whole)
+    algorithm = AlgorithmSettings.model_validate(ALGORITHMS[name])
+    plugins = StepPlugins.made(algorithm, source=documented)
+    whole = StepSettings(algorithm=algorithm, plugins=plugins, tokens_per_microbatch=1000)
+    metrics, loss, gradient = _run(make_policy(), rows, whole)
     assert metrics.num_micro_batches == 1
-    assert metrics.loss is not None
     scale = max(float(value.abs().max()) for value in gradient.values())
     for budget, lane in ((60, None), (14, None), (120, 40), (1000, 100)):
         settings = replace(whole, tokens_per_microbatch=budget, lane_tokens=lane)
-        other_metrics, other = _run(make_policy(), rows, settings)
-        assert other_metrics.loss is not None
-        assert other_metrics.loss.loss == pytest.approx(metrics.loss.loss, abs=1e-6)
+        other_metrics, other_loss, other = _run(make_policy(), rows, settings)
+        assert other_loss.loss == pytest.approx(loss.loss, abs=1e-6)
         assert other_metrics.clip_low == pytest.approx(metrics.clip_low, abs=1e-5)
         for key, value in gradient.items():
             torch.testing.assert_close(other[key], value, atol=1e-6 * max(1.0, scale), rtol=1e-5)
 
 
-def test_the_order_of_rows_changes_nothing(make_policy: MakePolicy, make_rows: MakeRows) -> None:
+def test_the_order_of_rows_changes_nothing(make_policy: MakePolicy) -> None:
     rows = make_rows(num_rows=16)
     shuffled = [rows[index] for index in np.random.default_rng(1).permutation(16)]
     settings = StepSettings(tokens_per_microbatch=50)
-    first, gradient = _run(make_policy(), rows, settings)
-    second, other = _run(make_policy(), shuffled, settings)
-    assert first.loss is not None
-    assert second.loss is not None
-    assert first.loss.loss == pytest.approx(second.loss.loss, abs=1e-6)
+    _, first, gradient = _run(make_policy(), rows, settings)
+    _, second, other = _run(make_policy(), shuffled, settings)
+    assert first.loss == pytest.approx(second.loss, abs=1e-6)
     for key, value in gradient.items():
         torch.testing.assert_close(other[key], value, atol=1e-6, rtol=1e-5)
 
 
-def test_m2po_bounds_are_those_of_the_whole_step(make_policy: MakePolicy, make_rows: MakeRows) -> None:
+def test_m2po_bounds_are_those_of_the_whole_step(make_policy: MakePolicy) -> None:
     """Each micro-batch alone would get other bounds; the step has one pair, reported in its metrics."""
     loss = AlgorithmSettings(loss=M2po(budget=0.02, floor_low=0.0, floor_high=0.0))
     rows = make_rows(num_rows=16)
-    whole, _ = _run(make_policy(), rows, StepSettings(algorithm=loss))
-    split, _ = _run(make_policy(), rows, StepSettings(algorithm=loss, tokens_per_microbatch=40))
-    alone, _ = _run(make_policy(), rows[:4], StepSettings(algorithm=loss))
+    whole, *_ = _run(make_policy(), rows, StepSettings(algorithm=loss))
+    split, *_ = _run(make_policy(), rows, StepSettings(algorithm=loss, tokens_per_microbatch=40))
+    alone, *_ = _run(make_policy(), rows[:4], StepSettings(algorithm=loss))
     assert split.num_micro_batches > 2
     assert (split.clip_low, split.clip_high) == pytest.approx((whole.clip_low, whole.clip_high), rel=1e-4)
     assert alone.clip_low != pytest.approx(whole.clip_low, rel=1e-2)
     assert 0 < whole.clip_low < 1
 
 
-def test_rows_with_zero_advantage_are_left_out_of_denominators_unless_told(
-    make_policy: MakePolicy, make_rows: MakeRows, make_row: Callable[..., TrainingRow]
-) -> None:
+def test_rows_with_zero_advantage_are_left_out_of_denominators_unless_told(make_policy: MakePolicy) -> None:
     rows = make_rows(num_rows=8)
     flat = [make_row([1, 2], [3, 4], reward=1.0, group="flat", name=f"f{index}") for index in range(4)]
     loss = AlgorithmSettings(loss=NoTrustRegion())
-    metrics, gradient = _run(make_policy(), rows + flat, StepSettings(algorithm=loss))
-    same, expected = _run(make_policy(), rows, StepSettings(algorithm=loss))
+    metrics, _, gradient = _run(make_policy(), rows + flat, StepSettings(algorithm=loss))
+    _, same, expected = _run(make_policy(), rows, StepSettings(algorithm=loss))
     assert (metrics.num_rows, metrics.num_trained_rows, metrics.num_zero_variance_groups) == (12, 8, 1)
     for key, value in expected.items():
         torch.testing.assert_close(gradient[key], value)
-    kept, diluted = _run(
-        make_policy(),
-        rows + flat,
-        StepSettings(algorithm=loss.model_copy(update={"drop_zero_advantage": False})),
-    )
-    assert kept.loss is not None
-    assert same.loss is not None
-    share = same.loss.num_tokens / kept.loss.num_tokens
+    keeping = loss.model_copy(update={"drop_zero_advantage": False})
+    _, kept, diluted = _run(make_policy(), rows + flat, StepSettings(algorithm=keeping))
+    share = same.num_tokens / kept.num_tokens
     for key, value in expected.items():
         torch.testing.assert_close(diluted[key], value * share, atol=1e-6, rtol=1e-4)
 
 
-def test_a_batch_without_signal_is_skipped(
-    make_policy: MakePolicy, make_row: Callable[..., TrainingRow]
-) -> None:
+def test_a_batch_without_signal_is_skipped(make_policy: MakePolicy) -> None:
     policy = make_policy()
     optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1.0))
-    before = {name: local_part(value).detach().clone() for name, value in optimizer.state().items()}
+    before = copies(optimizer.state().items())
     rows = [make_row([1], [2], reward=1.0), make_row([1], [3], reward=1.0)]
     metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=StepSettings())
     assert (metrics.outcome, metrics.skip_reason) == (Outcome.SKIPPED, SkipReason.NO_SIGNAL)
     assert metrics.loss is None
-    assert all(torch.equal(local_part(value), before[name]) for name, value in optimizer.state().items())
+    assert same_bits(copies(optimizer.state().items()), before)
     empty = train_step(policy, optimizer=optimizer, rows=[], settings=StepSettings())
     assert empty.skip_reason is SkipReason.NO_SIGNAL
 
 
-@pytest.mark.parametrize("broken", ["weights", "gradient"])
-def test_a_non_finite_step_is_skipped_and_leaves_no_trace(
-    broken: str, make_policy: MakePolicy, make_rows: MakeRows
-) -> None:
-    policy = make_policy()
-    optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1.0))
-    train_step(policy, optimizer=optimizer, rows=make_rows(), settings=StepSettings())
-    before = {name: local_part(value).detach().clone() for name, value in optimizer.state().items()}
-    norm = policy.causal_lm.get_decoder().norm
-    handle = norm.register_forward_hook(
-        lambda _module, _inputs, output: output * float("nan") if broken == "weights" else _poison(output)
-    )
-    metrics = train_step(policy, optimizer=optimizer, rows=make_rows(seed=1), settings=StepSettings())
-    handle.remove()
-    expected = SkipReason.NON_FINITE_LOSS if broken == "weights" else SkipReason.NON_FINITE_GRADIENT
-    assert (metrics.outcome, metrics.skip_reason) == (Outcome.SKIPPED, expected)
-    assert optimizer.num_steps == 1
-    assert all(torch.equal(local_part(value), before[name]) for name, value in optimizer.state().items())
-    healthy = train_step(policy, optimizer=optimizer, rows=make_rows(seed=1), settings=StepSettings())
-    assert healthy.outcome is Outcome.COMMITTED
-
-
-def _poison(output: torch.Tensor) -> torch.Tensor:
+def _poisoned(output: torch.Tensor) -> torch.Tensor:
     """Finite forward, infinite backward."""
     copy = output.clone()
     copy.register_hook(lambda gradient: gradient * float("inf"))
     return copy
 
 
-def test_kl_to_a_reference_model_needs_it_and_pulls_towards_it(
-    make_policy: MakePolicy, make_rows: MakeRows
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        pytest.param(lambda output: output * float("nan"), SkipReason.NON_FINITE_LOSS, id="weights"),
+        pytest.param(_poisoned, SkipReason.NON_FINITE_GRADIENT, id="gradient"),
+    ],
+)
+def test_a_non_finite_step_is_skipped_and_leaves_no_trace(
+    broken: Callable[[torch.Tensor], torch.Tensor], reason: SkipReason, make_policy: MakePolicy
 ) -> None:
+    policy = make_policy()
+    optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1.0))
+    train_step(policy, optimizer=optimizer, rows=make_rows(), settings=StepSettings())
+    before = copies(optimizer.state().items())
+    norm = policy.causal_lm.get_decoder().norm
+    handle = norm.register_forward_hook(lambda _module, _inputs, output: broken(output))
+    metrics = train_step(policy, optimizer=optimizer, rows=make_rows(seed=1), settings=StepSettings())
+    handle.remove()
+    assert (metrics.outcome, metrics.skip_reason) == (Outcome.SKIPPED, reason)
+    assert optimizer.num_steps == 1
+    assert same_bits(copies(optimizer.state().items()), before)
+    healthy = train_step(policy, optimizer=optimizer, rows=make_rows(seed=1), settings=StepSettings())
+    assert healthy.outcome is Outcome.COMMITTED
+
+
+def test_kl_to_a_reference_model_needs_it_and_pulls_towards_it(make_policy: MakePolicy) -> None:
     kl = KlSettings(coefficient=1.0, reference=KlReference.MODEL)
     settings = StepSettings(algorithm=AlgorithmSettings(loss=NoTrustRegion(), kl=kl))
     with pytest.raises(ValueError, match="pass it, or use"):
         _run(make_policy(), make_rows(), settings)
-    same, _ = _run(make_policy(), make_rows(), settings, reference=_rounded(make_policy(sharded=False)))
-    other, _ = _run(make_policy(), make_rows(), settings, reference=make_policy(seed=5, sharded=False))
-    assert same.loss is not None
-    assert other.loss is not None
-    assert same.loss.kl == pytest.approx(0.0, abs=1e-6)
-    assert other.loss.kl > 0.1
+    _, same, _ = _run(make_policy(), make_rows(), settings, reference=_rounded(make_policy(sharded=False)))
+    _, other, _ = _run(make_policy(), make_rows(), settings, reference=make_policy(seed=5, sharded=False))
+    assert same.kl == pytest.approx(0.0, abs=1e-6)
+    assert other.kl > 0.1
 
 
 def _rounded(policy: PolicyModel) -> PolicyModel:
@@ -215,15 +188,15 @@ def _rounded(policy: PolicyModel) -> PolicyModel:
 
 @pytest.mark.parametrize(("learning_rate", "learns"), [(2e-2, True), (0.0, False)])
 def test_a_bandit_learns_the_rewarded_token_and_not_at_learning_rate_zero(
-    learning_rate: float, learns: bool, make_policy: MakePolicy, make_row: Callable[..., TrainingRow]
+    learning_rate: float, learns: bool, make_policy: MakePolicy
 ) -> None:
     policy = make_policy()
     settings = OptimizerSettings(learning_rate=learning_rate, warmup_steps=0)
     optimizer = MasterOptimizer(policy, settings=settings)
     generator = torch.Generator().manual_seed(0)
-    start = _distribution(policy, make_row)[7].item()
+    start = _distribution(policy)[7].item()
     for _ in range(8):
-        probabilities = _distribution(policy, make_row)
+        probabilities = _distribution(policy)
         actions = torch.multinomial(probabilities, 32, replacement=True, generator=generator).tolist()
         rows = [
             make_row([5], [action], logprobs=[probabilities[action].log().item()], reward=float(action == 7))
@@ -233,12 +206,12 @@ def test_a_bandit_learns_the_rewarded_token_and_not_at_learning_rate_zero(
         assert metrics.loss is not None
         # What was sampled from is what is trained: every ratio of an on-policy step is 1.
         assert metrics.loss.max_abs_log_ratio < 1e-5
-    end = _distribution(policy, make_row)[7].item()
+    end = _distribution(policy)[7].item()
     assert (end > max(0.5, 3 * start)) if learns else (end == start)
 
 
 @torch.no_grad()
-def _distribution(policy: PolicyModel, make_row: Callable[..., TrainingRow]) -> torch.Tensor:
+def _distribution(policy: PolicyModel) -> torch.Tensor:
     """Probabilities of all next tokens after the prompt [5]."""
     rows = [make_row([5], [token]) for token in range(32)]
     (batch,) = pack(rows, token_budget=64)

@@ -8,21 +8,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from astraflow_trainer.model.model import Qwen3Shape, load_causal_lm
+from astraflow_trainer.model.model import load_causal_lm
 from astraflow_trainer.model.tokenizer import TokenizerSettings
 from astraflow_trainer.warm_start.cache import InitialModel, prepare_initial_model
 from astraflow_trainer.warm_start.training import Example, WarmStartSettings
+from support.tiny_training import TINY
 
 INITIAL = InitialModel(
-    shape=Qwen3Shape(
-        vocab_size=1,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=32,
-    ),
+    shape=TINY,
     tokenizer=TokenizerSettings(vocab_size=280),
     num_tokenizer_texts=10,
     warm_start=WarmStartSettings(steps=2, batch_size=4),

@@ -1,7 +1,5 @@
 """The warm start learns, covers completions only, and gives the same bits on any number of threads."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -15,8 +13,7 @@ from astraflow_trainer.warm_start.training import (
     encode_examples,
     warm_start,
 )
-
-MakePolicy = Callable[..., PolicyModel]
+from support.tiny_training import MakePolicy
 
 
 def _examples(count: int, *, seed: int = 0) -> EncodedExamples:

@@ -1,21 +1,10 @@
-"""KL estimators: values, clamps, and that k1 and k3 are unbiased where k2 is not."""
-
-import math
+"""KL estimators: clamps, and that k1 and k3 are unbiased where k2 is not."""
 
 import pytest
 import torch
 
 from astraflow.recipe.algorithm import KlEstimator
 from astraflow_trainer.step.losses.kl import kl_estimate
-
-
-@pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [(KlEstimator.K1, -0.5), (KlEstimator.K2, 0.125), (KlEstimator.K3, math.exp(0.5) - 1.5)],
-)
-def test_values_by_hand(estimator: KlEstimator, expected: float) -> None:
-    estimate = kl_estimate(torch.tensor([-2.0]), reference_N=torch.tensor([-1.5]), estimator=estimator)
-    assert float(estimate) == pytest.approx(expected)
 
 
 def test_expectation_of_k1_and_k3_is_the_divergence() -> None:
