@@ -131,7 +131,6 @@ class PolicyState:
     recent: tuple[tuple[float, int], ...]
     """(reward sum, trajectories) of the last complete groups, newest first."""
     unpublished_steps: tuple[int, ...]
-    bound_steps: int
     last_consumed: str
     """Id of the newest entry of the consumed log at the time of the audit; empty when there is none."""
 

@@ -97,7 +97,8 @@ class RunLoop:
         await self._sweep()
         await self.settling.settle_left_behind(self.context)
         await self._alarm_late_batches()
-        await self._release_durable()
+        for policy_id in self.context.policy_ids:
+            await self.store.batches.release_durable(run_id, policy_id)
         life = await self.store.runs.life(run_id)
         await self.registry.refresh_versions(self.context)
         if life is Life.ACTIVE:
@@ -136,10 +137,6 @@ class RunLoop:
                 remedy="start the policy's trainer again; it gets the same batch",
             )
         self._late = late
-
-    async def _release_durable(self) -> None:
-        for policy_id in self.context.policy_ids:
-            await self.store.batches.release_durable(self.context.run_id, policy_id)
 
     async def _evaluate(self, life: Life) -> None:
         newest = {

@@ -167,10 +167,9 @@ class Dataflow:
             message = await self.reporting.status(await self.registry.get(run_id))
         except AstraflowError as error:
             return {"error": error.reason, "message": error.message}
-        shown: dict[str, object] = MessageToDict(
+        return MessageToDict(
             message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
-        return shown
 
 
 class RunKeeper:
@@ -246,9 +245,8 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
     grpc_server = GrpcServer(dataflow.registrations(), settings=settings, metrics=dataflow.metrics)
 
     def announce() -> None:
-        addresses = lifecycle.Addresses(pid=os.getpid(), grpc=grpc_server.address, http=pages.address)
-        if settings.address_file is not None:
-            lifecycle.write_address_file(settings.address_file, addresses)
+        addresses = lifecycle.Addresses(grpc=grpc_server.address, http=pages.address)
+        lifecycle.write_address_file(settings.address_file, addresses)
         log.info("dataflow.ready", grpc=addresses.grpc, http=addresses.http)
 
     await lifecycle.run_services([keeper, pages, grpc_server], lifecycle=life, on_started=announce)

@@ -112,9 +112,7 @@ def _service(settings: EngineSettings, config: ModelConfig, *, limits: CoreLimit
 
 
 def _announce(settings: EngineSettings, *, address: str) -> None:
-    if settings.address_file is not None:
-        addresses = lifecycle.Addresses(pid=os.getpid(), http=address)
-        lifecycle.write_address_file(settings.address_file, addresses)
+    lifecycle.write_address_file(settings.address_file, lifecycle.Addresses(http=address))
     log.info(
         "engine.serving",
         address=address,

@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -148,13 +148,15 @@ async def run_services(
 class Addresses:
     """Where a running daemon listens, as `host:port`; empty when it does not."""
 
-    pid: int
     grpc: str = ""
     http: str = ""
+    pid: int = field(default_factory=os.getpid)
 
 
-def write_address_file(path: Path, addresses: Addresses) -> None:
-    """Publish `addresses` atomically: a reader sees the whole file or none."""
+def write_address_file(path: Path | None, addresses: Addresses) -> None:
+    """Publish `addresses` atomically: a reader sees the whole file or none. Does nothing without a path."""
+    if path is None:
+        return
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(asdict(addresses)) + "\n")
     draft.replace(path)

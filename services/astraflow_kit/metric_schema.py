@@ -18,8 +18,6 @@ class Kind(Enum):
 
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-BYTES = tuple(float(4**power) for power in range(5, 18))
-COUNTS = tuple(float(2**power) for power in range(17))
 
 
 @dataclass(frozen=True)

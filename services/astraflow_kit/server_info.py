@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from astraflow import __version__
 from astraflow.compatibility import CONTRACT_VERSION
 from astraflow.server.v1 import server_info_pb2
@@ -14,12 +12,11 @@ OLDEST_CONTRACT_VERSION = CONTRACT_VERSION
 
 def server_info(capabilities: Iterable[str] = ()) -> server_info_pb2.ServerInfo:
     """Release, contract versions and clock of this process, with the optional features that are on."""
-    now = Timestamp()
-    now.GetCurrentTime()
-    return server_info_pb2.ServerInfo(
+    info = server_info_pb2.ServerInfo(
         product_version=__version__,
         contract_version=CONTRACT_VERSION,
         oldest_contract_version=OLDEST_CONTRACT_VERSION,
         capabilities=sorted(capabilities),
-        server_time=now,
     )
+    info.server_time.GetCurrentTime()
+    return info

@@ -5,7 +5,6 @@ after its last finished episode was pushed or its drain ran out of time. `__main
 """
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -150,10 +149,9 @@ async def _serve_node(node: Node, *, settings: NodeSettings, life: Lifecycle, me
     pages = HttpServer(app, host=settings.http_host, port=settings.http_port)
 
     def publish() -> None:
-        if settings.address_file is not None:
-            addresses = Addresses(pid=os.getpid(), grpc=grpc_server.address, http=pages.address)
-            lifecycle.write_address_file(settings.address_file, addresses)
-        log.info("node.started", grpc=grpc_server.address, http=pages.address)
+        addresses = Addresses(grpc=grpc_server.address, http=pages.address)
+        lifecycle.write_address_file(settings.address_file, addresses)
+        log.info("node.started", grpc=addresses.grpc, http=addresses.http)
 
     services: list[Service] = [pages, grpc_server, _Watch(node, metrics), *node.services]
     await lifecycle.run_services(services, lifecycle=life, on_started=publish)

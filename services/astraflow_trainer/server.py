@@ -99,7 +99,9 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
         await lifecycle.run_services(
             [grpc_server, http_server, _Training(session, controls, group)],
             lifecycle=life,
-            on_started=lambda: _publish_addresses(settings, grpc_server.address, http_server.address),
+            on_started=lambda: lifecycle.write_address_file(
+                settings.address_file, Addresses(grpc=grpc_server.address, http=http_server.address)
+            ),
         )
 
 
@@ -213,10 +215,3 @@ def _observe(metrics: Metrics, record: StepRecord) -> None:
     for cause in ("copy", "wait"):
         blocked_s = record.metrics[f"publish_{cause}_s"]
         metrics.observe("astraflow_trainer_publish_blocked_seconds", blocked_s, cause=cause)
-
-
-def _publish_addresses(settings: TrainerSettings, grpc_address: str, http_address: str) -> None:
-    if settings.address_file is not None:
-        lifecycle.write_address_file(
-            settings.address_file, Addresses(pid=os.getpid(), grpc=grpc_address, http=http_address)
-        )

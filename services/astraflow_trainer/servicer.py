@@ -6,9 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.server_info import server_info
 from astraflow_trainer.controls import Controls
@@ -112,23 +109,10 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
 
 
 def _as_message(record: StepRecord) -> trainer_service_pb2.WatchMetricsResponse:
-    return trainer_service_pb2.WatchMetricsResponse(
-        step=record.step,
-        version=record.version,
-        finish_time=_timestamp(record.finished_at_s),
-        wait_duration=_duration(record.wait_s),
-        train_duration=_duration(record.train_s),
-        metrics=dict(record.metrics),
+    message = trainer_service_pb2.WatchMetricsResponse(
+        step=record.step, version=record.version, metrics=dict(record.metrics)
     )
-
-
-def _duration(seconds: float) -> Duration:
-    message = Duration()
-    message.FromNanoseconds(int(seconds * 1e9))
-    return message
-
-
-def _timestamp(seconds: float) -> Timestamp:
-    message = Timestamp()
-    message.FromNanoseconds(int(seconds * 1e9))
+    message.finish_time.FromNanoseconds(int(record.finished_at_s * 1e9))
+    message.wait_duration.FromNanoseconds(int(record.wait_s * 1e9))
+    message.train_duration.FromNanoseconds(int(record.train_s * 1e9))
     return message

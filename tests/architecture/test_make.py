@@ -63,16 +63,18 @@ def test_a_machine_without_python_gets_the_one_line(clone: Path, bare_path: Path
     assert finished.stdout.splitlines() == [REMEDY]
 
 
-def test_a_python_without_venv_or_too_old_is_not_enough(clone: Path, bare_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("python_says", "missing"),
+    [
+        pytest.param(1, "python3-venv", id="a Python without venv or too old"),
+        pytest.param(0, "git", id="no git"),
+    ],
+)
+def test_a_machine_that_lacks_one_tool_gets_the_one_line(
+    clone: Path, bare_path: Path, python_says: int, missing: str
+) -> None:
+    (bare_path / missing).unlink(missing_ok=True)
     stub = bare_path / "python3"
-    stub.write_text("#!/bin/sh\nexit 1\n")
-    stub.chmod(0o755)
-    assert make("run", folder=clone, path=str(bare_path)).stdout.splitlines() == [REMEDY]
-
-
-def test_a_machine_without_git_gets_the_one_line(clone: Path, bare_path: Path) -> None:
-    (bare_path / "git").unlink()
-    stub = bare_path / "python3"
-    stub.write_text("#!/bin/sh\nexit 0\n")
+    stub.write_text(f"#!/bin/sh\nexit {python_says}\n")
     stub.chmod(0o755)
     assert make("run", folder=clone, path=str(bare_path)).stdout.splitlines() == [REMEDY]

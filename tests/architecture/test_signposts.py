@@ -13,7 +13,15 @@ from functools import cache
 import pytest
 
 from astraflow import cli
-from support.source_tree import CLIENT_ROOT, REPOSITORY, SERVICES, Module, source_modules, tracked_files
+from support.source_tree import (
+    CLIENT_ROOT,
+    REPOSITORY,
+    SERVICES,
+    Module,
+    docstrings,
+    source_modules,
+    tracked_files,
+)
 
 # Rooms whose modules a recipe names; the built-ins that a recipe may choose are imported by nobody.
 PLUGIN_ROOMS = ("astraflow_dataflow.plugins", "astraflow_raas.workflows", "astraflow_raas.rewards")
@@ -33,13 +41,8 @@ VERBS = "[Cc]alled|[Mm]ade|[Rr]ead|[Rr]un|[Bb]uilt|[Dd]riven|[Uu]sed|[Ss]tarted|
 NAMES = r"(?:(?:, |,? and (?:by )?)?(?:the )?`[a-z_]\w*(?:\.\w+)*`)+"
 CALLER = re.compile(rf"(?:{VERBS}) by ({NAMES})")
 NAME = re.compile(r"`([a-z_]\w*(?:\.\w+)*)`")
-EXAMPLES = {
-    "astraflow.NAME.v1",
-    "recipe.py",
-    "name.py",
-    "services/astraflow_x/foo.py",
-    "tests/unit/astraflow_x/test_foo.py",
-}
+EXAMPLES = {"astraflow.NAME.v1", "recipe.py", "name.py"}
+EXAMPLES |= {"services/astraflow_x/foo.py", "tests/unit/astraflow_x/test_foo.py"}
 
 
 def dotted(module: Module) -> str:
@@ -104,17 +107,8 @@ def pages() -> list[tuple[str, str]]:
     written = [path for path in tracked_files() if path.suffix == ".md" and "results" not in path.parts]
     texts = [(path.relative_to(REPOSITORY).as_posix(), path.read_text()) for path in written]
     texts = [(name, text) for name, text in texts if name != "CHANGELOG.md"]
-    return texts + [(module.name, doc) for module in source_modules() for doc in docstrings(module.tree)]
-
-
-def docstrings(tree: ast.Module) -> list[str]:
-    """Docstrings of the module, its classes, functions and fields."""
-    return [
-        node.value.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
+    return texts + [
+        (module.name, str(doc.value)) for module in source_modules() for doc in docstrings(module.tree)
     ]
 
 

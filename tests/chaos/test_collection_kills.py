@@ -14,7 +14,10 @@ from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.tools.verification import verify_version
 from astraflow_weights.versions.inspection import buildable
-from support.collection_processes import (
+from support.s3_server import S3Server
+from support.weight_models import POLICY, RUN, same_model
+from support.weight_processes import (
+    MANY,
     PATIENCE_S,
     PINNED,
     collect,
@@ -25,14 +28,11 @@ from support.collection_processes import (
     root_of,
     start,
 )
-from support.s3_server import S3Server
-from support.weight_models import POLICY, RUN, same_model
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
 
 KEYS = PolicyKeys(RUN, POLICY)
 VERSIONS = 24
-MANY = 100_000
 KILLS = (
     ("publish", "weights.publish.uploading=kill@6"),
     ("publish", "weights.publish.before_manifest=kill@6"),
@@ -67,47 +67,38 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 def test_publishers_and_collectors_work_at_the_same_time(place: Place, tmp_path: Path) -> None:
     processes = [
-        start(
-            place.uri,
-            task,
-            epoch=1,
-            versions=VERSIONS,
-            environment=place.environment,
-            hits=tmp_path / f"hits{number}",
-        )
-        for number, task in enumerate(["publish", "collect", "collect"])
+        start(task, place.uri, tmp_path, number=1, versions=VERSIONS, environment=place.environment)
+        for task in ("publish", "collect", "collect")
     ]
     assert [process.wait(PATIENCE_S) for process in processes] == [0, 0, 0]
     check(place.store, tmp_path)
 
 
 def test_whoever_is_killed_in_its_window_is_followed_up_by_the_next(place: Place, tmp_path: Path) -> None:
-    publish(place.store, epoch=1, versions=VERSIONS // 3)
+    publish(place.store, epoch=1, versions=VERSIONS // 3, collecting=True)
     for number, (task, spec) in enumerate(KILLS):
-        hits, epoch = tmp_path / f"hits{number}", 10 + 10 * number
-        if task == "collect":
-            # Something to collect.
-            publish(
-                place.store, epoch=epoch, versions=len(read_log(place.store).records) + 9, collecting=False
-            )
+        folder, epoch = tmp_path / str(number), 10 + 10 * number
+        folder.mkdir()
+        if task == "collect":  # something to collect
+            publish(place.store, epoch=epoch, versions=len(read_log(place.store).records) + 9)
         process = start(
-            place.uri,
             task,
-            epoch=epoch + 1,
+            place.uri,
+            folder,
+            number=epoch + 1,
             versions=MANY if task == "publish" else 0,
             environment=place.environment,
             spec=spec,
-            hits=hits,
         )
-        require_killed(process, hits)
-    publish(place.store, epoch=1000, versions=len(read_log(place.store).records) + 1)
+        require_killed(process, folder)
+    publish(place.store, epoch=1000, versions=len(read_log(place.store).records) + 1, collecting=True)
     check(place.store, tmp_path)
 
 
 def check(store: ObjectStore, folder: Path) -> None:
     """What is retained or pinned is whole and exact; nothing else is in the store."""
     newest = len(read_log(store).records) - 1
-    publish(store, epoch=2000, versions=newest + 2)
+    publish(store, epoch=2000, versions=newest + 2, collecting=True)
     collect(store, versions=0)
     log = read_log(store)
     kept = buildable(log)

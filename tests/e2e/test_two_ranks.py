@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.store import open_store
+from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.versions.log import VersionLog
 from support.development import POLICY, RUN_ID, RunFiles, dev, finish, wait_for
 
@@ -35,6 +36,20 @@ class Run:
 
     files: RunFiles
     summary: dict[str, Any]
+
+    @cached_property
+    def store(self) -> ObjectStore:
+        return open_store((self.files.data_dir / "store").as_uri())
+
+    @cached_property
+    def log(self) -> VersionLog:
+        return read_versions(self.store)
+
+
+def read_versions(store: ObjectStore) -> VersionLog:
+    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
+    log.refresh()
+    return log
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +75,7 @@ def test_a_rank_died_while_uploading_and_all_ranks_were_started_again(run: Run) 
 
 
 def test_each_step_is_one_version_and_one_line_of_work(run: Run) -> None:
-    store = open_store((run.files.data_dir / "store").as_uri())
-    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
-    log.refresh()
-    assert [record.step for record in log.records] == sorted({record.step for record in log.records})
+    assert [record.step for record in run.log.records] == sorted({record.step for record in run.log.records})
     trained = {line["step"]: line["trajectory_ids"] for line in run.files.read_ledger()}
     ids = [trajectory for step in trained.values() for trajectory in step]
     assert sorted(trained) == [1, 2, 3, 4]
@@ -71,13 +83,10 @@ def test_each_step_is_one_version_and_one_line_of_work(run: Run) -> None:
 
 
 def test_every_version_has_parts_of_both_ranks(run: Run) -> None:
-    store = open_store((run.files.data_dir / "store").as_uri())
-    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
-    log.refresh()
-    assert len(log.records) >= 2
-    for record in log.records:
+    assert len(run.log.records) >= 2
+    for record in run.log.records:
         refs = record.snapshot or record.deltas[0].parts
-        parts = [open_part(store.get(ref.key)) for ref in refs]
+        parts = [open_part(run.store.get(ref.key)) for ref in refs]
         rows = [{(tile.spec.name, tile.start) for tile in part.tiles} for part in parts]
         assert len(parts) == 2
         assert not rows[0] & rows[1]
@@ -85,16 +94,13 @@ def test_every_version_has_parts_of_both_ranks(run: Run) -> None:
 
 
 def test_both_ranks_made_snapshots_behind_their_publications(run: Run) -> None:
-    store = open_store((run.files.data_dir / "store").as_uri())
-    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
-    log.refresh()
-    behind = [record for record in log.records if record.snapshot is None and record.offered_snapshot]
+    behind = [record for record in run.log.records if record.snapshot is None and record.offered_snapshot]
     assert behind
     for record in behind:
-        parts = [open_part(store.get(ref.key)) for ref in record.offered_snapshot or ()]
+        parts = [open_part(run.store.get(ref.key)) for ref in record.offered_snapshot or ()]
         assert len(parts) == 2
         assert {part.head.kind for part in parts} == {PartKind.SNAPSHOT}
-    assert [record for record in log.records if record.snapshot is not None] == log.records[:1]
+    assert [record for record in run.log.records if record.snapshot is not None] == run.log.records[:1]
 
 
 def test_each_rank_fetched_at_most_three_fifths_of_every_batch(run: Run) -> None:
@@ -107,12 +113,8 @@ def test_each_rank_fetched_at_most_three_fifths_of_every_batch(run: Run) -> None
 
 
 def test_the_node_serves_the_bytes_that_two_ranks_published(run: Run, tmp_path: Path) -> None:
-    store = open_store((run.files.data_dir / "store").as_uri())
-    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
-    newest = log.refresh()
-    assert newest is not None
     published = Mirror(tmp_path / "fresh")
-    published.advance(store, log, target=newest)
+    published.advance(run.store, run.log, target=run.log.records[-1].version)
     node = next((run.files.data_dir / "work" / "node-1").rglob("model.safetensors")).parent
     served, expected = map_model(node), published.load()
     assert served.keys() == expected.keys()
@@ -148,6 +150,4 @@ def test_torchrun_starts_the_ranks_of_a_trainer(tmp_path: Path) -> None:
         assert sum('"step.finished"' in line or "step.finished" in line for line in lines) == 2 * 2
         launcher.send_signal(signal.SIGINT)
         assert finish(launcher, tmp_path, timeout_s=120)["conservation_error"] == 0
-    store = open_store((files.data_dir / "store").as_uri())
-    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
-    assert log.refresh() is not None
+    assert read_versions(open_store((files.data_dir / "store").as_uri())).records

@@ -90,10 +90,14 @@ def test_large_content_that_its_name_does_not_tell_is_still_created_once(store: 
     assert store.get("large") == contents[results.index(PutResult.CREATED)]
 
 
-def test_a_key_is_created_once(store: ObjectStore) -> None:
+@pytest.mark.parametrize("later", [b"second", b"x" * 100_000], ids=["small", "large"])
+def test_a_key_is_created_once_and_nothing_is_left_of_the_losers_bytes(
+    store: ObjectStore, later: bytes
+) -> None:
     assert store.put_if_absent("a/key", b"first") is PutResult.CREATED
-    assert store.put_if_absent("a/key", b"second") is PutResult.EXISTS
+    assert store.put_if_absent("a/key", later) is PutResult.EXISTS
     assert store.get("a/key") == b"first"
+    assert list(store.list("")) == [ObjectInfo(key="a/key", size_bytes=5)]
 
 
 def test_the_probe_accepts_it_and_leaves_nothing(store: ObjectStore) -> None:
@@ -202,13 +206,6 @@ def test_a_reader_beside_overwriting_writers_sees_only_whole_hints(store: Object
         for write in writing:
             write.result()
     assert {(len(content), len(set(content))) for content in seen} == {(50_000, 1)}
-
-
-def test_of_the_bytes_of_a_loser_nothing_is_left(store: ObjectStore) -> None:
-    store.put_if_absent("key", b"short")
-    assert store.put_if_absent("key", b"x" * 100_000) is PutResult.EXISTS
-    assert store.head("key").size_bytes == 5
-    assert [info.key for info in store.list("")] == ["key"]
 
 
 def test_a_listing_is_taken_while_others_write(store: ObjectStore) -> None:

@@ -37,21 +37,18 @@ __all__ = ["valkey"]
 NUM_WRITERS, VERSIONS_EACH = 3, 3
 
 
-class HeldStore:
+class HeldStore(FileStore):
     """A file store whose writes are held up for a drawn moment: a frozen process between any two of them."""
 
-    def __init__(self, inner: FileStore, draw: random.Random) -> None:
-        self._inner = inner
+    def __init__(self, root: Path, draw: random.Random) -> None:
+        super().__init__(root)
         self._draw = draw
-        self.uri = inner.uri
-        self.get, self.get_range, self.head = inner.get, inner.get_range, inner.head
-        self.list, self.put, self.delete = inner.list, inner.put, inner.delete
 
     def put_if_absent(self, key: str, data: bytes) -> PutResult:
         """Create, after a while."""
         if self._draw.random() < 0.3:
             time.sleep(self._draw.random() * 0.01)
-        return self._inner.put_if_absent(key, data)
+        return super().put_if_absent(key, data)
 
 
 @dataclass
@@ -140,13 +137,13 @@ async def race(world: World, client: Client, folder: Path, *, seed: int) -> list
     """Let the writers of one race live; returns how each ended."""
     await world.create_run(name=f"race-{seed}")
     draws = random.Random(seed)
-    inner = FileStore(folder / f"store-{seed}")
+    root = folder / f"store-{seed}"
     writers = [
         Writer(
             name=f"writer-{index}",
             client=client,
             run_id=world.run_id,
-            store=HeldStore(inner, random.Random(draws.random())),
+            store=HeldStore(root, random.Random(draws.random())),
             folder=folder / f"mirrors-{seed}",
             draw=random.Random(draws.random()),
         )
@@ -156,7 +153,7 @@ async def race(world: World, client: Client, folder: Path, *, seed: int) -> list
     with ThreadPoolExecutor(NUM_WRITERS) as executor:
         for living in [executor.submit(writer.live, start) for writer in writers]:
             await asyncio.wrap_future(living)
-    check(writers, store_census.take(inner, run_id=world.run_id, policy_id=POLICY))
+    check(writers, store_census.take(FileStore(root), run_id=world.run_id, policy_id=POLICY))
     return [writer.ended_by for writer in writers]
 
 

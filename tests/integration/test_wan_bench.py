@@ -22,6 +22,7 @@ from astraflow_bench.wan.links import LinkPlan, Place, link_to
 from astraflow_bench.wan.network import Network, missing_tools
 from astraflow_bench.wan.role_processes import RoleProcesses
 from support.development import wait_for
+from support.wan_report import made_report
 
 pytestmark = [
     pytest.mark.integration,
@@ -68,14 +69,7 @@ def test_a_link_takes_another_rate_while_it_is_used(tmp_path: Path) -> None:
 
 @needs_store
 def test_a_machine_that_does_not_carry_the_link_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        wan("--rate-gbit", "400", "--rtt-ms", "1", "--no-scaling"),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-        env=environment(tmp_path),
-    )
+    done = run_to_end("--rate-gbit", "400", "--rtt-ms", "1", "--no-scaling", folder=tmp_path)
     assert done.returncode == 1
     assert "less than 90% of the rate" in done.stderr
     assert "radosgw" not in done.stdout, "it must be refused before anything is measured"
@@ -116,18 +110,11 @@ def test_a_toy_run_reports_every_field_that_is_documented(tmp_path: Path) -> Non
     folder.mkdir()
     killed = folder / "astraflow-bench-wan-999999999-left"
     killed.mkdir()
-    done = subprocess.run(
-        wan("--quick", "--json", "--write", str(tmp_path / "page")),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S * 2,
-        check=False,
-        env=environment(folder),
-    )
+    done = run_to_end("--quick", "--json", "--write", str(tmp_path / "page"), folder=folder)
     # Status 1 is a missed target: on a busy machine the trainer's few milliseconds vary.
     assert done.returncode in (0, 1), done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    assert shape(found) == shape(documented())
+    assert shape(found) == shape(made_report().as_json())
     assert all(lag["used_merged"] and lag["over_sum"] < 0.6 for lag in found["lag"])
     assert found["join"][0]["snapshots"] == 1
     far = {row["codec"]: row for row in found["deltas"] if row["link"] == "remote"}
@@ -136,13 +123,6 @@ def test_a_toy_run_reports_every_field_that_is_documented(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "page/wan.json").read_text())["link"] == found["link"]
     left = [*folder.glob("astraflow-bench-wan-*"), *Path("/dev/shm").glob("astraflow-bench-wan-*")]
     assert left == [], "its own folder, and that of a run that was killed, are removed"
-
-
-def documented() -> dict[str, Any]:
-    """A report with exactly the fields of the page, as a unit test holds."""
-    from support.wan_report import made_report
-
-    return made_report().as_json()
 
 
 def shape(value: dict[str, Any]) -> dict[str, Any]:
@@ -190,6 +170,17 @@ def measured(
 def wan(*options: str) -> list[str]:
     """The command, as a process of its own."""
     return [sys.executable, "-m", "astraflow.cli", "bench", "wan", *options]
+
+
+def run_to_end(*options: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        wan(*options),
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+        check=False,
+    )
 
 
 def environment(folder: Path) -> dict[str, str]:

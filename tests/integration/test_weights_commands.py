@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,29 +35,34 @@ def published(weight_store: FileStore) -> list[CommittedVersion]:
     return publish_all(ModelPublisher(open_writer(weight_store)), steps(3, density=0.005))
 
 
-def test_list_tells_what_was_published(ask: Ask, published: list[CommittedVersion]) -> None:
-    told, parsed = ask("list"), ask("list", "--json")
+def asked_twice(ask: Ask, *arguments: str) -> tuple[str, Any]:
+    """What a command says to people, and to programs."""
+    told, parsed = ask(*arguments), ask(*arguments, "--json")
     assert (told.status, parsed.status) == (0, 0), told.errors + parsed.errors
-    assert [row["version"] for row in parsed.json] == [2, 1, 0]
-    for row, version in zip(reversed(parsed.json), published, strict=True):
+    return told.output, parsed.json
+
+
+def test_list_tells_what_was_published(ask: Ask, published: list[CommittedVersion]) -> None:
+    told, rows = asked_twice(ask, "list")
+    assert [row["version"] for row in rows] == [2, 1, 0]
+    for row, version in zip(reversed(rows), published, strict=True):
         assert (row["step"], row["writer_epoch"], row["pinned"]) == (version.step, 1, None)
         assert (row["delta_bytes"], row["snapshot_bytes"]) == (version.delta_bytes, version.snapshot_bytes)
         assert row["density"] == version.density
-        assert f"{row['delta_bytes'] or row['snapshot_bytes']:,}" in told.output
+        assert f"{row['delta_bytes'] or row['snapshot_bytes']:,}" in told
 
 
 def test_show_tells_codecs_routes_and_tensors(ask: Ask, published: list[CommittedVersion]) -> None:
-    told, parsed = ask("show", "2"), ask("show", "2", "--json")
-    assert (told.status, parsed.status) == (0, 0), told.errors + parsed.errors
-    (path,) = parsed.json["paths"]
+    told, shown = asked_twice(ask, "show", "2")
+    (path,) = shown["paths"]
     assert (path["base_version"], path["size_bytes"]) == (1, published[2].delta_bytes)
     assert sum(codec["num_changed"] for codec in path["codecs"].values()) == published[2].num_changed
-    assert [(route["held"], route["steps"]) for route in parsed.json["routes"]] == [(None, 3), (1, 1)]
-    assert (parsed.json["chain_length"], parsed.json["nodes"], parsed.json["pull_leases"]) == (3, None, [])
-    assert {tensor["name"] for tensor in parsed.json["tensors"]} == set(make_model())
-    assert parsed.json["served_by"] is None
-    assert "delta from 1" in told.output
-    assert "RICE" in told.output
+    assert [(route["held"], route["steps"]) for route in shown["routes"]] == [(None, 3), (1, 1)]
+    assert (shown["chain_length"], shown["nodes"], shown["pull_leases"]) == (3, None, [])
+    assert {tensor["name"] for tensor in shown["tensors"]} == set(make_model())
+    assert shown["served_by"] is None
+    assert "delta from 1" in told
+    assert "RICE" in told
 
 
 def test_show_tells_which_pulls_fetch_its_parts(ask: Ask, weight_store: FileStore) -> None:
@@ -99,14 +105,13 @@ def test_verify_names_the_damaged_part_and_ends_with_status_1(ask: Ask, weight_s
 
 
 def test_diff_tells_the_share_of_each_tensor(ask: Ask, published: list[CommittedVersion]) -> None:
-    told, parsed = ask("diff", "1", "2"), ask("diff", "1", "2", "--json")
-    assert (told.status, parsed.status) == (0, 0), told.errors + parsed.errors
-    assert parsed.json["num_changed"] == published[2].num_changed
-    changed = {tensor["name"] for tensor in parsed.json["tensors"] if tensor["num_changed"]}
+    told, found = asked_twice(ask, "diff", "1", "2")
+    assert found["num_changed"] == published[2].num_changed
+    changed = {tensor["name"] for tensor in found["tensors"] if tensor["num_changed"]}
     assert "model.embed.weight" in changed
     assert "model.norm" not in changed
-    assert "model.embed.weight" in told.output
-    assert "model.norm" not in told.output
+    assert "model.embed.weight" in told
+    assert "model.norm" not in told
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,18 +167,10 @@ class Monkey:
 def run_kills(folder: Path, kills: Sequence[Kill], *, timeout_s: float = 400) -> Story:
     """Run until every kill happened, its victim came back and a few more steps were taken; then end in order."""
     assert len({kill.failpoint for kill in kills}) == len(kills), "one clause per failpoint and run"
-    story = Story(files=RunFiles(folder))
     armed = ";".join(kill.clause for kill in kills)
-    deadline_s = time.monotonic() + timeout_s
-    director = _Director(Monkey(story), kills)
-    while not story.summary:
-        with dev(folder, *_ENDLESS, failpoints=armed) as launcher:
-            director.monkey.launcher = launcher
-            if director.direct(launcher, deadline_s=deadline_s):
-                story.summary = finish(launcher, folder)
-            else:
-                story.lives += 1
-    return story
+    director = _Director(Monkey(Story(files=RunFiles(folder))), kills)
+    direct = partial(director.direct, deadline_s=time.monotonic() + timeout_s)
+    return _lived(director.monkey, direct, failpoints=armed)
 
 
 def run_random_kills(
@@ -188,13 +181,19 @@ def run_random_kills(
     Killing pauses while no step is taken for a while, so that a run cannot be kept from starting at all; one
     that takes no step within `patience_s` although nobody kills it is stuck, which is an error.
     """
-    story = Story(files=RunFiles(folder))
-    dice = _Dice(Monkey(story), random.Random(seed), num_kills=num_kills, mean_gap_s=mean_gap_s)
+    monkey = Monkey(Story(files=RunFiles(folder)))
+    dice = _Dice(monkey, random.Random(seed), num_kills=num_kills, mean_gap_s=mean_gap_s)
+    return _lived(monkey, partial(dice.throw, patience_s=patience_s))
+
+
+def _lived(monkey: Monkey, drive: Callable[[subprocess.Popen[str]], bool], *, failpoints: str = "") -> Story:
+    """Start the run again as long as `drive` kills its launcher."""
+    story = monkey.story
     while not story.summary:
-        with dev(folder, *_ENDLESS) as launcher:
-            dice.monkey.launcher = launcher
-            if dice.throw(launcher, patience_s=patience_s):
-                story.summary = finish(launcher, folder)
+        with dev(story.files.folder, *_ENDLESS, failpoints=failpoints) as launcher:
+            monkey.launcher = launcher
+            if drive(launcher):
+                story.summary = finish(launcher, story.files.folder)
             else:
                 story.lives += 1
     return story

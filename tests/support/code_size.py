@@ -9,8 +9,9 @@ import io
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 
-from support.source_tree import REPOSITORY, Module, modules, roots
+from support.source_tree import REPOSITORY, Module, docstrings, modules, roots
 
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
@@ -32,15 +33,8 @@ def code_lines_of(text: str) -> int:
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:
-    """Lines of every string that stands as a statement: docstrings of modules, classes, functions and fields."""
-    strings = (
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
-    return {line for node in strings for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    lines = (range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in docstrings(tree))
+    return set(chain.from_iterable(lines))
 
 
 def product_modules() -> list[Module]:

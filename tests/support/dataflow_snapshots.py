@@ -27,7 +27,6 @@ POLICY = PolicyState(
     staleness={},
     recent=(),
     unpublished_steps=(),
-    bound_steps=0,
     last_consumed="",
 )
 AUDIT = Audit(

@@ -27,7 +27,7 @@ from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, 
 from astraflow_weights.codec.digest import sha256
 from astraflow_weights.codec.kernel import Bytes, ClassCodes, Isa, Kernel, Status
 from astraflow_weights.codec.parts.format import HEADER, ROW, TRAILER_BYTES
-from astraflow_weights.codec.parts.reader import read_head
+from astraflow_weights.codec.parts.reader import PartHead, read_head
 from astraflow_weights.codec.tensor_hash import tile_digest
 from astraflow_weights.codec.tensors import Array, Model
 from astraflow_weights.errors import CorruptPart
@@ -59,18 +59,24 @@ def sealed(content: bytes) -> bytes:
 
 def resealed(part: bytes) -> bytes:
     """The part with every digest made right again, as an attacker would."""
+    head, rows, content = _editable(part)
+    body = part[:-TRAILER_BYTES]
+    for row in rows:
+        assert head is not None
+        start = head.rows_end + int(row["body_start"])
+        row["body_xxh3"] = tile_digest(body[start : start + int(row["body_bytes"])])
+    return sealed(bytes(content[:-TRAILER_BYTES]))
+
+
+def _editable(part: bytes) -> tuple[PartHead | None, Array, bytearray]:
+    """A copy of the part with its rows, which change the copy; no head and no rows when the head is damaged."""
+    content = bytearray(part)
     try:
         head = read_head(part)
     except CorruptPart:
-        return sealed(part[:-TRAILER_BYTES])
-    content = bytearray(part[:-TRAILER_BYTES])
-    rows = np.frombuffer(
-        content, dtype=ROW, offset=head.table_end, count=(head.rows_end - head.table_end) // ROW.itemsize
-    )
-    for row in rows:
-        start = head.rows_end + int(row["body_start"])
-        row["body_xxh3"] = tile_digest(bytes(content[start : start + int(row["body_bytes"])]))
-    return sealed(bytes(content))
+        return None, np.empty(0, ROW), content
+    count = (head.rows_end - head.table_end) // ROW.itemsize
+    return head, np.frombuffer(content, ROW, offset=head.table_end, count=count), content
 
 
 def good_parts() -> list[Good]:
@@ -129,13 +135,9 @@ def _bytes_of_the_structure(part: bytes, draw: np.random.Generator) -> bytes:
 
 def _bytes_of_a_body_head(part: bytes, draw: np.random.Generator) -> bytes:
     """The first bytes of a tile's body hold its lengths and parameters."""
-    try:
-        head = read_head(part)
-    except CorruptPart:
-        return part
-    rows = np.frombuffer(part[head.table_end : head.rows_end], ROW)
+    head, rows, _ = _editable(part)
     rows = rows[rows["body_bytes"] > 0]
-    if not len(rows):
+    if head is None or not len(rows):
         return part
     row = rows[draw.integers(len(rows))]
     start = head.rows_end + int(row["body_start"])
@@ -144,30 +146,20 @@ def _bytes_of_a_body_head(part: bytes, draw: np.random.Generator) -> bytes:
 
 def _row_field(part: bytes, draw: np.random.Generator) -> bytes:
     """A field of a row, set to a number at some bound."""
-    try:
-        head = read_head(part)
-    except CorruptPart:
+    _, rows, content = _editable(part)
+    if not len(rows):
         return part
-    content = bytearray(part)
-    count = (head.rows_end - head.table_end) // ROW.itemsize
-    if not count:
-        return part
-    rows = np.frombuffer(content, ROW, offset=head.table_end, count=count)
     field = str(draw.choice(["start", "num_elements", "codec", "params", "num_changed", "body_bytes"]))
     values = [0, 1, 2, 3, 4, 5, 63, 255, 2**21 - 1, 2**21, 2**32 - 1]
     most = int(np.iinfo(rows[field].dtype).max)
-    rows[field][draw.integers(count)] = min(most, values[draw.integers(len(values))])
+    rows[field][draw.integers(len(rows))] = min(most, values[draw.integers(len(values))])
     return bytes(content)
 
 
 def _resized_body(part: bytes, draw: np.random.Generator) -> bytes:
     """The last body longer or shorter, with the lengths in row and header made right."""
-    try:
-        head = read_head(part)
-    except CorruptPart:
-        return part
-    count = (head.rows_end - head.table_end) // ROW.itemsize
-    if not count:
+    head, rows, _ = _editable(part)
+    if head is None or not len(rows):
         return part
     change = int(draw.integers(-20, 4000 if draw.random() < 0.2 else 20))
     content = part[:-TRAILER_BYTES]
@@ -175,7 +167,7 @@ def _resized_body(part: bytes, draw: np.random.Generator) -> bytes:
     change = len(longer) - len(content)
     if head.body_bytes + change < 0:
         return part
-    rows = np.frombuffer(longer, ROW, offset=head.table_end, count=count)
+    rows = np.frombuffer(longer, ROW, offset=head.table_end, count=len(rows))
     last_bytes = int(rows["body_bytes"][-1]) + change
     if not 0 <= last_bytes < 2**32:
         return part

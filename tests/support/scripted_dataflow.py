@@ -78,8 +78,6 @@ def lease(
     ttl_s: float = 20.0,
 ) -> task_pb2.Lease:
     """A lease of one task; an evaluation when it requires versions."""
-    ttl = Duration()
-    ttl.FromMilliseconds(int(ttl_s * 1000))
     purpose = task_pb2.PURPOSE_EVALUATION if required_versions else task_pb2.PURPOSE_TRAINING
     task = task_pb2.Task(
         task_id=task_id,
@@ -94,10 +92,17 @@ def lease(
         task=task,
         attempt=attempt,
         members=members,
-        ttl_duration=ttl,
+        ttl_duration=duration(ttl_s),
         required_versions=required_versions or {},
         seed=11,
     )
+
+
+def duration(seconds: float) -> Duration:
+    """A protobuf duration."""
+    made = Duration()
+    made.FromMilliseconds(int(seconds * 1000))
+    return made
 
 
 async def eventually(holds: Callable[[], object], *, what: str, patience_s: float = PATIENCE_S) -> None:
@@ -189,12 +194,10 @@ class ScriptedDataflow(
         if self.join_fault is not None:
             await context.abort(self.join_fault, "as the test asked")
         self.joins.append(request)
-        ttl = Duration()
-        ttl.FromMilliseconds(int(self.lease_ttl_s * 1000))
         return run_service_pb2.JoinRunResponse(
             run=self._run(),
             versions=self.versions,
-            lease_ttl_duration=ttl,
+            lease_ttl_duration=duration(self.lease_ttl_s),
             data_incarnation=self.data_incarnation,
         )
 

@@ -57,6 +57,12 @@ class Module:
         return imported_names(ast.Module(body=kept, type_ignores=[]))
 
 
+def docstrings(tree: ast.Module) -> list[ast.Constant]:
+    """Every string that stands as a statement: docstrings of modules, classes, functions and fields."""
+    values = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    return [value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+
+
 def is_type_checking(node: ast.stmt) -> bool:
     """Whether a statement is an `if TYPE_CHECKING:` block."""
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")

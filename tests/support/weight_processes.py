@@ -1,4 +1,4 @@
-"""A publisher and a puller of weights as processes of their own, to be killed, and what they must leave behind.
+"""Publishers, collectors, pullers and engines of one policy as processes of their own, to run together and be killed.
 
 Every version's model follows from its number, so any process and any test can tell what it must hold. Used by the
 tests of kills; the processes run this file.
@@ -12,34 +12,41 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+from astraflow_kit import failpoints
+from astraflow_kit.settings import load as load_settings
 from astraflow_weights.codec.digest import model_root
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array
+from astraflow_weights.collection.collector import Collector, Stage
+from astraflow_weights.collection.retention import Roots
+from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.lock import try_hold
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.compactor import Compactor
-from astraflow_weights.settings import PublishSettings
-from astraflow_weights.store.file import FileStore
+from astraflow_weights.settings import CollectionSettings, PublishSettings
+from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.versions.inspection import build_version
 from support.published_models import ModelPublisher, open_writer, read_log
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
 
+SETTINGS = PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=100)
+PINNED = 2
+PATIENCE_S = 300.0
+MANY = 100_000
 _ROWS = 12_000
 """About 2.5 MB of weights."""
-SETTINGS = PublishSettings(snapshot_every_versions=6, snapshot_chain_ratio=100)
 
 
 @lru_cache(maxsize=8)
 def model_of(version: int) -> dict[str, Array]:
     """The model of a version; do not change it."""
-    if version == 0:
-        return make_model(rows=_ROWS)
-    return trained(model_of(0), version, density=0.02)
+    return trained(model_of(0), version, density=0.02) if version else make_model(rows=_ROWS)
 
 
 @lru_cache(maxsize=1000)
@@ -48,31 +55,48 @@ def root_of(version: int) -> bytes:
     return model_root(tensor_digests(model_of(version)))
 
 
-def publish(folder: Path, *, epoch: int, versions: int | None = None) -> None:
-    """Fence, take up the newest version, and publish until killed, or until there are so many versions; merged
-    deltas and snapshots are made beside it, as in a trainer.
+def publish(store: ObjectStore, *, epoch: int, versions: int = MANY, collecting: bool = False) -> None:
+    """Fence, take up the newest version, and publish until there are so many versions; merged deltas and snapshots are
+    made beside it, as in a trainer, and what nobody needs is collected if told so.
     """
-    store = FileStore(folder / "store")
     writer = open_writer(store, epoch=epoch, settings=SETTINGS)
     newest = writer.log.latest()
-    base = None
-    if newest is not None:
-        mirror = Mirror(folder / "publisher")
-        mirror.advance(store, writer.log, target=newest.version)
-        base = mirror.load()
+    base = None if newest is None else build_version(store, writer.log, target=newest.version, threads=2)
     publisher = ModelPublisher(writer, base=base, inline_snapshots=False)
-    compactor = Compactor(store, run_id=RUN, policy_id=POLICY, kept=publisher.kept, settings=SETTINGS)
-    with compactor:
-        while versions is None or len(writer.log.records) < versions:
-            version = len(writer.log.records)
+    with Compactor(
+        store,
+        run_id=RUN,
+        policy_id=POLICY,
+        kept=publisher.kept,
+        settings=SETTINGS,
+        collector=collector_of(store) if collecting else None,
+    ) as compactor:
+        while (version := len(writer.log.records)) < versions:
             publisher.publish(model_of(version), step=version)
             compactor.notify()
 
 
-def pull(folder: Path, *, seed: int) -> None:
+def collector_of(store: ObjectStore) -> Collector:
+    """A collector without a grace."""
+    return Collector(
+        store,
+        run_id=RUN,
+        policy_id=POLICY,
+        roots=lambda: Roots(pinned=frozenset([PINNED])),
+        settings=CollectionSettings(keep_snapshots=2, grace_s=0),
+    )
+
+
+def collect(store: ObjectStore, *, versions: int) -> None:
+    """Collect until there are so many versions and nothing is left to collect."""
+    collector = collector_of(store)
+    while collector.step().stage is not Stage.NOTHING or len(read_log(store).records) < versions:
+        pass
+
+
+def pull(store: ObjectStore, folder: Path, *, seed: int) -> None:
     """Go from version to version at random until killed."""
-    store, draw = FileStore(folder / "store"), random.Random(seed)
-    log, mirror = read_log(store), Mirror(folder / "mirror")
+    draw, log, mirror = random.Random(seed), read_log(store), Mirror(folder / "mirror")
     while True:
         mirror.advance(store, log, target=draw.randrange(len(log.records)))
 
@@ -92,18 +116,43 @@ def load(folder: Path) -> None:
 @contextmanager
 def loading(folder: Path) -> Iterator[None]:
     """An engine that loads all the time beside the block. Raises AssertionError when it met a torn version."""
-    with _process(folder, "load", "0") as process:
+    with running(folder, "load") as process:
         yield
         assert process.poll() is None, f"it ended by itself with {process.returncode}: see its output"
-        process.kill()
+
+
+def start(
+    task: str,
+    uri: str,
+    folder: Path,
+    *,
+    number: int = 0,
+    versions: int = MANY,
+    spec: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[str]:
+    """Start a process of this file, with failpoints, and wait until it has begun its work."""
+    inherited = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
+    command = [sys.executable, __file__, task, uri, str(folder), str(number), str(versions), spec]
+    process = subprocess.Popen(command, env=inherited, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout as said:
+        assert said.readline() == "ready\n"
+    return process
+
+
+def require_killed(process: subprocess.Popen[str], folder: Path) -> None:
+    """It died at its failpoint, not of something else."""
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert any(hit.acted for hit in failpoints.read_hits(folder / "hits")), "the failpoint was not hit"
 
 
 def kill_after(
-    folder: Path, *arguments: str, delay_s: float, once: Callable[[], bool] = lambda: True
+    folder: Path, task: str, number: int, *, delay_s: float, once: Callable[[], bool] = lambda: True
 ) -> None:
-    """Start a process of this file and kill it so long after it began its work and `once` held."""
-    with _process(folder, *arguments) as process:
-        patience_s = time.monotonic() + 30
+    """Start a process over the store in a folder and kill it so long after it began its work and `once` held."""
+    with running(folder, task, number) as process:
+        patience_s = time.monotonic() + PATIENCE_S
         while not once():
             assert time.monotonic() < patience_s, "what the kill waits for never happened"
         time.sleep(delay_s)
@@ -113,17 +162,14 @@ def kill_after(
 
 
 @contextmanager
-def _process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of this file that has begun its work; it does not outlive the block."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, str(folder), *arguments]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            yield process
-        finally:
-            process.kill()
+def running(folder: Path, task: str, number: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """A process over the store in a folder; it does not outlive the block."""
+    process = start(task, (folder / "store").as_uri(), folder, number=number)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
 
 
 def check_mirror(mirror: Mirror) -> None:
@@ -133,16 +179,21 @@ def check_mirror(mirror: Mirror) -> None:
 
 
 def main() -> None:
-    """Publish, pull or load."""
-    folder, task, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    """Publish, collect, pull or load."""
+    task, uri, folder, number, versions, spec = sys.argv[1:]
+    failpoints.arm(spec, log_path=Path(folder) / "hits")
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    if task == "publish":
-        publish(folder, epoch=number)
+    os.dup2(2, 1)  # whoever started this reads no more
+    store = open_store(uri, settings=load_settings(StoreAccess).store)
+    if task in ("publish", "publish-only"):
+        publish(store, epoch=int(number), versions=int(versions), collecting=task == "publish")
+    elif task == "collect":
+        collect(store, versions=int(versions))
     elif task == "pull":
-        pull(folder, seed=number)
+        pull(store, Path(folder), seed=int(number))
     else:
-        load(folder)
+        load(Path(folder))
 
 
 if __name__ == "__main__":

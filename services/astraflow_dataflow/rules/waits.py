@@ -200,66 +200,57 @@ def _window_release(policy: PolicyState) -> str:
     return "nodes finish the outstanding groups; the step trained on them then announces its version"
 
 
-def _batch_waits(policy: PolicyState, *, now_ms: int) -> list[Wait]:
+def _batch_waits(policy: PolicyState, *, now_ms: int) -> Iterator[Wait]:
     if policy.wait and policy.wait_until_ms >= now_ms:
         stage = "publish" if policy.wait == "publish" else "batch"
         detail = (
             f"{policy.ready} of {policy.groups_per_step} groups are ready, {policy.outstanding} outstanding"
         )
-        return [
-            Wait(
-                stage=stage,
-                policy_id=policy.policy_id,
-                reason=policy.wait,
-                detail=detail,
-                released_by=_BATCH_RELEASES.get(policy.wait, "the trainer's next call"),
-                since_ms=policy.wait_since_ms,
-            )
-        ]
-    if policy.epoch == 0:
-        return [
-            Wait(
-                stage="batch",
-                policy_id=policy.policy_id,
-                reason="no_trainer",
-                detail="no trainer has claimed the policy",
-                released_by="its trainer claims it: start one, or wait while the one that runs loads its model",
-            )
-        ]
-    return []
+        yield Wait(
+            stage=stage,
+            policy_id=policy.policy_id,
+            reason=policy.wait,
+            detail=detail,
+            released_by=_BATCH_RELEASES.get(policy.wait, "the trainer's next call"),
+            since_ms=policy.wait_since_ms,
+        )
+    elif policy.epoch == 0:
+        yield Wait(
+            stage="batch",
+            policy_id=policy.policy_id,
+            reason="no_trainer",
+            detail="no trainer has claimed the policy",
+            released_by="its trainer claims it: start one, or wait while the one that runs loads its model",
+        )
 
 
-def _publish_waits(policy: PolicyState) -> list[Wait]:
+def _publish_waits(policy: PolicyState) -> Iterator[Wait]:
     trained = [step for step in policy.unpublished_steps if step <= policy.finished_step]
     if not trained:
-        return []
+        return
     detail = f"steps {trained} are trained, their versions are not announced"
-    return [
-        Wait(
-            stage="publish",
-            policy_id=policy.policy_id,
-            reason="unpublished",
-            detail=detail,
-            released_by="the trainer uploads and announces them; if that takes long, see its log",
-            since_ms=policy.finish_ms or None,
-        )
-    ]
+    yield Wait(
+        stage="publish",
+        policy_id=policy.policy_id,
+        reason="unpublished",
+        detail=detail,
+        released_by="the trainer uploads and announces them; if that takes long, see its log",
+        since_ms=policy.finish_ms or None,
+    )
 
 
-def _evaluation_waits(evaluations: Sequence[StoredEvaluation], connected: Sequence[NodeStatus]) -> list[Wait]:
-    waits = []
+def _evaluation_waits(
+    evaluations: Sequence[StoredEvaluation], connected: Sequence[NodeStatus]
+) -> Iterator[Wait]:
     for item in evaluations:
         if item.state == "open" and not any(
             node.serving_versions.get(item.policy_id) == item.version for node in connected
         ):
             have = f"version {item.version}: {item.samples} of {item.planned} samples"
-            waits.append(
-                Wait(
-                    stage="evaluate",
-                    policy_id=item.policy_id,
-                    reason="no_node_at_version",
-                    detail=f"{have}; no connected node serves it now",
-                    released_by="a node fetches that version; a superseded evaluation is given up after a while",
-                )
+            yield Wait(
+                stage="evaluate",
+                policy_id=item.policy_id,
+                reason="no_node_at_version",
+                detail=f"{have}; no connected node serves it now",
+                released_by="a node fetches that version; a superseded evaluation is given up after a while",
             )
-    return waits

@@ -74,7 +74,8 @@ class DataPlugins:
             state = PluginState()
             plugin = make(settings, protocol=protocol, source=source, seed=seed, state=state)
             name = settings.use if number == 1 else f"{settings.use}#{number}"
-            kept = state if _takes_state(plugin) else None
+            # Its constructor named the state, and so was given one; a function or an object was not.
+            kept = state if "state" in inspect.signature(type(plugin).__init__).parameters else None
             return DataPlugin(kind=kind, name=name, made=plugin, state=kept)
 
         return cls(
@@ -88,11 +89,6 @@ class DataPlugins:
         """Return what complete tasks are judged by."""
         filters = tuple((plugin.name, plugin.made) for plugin in self.filters)
         return Rules(min_members=min_members, filters=filters, faults=self.faults)
-
-
-def _takes_state(plugin: object) -> bool:
-    """Whether the constructor named it, and so was given one; a function or an object was not."""
-    return "state" in inspect.signature(type(plugin).__init__).parameters
 
 
 async def with_states(

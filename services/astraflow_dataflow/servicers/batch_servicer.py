@@ -96,9 +96,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def NackBatch(self, request: pb.NackBatchRequest, context: Context) -> pb.NackBatchResponse:
         run = await self._run(request.run_id, request.policy_id, step=request.step)
-        returned = await self.store.batches.nack(
-            run.run_id, request.policy_id, epoch=request.trainer_epoch, step=request.step
-        )
+        returned = await self.store.batches.nack(run.run_id, request)
         await self.durability.barrier()
         log.info(
             "batch.given_back",
@@ -130,20 +128,12 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def RenewBatch(self, request: pb.RenewBatchRequest, context: Context) -> pb.RenewBatchResponse:
         run = await self._run(request.run_id, request.policy_id, step=request.step)
-        await self.store.batches.renew(
-            run.run_id,
-            request.policy_id,
-            epoch=request.trainer_epoch,
-            step=request.step,
-            lease_s=self.batching.lease_s,
-        )
+        await self.store.batches.renew(run.run_id, request, lease_s=self.batching.lease_s)
         return pb.RenewBatchResponse()
 
     async def MarkDurable(self, request: pb.MarkDurableRequest, context: Context) -> pb.MarkDurableResponse:
         run = await self._run(request.run_id, request.policy_id)
-        await self.store.batches.mark_durable(
-            run.run_id, request.policy_id, epoch=request.trainer_epoch, step=request.step
-        )
+        await self.store.batches.mark_durable(run.run_id, request)
         # Before anything is freed: the note that it may be must not be lost.
         await self.durability.barrier()
         released = await self.store.batches.release_durable(run.run_id, request.policy_id)

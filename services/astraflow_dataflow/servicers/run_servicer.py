@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from google.protobuf.duration_pb2 import Duration
-
 from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
@@ -98,12 +96,11 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             )
         run = await self.registry.get(request.run_id)
         await self.store.nodes.join(run.run_id, request)
-        lease_ttl = Duration()
-        lease_ttl.FromMilliseconds(int(run.recipe.dataflow.lease_ttl_s * 1000))
-        return pb.JoinRunResponse(
+        joined = pb.JoinRunResponse(
             run=await self.store.runs.get(run.run_id),
             versions=await self.versions.newest(run),
-            lease_ttl_duration=lease_ttl,
             data_incarnation=await self.store.connection.data_incarnation(),
             code_ref=blob_pb2.CodeRef(sha256=run.run.code.sha256),
         )
+        joined.lease_ttl_duration.FromMilliseconds(int(run.recipe.dataflow.lease_ttl_s * 1000))
+        return joined

@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from google.protobuf.duration_pb2 import Duration
-
 from astraflow.dataflow.v1 import admin_service_pb2, trace_pb2
 from astraflow.dataflow.v1.account_pb2 import TrajectoryAccount
 from astraflow.errors import NotFoundError
@@ -198,14 +196,13 @@ def evaluation_message(item: StoredEvaluation) -> admin_service_pb2.Evaluation:
 
 def wait_message(wait: Wait, waited_ms: int, *, now_ms: int) -> admin_service_pb2.Wait:
     """Return the contract's form of a wait."""
-    waited = Duration()
-    waited.FromMilliseconds(waited_ms)
-    return admin_service_pb2.Wait(
+    message = admin_service_pb2.Wait(
         stage=wait.stage,
         policy_id=wait.policy_id,
         reason=wait.reason,
         detail=wait.detail,
-        waited_duration=waited,
         since_time=timestamp(now_ms - waited_ms),
         released_by=wait.released_by,
     )
+    message.waited_duration.FromMilliseconds(waited_ms)
+    return message

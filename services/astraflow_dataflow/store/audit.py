@@ -96,7 +96,6 @@ def _policy_state(reply: Reply) -> PolicyState:
         staleness={int(age): int(count) for age, count in as_mapping(fields[6]).items()},
         recent=tuple(_recent(as_text(item)) for item in as_list(fields[7])),
         unpublished_steps=tuple(sorted(int(step) for step in as_mapping(fields[8]))),
-        bound_steps=as_int(fields[9]),
         last_consumed=as_text(fields[10]),
     )
 

@@ -95,9 +95,7 @@ class BatchStore:
         """
         lease_ms, wait_ms = int(lease_s * 1000), int(wait_s * 1000)
         arguments: tuple[Argument, ...] = (
-            request.policy_id,
-            request.trainer_epoch,
-            request.step,
+            *_step_of(request),
             request.base_version,
             max_behind,
             STALE_GROUPS_PER_CALL,
@@ -120,8 +118,7 @@ class BatchStore:
         """Return the batch bound to a step: as it was sealed, or its groups' items in binding order without a digest
         when nobody has sealed it yet. Raises FencedError, NotFoundError.
         """
-        arguments = (request.policy_id, request.trainer_epoch, request.step)
-        reply = as_list(await self._connection.call(Keys(run_id), "batch", *arguments))
+        reply = as_list(await self._connection.call(Keys(run_id), "batch", *_step_of(request)))
         batch_id, base_version, manifest, *groups = reply
         if manifest:
             return batch_pb2.Batch.FromString(as_bytes(manifest))
@@ -143,13 +140,12 @@ class BatchStore:
 
     async def ack(self, run_id: str, request: pb.AckBatchRequest) -> pb.BatchStage.ValueType:
         """Record a stage and return the one recorded now. Raises FencedError, ConflictError, NotFoundError."""
-        arguments = (request.policy_id, request.trainer_epoch, request.step, request.batch_id)
-        stage = (request.digest, stage_name(request.stage))
-        return _stage(await self._connection.call(Keys(run_id), "ack", *arguments, *stage))
+        arguments = (*_step_of(request), request.batch_id, request.digest, stage_name(request.stage))
+        return _stage(await self._connection.call(Keys(run_id), "ack", *arguments))
 
-    async def nack(self, run_id: str, policy_id: str, *, epoch: int, step: int) -> int:
+    async def nack(self, run_id: str, request: pb.NackBatchRequest) -> int:
         """Return the step's groups to the ready set. Raises FencedError, PreconditionError once it was trained on."""
-        return as_int(await self._connection.call(Keys(run_id), "nack", policy_id, epoch, step))
+        return as_int(await self._connection.call(Keys(run_id), "nack", *_step_of(request)))
 
     async def void(
         self, run_id: str, policy_id: str, *, step: int, batch_id: str, discard: bool, reason: str
@@ -163,13 +159,14 @@ class BatchStore:
         returned, dropped = as_list(reply)
         return as_int(returned), as_int(dropped)
 
-    async def renew(self, run_id: str, policy_id: str, *, epoch: int, step: int, lease_s: float) -> None:
+    async def renew(self, run_id: str, request: pb.RenewBatchRequest, *, lease_s: float) -> None:
         """Extend the batch's lease. Raises FencedError, NotFoundError."""
-        await self._connection.call(Keys(run_id), "renew_batch", policy_id, epoch, step, int(lease_s * 1000))
+        arguments = (*_step_of(request), int(lease_s * 1000))
+        await self._connection.call(Keys(run_id), "renew_batch", *arguments)
 
-    async def mark_durable(self, run_id: str, policy_id: str, *, epoch: int, step: int) -> int:
+    async def mark_durable(self, run_id: str, request: pb.MarkDurableRequest) -> int:
         """Note the last durable step. Raises FencedError, InvalidArgumentError for an unfinished step."""
-        return as_int(await self._connection.call(Keys(run_id), "mark_durable", policy_id, epoch, step))
+        return as_int(await self._connection.call(Keys(run_id), "mark_durable", *_step_of(request)))
 
     async def release_durable(self, run_id: str, policy_id: str) -> int:
         """Free retained steps that a durable checkpoint covers. Returns the trajectories released."""
@@ -268,6 +265,12 @@ class VersionStore:
         """Return the pins, newest version first."""
         stored = as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of("pins", policy_id)))
         return [_pin(version, stored[version]) for version in sorted(stored, key=int, reverse=True)]
+
+
+def _step_of(
+    request: BoundStep | pb.NackBatchRequest | pb.RenewBatchRequest | pb.MarkDurableRequest,
+) -> tuple[Argument, ...]:
+    return request.policy_id, request.trainer_epoch, request.step
 
 
 def _candidates(fields: list[Reply]) -> Candidates:

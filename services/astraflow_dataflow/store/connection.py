@@ -12,7 +12,6 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from types import TracebackType
 from typing import Self, TypeAlias, cast
 
 from redis import asyncio as redis_asyncio
@@ -257,9 +256,7 @@ class Connection:
         await self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

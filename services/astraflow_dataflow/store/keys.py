@@ -19,7 +19,6 @@ DELETING_KEY = "af:deleting"
 BEAT_KEY = "af:beat"
 """A counter that is written to learn how far the disk, or a replica, has come."""
 
-CONSUMER_GROUP = "raas"
 TRAIN_LANE = "train"
 
 # kind -> suffix; each `%s` is one part of the name.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from types import TracebackType
 from typing import Self
 
 from astraflow.errors import UnavailableError
@@ -59,9 +58,7 @@ class Subscription:
         self._owner.add(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._owner.remove(self)
 
 

@@ -108,21 +108,8 @@ def complete(lease: task_pb2.Lease, context: RunContext) -> None:
     demand = evaluation.demand_of(lease.task.task_id)
     if demand is not None:
         lease.required_versions[demand.policy_id] = demand.version
-    for policy_id, params in sampling_params(context).items():
-        lease.sampling[policy_id].CopyFrom(params)
-
-
-def sampling_params(context: RunContext) -> dict[str, task_pb2.SamplingParams]:
-    """Return the recipe's sampling parameters by policy."""
-    return {
-        policy_id: task_pb2.SamplingParams(
-            temperature=policy.sampling.temperature,
-            top_p=policy.sampling.top_p,
-            top_k=policy.sampling.top_k,
-            max_new_tokens=policy.sampling.max_new_tokens,
-        )
-        for policy_id, policy in context.recipe.policies.items()
-    }
+    for policy_id, policy in context.recipe.policies.items():
+        lease.sampling[policy_id].CopyFrom(task_pb2.SamplingParams(**policy.sampling.model_dump()))
 
 
 def task_seed(run_seed: int, task_id: str) -> int:

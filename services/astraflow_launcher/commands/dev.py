@@ -5,6 +5,7 @@ programs.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from astraflow_launcher.run.folder import open_run_folder
 from astraflow_launcher.view.live import LineView, LiveView, QuietView, View
 from astraflow_launcher.view.metrics_file import to_json
 from astraflow_launcher.view.observation import parse_goal
-from astraflow_launcher.view.summary import Summary, as_json, as_table
+from astraflow_launcher.view.summary import Summary, as_table
 from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store, probe_create_only
 
@@ -84,11 +85,9 @@ def dev(
 
     Everything binds to loopback and ends with this command. Not for production.
     """
-    named = [
-        f"run.steps={steps}" if steps is not None else "",
-        f"run.seed={seed}" if seed is not None else "",
-    ]
-    loaded = load_recipe(recipe, overrides=[*(overrides or []), *filter(None, named)])
+    named = {"run.steps": steps, "run.seed": seed}
+    given = [f"{key}={value}" for key, value in named.items() if value is not None]
+    loaded = load_recipe(recipe, overrides=[*(overrides or []), *given])
     if nodes == 0 and Part.RAAS not in (without or []):
         raise InvalidArgumentError(
             "--nodes 0 leaves no node to run tasks; give at least 1, or --without raas"
@@ -116,12 +115,8 @@ def dev(
     console = Console(stderr=True)
     view = _choose_view(console, quiet=quiet, title=f"{loaded.recipe.run.name} · {folder.root}")
     with view:
-        summary = asyncio.run(_run(options, view))
+        summary = asyncio.run(DevelopmentRun(options, view).run())
     _finish(summary, options, console, as_json_object=as_json_)
-
-
-async def _run(options: Options, view: View) -> Summary:
-    return await DevelopmentRun(options, view).run()
 
 
 def _choose_view(console: Console, *, quiet: bool, title: str) -> View:
@@ -131,7 +126,7 @@ def _choose_view(console: Console, *, quiet: bool, title: str) -> View:
 
 
 def _finish(summary: Summary, options: Options, console: Console, *, as_json_object: bool) -> None:
-    text = to_json(as_json(summary))
+    text = to_json(asdict(summary))
     options.folder.summary.write_text(text + "\n")
     console.print(as_table(summary))
     if as_json_object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -32,20 +33,11 @@ def doctor(
     """
     findings = run_checks(store_uri=store)
     if as_json:
-        typer.echo(json.dumps([_as_json(finding) for finding in findings], indent=2))
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         Console().print(_as_table(findings))
     if any(finding.state is State.FAILED for finding in findings):
         raise typer.Exit(1)
-
-
-def _as_json(finding: Finding) -> dict[str, str]:
-    return {
-        "check": finding.check,
-        "state": finding.state.value,
-        "found": finding.found,
-        "remedy": finding.remedy,
-    }
 
 
 def _as_table(findings: list[Finding]) -> Table:

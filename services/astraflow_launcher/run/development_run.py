@@ -70,7 +70,6 @@ class Options:
     goal: Goal | None = None
     timeout_s: float | None = None
     without: frozenset[Part] = frozenset()
-    engine_threads: int = 1
     max_restarts: int = 8
     """Restarts of one child within a minute before it counts as broken."""
 
@@ -85,7 +84,6 @@ class DevelopmentRun:
         self._run_id = options.folder.record.run_id
         self._memory = PeakMemory()
         self._interrupted = asyncio.Event()
-        self._doing = "starting"
         self._started = time.monotonic()
         self._goal_met = False
         self._address = f"127.0.0.1:{options.grpc_port or free_port()}"

@@ -13,7 +13,6 @@ import tarfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from astraflow_kit.log import REDACTED, without_secrets
@@ -50,9 +49,7 @@ class Archive:
         self._tar = tarfile.open(self._draft, "w:gz", compresslevel=6)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._tar is None:
             return
         if kind is None:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 import psutil
@@ -42,7 +42,7 @@ _PACKAGES = (
 )
 
 
-class State(Enum):
+class State(StrEnum):
     """How a check ended."""
 
     OK = "ok"

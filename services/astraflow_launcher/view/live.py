@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console, Group, RenderableType
@@ -18,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from astraflow.commands.status import node_parts, trajectory_parts, wait_parts
-from astraflow.commands.wording import number_text
+from astraflow.commands.wording import enum_text, number_text
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
 from astraflow_launcher.view.observation import Observation, StepPoint
@@ -27,13 +26,6 @@ __all__ = ["LineView", "LiveView", "QuietView", "View", "sparkline"]
 
 _LONG_WAIT_S = 5
 _BARS = "▁▂▃▄▅▆▇█"
-_PHASES = {
-    trainer_service_pb2.PHASE_STARTING: "starting",
-    trainer_service_pb2.PHASE_WAITING: "waiting",
-    trainer_service_pb2.PHASE_TRAINING: "training",
-    trainer_service_pb2.PHASE_STOPPING: "stopping",
-    trainer_service_pb2.PHASE_FINISHED: "finished",
-}
 
 
 class View(Protocol):
@@ -44,9 +36,7 @@ class View(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class QuietView:
@@ -84,7 +74,7 @@ class LineView(QuietView):
         for point in observation.steps[max(self._steps, observation.num_earlier_steps) :]:
             self._write(observation, _step_line(point))
         self._steps = len(observation.steps)
-        for item in _evaluations(observation):
+        for item in observation.status.evaluations if observation.status else ():
             key = (item.policy_id, item.version, item.final)
             if item.complete and key not in self._evaluations:
                 self._evaluations.add(key)
@@ -94,7 +84,11 @@ class LineView(QuietView):
     def _show_waits(self, observation: Observation) -> None:
         """Say once what has been waited for longer than a moment; again when it comes back."""
         waits = observation.status.waits if observation.status else ()
-        long = {_wait_key(wait): wait for wait in waits if wait.waited_duration.seconds >= _LONG_WAIT_S}
+        long = {
+            (wait.stage, wait.policy_id, wait.reason): wait
+            for wait in waits
+            if wait.waited_duration.seconds >= _LONG_WAIT_S
+        }
         for key, wait in long.items():
             if key not in self._waits:
                 self._write(observation, f"{wait.stage} waits: {wait.reason} — {wait.detail}")
@@ -118,20 +112,23 @@ class LiveView:
         self._live.update(render(observation, title=self._title, doing=doing))
 
     def __enter__(self) -> Self:
-        self._live.__enter__()
+        self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
 
 def render(observation: Observation, *, title: str, doing: str) -> RenderableType:
     """Return the whole view as something rich can print."""
     parts: list[RenderableType] = [Text(f"{doing}  ·  {observation.seconds:.0f} s", style="bold")]
-    parts += [_policy_panel(observation, policy) for policy in _policy_ids(observation)]
-    parts += [*_run_parts(observation), *_unreachable_lines(observation)]
+    parts += [
+        _policy_panel(observation, policy)
+        for policy in observation.policies() or sorted(observation.trainers)
+    ]
+    parts += _run_parts(observation)
+    for name, why in sorted(observation.unreachable.items()):
+        parts.append(Text(f"{name} does not answer: {why}", style="dim"))
     parts.append(Text(observation.server, style="dim"))
     return Panel(Group(*parts), title=f"astraflow · {title}", title_align="left", border_style="cyan")
 
@@ -147,10 +144,6 @@ def sparkline(values: Iterable[float], *, width: int = 40, low: float = 0.0, hig
         level = min(1.0, max(0.0, (value - low) / span))
         cells.append(_BARS[round(level * (len(_BARS) - 1))])
     return "".join(cells)
-
-
-def _policy_ids(observation: Observation) -> list[str]:
-    return observation.policies() or sorted(observation.trainers)
 
 
 def _policy_panel(observation: Observation, policy: str) -> RenderableType:
@@ -170,7 +163,7 @@ def _trainer_cells(observation: Observation, policy: str) -> tuple[str, str, str
     trainer = observation.trainers.get(policy)
     if trainer is None:
         return ("trainer", "–", observation.unreachable.get(policy, "starting"))
-    phase = _PHASES.get(trainer.phase, "?")
+    phase = enum_text(trainer_service_pb2.Phase.DESCRIPTOR, trainer.phase)
     progress = f" {trainer.progress:.0%}" if trainer.phase == trainer_service_pb2.PHASE_STARTING else ""
     waits = f"waits for {trainer.waiting_for}" if trainer.waiting_for else ""
     return (
@@ -201,21 +194,6 @@ def _run_parts(observation: Observation) -> list[RenderableType]:
     if status is None:
         return [Text("dataflow: starting", style="dim")]
     return [*trajectory_parts(status), *node_parts(status), *wait_parts(status)]
-
-
-def _unreachable_lines(observation: Observation) -> list[RenderableType]:
-    return [
-        Text(f"{name} does not answer: {why}", style="dim")
-        for name, why in sorted(observation.unreachable.items())
-    ]
-
-
-def _wait_key(wait: admin_service_pb2.Wait) -> tuple[str, str, str]:
-    return wait.stage, wait.policy_id, wait.reason
-
-
-def _evaluations(observation: Observation) -> list[admin_service_pb2.Evaluation]:
-    return list(observation.status.evaluations) if observation.status else []
 
 
 def _step_line(point: StepPoint) -> str:

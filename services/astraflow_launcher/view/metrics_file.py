@@ -53,19 +53,16 @@ class MetricsFile:
                 )
             self._versions[policy] = len(versions)
         for policy in observation.policies():
-            self._write_evaluations(observation, policy)
-
-    def _write_evaluations(self, observation: Observation, policy: str) -> None:
-        for item in observation.evaluations(policy):
-            self._append(
-                "evaluation",
-                policy,
-                version=item.version,
-                seconds=observation.seconds,
-                heldout_reward=item.mean_reward,
-                num_samples=item.num_samples,
-                final=item.final,
-            )
+            for item in observation.evaluations(policy):
+                self._append(
+                    "evaluation",
+                    policy,
+                    version=item.version,
+                    seconds=observation.seconds,
+                    heldout_reward=item.mean_reward,
+                    num_samples=item.num_samples,
+                    final=item.final,
+                )
 
     def _append(self, kind: str, policy: str, **fields: object) -> None:
         line = {"kind": kind, "run_id": self._run_id, "policy": policy, **fields}

@@ -7,7 +7,7 @@ disagree.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +17,7 @@ from astraflow.commands import wording
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow_launcher.view.observation import Observation
 
-__all__ = ["NodeSummary", "Staleness", "Summary", "as_json", "as_table", "summarize"]
+__all__ = ["NodeSummary", "Staleness", "Summary", "as_table", "summarize"]
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,6 @@ def summarize(
         goal_met=goal_met,
         data_dir=data_dir,
     )
-
-
-def as_json(summary: Summary) -> dict[str, object]:
-    """Return the summary as JSON-ready values."""
-    return asdict(summary)
 
 
 def as_table(summary: Summary) -> Table:

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import stamina
 from google.protobuf.duration_pb2 import Duration
@@ -154,11 +155,14 @@ class BatchSource:
             data_incarnation=response.data_incarnation,
         )
 
+    @property
+    def _held(self) -> dict[str, Any]:
+        """The policy and the epoch that it is held under, as every request names them."""
+        return {"run_id": self._run_id, "policy_id": self._policy_id, "trainer_epoch": self.epoch}
+
     def require_epoch(self, step: int) -> None:
         """Ask the server about this epoch. Raises FencedError, naming the trainer that has a newer one."""
-        request = batch_service_pb2.RenewBatchRequest(
-            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=step
-        )
+        request = batch_service_pb2.RenewBatchRequest(**self._held, step=step)
         # Nothing is bound to that step any more, perhaps: the answer about the epoch is what counts.
         with contextlib.suppress(NotFoundError):
             self._client.call(self._client.batches.RenewBatch, request)
@@ -176,9 +180,7 @@ class BatchSource:
         exists.
         """
         request = batch_service_pb2.AcquireBatchRequest(
-            run_id=self._run_id,
-            policy_id=self._policy_id,
-            trainer_epoch=self.epoch,
+            **self._held,
             step=step,
             base_version=base_version,
             wait_duration=Duration(seconds=int(_LONG_POLL_S)),
@@ -230,9 +232,7 @@ class BatchSource:
 
     def mark_durable(self, step: int) -> None:
         """A checkpoint covers every step up to `step`: the server may release their payloads."""
-        request = batch_service_pb2.MarkDurableRequest(
-            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=step
-        )
+        request = batch_service_pb2.MarkDurableRequest(**self._held, step=step)
         with self.unit_of_work(step):
             self._client.call(self._client.batches.MarkDurable, request)
 
@@ -246,9 +246,7 @@ class BatchSource:
             self._release()
 
     def _release(self) -> None:
-        request = batch_service_pb2.ReleasePolicyRequest(
-            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch
-        )
+        request = batch_service_pb2.ReleasePolicyRequest(**self._held)
         try:
             self._client.call(
                 self._client.batches.ReleasePolicy, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE
@@ -265,9 +263,7 @@ class BatchSource:
             yield
 
     def _hold(self) -> bool:
-        request = batch_service_pb2.HoldPolicyRequest(
-            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch
-        )
+        request = batch_service_pb2.HoldPolicyRequest(**self._held)
         try:
             self._client.call(
                 self._client.batches.HoldPolicy, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE
@@ -278,9 +274,7 @@ class BatchSource:
         return True
 
     def _renew(self, step: int) -> bool:
-        request = batch_service_pb2.RenewBatchRequest(
-            run_id=self._run_id, policy_id=self._policy_id, trainer_epoch=self.epoch, step=step
-        )
+        request = batch_service_pb2.RenewBatchRequest(**self._held, step=step)
         try:
             with self.unit_of_work(step):
                 self._client.call(self._client.batches.RenewBatch, request)
@@ -297,9 +291,7 @@ class BatchSource:
         self._client.call(
             self._client.batches.AckBatch,
             batch_service_pb2.AckBatchRequest(
-                run_id=self._run_id,
-                policy_id=self._policy_id,
-                trainer_epoch=self.epoch,
+                **self._held,
                 step=batch.bound.step,
                 batch_id=batch.bound.batch_id,
                 digest=batch.bound.digest,
@@ -311,9 +303,7 @@ class BatchSource:
         self, batch: StepBatch, items: Sequence[batch_pb2.BatchItem]
     ) -> Iterator[tuple[str, trajectory_pb2.Trajectory]]:
         request = batch_service_pb2.FetchBatchRequest(
-            run_id=self._run_id,
-            policy_id=self._policy_id,
-            trainer_epoch=self.epoch,
+            **self._held,
             step=batch.bound.step,
             trajectory_ids=[item.trajectory_id for item in items],
         )

@@ -49,7 +49,10 @@ class MasterOptimizer:
         self._num_steps = 0
         self._changed_learning_rate: float | None = None
         self._parameters = dict(policy.hf_parameters())
-        self._masters = {name: _master(parameter) for name, parameter in self._parameters.items()}
+        self._masters = {
+            name: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+            for name, parameter in self._parameters.items()
+        }
         self._adam = torch.optim.AdamW(
             _groups(self._masters, weight_decay=settings.weight_decay),
             lr=settings.learning_rate,
@@ -173,10 +176,6 @@ class MasterOptimizer:
                 moments["step"] = torch.tensor(float(self._num_steps))
                 moments["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
                 moments["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
-
-
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
 
 
 def _groups(masters: Mapping[str, nn.Parameter], *, weight_decay: float) -> list[dict[str, object]]:

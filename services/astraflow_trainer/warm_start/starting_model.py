@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from astraflow.errors import RecipeError
-from astraflow.plugins import Demonstration, Demonstrations, Message
+from astraflow.plugins import Demonstration, Demonstrations
 from astraflow.recipe import ArchitectureSettings, ModelSettings
 from astraflow_kit.plugins import make
 from astraflow_trainer.joined_run import JoinedRun
@@ -95,16 +95,13 @@ def _examples(stream: Iterator[Demonstration], *, needed: int, plugin: str) -> I
     count = 0
     for demonstration in islice(stream, needed):
         count += 1
-        yield Example(prompt=_prompt(demonstration.messages), completion=demonstration.completion)
+        prompt = render_chat([message.as_chat() for message in demonstration.messages])
+        yield Example(prompt=prompt, completion=demonstration.completion)
     if count < needed:
         raise RecipeError(
             f"{plugin} ended after {count} demonstrations, the warm start needs {needed}; "
             "make the stream endless, or lower warm_start.steps or tokenizer.num_texts"
         )
-
-
-def _prompt(messages: tuple[Message, ...]) -> str:
-    return render_chat([message.as_chat() for message in messages])
 
 
 def _shape(architecture: ArchitectureSettings) -> Qwen3Shape:

@@ -65,13 +65,13 @@ def retained(
     whole = {edge for edge, parts in offered.items() if _is_whole(parts, present)}
     uncertain = {edge for edge in whole if any(part.sha256 in doomed for part in offered[edge])}
     kept = _Kept(offered=offered)
-    horizon = _horizon(log, whole=whole, keep_snapshots=keep_snapshots)
+    horizon = _horizon(whole, keep_snapshots=keep_snapshots)
     why = f"newest {keep_snapshots} snapshots and all after"
     kept.add((edge for edge in offered if edge.version > horizon), why=why)
     kept.add((edge for edge in offered if edge == Edge(version=horizon, base_version=None)), why=why)
     planner = _Planner(log, broken=frozenset(set(offered) - whole), uncertain=frozenset(uncertain))
     _add_routes(log, roots, kept=kept, planner=planner, horizon=horizon)
-    _add_merges(log, kept=kept)
+    _add_merges(kept)
     parts = {part.sha256: why for edge, why in kept.paths.items() for part in offered[edge]}
     return Retention(horizon=horizon, paths=kept.paths, parts=parts, lost=tuple(sorted(set(kept.lost))))
 
@@ -86,7 +86,7 @@ def _is_whole(parts: Iterable[PartRef], present: Mapping[bytes, int]) -> bool:
     return all(present.get(part.sha256) == part.size_bytes for part in parts)
 
 
-def _horizon(log: VersionLog, *, whole: set[Edge], keep_snapshots: int) -> int:
+def _horizon(whole: set[Edge], *, keep_snapshots: int) -> int:
     """Version of the oldest snapshot that is kept for its age; 0 while there are not enough of them."""
     snapshots = [edge.version for edge in whole if edge.base_version is None]
     newest_first = sorted(snapshots, reverse=True)
@@ -144,7 +144,7 @@ def _add_route(kept: _Kept, route: list[Edge] | None, *, version: int, why: str)
         kept.add(route, why=why)
 
 
-def _add_merges(log: VersionLog, *, kept: _Kept) -> None:
+def _add_merges(kept: _Kept) -> None:
     """A merged delta stays while every delta it was made of does, else it would be made again."""
     for edge in kept.offered:
         base = edge.base_version

@@ -42,7 +42,7 @@ class S3Store:
 
     def put_if_absent(self, key: str, data: bytes) -> PutResult:
         large = len(data) > self._settings.multipart_threshold_bytes
-        if large and _is_named_by_content(key, data):
+        if large and sha256(data).hex() in key.rpartition("/")[2]:  # named by its content
             return self._create_in_pieces(key, data)
         return self._requests.repeat(lambda attempt: self._create(key, data, attempt=attempt), key=key)
 
@@ -137,7 +137,3 @@ def _checked_prefix(prefix: str, *, bucket: str) -> str:
         return f"{check_key(prefix)}/" if prefix else ""
     except ValueError as error:
         raise StoreRefused(f"store address s3://{bucket}/{prefix}: {error}") from error
-
-
-def _is_named_by_content(key: str, data: bytes) -> bool:
-    return sha256(data).hex() in key.rpartition("/")[2]

@@ -30,7 +30,7 @@ from botocore.utils import determine_content_length
 from urllib3.exceptions import HTTPError
 
 from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable
-from astraflow_weights.settings import ChecksumMode, StoreSettings
+from astraflow_weights.settings import StoreSettings
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -154,15 +154,12 @@ def _config(settings: StoreSettings) -> Config:
         read_timeout=settings.read_timeout_s,
         max_pool_connections=settings.max_connections,
         retries={"total_max_attempts": 1, "mode": "standard"},
-        request_checksum_calculation=_checksum_mode(settings),
+        request_checksum_calculation=settings.checksum_mode
+        or ("when_required" if settings.endpoint_url else "when_supported"),
         # Whoever reads compares with the sha256 of a reference; some services send a whole object's checksum
         # with a range of it.
         response_checksum_validation="when_required",
     )
-
-
-def _checksum_mode(settings: StoreSettings) -> ChecksumMode:
-    return settings.checksum_mode or ("when_required" if settings.endpoint_url else "when_supported")
 
 
 def code_of(error: ClientError) -> str:

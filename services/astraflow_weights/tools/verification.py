@@ -56,8 +56,12 @@ def verify_version(store: ObjectStore, log: VersionLog, *, version: int, threads
     paths = {Edge(version=version, base_version=base): refs for base, refs in parts_by_base(record).items()}
     parts = [ref for refs in paths.values() for ref in refs]
     assets = [asset.blob for asset in manifest.assets]
-    faults = _object_faults(store, parts, version=version, threads=threads, check=_check_part)
-    faults += _object_faults(store, assets, version=version, threads=threads, check=_check_asset)
+    faults = _object_faults(
+        parts, version=version, threads=threads, check=lambda ref: open_part(fetch_part(store, ref))
+    )
+    faults += _object_faults(
+        assets, version=version, threads=threads, check=lambda ref: fetch_part(store, ref)
+    )
     faults += _damaged_paths(log, keys=PolicyKeys(log.run_id, log.policy_id), version=version)
     broken = {fault.part for fault in faults}
     if not paths:
@@ -91,16 +95,11 @@ def _damaged_paths(log: VersionLog, *, keys: PolicyKeys, version: int) -> list[F
 
 
 def _object_faults(
-    store: ObjectStore,
-    refs: Sequence[PartRef],
-    *,
-    version: int,
-    threads: int,
-    check: Callable[[ObjectStore, PartRef], None],
+    refs: Sequence[PartRef], *, version: int, threads: int, check: Callable[[PartRef], object]
 ) -> list[Fault]:
     def problem(ref: PartRef) -> str:
         try:
-            check(store, ref)
+            check(ref)
         except CorruptPart as error:
             return error.message
         return ""
@@ -108,14 +107,6 @@ def _object_faults(
     with ThreadPoolExecutor(threads, thread_name_prefix="weights-verify") as pool:
         found = zip(refs, pool.map(problem, refs), strict=True)
         return [Fault(version=version, part=ref.key, problem=text) for ref, text in found if text]
-
-
-def _check_part(store: ObjectStore, ref: PartRef) -> None:
-    open_part(fetch_part(store, ref))
-
-
-def _check_asset(store: ObjectStore, ref: PartRef) -> None:
-    fetch_part(store, ref)
 
 
 def _rebuild_faults(

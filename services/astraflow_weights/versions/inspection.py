@@ -173,16 +173,17 @@ def changes_between(
         return [TensorChange(spec=spec, num_changed=0) for spec in specs]
     before = build_version(store, log, target=older, threads=threads)
     after = build_version(
-        store, log, target=newer, held=older, load_base=lambda: _copied(before), threads=threads
+        store,
+        log,
+        target=newer,
+        held=older,
+        load_base=lambda: {name: array.copy() for name, array in before.items()},
+        threads=threads,
     )
     return [
         TensorChange(spec=spec, num_changed=_count_changed(before[spec.name], after[spec.name]))
         for spec in specs
     ]
-
-
-def _copied(model: dict[str, Array]) -> dict[str, Array]:
-    return {name: array.copy() for name, array in model.items()}
 
 
 def _count_changed(before: Array, after: Array) -> int:

@@ -70,7 +70,9 @@ def find_bottleneck(looks: Sequence[Sequence[pb.Wait]], *, over_s: float) -> Ver
     )
     share = count / len(looks)
     if share < _TELLING_SHARE:
-        return Verdict(bound=Bound.BALANCED, share=share, looks=len(looks), because=_balanced(share, over_s))
+        most = max(share, _TELLING_SHARE)
+        because = f"no stage waited more than {most:.0%} of the last {over_s:.0f} s"
+        return Verdict(bound=Bound.BALANCED, share=share, looks=len(looks), because=because)
     because = (
         f"{_WORDS[bound].format(policy=policy_id)} in {share:.0%} of {len(looks)} checks over {over_s:.0f} s"
     )
@@ -108,7 +110,3 @@ def _blocked(waits: Sequence[pb.Wait], *, looks: int) -> Verdict:
         because=f"{_BLOCKING[first.reason]} ({first.stage}{whose})",
         policy_id=first.policy_id,
     )
-
-
-def _balanced(share: float, over_s: float) -> str:
-    return f"no stage waited more than {max(share, _TELLING_SHARE):.0%} of the last {over_s:.0f} s"

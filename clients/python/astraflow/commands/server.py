@@ -57,10 +57,6 @@ class Server:
     found_by: str
 
 
-def _named(address: str) -> Server:
-    return Server(address, "--join")
-
-
 def _with_source(
     context: typer.Context, parameter: typer.CallbackParam, server: Server | None
 ) -> Server | None:
@@ -75,7 +71,7 @@ JoinOption = Annotated[
         "--join",
         metavar="HOST:PORT",
         envvar=JOIN_VARIABLE,
-        parser=_named,
+        parser=lambda address: Server(address, "--join"),
         callback=_with_source,
         help=f"Dataflow server. Default: the one of the newest folder below {RUNS} whose run is alive.",
     ),

@@ -1,13 +1,14 @@
 """The final numbers of a run, from an observation made by hand."""
 
 import json
+from dataclasses import asdict
 
 from astraflow.dataflow.v1 import account_pb2, version_pb2
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.raas.v1 import node_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
 from astraflow_launcher.view.observation import Observation, StepPoint
-from astraflow_launcher.view.summary import Summary, as_json, as_table, summarize
+from astraflow_launcher.view.summary import Summary, as_table, summarize
 from support.observations import evaluation
 from support.printed import printed
 
@@ -55,7 +56,7 @@ def _printed(summary: Summary) -> str:
 
 
 def test_every_documented_field_is_there_and_json_ready() -> None:
-    value = json.loads(json.dumps(as_json(_summary(_observation()))))
+    value = json.loads(json.dumps(asdict(_summary(_observation()))))
     assert [name for name in FIELDS.split() if name not in value] == []
 
 
