@@ -76,8 +76,8 @@ class Elastic:
 
     async def train(self, step: int) -> batch_pb2.Batch:
         """One whole step with real weights at its end."""
-        batch = (await self.trainer.acquire(step, base_version=step - 1, wait_s=30)).batch
-        assert batch.items, "a batch came within half a minute"
+        batch = (await self.trainer.acquire(step, base_version=step - 1, wait_s=90)).batch
+        assert batch.items, "a batch came in time"
         await self.trainer.ack(batch, batch_service_pb2.BATCH_STAGE_INTENT)
         await self.trainer.ack(batch, batch_service_pb2.BATCH_STAGE_TRAINED)
         await announce(self.trainer, self.weights, step=step)

@@ -232,7 +232,7 @@ class World:
             found["dropped"] = dict(account.dropped)
         assert (found, account.conservation_error) == (expected, 0), account
 
-    async def until(self, holds: Callable[[admin.StatusResponse], bool], *, within_s: float = 20.0) -> None:
+    async def until(self, holds: Callable[[admin.StatusResponse], bool], *, within_s: float = 60.0) -> None:
         """Wait until something holds of the status: for what the server does on its own."""
 
         async def condition() -> bool:
@@ -538,7 +538,7 @@ async def served(url: str, folder: Path, **settings: object) -> AsyncIterator[Wo
         await keeper.stop(deadline_s=1.0)
 
 
-async def until(condition: Callable[[], Awaitable[bool]], *, within_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], *, within_s: float = 60.0) -> None:
     """Wait until a condition holds: for what the server does on its own."""
     deadline_s = time.monotonic() + within_s
     while not await condition():

@@ -115,8 +115,13 @@ def dev(
     console = Console(stderr=True)
     view = _choose_view(console, quiet=quiet, title=f"{loaded.recipe.run.name} · {folder.root}")
     with view:
-        summary = asyncio.run(DevelopmentRun(options, view).run())
+        summary = asyncio.run(_run(options, view))
     _finish(summary, options, console, as_json_object=as_json_)
+
+
+async def _run(options: Options, view: View) -> Summary:
+    # Made inside the loop: the run's client belongs to the loop it is made in.
+    return await DevelopmentRun(options, view).run()
 
 
 def _choose_view(console: Console, *, quiet: bool, title: str) -> View:
