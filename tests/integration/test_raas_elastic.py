@@ -76,7 +76,10 @@ class Elastic:
 
     async def train(self, step: int) -> batch_pb2.Batch:
         """One whole step with real weights at its end."""
-        batch = (await self.trainer.acquire(step, base_version=step - 1, wait_s=90)).batch
+        for _ in range(3):  # one call waits for half a minute at most
+            batch = (await self.trainer.acquire(step, base_version=step - 1, wait_s=30)).batch
+            if batch.items:
+                break
         assert batch.items, "a batch came in time"
         await self.trainer.ack(batch, batch_service_pb2.BATCH_STAGE_INTENT)
         await self.trainer.ack(batch, batch_service_pb2.BATCH_STAGE_TRAINED)
