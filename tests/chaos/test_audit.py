@@ -1,7 +1,5 @@
 """The audit finds each kind of damage: what it passes is worth something only because of what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Collectors beside publishers, in processes, over a folder and over S3: together, and killed in their windows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

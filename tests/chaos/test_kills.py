@@ -3,8 +3,6 @@
 Each run of the matrix is lived once, by the first of its cells that asks; the others look at its story.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 `make soak T=tests/chaos` takes about 25 minutes on two cores and writes docs/results/chaos.md.
 """
 
-from __future__ import annotations
-
 import platform
 import signal
 import subprocess

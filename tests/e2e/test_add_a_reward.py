@@ -1,7 +1,5 @@
 """docs/plugins/reward.md, executed: blocks with a file name are written, blocks marked `run` are run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`astraflow dev recipes/quickstart`: three real daemons, real Redis, real weight versions, three steps."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

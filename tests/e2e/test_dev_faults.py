@@ -3,8 +3,6 @@
 The matrix of kills inside named windows is in tests/chaos.
 """
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

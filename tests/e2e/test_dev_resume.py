@@ -1,7 +1,5 @@
 """A finished run is continued by the same command with more steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run that has ended, gone back to an older version and trained on: as a user of `astraflow dev` does it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

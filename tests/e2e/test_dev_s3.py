@@ -1,7 +1,5 @@
 """The same loop over `s3://`: versions are published to and pulled from a bucket, and nothing else changes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

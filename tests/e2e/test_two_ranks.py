@@ -1,7 +1,5 @@
 """A run whose trainer has two ranks, one of which dies while it uploads: nothing is lost, and both go on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

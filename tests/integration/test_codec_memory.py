@@ -1,7 +1,5 @@
 """The codecs take no more memory than promised beside the model and their output, however large the model is."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Curators, filters and selectors of a served run: what they decide, and that their states survive the server."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from pathlib import Path

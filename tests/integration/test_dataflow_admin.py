@@ -1,7 +1,5 @@
 """What people ask of a run: why it waits, where a task is, who works on it; and what they order."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 

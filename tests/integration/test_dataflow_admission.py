@@ -1,7 +1,5 @@
 """The staleness window in Redis: never over the equation, never a group less than it allows."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

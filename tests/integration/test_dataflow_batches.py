@@ -1,7 +1,5 @@
 """Batches: bound to one step, fenced by epochs, given again as they were, released when durable."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from functools import partial

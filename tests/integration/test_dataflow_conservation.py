@@ -1,7 +1,5 @@
 """Conservation: after any history of pushes, failures, batches and restarts every trajectory is in one place."""
 
-from __future__ import annotations
-
 from contextlib import AsyncExitStack
 from pathlib import Path
 

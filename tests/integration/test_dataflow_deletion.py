@@ -1,7 +1,5 @@
 """Deleting a run: who may, what its trajectories become, and that nothing of it is left."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Leases on their way: none is lost between the server and its node, and none is held by two."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import random

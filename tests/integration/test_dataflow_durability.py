@@ -3,8 +3,6 @@
 A power loss is a SIGKILL of Redis and an append-only file cut to what the disk had: killing alone keeps the page cache.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager

@@ -2,8 +2,6 @@
 run finishes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 

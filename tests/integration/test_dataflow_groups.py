@@ -1,7 +1,5 @@
 """Groups: whole or not at all, through filters, closed k of n, and settled after any crash."""
 
-from __future__ import annotations
-
 import asyncio
 
 from astraflow.dataflow.v1 import batch_service_pb2

@@ -1,7 +1,5 @@
 """Who holds a policy: the trainer that claimed it, while it is heard of, and nobody who only passes by."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

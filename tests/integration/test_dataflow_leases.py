@@ -1,7 +1,5 @@
 """Leases: who gets a task, when it is taken back, and where it ends when nobody can run it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The outcome table of a push, cell by cell: what the member is × which attempt pushes."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome

@@ -1,7 +1,5 @@
 """The dataflow server as people and supervisors meet it: options, check, addresses, pages, signals."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Crashes: of the server at its named moments, of Redis, and what a second server sees."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Working sessions: one bidirectional stream per node, leases within credits, cancels, versions, drain."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc

@@ -1,7 +1,5 @@
 """Versions: announced once, in order, by the current epoch; heard by everyone who listens."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Voided batches: taken away by an operator, told to the trainer, and every trajectory accounted for."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow.dataflow.v1 import batch_pb2

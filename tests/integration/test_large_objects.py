@@ -1,7 +1,5 @@
 """How an S3 store sends and reads large objects over a network that fails: piece by piece, range by range."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A mirror takes no more memory than promised beside its weights file, however large the model is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

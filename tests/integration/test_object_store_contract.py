@@ -1,7 +1,5 @@
 """What every object store must do, over a folder, moto and a real Ceph radosgw (mark `ci`), and how faults are met."""
 
-from __future__ import annotations
-
 import random
 import secrets
 import threading

@@ -3,8 +3,6 @@
 Real trainers over a real dataflow server; every task gives both policies a group.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the trainer publishes is, bit for bit, what the engine computes with, by snapshot and by delta."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import httpx

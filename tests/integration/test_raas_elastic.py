@@ -1,8 +1,6 @@
 """Nodes come and go while a run goes on: joins, drains, kills, freezes. Real node processes, a real dataflow server
 over a real Valkey, real weights; one engine that somebody else runs serves the nodes of a test."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A node as a process, with its real engine, against a scripted server and a real store."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A node that cannot work says so: exit status, one line with the remedy, and a server that never counted on it."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping

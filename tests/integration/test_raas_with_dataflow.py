@@ -1,7 +1,5 @@
 """A node and the real dataflow server over a real Valkey: the contract as both sides understand it."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import AsyncIterator

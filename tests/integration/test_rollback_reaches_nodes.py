@@ -3,8 +3,6 @@
 A real dataflow server over a real Valkey, a real node process with its CPU engine, real weights, the real command.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

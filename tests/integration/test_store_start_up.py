@@ -2,8 +2,6 @@
 `astraflow dev --store`, by a trainer that starts and by `astraflow trainer --check`, each with remedy and status.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """What an operator asks of a real trainer process holds: in the step after, across a kill, and until it is undone."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

@@ -3,8 +3,6 @@
 Real trainer processes, the first frozen by a failpoint while the second claims the policy and goes on.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

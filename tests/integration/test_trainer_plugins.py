@@ -1,7 +1,5 @@
 """A trainer whose recipe names a broken plug-in ends with its name, and what it had not trained on stays bound."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

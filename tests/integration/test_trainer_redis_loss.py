@@ -4,8 +4,6 @@ A real Valkey is killed and the tail of its append-only file cut to where it sto
 a power loss would; server and trainer are real.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass

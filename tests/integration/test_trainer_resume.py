@@ -4,8 +4,6 @@ Real trainer processes over a real dataflow server; the batches are the same for
 can be compared. One thread on CPU: on a GPU only the ledger would be comparable.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Real trainer processes over a real dataflow server, and the real command between their lives.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import Mapping

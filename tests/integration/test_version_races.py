@@ -4,8 +4,6 @@ Every writer claims its epoch from a real dataflow server, fences and publishes 
 store, is held up at random places, and announces what it committed. The seed decides the holds, not the outcome.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The WAN experiment in real namespaces: links are what they say, bad machines are refused, and nothing is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

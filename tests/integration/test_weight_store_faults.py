@@ -1,7 +1,5 @@
 """Publisher and mirror over an S3 service that fails at random: no torn version, nothing lost, and an end to it."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator

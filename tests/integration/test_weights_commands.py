@@ -1,7 +1,5 @@
 """`astraflow weights` against a store that a real publisher filled, with a real server and without one."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

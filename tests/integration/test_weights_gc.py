@@ -1,7 +1,5 @@
 """`astraflow weights gc` against a store that a real publisher filled, with a real server and without one."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow_kit.clock import SystemClock

@@ -1,7 +1,5 @@
 """`astraflow weights rollback` with a real server: once, announced, whenever it dies; never against a live trainer."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path

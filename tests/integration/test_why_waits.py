@@ -1,7 +1,5 @@
 """`why` tells the truth: each named wait appears in its situation, and ends when what it names happens."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress

@@ -6,8 +6,6 @@ told, what Redis holds, what the trainer trained on, and what the store serves. 
 is split, and every version is whole. `audit` returns the violations in words; tests assert that there are none.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter

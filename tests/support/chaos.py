@@ -9,8 +9,6 @@ machine is. A killed launcher takes everything with it and is started again on t
 happened. Used by tests/chaos.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -4,8 +4,6 @@
 is the growth of the process's peak resident memory during a call, less what the call returned.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

@@ -1,7 +1,5 @@
 """Curators, filters and selectors named in the recipes of `tests/integration/test_data_plugins.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from astraflow.plugins import Group, PluginState, ReadyGroup, StepRequest, TaskSpec

@@ -6,8 +6,6 @@ Redis that is supported.
 Made visible by `tests/integration/conftest.py` and `tests/contract/conftest.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Used by integration tests.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Used by the unit tests of what is computed from an audit.
 """
 
-from __future__ import annotations
-
 from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
 from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluation
 

@@ -4,8 +4,6 @@ The server's counts, the ids in batches and the journal are compared without tru
 conservation tests, on every Redis they run on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections import Counter

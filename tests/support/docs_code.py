@@ -1,7 +1,5 @@
 """The code that documentation shows, so that tests run what readers copy."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Groups as a plug-in sees them, in one line."""
 
-from __future__ import annotations
-
 from astraflow.plugins import Group, TaskSpec, TrajectorySummary
 
 

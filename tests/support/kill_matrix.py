@@ -7,8 +7,6 @@ full, batch bound, after intent, after the optimizer step, parts uploaded, manif
 checkpoint half written.
 """
 
-from __future__ import annotations
-
 from support.chaos import Kill
 
 

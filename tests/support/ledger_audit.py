@@ -5,8 +5,6 @@ epoch, then last written) is the one that counts. `audit` fails naming every tra
 every step that is missing, and every replay that was not verbatim.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 process's private memory in bytes; the mirror and its journal are mapped files, which are not private.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path

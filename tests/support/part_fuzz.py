@@ -5,8 +5,6 @@ behind the digests is reached. `run` starts this file as a process of its own: a
 CorruptPart, or more memory than the bound ends it, and its last words name the seed. Used by the fuzz tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json

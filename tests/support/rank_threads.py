@@ -4,8 +4,6 @@
 order. A rank that raises releases the others, which then fail with `RankGone`, as a closed connection does.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@
 Used by `support.audit`.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

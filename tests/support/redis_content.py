@@ -3,8 +3,6 @@
 Contents rather than DUMP, whose bytes depend on the order in which a hash table happens to lie in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

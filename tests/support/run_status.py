@@ -1,7 +1,5 @@
 """Waiting until a server's status says what a test waits for."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress

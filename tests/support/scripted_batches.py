@@ -4,8 +4,6 @@ It hands out one batch of two trajectories per step, answers as told, and writes
 (`intent 3`) into a list that a test may share with its other parts, so that the order across them can be seen.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator

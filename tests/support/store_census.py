@@ -6,8 +6,6 @@ epoch that falls, two writers under one epoch. Stray parts without a manifest ar
 are counted, never an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ plays the nodes: the same groups in the same order for every run of one seed, so
 must end with the same bits. Used by the tests of resume and of epochs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import multiprocessing.forkserver

@@ -5,8 +5,6 @@ shared server, so a test needs no start-up of its own. Used by integration tests
 push path.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

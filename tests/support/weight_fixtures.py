@@ -3,8 +3,6 @@
 Made visible by `tests/integration/conftest.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import Callable, Iterator

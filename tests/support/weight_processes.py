@@ -4,8 +4,6 @@ Every version's model follows from its number, so any process and any test can t
 tests of kills; the processes run this file.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

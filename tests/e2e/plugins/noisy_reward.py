@@ -1,7 +1,5 @@
 """A reward that varies within a group whatever the model says, so that every step can be trained on."""
 
-from __future__ import annotations
-
 from zlib import crc32
 
 from astraflow.plugins import TaskSpec

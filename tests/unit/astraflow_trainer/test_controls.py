@@ -1,7 +1,5 @@
 """Wishes of operators outlive a claim that Redis lost, and nothing else is taken for a wish to stop."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow.errors import PreconditionError, UnavailableError

@@ -1,7 +1,5 @@
 """Joining a run: its recipe, policy, store and code, and the code only with leave."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

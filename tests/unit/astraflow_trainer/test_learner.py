@@ -1,7 +1,5 @@
 """A recipe's trainer section as settings of the compute core, and a tiny policy that resumes bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

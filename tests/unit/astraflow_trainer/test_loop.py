@@ -4,8 +4,6 @@ Batches come from a scripted server over real gRPC and versions leave through th
 the store only write down what they were asked, into the same list of events.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence

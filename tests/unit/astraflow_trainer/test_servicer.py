@@ -1,7 +1,5 @@
 """TrainerService over a real server: snapshots, the stop request, and metrics that miss no step."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable

@@ -1,7 +1,5 @@
 """The quickstart's task: one split for ever, any index at any time, an exact reward, a stated share of flaws."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import re

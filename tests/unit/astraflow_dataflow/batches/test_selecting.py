@@ -1,7 +1,5 @@
 """Asking a selector which groups a step takes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

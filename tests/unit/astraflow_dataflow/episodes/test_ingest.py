@@ -1,7 +1,5 @@
 """Ingest answers everybody who waits, whatever becomes of the commit."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import cast
 

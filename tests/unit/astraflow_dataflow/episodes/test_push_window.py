@@ -1,7 +1,5 @@
 """The window of a push stream: bounded, answered in order."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

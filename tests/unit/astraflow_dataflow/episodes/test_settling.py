@@ -1,7 +1,5 @@
 """Telling curators of settled groups without ever waiting for them."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Dynamic sampling's filter."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow_dataflow.plugins.drop_zero_advantage import DropZeroAdvantage

@@ -1,7 +1,5 @@
 """The filter that filters nothing."""
 
-from __future__ import annotations
-
 from astraflow_dataflow.plugins.keep_all import KeepAll
 from support.groups import group
 

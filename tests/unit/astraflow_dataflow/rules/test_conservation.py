@@ -1,7 +1,5 @@
 """The conservation law over one snapshot."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

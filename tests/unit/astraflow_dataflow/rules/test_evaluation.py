@@ -1,7 +1,5 @@
 """Which versions are evaluated, and when one is given up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What is remembered of plug-ins that failed."""
 
-from __future__ import annotations
-
 from astraflow.errors import PluginError
 from astraflow_dataflow.rules.faults import SHOWN_S, SLOW_S, PluginFaults
 

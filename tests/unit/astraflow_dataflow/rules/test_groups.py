@@ -1,7 +1,5 @@
 """Verdicts over complete tasks: whole groups, one reason each."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What may enter a lane."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow.rollout.v1 import task_pb2

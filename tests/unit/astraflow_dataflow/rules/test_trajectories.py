@@ -1,7 +1,5 @@
 """The wall in front of training: every class of poison, by name, and nothing good refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What stages wait for, and since when."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The staleness window that a recipe asks for; what is free of it is tested through the store."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow_dataflow.rules.window import Window

@@ -1,7 +1,5 @@
 """Making the data plug-ins of a recipe."""
 
-from __future__ import annotations
-
 import pytest
 
 from astraflow.errors import PluginError

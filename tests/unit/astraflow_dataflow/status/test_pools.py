@@ -1,7 +1,5 @@
 """Pools add up their connected nodes, and leasable tasks are those a window has room for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from astraflow_dataflow.records import Life

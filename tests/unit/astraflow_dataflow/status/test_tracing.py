@@ -1,7 +1,5 @@
 """A task's life is told from its entries alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from astraflow.dataflow.v1 import trace_pb2

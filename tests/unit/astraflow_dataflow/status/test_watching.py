@@ -1,7 +1,5 @@
 """A change of status is named, and time that passes is none."""
 
-from __future__ import annotations
-
 import math
 
 from astraflow.dataflow.v1 import account_pb2, admin_service_pb2

@@ -1,7 +1,5 @@
 """What Redis answers becomes an error whose kind says what to do next, and whose message says how."""
 
-from __future__ import annotations
-
 import pytest
 from redis import exceptions as redis
 

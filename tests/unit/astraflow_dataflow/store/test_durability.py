@@ -1,7 +1,5 @@
 """Barriers and marks follow the beats of a Redis that is played here."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

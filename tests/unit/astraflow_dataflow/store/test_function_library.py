@@ -1,7 +1,5 @@
 """The function library and the key names it shares with Python."""
 
-from __future__ import annotations
-
 import re
 
 from astraflow_dataflow.store import function_library

@@ -1,7 +1,5 @@
 """Wake-ups lose nothing between opening the subscription and waiting."""
 
-from __future__ import annotations
-
 import asyncio
 
 from astraflow_dataflow.records import Event

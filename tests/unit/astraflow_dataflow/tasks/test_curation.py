@@ -1,7 +1,5 @@
 """Drawing tasks from a data set."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

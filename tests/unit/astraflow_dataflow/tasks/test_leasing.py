@@ -1,7 +1,5 @@
 """Leases as messages."""
 
-from __future__ import annotations
-
 from astraflow_dataflow.tasks.leasing import FREE_REASONS, task_seed
 
 

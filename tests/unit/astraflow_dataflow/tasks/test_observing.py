@@ -1,7 +1,5 @@
 """Telling curators of groups."""
 
-from __future__ import annotations
-
 from astraflow.plugins import Group
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.runs.data_plugins import DataPlugin

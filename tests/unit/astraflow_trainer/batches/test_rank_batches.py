@@ -1,7 +1,5 @@
 """One batch for two ranks: who speaks to the server, who fetches what, and how the end of training travels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar

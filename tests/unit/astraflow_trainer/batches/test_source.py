@@ -1,7 +1,5 @@
 """Claims, batches, payloads, acks, the ledger and the lease, against a scripted server over real gRPC."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The audit of ledgers finds what must never be trained on twice; the tests of killed trainers rely on that."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fused and stacked parameters, on any number of ranks, make exactly the tensors of the whole model."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Where a trainer goes on: rollbacks that no checkpoint knows of, and those that are behind it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Changes found by torch operations: the same as by comparing on the host, and the same bytes in the store."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

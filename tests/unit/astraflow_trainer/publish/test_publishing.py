@@ -1,7 +1,5 @@
 """Versions leave in order beside training, are committed before announced, and failures reach the trainer."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field

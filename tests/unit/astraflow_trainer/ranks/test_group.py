@@ -1,7 +1,5 @@
 """Ranks that cannot meet say so, in bounded time; a group of one needs nobody."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A rank hears at once when another one ends, and why."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The documented loss and advantage do what their pages say, and broken ones are named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where the first weights come from: a folder, or a warm start that is made once from the recipe's plug-in."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

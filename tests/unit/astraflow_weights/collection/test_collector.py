@@ -1,7 +1,5 @@
 """Old parts go, in rounds; whoever needs one, or may come to need one, keeps it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -2,8 +2,6 @@
 deleted, and what is not needed is gone in the end.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The compactor's thread collects, too, and neither publishing nor compaction depends on it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from astraflow_weights.collection.collector import Collector

@@ -1,7 +1,5 @@
 """Snapshots that several processes make of their shards, behind publications that wait for none of it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The census of a store finds what a reader must never see; the tests of killed writers rely on that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
