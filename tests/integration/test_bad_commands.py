@@ -133,6 +133,7 @@ ROWS: dict[str, Row] = {
         ("option grpc_port = 65536", "less than or equal to 65535"),
     ),
     "server without its data": Row(("dataflow",), ("ASTRAFLOW_REDIS", "required")),
+    "Redis without a scheme": Row(("dataflow", "--redis", "localhost"), ("option redis = 'localhost'",)),
     "trainer without a server": Row(("trainer",), ("ASTRAFLOW_JOIN", "required")),
     "address that is none": Row(
         ("raas", "--join", "http://host"), ("option join = 'http://host'", "pattern")

@@ -122,8 +122,11 @@ async def test_a_redis_that_cannot_hold_the_data_is_refused(own_valkey: ValkeySe
     assert "secret" not in ended.stderr
 
 
-async def test_the_server_itself_ends_with_the_status_of_its_check(own_valkey: ValkeyServer) -> None:
-    spoil, words, status = ROWS["evicts"]
+@pytest.mark.parametrize("row", ["evicts", "is not there"])
+async def test_the_server_itself_ends_with_the_status_of_its_check(
+    own_valkey: ValkeyServer, row: str
+) -> None:
+    spoil, words, status = ROWS[row]
     async with spoil(own_valkey) as url:
         ended = await server_command("--redis", url)
     assert ended.returncode == status
@@ -140,10 +143,8 @@ async def test_a_full_redis_refuses_pushes_and_lets_the_trainer_make_room(
     own_valkey: ValkeyServer, tmp_path: Path
 ) -> None:
     async with served(own_valkey.url, tmp_path) as world:
-        await world.create_run(dataset="Counting")
-        trainer, node = await world.trainer(), await world.node()
-        for lease in await node.lease(2):
-            await node.complete(lease)
+        trainer, node = await world.started(dataset="Counting")
+        await node.work(2)
         (late, *_) = await node.lease(2)
         await world.dataflow.connection.raw("CONFIG", "SET", "maxmemory", 1)
         with pytest.raises(AstraflowError, match=r"Redis is full \(maxmemory\); let trainers") as refused:
@@ -161,4 +162,4 @@ async def test_a_full_redis_refuses_pushes_and_lets_the_trainer_make_room(
         assert await trainer.mark_durable(1) in (0, 4)  # the run loop releases too, and may be first
         await world.dataflow.connection.raw("CONFIG", "SET", "maxmemory", 0)
         assert await node.complete(late) == ["ACCEPTED", "ACCEPTED"]
-        assert (await world.status()).trajectories.conservation_error == 0
+        await world.has_account()

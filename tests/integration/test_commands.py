@@ -1,28 +1,20 @@
 """The commands that look at a run and operate it, against a real server."""
 
 import asyncio
-import io
 import json
 import os
 import sys
 
 import pytest
 
-from astraflow_kit import log
 from support.cli import Ended, run
 from support.dataflow_world import World, until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quiet")]
 
 
 _JUDGED = "0 requeued, 0 unknown, 1 kept as they are\n"
 """Its groups are being settled at this moment."""
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    """The server shares this process: its log must not be taken for what a command prints."""
-    log.configure("test", stream=io.StringIO())
 
 
 async def astraflow(world: World, *arguments: str) -> Ended:
@@ -44,19 +36,9 @@ async def _run(*arguments: str, **variables: str) -> Ended:
 
 async def one_step(world: World) -> str:
     """A run in which one step was trained and published; returns a task that was in it."""
-    await world.create_run(dataset="Counting", groups_per_step=2)
-    trainer, node = await world.trainer(), await world.node()
-    leases = [lease for lease in await node.lease(16) if not lease.required_versions]
-    for lease in leases:
-        await node.complete(lease)
-    batch = await trainer.train(1, base_version=0)
-    # Items name their groups, groups their tasks; any lease whose first trajectory is in the batch will do.
-    trained = {item.trajectory_id for item in batch.items}
-    return next(
-        lease.task.task_id
-        for lease in leases
-        if any(trajectory.startswith(f"{lease.task.task_id}.") for trajectory in trained)
-    )
+    trainer, node = await world.started(dataset="Unevaluated")
+    await node.work(16)
+    return (await trainer.train(1, base_version=0)).items[0].task_id
 
 
 async def test_status_tells_people_and_programs_the_same(world: World) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import batch_service_pb2, task_service_pb2
-from support.dataflow_world import Breaking, World, until, until_equal
+from support.dataflow_world import World, until, until_equal
 
 pytestmark = pytest.mark.integration
 
@@ -95,16 +95,6 @@ async def test_an_exhausted_data_set_ends_when_tasks_are_submitted(world: World)
         await world.submit("t1")
         await gone(world, "lease/dataset_exhausted")
         assert len(await node.lease(1)) == 1
-
-
-async def test_a_failing_data_set_says_what_it_raised_and_ends_when_it_works(world: World) -> None:
-    Breaking.mended = False
-    await world.started(dataset="Breaking")
-    async with session(world, "n1", solver=0):
-        wait = await seen(world, "lease/dataset_failed")
-        assert "the file is gone" in wait.detail
-        Breaking.mended = True
-        await gone(world, "lease/dataset_failed")
 
 
 async def test_a_full_staleness_window_opens_when_a_version_is_announced_and_not_before(world: World) -> None:
