@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -36,21 +36,8 @@ def after(*commands: tuple[str | int, ...]) -> Spoil:
     return spoil
 
 
-def pretending(**info: str) -> Spoil:
-    """Another server, which only says what it is."""
-
-    @asynccontextmanager
-    async def spoil(_: ValkeyServer) -> AsyncIterator[str]:
-        async with fake_redis(info) as url:
-            yield url
-
-    return spoil
-
-
-@asynccontextmanager
-async def nothing_there(_: ValkeyServer) -> AsyncIterator[str]:
-    """An address where nobody listens."""
-    yield "redis://user:secret@127.0.0.1:1/0"
+OLD = {"redis_version": "6.2.14", "maxmemory_policy": "noeviction", "aof_enabled": "1"}
+NOWHERE = "redis://user:secret@127.0.0.1:1/0"
 
 
 FORGET = (("FLUSHALL",), ("FUNCTION", "FLUSH"))
@@ -68,7 +55,7 @@ ROWS: dict[str, tuple[Spoil, tuple[str, ...], ExitCode]] = {
         ExitCode.SUPERSEDED,
     ),
     "too old": (
-        pretending(redis_version="6.2.14", maxmemory_policy="noeviction", aof_enabled="1"),
+        lambda _: fake_redis(OLD),
         ("Redis 6.2.14 at redis://127.0.0.1:", "is too old; install 7.0 or newer"),
         ExitCode.SUPERSEDED,
     ),
@@ -88,7 +75,7 @@ ROWS: dict[str, tuple[Spoil, tuple[str, ...], ExitCode]] = {
         ExitCode.UNAVAILABLE,
     ),
     "is not there": (
-        nothing_there,
+        lambda _: nullcontext(NOWHERE),
         ("no usable Redis at redis://127.0.0.1:1/0", "start one, or give another --redis"),
         ExitCode.UNAVAILABLE,
     ),

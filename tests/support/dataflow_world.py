@@ -240,11 +240,13 @@ class World:
             found["dropped"] = dict(account.dropped)
         assert (found, account.conservation_error) == (expected, 0), account
 
-    async def until(self, holds: Callable[[admin.StatusResponse], bool]) -> admin.StatusResponse:
+    async def until(
+        self, holds: Callable[[admin.StatusResponse], bool], *, within_s: float = 60.0
+    ) -> admin.StatusResponse:
         """The status as soon as this holds of it: for what the server, or a node, does on its own."""
-        deadline_s, seen = time.monotonic() + 60.0, None
+        deadline_s, seen = time.monotonic() + within_s, None
         while seen is None or not holds(seen):
-            assert time.monotonic() < deadline_s, f"still not so after 60 s; last status:\n{seen}"
+            assert time.monotonic() < deadline_s, f"still not so after {within_s:g} s; last status:\n{seen}"
             with suppress(UnavailableError):  # Redis is being restarted
                 seen = await self.status()
             await asyncio.sleep(0.02)
