@@ -94,17 +94,10 @@ def every_enum(file: descriptor_pb2.FileDescriptorProto) -> Iterator[descriptor_
         yield from message.enum_type
 
 
-DECLARING = [
-    "message_type",
-    "nested_type",
-    "field",
-    "oneof_decl",
-    "extension",
-    "enum_type",
-    "value",
-    "service",
-    "method",
-]
+DECLARING = {
+    *("message_type", "nested_type", "field", "oneof_decl", "extension"),
+    *("enum_type", "value", "service", "method"),
+}
 """Fields of descriptor.proto that hold what has a name of its own and a comment."""
 
 

@@ -106,9 +106,8 @@ async def test_two_trainers_that_race_for_a_step_bind_one_batch(world: World) ->
 
 async def test_plugins_that_raise_are_named_and_cost_only_what_they_were_asked(world: World) -> None:
     broken = "support.broken_plugins"
-    trainer, node = await world.started(
-        dataset="Unevaluated", curators=f'["{broken}:Curator"]', selector=f'"{broken}:Selector"'
-    )
+    plugins = {"curators": f'["{broken}:Curator"]', "selector": f'"{broken}:Selector"'}
+    trainer, node = await world.started(dataset="Unevaluated", **plugins)
     assert await node.work(2) == ["train-0", "train-1"]
     batch = (await trainer.acquire(1)).batch
     assert [item.task_id for item in batch.items] == ["train-0", "train-0", "train-1", "train-1"]
