@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from astraflow.recipe import OptimizerSettings
+from astraflow_trainer.model import model, optimizer
 from astraflow_trainer.model.checkpoint import CheckpointError, CheckpointStore, Position
-from astraflow_trainer.model.model import PolicyModel
-from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.step.step import StepSettings, train_step
 from support.tiny_training import MakePolicy, copies, make_rows, same_bits
 
@@ -20,9 +19,9 @@ SETTINGS = OptimizerSettings(learning_rate=1e-2)
 class Trainee:
     """A policy, its optimizer and its checkpoints."""
 
-    def __init__(self, policy: PolicyModel, folder: Path, *, keep: int = 2) -> None:
+    def __init__(self, policy: model.PolicyModel, folder: Path, *, keep: int = 2) -> None:
         self.policy = policy
-        self.optimizer = MasterOptimizer(policy, settings=SETTINGS)
+        self.optimizer = optimizer.MasterOptimizer(policy, settings=SETTINGS)
         self.store = CheckpointStore(folder, keep=keep)
 
     def train(self, *seeds: int) -> list[float]:
@@ -128,7 +127,7 @@ def test_without_an_operator_the_settings_decide_the_learning_rate(
 ) -> None:
     trainee.save(1)
     settings = SETTINGS.model_copy(update={"learning_rate": 0.0625})
-    resumed = MasterOptimizer(make_policy(), settings=settings)
+    resumed = optimizer.MasterOptimizer(make_policy(), settings=settings)
     position = trainee.store.restore(resumed)
     assert position is not None
     assert (position.learning_rate, resumed.peak_learning_rate) == (None, 0.0625)
@@ -155,7 +154,7 @@ def test_another_model_or_schema_is_refused_with_the_remedy(
     trainee: Trainee, make_policy: MakePolicy
 ) -> None:
     file = trainee.save(1) / "position.json"
-    wider = MasterOptimizer(make_policy(intermediate_size=48), settings=SETTINGS)
+    wider = optimizer.MasterOptimizer(make_policy(intermediate_size=48), settings=SETTINGS)
     with pytest.raises(CheckpointError, match=r"\(16, 32\), this model needs \(16, 48\); resume with"):
         trainee.store.restore(wider)
     file.write_text(json.dumps({**json.loads(file.read_text()), "schema_version": 99}))

@@ -120,23 +120,23 @@ def test_a_step_is_seen_by_the_next_forward_pass_even_after_scoring(make_policy:
     assert not torch.allclose(before, after)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "factors"),
-    [
-        pytest.param({"warmup_steps": 4}, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1, 4: 1, 5: 1}, id="linear warm-up"),
-        pytest.param({"warmup_steps": 0}, {0: 1}, id="no warm-up"),
-        pytest.param(
-            {"warmup_steps": 0, "decay_steps": 10, "final_fraction": 0.2},
-            {0: 1, 1: 0.92, 5: 0.6, 10: 0.2, 99: 0.2},
-            id="a line to its fraction, where it stays",
-        ),
-        pytest.param(
-            {"warmup_steps": 4, "decay_steps": 10, "final_fraction": 0.0},
-            {0: 0.25, 1: 0.5 * 0.9, 2: 0.75 * 0.8, 3: 0.7, 4: 0.6},
-            id="decay during the warm-up, too",
-        ),
-    ],
-)
+SCHEDULES = [
+    pytest.param({"warmup_steps": 4}, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1, 4: 1, 5: 1}, id="linear warm-up"),
+    pytest.param({"warmup_steps": 0}, {0: 1}, id="no warm-up"),
+    pytest.param(
+        {"warmup_steps": 0, "decay_steps": 10, "final_fraction": 0.2},
+        {0: 1, 1: 0.92, 5: 0.6, 10: 0.2, 99: 0.2},
+        id="a line to its fraction, where it stays",
+    ),
+    pytest.param(
+        {"warmup_steps": 4, "decay_steps": 10, "final_fraction": 0.0},
+        {0: 0.25, 1: 0.5 * 0.9, 2: 0.75 * 0.8, 3: 0.7, 4: 0.6},
+        id="decay during the warm-up, too",
+    ),
+]
+
+
+@pytest.mark.parametrize(("schedule", "factors"), SCHEDULES)
 def test_factors_of_a_schedule(schedule: dict[str, float], factors: dict[int, float]) -> None:
     settings = ScheduleSettings(**schedule)  # type: ignore[arg-type]
     assert {step: settings.factor(step) for step in factors} == pytest.approx(factors)

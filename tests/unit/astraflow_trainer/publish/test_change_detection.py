@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from astraflow_trainer.model.model import PolicyModel, local_part
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where, changed
 from astraflow_trainer.publish.published import WeightCopies
-from astraflow_weights.codec.delta import encode_delta_tiles
-from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec import delta, peers
 from astraflow_weights.codec.shards import FoundChanges, KnownChanges, Shard, ShardedModel
 from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, TensorSpec
 from astraflow_weights.codec.tiles import delta as tile_delta
@@ -26,7 +25,7 @@ from support.tiny_training import MakePolicy
 def publisher(folder: Path) -> ShardPublisher:
     """Into a store of its own; two of them write the same log."""
     writer = VersionWriter.open(FileStore(folder), run_id="r", policy_id="p", epoch=1, nonce=bytes(16))
-    return ShardPublisher(writer, uploads=writer.uploads, peers=OnePeer(), base=None)
+    return ShardPublisher(writer, uploads=writer.uploads, peers=peers.OnePeer(), base=None)
 
 
 def parts(folder: Path) -> set[str]:
@@ -155,7 +154,7 @@ def test_tiles_of_a_shard_that_begins_anywhere_are_the_same_from_known_changes(
     knowing = ShardedModel(
         specs=(spec,), shards=target.shards, changes=KnownChanges(base_root=b"", found={"w": found})
     )
-    expected = list(encode_delta_tiles(base, target, context=context))
+    expected = list(delta.encode_delta_tiles(base, target, context=context))
     # What is known is not looked for again.
     monkeypatch.setattr(tile_delta, "scan", None)
-    assert list(encode_delta_tiles(base, knowing, context=context)) == expected
+    assert list(delta.encode_delta_tiles(base, knowing, context=context)) == expected

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from astraflow.plugins import VersionSpan
-from astraflow.recipe import OptimizerSettings
+from astraflow import plugins, recipe
 from astraflow.recipe.algorithm import AlgorithmSettings, M2po
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.batches.rank_batches import balanced_shares
@@ -34,10 +33,8 @@ from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import VersionWriter
-from astraflow_weights.store.file import FileStore
-from astraflow_weights.store.layout import PolicyKeys
-from support.docs_code import recipe_folder
-from support.tiny_qwen import TinyShape, save_tiny_qwen
+from astraflow_weights.store import file, layout
+from support import docs_code, tiny_qwen
 
 VOCAB_SIZE = 33  # odd, so that two ranks hold different numbers of rows
 NUM_STEPS = 4
@@ -63,7 +60,7 @@ def make_rows(seed: int) -> list[TrainingRow]:
                 token_ids=generator.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
                 loss_mask=mask,
                 behavior_logprobs=logprobs.astype(np.float32),
-                version_spans=(VersionSpan(0, num_tokens, 0),),
+                version_spans=(plugins.VersionSpan(0, num_tokens, 0),),
                 reward=float(generator.integers(0, 3)),
                 temperature=1.0,
             )
@@ -76,7 +73,7 @@ class Rank:
 
     def __init__(self, group: RankGroup, model: Path) -> None:
         self.group = group
-        folder = recipe_folder(
+        folder = docs_code.recipe_folder(
             model.parent / f"code-{group.index}", "plugins/loss.md", "plugins/advantage.md"
         )
         self.source = RecipeSource(folder=folder)
@@ -85,7 +82,7 @@ class Rank:
         # A learning rate that moves every weight by many ulps, and an eps that keeps steps proportional to
         # gradients: Adam would turn a last bit of a tiny gradient into a whole step.
         self.optimizer = MasterOptimizer(
-            self.policy, settings=OptimizerSettings(learning_rate=1e-2, eps=1e-3)
+            self.policy, settings=recipe.OptimizerSettings(learning_rate=1e-2, eps=1e-3)
         )
 
     def step(self, seed: int) -> StepMetrics:
@@ -120,9 +117,9 @@ class Rank:
 
 def publisher(group: RankGroup, folder: Path) -> ShardPublisher:
     """This rank's publisher into the run's own store."""
-    store = FileStore(folder / f"store-{group.size}")
+    store = file.FileStore(folder / f"store-{group.size}")
     writer = VersionWriter.open(store, run_id="run", policy_id="p", epoch=1) if group.index == 0 else None
-    uploads = writer.uploads if writer else Uploads(store, keys=PolicyKeys("run", "p"), threads=1)
+    uploads = writer.uploads if writer else Uploads(store, keys=layout.PolicyKeys("run", "p"), threads=1)
     return ShardPublisher(writer, uploads=uploads, peers=group.publishing, base=None)
 
 
@@ -198,7 +195,7 @@ def in_ranks(size: int, work: object, folder: Path) -> bool:
 
 def main(folder: Path) -> int:
     """Run everything."""
-    save_tiny_qwen(folder / "model", shape=TinyShape(vocab_size=VOCAB_SIZE))
+    tiny_qwen.save_tiny_qwen(folder / "model", shape=tiny_qwen.TinyShape(vocab_size=VOCAB_SIZE))
     runs = [(size, work) for work in (train, resume) for size in SIZES]
     return 0 if all(in_ranks(size, work, folder) for size, work in runs) else 1
 

@@ -54,17 +54,17 @@ def test_equal_settings_give_equal_weights(tmp_path: Path) -> None:
     assert all(torch.equal(p, second.get_parameter(name)) for name, p in first.named_parameters())
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        replace(INITIAL, seed=4),
-        replace(INITIAL, demonstrations_digest="other"),
-        replace(INITIAL, num_tokenizer_texts=9),
-        replace(INITIAL, tokenizer=TokenizerSettings(vocab_size=281)),
-        replace(INITIAL, shape=replace(INITIAL.shape, rope_theta=5000.0)),
-        replace(INITIAL, warm_start=replace(INITIAL.warm_start, learning_rate=1e-3)),
-    ],
-)
+CHANGES = [
+    replace(INITIAL, seed=4),
+    replace(INITIAL, demonstrations_digest="other"),
+    replace(INITIAL, num_tokenizer_texts=9),
+    replace(INITIAL, tokenizer=TokenizerSettings(vocab_size=281)),
+    replace(INITIAL, shape=replace(INITIAL.shape, rope_theta=5000.0)),
+    replace(INITIAL, warm_start=replace(INITIAL.warm_start, learning_rate=1e-3)),
+]
+
+
+@pytest.mark.parametrize("changed", CHANGES)
 def test_the_key_covers_every_setting(changed: InitialModel) -> None:
     assert changed.key != INITIAL.key
     assert replace(INITIAL).key == INITIAL.key

@@ -138,14 +138,14 @@ def test_demonstrations_that_end_early_are_named_with_what_was_needed(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("plugin", "complaint"),
-    [
-        ("recipe:Missing", "has no 'Missing'"),
-        ("recipe:wants_no_seed", "is not a Demonstrations"),
-        ("no_such_package:Endless", "no_such_package"),
-    ],
-)
+UNUSABLE = [
+    ("recipe:Missing", "has no 'Missing'"),
+    ("recipe:wants_no_seed", "is not a Demonstrations"),
+    ("no_such_package:Endless", "no_such_package"),
+]
+
+
+@pytest.mark.parametrize(("plugin", "complaint"), UNUSABLE)
 def test_a_plug_in_that_cannot_be_used_is_refused_before_anything_is_made(
     plugin: str, complaint: str, recipe_dir: Path, tmp_path: Path
 ) -> None:
