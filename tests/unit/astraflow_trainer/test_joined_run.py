@@ -1,6 +1,7 @@
 """Joining a run: its recipe, policy, store and code, and the code only with leave."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,22 +20,10 @@ TWO_POLICIES = RECIPE.replace(
 )
 
 
-def _join(
-    script: ScriptedBatches,
-    work_dir: Path,
-    *,
-    run_id: str = "",
-    policy_id: str | None = None,
-    allow_recipe_code: bool = False,
-) -> JoinedRun:
+def _join(script: ScriptedBatches, work_dir: Path, **changes: Any) -> JoinedRun:
+    options = {"run_id": "", "policy_id": None, "allow_recipe_code": False} | changes
     with serving(script) as client:
-        return join_run(
-            client,
-            run_id=run_id,
-            policy_id=policy_id,
-            work_dir=work_dir,
-            allow_recipe_code=allow_recipe_code,
-        )
+        return join_run(client, work_dir=work_dir, **options)
 
 
 def test_the_run_brings_its_recipe_its_store_and_its_only_policy(tmp_path: Path) -> None:

@@ -116,28 +116,11 @@ def test_there_is_nothing_to_restore_before_the_first_checkpoint(bench: Bench) -
     assert bench.learner().restore() is None
 
 
-def test_a_restored_learner_goes_on_bit_for_bit(bench: Bench) -> None:
-    override = "trainer.optimizer.learning_rate=0.01"
-    learner = bench.learner(override)
-    learner.train(tiny_training.make_rows(seed=1))
-    learner.save(step=4, version=3)
-    saved = learner.published_bytes().open()
-    learner.train(tiny_training.make_rows(seed=2))
-
-    resumed = bench.learner(override)
-    position = resumed.restore()
-    assert position is not None
-    assert (position.step, position.version) == (4, 3)
-    assert _differing(saved, resumed.published_bytes().open()) == []
-    resumed.train(tiny_training.make_rows(seed=2))
-    assert _differing(learner.published_bytes().open(), resumed.published_bytes().open()) == []
-
-
 def test_only_as_many_checkpoints_are_kept_as_the_recipe_says(bench: Bench) -> None:
     learner = bench.learner("trainer.keep_checkpoints=2")
     for step in (1, 2, 3):
-        learner.save(step=step, version=step)
+        learner.save(step=step, version=step + 10)
     assert len(list(bench.checkpoint_dir.iterdir())) == 2
     position = bench.learner().restore()
     assert position is not None
-    assert position.step == 3
+    assert (position.step, position.version) == (3, 13)

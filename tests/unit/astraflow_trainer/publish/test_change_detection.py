@@ -68,10 +68,9 @@ def test_changes_are_those_that_the_host_finds_for_every_bit_pattern(
 
 @pytest.mark.parametrize("snapshot", ["device", "host"])
 def test_versions_of_detected_changes_are_byte_for_byte_those_of_copies(
-    make_policy: MakePolicy, tmp_path: Path, snapshot: Where
+    policy: PolicyModel, tmp_path: Path, snapshot: Where
 ) -> None:
     """Through a step that changes nothing, and one that changes most."""
-    policy = make_policy()
     detected, copies = DetectedChanges(policy, snapshot=snapshot), WeightCopies(policy)
     versions = [publisher(tmp_path / name) for name in ("copied", "detected")]
     known: list[bool] = []
@@ -111,8 +110,7 @@ def test_changes_over_something_else_than_the_newest_version_are_found_anew(
     assert committed.num_changed > 0.5 * committed.num_elements
 
 
-def test_taking_again_allocates_nothing_of_the_size_of_the_model(make_policy: MakePolicy) -> None:
-    policy = make_policy()
+def test_taking_again_allocates_nothing_of_the_size_of_the_model(policy: PolicyModel) -> None:
     source = DetectedChanges(policy)
     source.take().open()
     addresses = set()

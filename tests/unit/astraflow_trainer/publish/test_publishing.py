@@ -90,14 +90,6 @@ def test_versions_are_committed_then_announced_in_the_order_of_their_steps(bench
         assert bench.store.learning_rates == [0.5, None]
 
 
-def test_submitting_does_not_wait_for_the_store(bench: Bench) -> None:
-    bench.store.gate.clear()
-    with bench.worker() as worker:
-        submit(worker, 1, 2, 3)
-        assert bench.script.events == []
-        bench.store.gate.set()
-
-
 class StalledStore(file.FileStore):
     """Takes parts only once its gate is open, and notes who brought them."""
 
@@ -148,24 +140,6 @@ def test_the_training_thread_neither_opens_nor_encodes_nor_uploads_what_it_submi
     assert (openers, encoders, store.threads) == (["publish"], ["publish"], {"weights-upload"})
 
 
-def test_there_is_room_while_at_most_max_behind_versions_are_unpublished(bench: Bench) -> None:
-    waits: list[str] = []
-    bench.store.gate.clear()
-    with bench.worker(max_behind=2) as worker:
-        submit(worker, 1, 2)
-        worker.wait_for_room(waiting=lambda: waits.append("two behind"))
-        assert waits == []
-        submit(worker, 3)
-
-        def open_gate() -> None:
-            waits.append("three behind")
-            bench.store.gate.set()
-
-        worker.wait_for_room(waiting=open_gate)
-        assert waits[0] == "three behind"
-        assert "announce 1" in bench.script.events
-
-
 def test_leaving_waits_for_what_is_queued(bench: Bench) -> None:
     with bench.worker() as worker:
         submit(worker, 1, 2)
@@ -176,13 +150,6 @@ def test_a_store_that_cannot_answer_now_is_asked_again(bench: Bench) -> None:
     bench.store.failures.append(UnavailableError("store restarts"))
     publish_all(bench.worker(), 1)
     assert bench.script.events == ["publish 1", "announce 1"]
-
-
-def test_a_version_that_is_not_committed_is_not_announced_and_ends_the_trainer(bench: Bench) -> None:
-    bench.store.failures.append(FENCED)
-    with pytest.raises(FencedError, match="newer writer"):
-        publish_all(bench.worker(), 1, 2)
-    assert (bench.script.events, bench.published) == ([], [])
 
 
 def test_a_refused_announcement_ends_the_trainer_and_is_not_reported_as_published(bench: Bench) -> None:

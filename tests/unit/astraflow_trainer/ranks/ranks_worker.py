@@ -7,8 +7,8 @@ the end is left in files. One process imports torch and forks all ranks: importi
 
 import json
 import multiprocessing
-import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from astraflow import plugins, recipe
+from astraflow import recipe
 from astraflow.recipe.algorithm import AlgorithmSettings, M2po
 from astraflow_kit.plugins import RecipeSource
+from astraflow_kit.ports import free_port
 from astraflow_trainer.batches.rank_batches import balanced_shares
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore
-from astraflow_trainer.model.model import PolicyModel, load_causal_lm, local_part, shard
+from astraflow_trainer.model.model import PolicyModel, load_causal_lm, shard
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.change_detection import DetectedChanges
 from astraflow_trainer.publish.published import WeightCopies
@@ -34,7 +35,7 @@ from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store import file, layout
-from support import docs_code, tiny_qwen
+from support import docs_code, tiny_qwen, tiny_training
 
 VOCAB_SIZE = 33  # odd, so that two ranks hold different numbers of rows
 NUM_STEPS = 4
@@ -51,20 +52,17 @@ def make_rows(seed: int) -> list[TrainingRow]:
     rows = []
     for index in range(13):
         num_tokens = int(generator.integers(3, 10))
-        mask = np.arange(num_tokens) >= 2
-        logprobs = np.where(mask, -3.5 + 0.5 * generator.standard_normal(num_tokens), 0.0)
-        rows.append(
-            TrainingRow(
-                trajectory_id=f"t{index}",
-                group_id=f"g{index % 3}",
-                token_ids=generator.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
-                loss_mask=mask,
-                behavior_logprobs=logprobs.astype(np.float32),
-                version_spans=(plugins.VersionSpan(0, num_tokens, 0),),
-                reward=float(generator.integers(0, 3)),
-                temperature=1.0,
-            )
+        logprobs = -3.5 + 0.5 * generator.standard_normal(num_tokens)
+        ids = generator.integers(0, VOCAB_SIZE, num_tokens).tolist()
+        row = tiny_training.make_row(
+            ids[:2],
+            ids[2:],
+            logprobs=logprobs[2:].tolist(),
+            reward=float(generator.integers(0, 3)),
+            group=f"g{index % 3}",
+            name=f"t{index}",
         )
+        rows.append(row)
     return rows
 
 
@@ -73,10 +71,8 @@ class Rank:
 
     def __init__(self, group: RankGroup, model: Path) -> None:
         self.group = group
-        folder = docs_code.recipe_folder(
-            model.parent / f"code-{group.index}", "plugins/loss.md", "plugins/advantage.md"
-        )
-        self.source = RecipeSource(folder=folder)
+        code, pages = model.parent / f"code-{group.index}", ("plugins/loss.md", "plugins/advantage.md")
+        self.source = RecipeSource(folder=docs_code.recipe_folder(code, *pages))
         self.policy = PolicyModel(load_causal_lm(model))
         shard(self.policy, mesh=init_device_mesh("cpu", (group.size,)))
         # A learning rate that moves every weight by many ulps, and an eps that keeps steps proportional to
@@ -109,10 +105,8 @@ class Rank:
 
     def state(self) -> dict[str, np.ndarray]:
         """This rank's part of masters and moments."""
-        return {
-            name: local_part(tensor).detach().numpy().copy()
-            for name, tensor in self.optimizer.state().items()
-        }
+        parts = tiny_training.copies(self.optimizer.state().items())
+        return {name: part.numpy() for name, part in parts.items()}
 
 
 def publisher(group: RankGroup, folder: Path) -> ShardPublisher:
@@ -173,19 +167,12 @@ def resume(settings: RankSettings, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def in_ranks(size: int, work: object, folder: Path) -> bool:
+def in_ranks(size: int, work: Callable[[RankSettings, Path], None], folder: Path) -> bool:
     """Fork `size` ranks; whether all ended well."""
     context = multiprocessing.get_context("fork")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    places = [
-        RankSettings(rank=rank, world_size=size, master_addr="127.0.0.1", master_port=port)
-        for rank in range(size)
-    ]
-    ranks = [
-        context.Process(target=work, args=(place, folder), daemon=True)  # type: ignore[arg-type]
-        for place in places
-    ]
+    settings = RankSettings(world_size=size, master_addr="127.0.0.1", master_port=free_port())
+    places = [settings.model_copy(update={"rank": rank}) for rank in range(size)]
+    ranks = [context.Process(target=work, args=(place, folder), daemon=True) for place in places]
     for process in ranks:
         process.start()
     for process in ranks:
