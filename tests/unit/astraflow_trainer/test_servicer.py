@@ -21,9 +21,8 @@ from astraflow_trainer.progress import Phase, Progress, StepRecord
 from astraflow_trainer.servicer import TrainerServicer
 from support.scripted_dataflow import eventually
 
-RECORD = StepRecord(
-    step=1, version=1, finished_at_s=10.5, wait_s=0.25, train_s=2.5, metrics={"reward_mean": 0.5}
-)
+METRICS = {"reward_mean": 0.5}
+RECORD = StepRecord(step=1, version=1, finished_at_s=10.5, wait_s=0.25, train_s=2.5, metrics=METRICS)
 PATIENCE_S = 10.0
 Stub: TypeAlias = "trainer_service_pb2_grpc.TrainerServiceAsyncStub"
 
@@ -103,9 +102,7 @@ async def test_a_pause_is_shown_with_its_reason_until_it_ends(trainer: Trainer, 
     assert not (await _status(stub)).HasField("pause_reason")
 
 
-async def test_a_checkpoint_and_a_learning_rate_are_answered_when_they_are_made(
-    trainer: Trainer, stub: Stub
-) -> None:
+async def test_a_checkpoint_and_a_learning_rate_are_answered_when_made(trainer: Trainer, stub: Stub) -> None:
     trainer.controls.at(4)
     async with asyncio.timeout(PATIENCE_S):
         saved = asyncio.ensure_future(stub.Checkpoint(pb.CheckpointRequest()))
@@ -139,9 +136,7 @@ async def test_a_reason_beyond_its_bound_is_refused(stub: Stub) -> None:
     assert "201 characters, at most 200" in wordy.message
 
 
-async def test_metrics_come_from_the_asked_step_on_and_end_with_training(
-    trainer: Trainer, stub: Stub
-) -> None:
+async def test_metrics_come_from_the_asked_step_and_end_with_training(trainer: Trainer, stub: Stub) -> None:
     for step in (1, 2, 3):
         trainer.progress.stepped(replace(RECORD, step=step, version=None if step == 2 else step))
     received: list[pb.WatchMetricsResponse] = []

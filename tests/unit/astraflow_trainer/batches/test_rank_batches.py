@@ -55,20 +55,16 @@ def _acquire(batches: RankBatches) -> StepBatch:
     return batch
 
 
-def test_every_rank_gets_the_batch_that_the_first_one_acquired(bench: Bench) -> None:
+@pytest.mark.parametrize("replayed", [False, True])
+def test_every_rank_gets_the_batch_that_the_first_one_acquired(bench: Bench, replayed: bool) -> None:
+    bench.script.last_finished_step = int(replayed)
     first, second = bench.run(lambda batches, _: _acquire(batches))
     bound = second.bound
     assert (bound.step, bound.batch_id, bound.digest, bound.base_version) == (1, "b1", b"\1" * 32, 4)
     assert list(bound.items) == list(first.bound.items)
     assert second.staleness() == first.staleness()
+    assert first.finished_before == second.finished_before == replayed
     assert bench.script.events.count("acquire 1") == 1
-
-
-@pytest.mark.parametrize("last_finished_step", [0, 1])
-def test_every_rank_knows_whether_a_step_is_replayed(bench: Bench, last_finished_step: int) -> None:
-    bench.script.last_finished_step = last_finished_step
-    found = bench.run(lambda batches, _: _acquire(batches))
-    assert [batch.finished_before for batch in found] == [last_finished_step == 1] * 2
 
 
 def test_each_rank_fetches_only_its_share(bench: Bench) -> None:
