@@ -5,6 +5,7 @@ a version back to the bits.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from astraflow_weights.codec.tensors import Array, Model
 from astraflow_weights.collection.collector import Collector, Stage
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
+from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
@@ -28,6 +30,7 @@ from support.manual_clock import ManualClock
 from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, same_model, trained
 
 GRACE_S = 100.0
+new_compactor = partial(Compactor, run_id=RUN, policy_id=POLICY)
 
 
 class ModelPublisher(ShardPublisher):
@@ -159,9 +162,9 @@ def published(
     return models
 
 
-def read_log(store: ObjectStore) -> VersionLog:
+def read_log(store: ObjectStore, policy_id: str = POLICY) -> VersionLog:
     """The log as it is now."""
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log = VersionLog(store, run_id=RUN, policy_id=policy_id)
     log.refresh()
     return log
 

@@ -15,8 +15,7 @@ from astraflow_weights.errors import Edge, MirrorBusy, MirrorMismatch, Unavailab
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import MirrorSettings, PublishSettings
-from astraflow_weights.versions.log import VersionLog
-from support.published_models import ModelPublisher, PublishedModels, commit_parts
+from support.published_models import ModelPublisher, PublishedModels, commit_parts, read_log
 from support.weight_models import (
     RUN,
     FaultyStore,
@@ -239,8 +238,7 @@ def test_a_folder_of_another_policy_is_refused(published: Published) -> None:
     published.mirror(at=1)
     writer = VersionWriter.open(published.store, run_id=RUN, policy_id="verifier", epoch=1)
     ModelPublisher(writer).publish(make_model(5), step=0)
-    other = VersionLog(published.store, run_id=RUN, policy_id="verifier")
-    other.refresh()
+    other = read_log(published.store, "verifier")
     with pytest.raises(MirrorMismatch, match="mirrors run-1/solver, not run-1/verifier"):
         published.mirror().advance(published.store, other, target=0)
 

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from astraflow_weights.publish import compactor as compactor_module
 from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.versions.planner import plan_pull
-from support.armed import armed
-from support.published_models import PublishedModels, commit_parts, rank_publisher, read_log
+from support.published_models import PublishedModels, commit_parts, new_compactor, rank_publisher, read_log
 from support.rank_threads import ThreadRanks, run_ranks
 from support.scripted_batches import eventually
 from support.store_census import Census, take
@@ -45,7 +43,6 @@ from support.weight_models import (
 
 NEVER = PublishSettings(snapshot_every_versions=100_000, snapshot_chain_ratio=100)
 EVERY_THIRD = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
-new_compactor = partial(Compactor, run_id=RUN, policy_id=POLICY)
 
 
 class World(PublishedModels):
@@ -206,26 +203,6 @@ def test_two_makers_make_one(eight: World) -> None:
     eight.census()
 
 
-WINDOWS = pytest.mark.parametrize(
-    ("window", "made"),
-    [("weights.compaction.parts_uploaded", []), ("weights.compaction.visible", [(0, 8)])],
-)
-
-
-@WINDOWS
-def test_what_a_death_cut_short_is_made_at_the_next_occasion(
-    eight: World, tmp_path: Path, window: str, made: list[tuple[int, int]]
-) -> None:
-    log = tmp_path / "failpoints.log"
-    with armed(f"{window}=raise@1", log_path=log):
-        assert not eight.compactor().compact()
-    assert [hit.name for hit in failpoints.read_hits(log) if hit.acted] == [window]
-    assert eight.added() == made
-    eight.census()
-    assert eight.compactor().compact()
-    assert eight.added() == [(0, 8)]
-
-
 @pytest.mark.parametrize("fault", ["lose_before", "lose_after"])
 def test_a_store_that_fails_costs_an_occasion(eight: World, fault: str) -> None:
     setattr(eight.store, fault, 1)
@@ -256,7 +233,10 @@ Compactor(FileStore(folder / "store"), run_id=run, policy_id=policy, kept=None).
 """
 
 
-@WINDOWS
+@pytest.mark.parametrize(
+    ("window", "made"),
+    [("weights.compaction.parts_uploaded", []), ("weights.compaction.visible", [(0, 8)])],
+)
 def test_a_killed_compactor_leaves_a_whole_log(
     eight: World, tmp_path: Path, window: str, made: list[tuple[int, int]]
 ) -> None:

@@ -12,7 +12,6 @@ from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.errors import CorruptManifest, Edge, Fenced
-from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.rollback import roll_back
 from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.settings import PublishSettings
@@ -26,6 +25,7 @@ from support.published_models import (
     collect_all,
     commit_parts,
     new_collector,
+    new_compactor,
     open_writer,
     publish_all,
     published,
@@ -33,7 +33,7 @@ from support.published_models import (
     read_log,
     steps,
 )
-from support.weight_models import KEYS, POLICY, RUN, FaultyStore, Models, same_model, trained
+from support.weight_models import KEYS, FaultyStore, Models, same_model, trained
 
 SPARSE = PublishSettings(snapshot_every_versions=1000, snapshot_chain_ratio=100)
 
@@ -153,7 +153,7 @@ def test_a_snapshot_is_offered_where_one_is_due(store: FaultyStore, models: Mode
 
 def test_a_merged_delta_that_is_damaged_is_passed_over(store: FaultyStore) -> None:
     models = published(store, 10, settings=SPARSE)
-    assert Compactor(store, run_id=RUN, policy_id=POLICY, kept=None, settings=SPARSE).compact()
+    assert new_compactor(store, kept=None, settings=SPARSE).compact()
     path = next(path for path in read_log(store).record(8).added if path.base_version == 0)
     for part in path.parts:
         store.put(part.key, b"rotten")

@@ -10,11 +10,10 @@ import pytest
 
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.sharded_snapshots import ShardedSnapshots
 from astraflow_weights.settings import PublishSettings
-from support.published_models import pulled, rank_publisher, read_log, steps
+from support.published_models import new_compactor, pulled, rank_publisher, read_log, steps
 from support.rank_threads import PATIENCE_S, RankGone, ThreadRanks, rank_groups, run_ranks
 from support.scripted_batches import eventually
 from support.weight_models import KEYS, POLICY, RUN, FaultyStore, lost, same_model, split_model
@@ -174,14 +173,8 @@ def test_a_process_that_is_gone_ends_the_others_at_their_next_call(store: SlowSt
 
 def test_the_first_processs_compactor_asks_for_a_snapshot_when_one_is_due(store: SlowStore) -> None:
     def work(one: Process) -> None:
-        compactor = Compactor(
-            store,
-            run_id=RUN,
-            policy_id=POLICY,
-            kept=None,
-            want_snapshot=one.snapshots.want,
-            settings=EVERY_SECOND,
-        )
+        want = one.snapshots.want
+        compactor = new_compactor(store, kept=None, want_snapshot=want, settings=EVERY_SECOND)
         for model in MODELS:
             one.publish(model)
             if one.ranks.index == 0:
