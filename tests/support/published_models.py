@@ -7,6 +7,7 @@ a version back to the bits.
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from astraflow_kit.clock import Clock
@@ -169,11 +170,12 @@ def read_log(store: ObjectStore, policy_id: str = POLICY) -> VersionLog:
     return log
 
 
-def pulled(store: ObjectStore, folder: Path, version: int) -> dict[str, Array]:
-    """A version as a node's mirror in `folder` gets it."""
-    mirror = Mirror(folder)
-    mirror.advance(store, read_log(store), target=version)
-    return mirror.load()
+def pulled(store: ObjectStore, version: int) -> dict[str, Array]:
+    """A version as a node's new mirror gets it."""
+    with TemporaryDirectory() as folder:
+        mirror = Mirror(Path(folder))
+        mirror.advance(store, read_log(store), target=version)
+        return mirror.load()
 
 
 def rank_publisher(

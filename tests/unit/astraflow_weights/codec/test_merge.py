@@ -79,9 +79,7 @@ def rank_split(
 @example(0, [(2, False), (4, False)])
 @example(0, [(1, True), (1, True)])
 @given(st.integers(0, 2**32), st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=4))
-def test_deltas_of_every_dtype_codec_and_number_of_ranks_merge_and_invert(
-    seed: int, written: list[tuple[int, bool]]
-) -> None:
+def test_deltas_of_any_codec_and_ranks_merge_and_invert(seed: int, written: list[tuple[int, bool]]) -> None:
     """Each delta of the chain by its own number of ranks, which have other borders, with or without RICE_CTX."""
     models = mixed_chain(len(written), seed=seed)
     members = [
@@ -111,9 +109,7 @@ def codecs(parts: list[bytes]) -> set[TileCodec]:
 
 @settings(max_examples=20)
 @given(st.integers(2, 7), st.integers(0, 2**32), st.floats(0, 1), st.integers(300, 5000))
-def test_a_merge_is_its_members_one_after_the_other(
-    length: int, seed: int, density: float, part_bytes: int
-) -> None:
+def test_a_merge_is_its_members_one_by_one(length: int, seed: int, density: float, part_bytes: int) -> None:
     models = steps(length, seed=seed, density=density)
     merged = merge_deltas(deltas(models), part_bytes=part_bytes)
     assert same_model(applied(models[0], merged), models[-1])

@@ -120,9 +120,7 @@ def test_assets_are_fetched_once(published: Published) -> None:
     assert [published.advance(mirror, version).counts.asset_bytes for version in (0, 1)] == [2, 0]
 
 
-def test_there_is_one_loadable_checkpoint_and_the_journal_is_empty_between_versions(
-    published: Published,
-) -> None:
+def test_there_is_one_loadable_checkpoint_and_no_journal_between_versions(published: Published) -> None:
     for version in range(NUM_VERSIONS):
         assert published.mirror(at=version).version == version
     sha = published.log().record(6).manifest_sha256.hex()
@@ -166,9 +164,7 @@ def test_a_corrupt_delta_is_gone_around_by_a_later_snapshot(published: Published
     assert holds(mirror, published, 5)
 
 
-def test_wrong_bytes_from_the_network_are_fetched_again(
-    published: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_bytes_once_are_fetched_again(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
     mirror = published.mirror(at=1)
     lies, honest = {published.delta_key(2): b"garbage"}, published.store.get
     monkeypatch.setattr(published.store, "get", lambda key: lies.pop(key, None) or honest(key))

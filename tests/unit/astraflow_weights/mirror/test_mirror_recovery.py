@@ -139,9 +139,7 @@ def kill_puller(world: World, *, target: int, spec: str) -> None:
         ("weights.mirror.applied=kill", 2),
     ],
 )
-def test_the_next_opening_finishes_what_a_killed_puller_was_applying_without_a_store(
-    world: World, spec: str, version: int
-) -> None:
+def test_the_next_opening_ends_what_a_killed_puller_applied(world: World, spec: str, version: int) -> None:
     world.mirror_at(0)
     kill_puller(world, target=2, spec=spec)
     assert world.holds(version)

@@ -89,9 +89,7 @@ def mirror(tmp_path: Path) -> Mirror:
     return Mirror(tmp_path / "mirror")
 
 
-def test_a_node_eight_versions_behind_pulls_much_less_than_the_deltas_and_never_a_dearer_snapshot(
-    world: World, mirror: Mirror
-) -> None:
+def test_a_node_eight_versions_behind_pulls_less_than_eight_deltas(world: World, mirror: Mirror) -> None:
     for model in adamw_like(17):
         world.publish(model)
     assert world.compactor().compact()
@@ -174,9 +172,7 @@ def test_versions_that_two_ranks_coded_differently_merge(store: FaultyStore, mir
         assert same_model(mirror.load(), models[target])
 
 
-def test_a_snapshot_appears_behind_the_manifest_and_starts_the_next_chain(
-    thirds: World, mirror: Mirror
-) -> None:
+def test_a_snapshot_appears_behind_the_manifest_and_starts_a_new_chain(thirds: World, mirror: Mirror) -> None:
     compactor = thirds.compactor()
     for version in range(8):
         thirds.publish_up_to(version)

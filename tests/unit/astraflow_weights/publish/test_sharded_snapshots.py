@@ -94,9 +94,7 @@ MODELS = steps(4, density=0.05)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_all_processes_stored_is_a_snapshot_of_the_version_that_was_published(
-    store: SlowStore, tmp_path: Path, size: int
-) -> None:
+def test_what_all_processes_stored_is_a_snapshot(store: SlowStore, tmp_path: Path, size: int) -> None:
     def work(one: Process) -> None:
         one.publish(MODELS[0])
         one.snapshots.want()
@@ -112,9 +110,7 @@ def test_what_all_processes_stored_is_a_snapshot_of_the_version_that_was_publish
     assert list(store.list(KEYS.intents)) == []
 
 
-def test_versions_are_published_while_a_snapshot_is_being_stored_and_it_holds_none_of_their_bytes(
-    store: SlowStore, tmp_path: Path
-) -> None:
+def test_versions_published_while_a_snapshot_is_stored_leave_no_byte_in_it(store: SlowStore) -> None:
     def work(one: Process) -> None:
         one.publish(MODELS[0])
         store.gate.clear()
@@ -132,12 +128,10 @@ def test_versions_are_published_while_a_snapshot_is_being_stored_and_it_holds_no
 
     run_processes(store, work)
     assert offering(store) == [0, 1]
-    assert same_model(pulled(store, tmp_path / "mirror", 1), MODELS[1])
+    assert same_model(pulled(store, 1), MODELS[1])
 
 
-def test_a_snapshot_that_one_process_cannot_store_is_dropped_by_all_and_made_when_wanted_again(
-    store: SlowStore,
-) -> None:
+def test_a_snapshot_that_one_process_cannot_store_is_dropped_by_all_and_made_later(store: SlowStore) -> None:
     store.failures = 1
 
     def work(one: Process) -> None:

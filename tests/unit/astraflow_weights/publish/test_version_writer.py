@@ -115,9 +115,7 @@ def test_of_racing_epochs_only_the_highest_goes_on(store: FaultyStore, round_num
 
 
 @pytest.mark.parametrize("round_number", range(10))
-def test_a_commit_racing_with_a_fence_is_before_it_or_not_at_all(
-    store: FaultyStore, round_number: int
-) -> None:
+def test_a_commit_racing_a_fence_is_before_it_or_not_at_all(store: FaultyStore, round_number: int) -> None:
     old = open_writer(store, 1)
     committed, new = race([lambda: commit(old, 7), lambda: open_writer(store, 2)])
     assert isinstance(new, VersionWriter)
@@ -160,9 +158,7 @@ def test_a_request_that_never_arrived_can_be_made_again(store: FaultyStore, comm
     assert commit_zero().version == 0
 
 
-def test_a_request_that_arrives_late_is_recognised_as_our_own(
-    store: FaultyStore, commit_zero: Commit
-) -> None:
+def test_a_request_that_arrives_late_is_recognised_as_ours(store: FaultyStore, commit_zero: Commit) -> None:
     """The first PUT is thought lost, lands after the log was refreshed, and carries an older time."""
     late: list[tuple[str, bytes]] = []
 
@@ -179,9 +175,7 @@ def test_a_request_that_arrives_late_is_recognised_as_our_own(
     assert (late, len(read_log(store).records)) == ([], 1)
 
 
-def test_publishing_the_same_step_and_bytes_again_is_success(
-    store: FaultyStore, writer: VersionWriter
-) -> None:
+def test_publishing_a_step_with_the_same_bytes_is_success(store: FaultyStore, writer: VersionWriter) -> None:
     first = commit(writer, 5)
     commit(writer, 6)
     again = commit(open_writer(store, 2), 5)

@@ -68,9 +68,7 @@ def test_what_was_published_before_announces_nothing(world: World) -> None:
 
 
 @pytest.mark.parametrize(("lost_answers", "left"), [(KEYS.parts, 0), (KEYS.entries, 1)])
-def test_an_intent_stays_while_it_is_open_whether_the_manifest_was_created(
-    world: World, lost_answers: str, left: int
-) -> None:
+def test_an_intent_stays_while_its_commit_may_be_done(world: World, lost_answers: str, left: int) -> None:
     world.lost_answers = lost_answers
     with pytest.raises(Unavailable):
         world.publish()
