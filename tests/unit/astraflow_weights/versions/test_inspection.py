@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from astraflow_weights.codec.delta import summarize_delta
+from astraflow_weights.codec import CorruptPart, summarize_delta
 from astraflow_weights.codec.tiles.grid import TileCodec
-from astraflow_weights.errors import CorruptPart
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.fetch import fetch_part

@@ -86,22 +86,10 @@ def test_a_zombie_wastes_a_number_and_wins_none(store: FileStore) -> None:
     assert (log.owner.epoch, log.owner.nonce) == (2, nonce(2))
 
 
-def test_a_manifest_that_arrived_before_the_fence_counts(store: FileStore) -> None:
-    log = write(store, fence(0), manifest(1, version=0), fence(2, epoch=5))
-    assert log.refresh() == 0
-
-
 @pytest.fixture
 def log(store: FaultyStore) -> VersionLog:
     """A log with version 0, which nobody has read."""
     return write(store, fence(0), manifest(1, version=0))
-
-
-def test_refreshing_reads_only_what_is_new(store: FaultyStore, log: VersionLog) -> None:
-    assert log.refresh() == 0
-    assert log.refresh() == 0
-    write(store, manifest(2, version=1))
-    assert log.refresh() == 1
 
 
 def test_entries_behind_a_gap_wait_until_it_is_filled(store: FileStore) -> None:
