@@ -2,7 +2,10 @@
 
 import threading
 from collections.abc import Iterator
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
