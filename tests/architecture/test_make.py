@@ -10,7 +10,20 @@ import pytest
 from support.source_tree import REPOSITORY
 
 REMEDY = "sudo apt-get install -y python3 python3-venv make git"
-TARGETS = "run test unit check soak study proto breaking lint types clean help".split()
+TARGETS = [
+    "run",
+    "test",
+    "unit",
+    "check",
+    "soak",
+    "study",
+    "proto",
+    "breaking",
+    "lint",
+    "types",
+    "clean",
+    "help",
+]
 
 
 def make(target: str, *, folder: Path, path: str) -> subprocess.CompletedProcess[str]:
