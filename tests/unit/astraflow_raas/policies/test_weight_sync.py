@@ -316,9 +316,7 @@ async def test_an_evaluation_that_takes_too_long_loses_its_version(serving: Setu
         await serving.serve(serving.trainer.publish())
 
 
-async def test_evaluations_keep_their_version_between_them(
-    serving: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_waves_of_evaluations_share_a_version(serving: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("astraflow_raas.policies.served_policy._LINGER_S", 600.0)
     with serving.policy.pinned(0):
         await serving.hold_next()
