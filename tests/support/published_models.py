@@ -5,7 +5,9 @@ a version back to the bits.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from astraflow_kit.clock import Clock
@@ -16,6 +18,7 @@ from astraflow_weights.codec.tensors import Array, Model
 from astraflow_weights.collection.collector import Collector, Stage
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
+from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
@@ -28,6 +31,7 @@ from support.manual_clock import ManualClock
 from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, same_model, trained
 
 GRACE_S = 100.0
+new_compactor = partial(Compactor, run_id=RUN, policy_id=POLICY)
 
 
 class ModelPublisher(ShardPublisher):
@@ -132,18 +136,19 @@ def published(store: ObjectStore, count: int, **options: Any) -> list[dict[str, 
     return models
 
 
-def read_log(store: ObjectStore) -> VersionLog:
+def read_log(store: ObjectStore, policy_id: str = POLICY) -> VersionLog:
     """The log as it is now."""
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log = VersionLog(store, run_id=RUN, policy_id=policy_id)
     log.refresh()
     return log
 
 
-def pulled(store: ObjectStore, folder: Path, version: int) -> dict[str, Array]:
-    """A version as a node's mirror in `folder` gets it."""
-    mirror = Mirror(folder)
-    mirror.advance(store, read_log(store), target=version)
-    return mirror.load()
+def pulled(store: ObjectStore, version: int) -> dict[str, Array]:
+    """A version as a node's new mirror gets it."""
+    with TemporaryDirectory() as folder:
+        mirror = Mirror(Path(folder))
+        mirror.advance(store, read_log(store), target=version)
+        return mirror.load()
 
 
 def rank_publisher(
