@@ -25,6 +25,7 @@ Check = Callable[["EngineUnderTest"], None]
 
 CALL_DEADLINE_S = 60.0
 LONG = 3_000
+LOGPROB_TOLERANCE = 1e-4
 PROMPT = [5, 9, 13, 17, 21, 25, 29, 33, 37, 41]
 
 
@@ -44,7 +45,6 @@ class EngineUnderTest:
     vocab_size: int
     context_length: int
     client: httpx.Client
-    logprob_tolerance: float = 1e-4
 
     def post(self, path: str, body: object) -> httpx.Response:
         """Bytes go as they are, anything else as JSON."""
@@ -160,7 +160,7 @@ def check_log_probs(engine: EngineUnderTest) -> None:
         expected = reference_logprobs(reference, PROMPT, answer["output_ids"], temperature=temperature or 1.0)
         found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
         difference = max(abs(one - other) for one, other in zip(found, expected, strict=True))
-        assert difference <= engine.logprob_tolerance, f"temperature {temperature}: {difference}"
+        assert difference <= LOGPROB_TOLERANCE, f"temperature {temperature}: {difference}"
 
 
 def check_swap_in_place(engine: EngineUnderTest) -> None:
