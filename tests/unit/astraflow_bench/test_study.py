@@ -108,9 +108,7 @@ def test_of_fewer_seeds_the_share_is_rounded_up(
     assert _judge(monkeypatch, tmp_path, learned=learned, seeds=3) == status
 
 
-def test_the_results_hold_every_trial_its_curve_and_a_picture(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_results_hold_each_trial_and_a_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _play(monkeypatch, tmp_path)
     raw = json.loads((tmp_path / "out" / "quickstart-study.json").read_text())
     assert [trial["name"] for trial in raw] == ["seed 0", "seed 1", CONTROL]

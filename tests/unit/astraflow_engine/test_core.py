@@ -8,15 +8,13 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from astraflow_engine import model_config, scheduler
 from astraflow_engine.core import CoreLimits, EngineCore
 from astraflow_engine.errors import CacheInUse
-from astraflow_engine.model_config import ModelConfig, load_model_config
 from astraflow_engine.requests import Completion, FinishKind, GenerateRequest, PauseMode, SamplingParams
-from astraflow_engine.scheduler import AdmissionLimits
 from astraflow_engine.weights import Weights, load_weights
 from astraflow_kit import failpoints
-from support import tiny_qwen
-from support.manual_clock import ManualClock
+from support import manual_clock, tiny_qwen
 
 TOLERANCE = 1e-4
 PROMPTS = [
@@ -28,13 +26,13 @@ PROMPTS = [
 class Model:
     """One checkpoint as the engine and as transformers see it."""
 
-    config: ModelConfig
+    config: model_config.ModelConfig
     weights: Weights
     reference: Qwen3ForCausalLM
 
     @classmethod
     def random(cls, folder: Path, *, seed: int) -> "Model":
-        config = load_model_config(tiny_qwen.save_tiny_qwen(folder, seed=seed))
+        config = model_config.load_model_config(tiny_qwen.save_tiny_qwen(folder, seed=seed))
         return cls(config, load_weights(folder, config=config), tiny_qwen.load_reference(folder))
 
     def greedy(self, prompt: Sequence[int], *, num_tokens: int = 12) -> tuple[int, ...]:
@@ -69,9 +67,9 @@ def core(old: Model) -> EngineCore:
 
 
 def make_core(model: Model, *, num_slots: int = 4, seed: int = 0) -> EngineCore:
-    admission = AdmissionLimits(max_waiting=64, max_prefill_tokens=200)
+    admission = scheduler.AdmissionLimits(max_waiting=64, max_prefill_tokens=200)
     limits = CoreLimits(num_slots=num_slots, capacity=96, admission=admission, pass_tokens=16)
-    clock = ManualClock()
+    clock = manual_clock.ManualClock()
     return EngineCore(model.config, model.weights, limits=limits, seed=seed, version="0", clock=clock)
 
 

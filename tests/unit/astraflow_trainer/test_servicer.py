@@ -13,8 +13,7 @@ from astraflow._status import from_rpc_error
 from astraflow.errors import AstraflowError
 from astraflow.trainer.v1 import trainer_service_pb2 as pb
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
-from astraflow_kit.metrics import Metrics
-from astraflow_kit.serve import GrpcServer
+from astraflow_kit import metrics, serve
 from astraflow_kit.settings import DaemonSettings
 from astraflow_trainer.controls import Controls, Orders, RateChange
 from astraflow_trainer.progress import Phase, Progress, StepRecord
@@ -52,7 +51,7 @@ def servicer(progress: Progress, controls: Controls) -> TrainerServicer:
 @pytest.fixture
 async def stub(servicer: TrainerServicer) -> AsyncIterator[Stub]:
     add = trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server
-    server = GrpcServer([(add, servicer)], settings=DaemonSettings(), metrics=Metrics())
+    server = serve.GrpcServer([(add, servicer)], settings=DaemonSettings(), metrics=metrics.Metrics())
     await server.start()
     async with grpc.aio.insecure_channel(server.address) as channel:
         yield trainer_service_pb2_grpc.TrainerServiceStub(channel)

@@ -55,7 +55,7 @@ def test_a_whole_model_is_measured_against_the_rate() -> None:
         (arrival(1.0, fetched=40), None, False),
     ],
 )
-def test_a_merged_delta_counts_as_used_when_it_was_all_that_came(
+def test_a_merged_delta_is_used_if_nothing_else_came(
     found: Arrival, merged: int | None, *, used: bool
 ) -> None:
     figures = report.lag_figures("local", found, {"delta_bytes": [10] * 8, "merged_bytes": merged})

@@ -102,15 +102,14 @@ def test_only_the_first_rank_tells_the_server_how_far_a_step_is(tmp_path: Path) 
     assert not (tmp_path / "1").exists()
 
 
-@pytest.mark.parametrize(
-    ("ask", "orders"),
-    [
-        (Controls.stop_after_step, Orders(stop=True)),
-        (lambda controls: controls.checkpoint(), Orders(checkpoint=True)),
-        (lambda controls: controls.set_learning_rate(0.125), Orders(learning_rate=0.125)),
-    ],
-    ids=["stop", "checkpoint", "learning rate"],
-)
+ORDERS = [
+    (Controls.stop_after_step, Orders(stop=True)),
+    (lambda controls: controls.checkpoint(), Orders(checkpoint=True)),
+    (lambda controls: controls.set_learning_rate(0.125), Orders(learning_rate=0.125)),
+]
+
+
+@pytest.mark.parametrize(("ask", "orders"), ORDERS, ids=["stop", "checkpoint", "learning rate"])
 def test_what_is_asked_of_the_first_rank_is_everybodys(
     tmp_path: Path, ask: Callable[[Controls], object], orders: Orders
 ) -> None:
@@ -173,14 +172,14 @@ def test_every_trajectory_has_one_rank_and_tokens_are_spread_evenly(num_ranks: i
     assert max(loads) - min(loads) <= max(lengths)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "num_ranks", "shares"),
-    [
-        pytest.param([5, 5, 5, 5], 2, [[0, 2], [1, 3]], id="equal rows are halved"),
-        pytest.param([10, 100, 30, 60], 2, [[1], [0, 2, 3]], id="a long row against many short ones"),
-        pytest.param([7], 3, [[0], [], []], id="more ranks than rows"),
-    ],
-)
+SHARES = [
+    pytest.param([5, 5, 5, 5], 2, [[0, 2], [1, 3]], id="equal rows are halved"),
+    pytest.param([10, 100, 30, 60], 2, [[1], [0, 2, 3]], id="a long row against many short ones"),
+    pytest.param([7], 3, [[0], [], []], id="more ranks than rows"),
+]
+
+
+@pytest.mark.parametrize(("lengths", "num_ranks", "shares"), SHARES)
 def test_shares_of_a_batch(lengths: list[int], num_ranks: int, shares: list[list[int]]) -> None:
     assert balanced_shares(lengths, num_ranks=num_ranks) == shares
 

@@ -6,15 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from astraflow import errors
 from astraflow.dataflow.v1 import batch_service_pb2
-from astraflow.errors import (
-    AstraflowError,
-    FencedError,
-    InternalError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
 from astraflow_trainer.batches.source import BatchSource, Claim, Ledger, StepBatch
 from support.scripted_batches import ScriptedBatches, batch_of, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
@@ -100,7 +93,7 @@ def test_a_payload_that_does_not_arrive_is_an_error_that_names_it(
     script: ScriptedBatches, source: BatchSource
 ) -> None:
     script.num_lost = 1
-    with pytest.raises(InternalError, match="1 of 2 payloads did not arrive, the first is t1-1"):
+    with pytest.raises(errors.InternalError, match="1 of 2 payloads did not arrive, the first is t1-1"):
         source.fetch(_acquire(source))
 
 
@@ -129,9 +122,9 @@ def test_nothing_acked_is_missing_from_the_ledger(
     script: ScriptedBatches, source: BatchSource, tmp_path: Path
 ) -> None:
     """The line is written before the ack, so it is there even when the ack is refused."""
-    script.fail("AckBatch", FencedError("a newer trainer has taken over"))
+    script.fail("AckBatch", errors.FencedError("a newer trainer has taken over"))
     batch = _acquire(source)
-    with pytest.raises(FencedError):
+    with pytest.raises(errors.FencedError):
         source.finish(batch, skipped=False)
     assert [line["stage"] for line in _ledger(tmp_path)] == ["TRAINED"]
     assert script.acks == []
@@ -172,8 +165,8 @@ def test_a_newer_epoch_ends_this_trainer_at_any_call(
     rpc: str, script: ScriptedBatches, source: BatchSource
 ) -> None:
     batch = _acquire(source)
-    script.fail(rpc, FencedError("epoch 3 is over, 4 holds the policy"))
-    with pytest.raises(FencedError, match="4 holds the policy"):
+    script.fail(rpc, errors.FencedError("epoch 3 is over, 4 holds the policy"))
+    with pytest.raises(errors.FencedError, match="4 holds the policy"):
         CALLS[rpc](source, batch)
 
 
@@ -189,14 +182,16 @@ def test_the_lease_is_renewed_while_a_batch_is_in_hand_and_not_after(
 def test_a_failed_renewal_leaves_the_step_alone_and_is_repeated(
     script: ScriptedBatches, source: BatchSource
 ) -> None:
-    script.fail("RenewBatch", UnavailableError("restarting"))
+    script.fail("RenewBatch", errors.UnavailableError("restarting"))
     with source.kept_alive(_acquire(source), lease_s=0.1):
         eventually(lambda: len(script.renewals) >= 2, what="a renewal after the failed one")
 
 
-@pytest.mark.parametrize("refusal", [FencedError("a newer trainer"), InvalidArgumentError("no such step")])
+@pytest.mark.parametrize(
+    "refusal", [errors.FencedError("a newer trainer"), errors.InvalidArgumentError("no such step")]
+)
 def test_a_refused_renewal_ends_renewing_and_the_next_call_tells(
-    script: ScriptedBatches, source: BatchSource, refusal: AstraflowError
+    script: ScriptedBatches, source: BatchSource, refusal: errors.AstraflowError
 ) -> None:
     script.fail("RenewBatch", refusal)
     script.fail("AckBatch", refusal)
@@ -222,17 +217,17 @@ def test_a_ledger_line_that_a_crash_cut_short_is_removed(tmp_path: Path) -> None
 
 
 def test_a_claim_waits_for_a_server_that_is_away(script: ScriptedBatches, source: BatchSource) -> None:
-    script.fail("ClaimPolicy", UnavailableError("Redis restarts"))
+    script.fail("ClaimPolicy", errors.UnavailableError("Redis restarts"))
     assert source.claim().epoch == 3
 
 
 def test_asking_about_the_epoch_names_who_has_a_newer_one(
     script: ScriptedBatches, source: BatchSource
 ) -> None:
-    script.fail("RenewBatch", NotFoundError("no batch is bound to step 1"))
+    script.fail("RenewBatch", errors.NotFoundError("no batch is bound to step 1"))
     source.require_epoch(1)
-    script.fail("RenewBatch", FencedError("epoch 4, of trainer b"))
-    with pytest.raises(FencedError, match="trainer b"):
+    script.fail("RenewBatch", errors.FencedError("epoch 4, of trainer b"))
+    with pytest.raises(errors.FencedError, match="trainer b"):
         source.require_epoch(1)
 
 
@@ -247,7 +242,9 @@ def test_a_replayed_step_is_recorded_as_it_was_the_first_time(
 def test_a_trainer_says_that_it_lives_and_at_the_end_that_it_ends(
     script: ScriptedBatches, source: BatchSource
 ) -> None:
-    script.fail("HoldPolicy", UnavailableError("restarting"), FencedError("Redis lost the claim"))
+    script.fail(
+        "HoldPolicy", errors.UnavailableError("restarting"), errors.FencedError("Redis lost the claim")
+    )
     with source.held(lease_s=0.1):
         eventually(lambda: len(script.holds) >= 3, what="a sign of life after failed ones")
         assert {hold.trainer_epoch for hold in script.holds} == {3}
@@ -255,9 +252,9 @@ def test_a_trainer_says_that_it_lives_and_at_the_end_that_it_ends(
     assert script.events[-1] == "release 3"
 
 
-@pytest.mark.parametrize("refusal", [FencedError("a newer trainer"), UnavailableError("gone")])
+@pytest.mark.parametrize("refusal", [errors.FencedError("a newer trainer"), errors.UnavailableError("gone")])
 def test_a_trainer_ends_as_it_does_whether_or_not_it_can_let_go(
-    script: ScriptedBatches, source: BatchSource, refusal: AstraflowError
+    script: ScriptedBatches, source: BatchSource, refusal: errors.AstraflowError
 ) -> None:
     script.fail("ReleasePolicy", refusal)
     with pytest.raises(ZeroDivisionError), source.held(lease_s=60):

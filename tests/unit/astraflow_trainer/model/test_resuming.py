@@ -44,17 +44,17 @@ def test_a_checkpoint_of_the_newest_rollback_or_later_is_where_to_go_on(
     assert pending_rollback(versions, positions, durable_step=0) is None
 
 
-@pytest.mark.parametrize(
-    ("versions", "positions", "checkpoint"),
-    [
-        (BACK, at(3), None),
-        (BACK, at(1, 3), 1),
-        (BACK, [], None),
-        (TWICE, at(4), None),
-        (TWICE, at(1, 2, 5), 2),
-        (log(None, None, None, 1, 2, 3), at(1, 2), 1),
-    ],
-)
+PENDING = [
+    (BACK, at(3), None),
+    (BACK, at(1, 3), 1),
+    (BACK, [], None),
+    (TWICE, at(4), None),
+    (TWICE, at(1, 2, 5), 2),
+    (log(None, None, None, 1, 2, 3), at(1, 2), 1),
+]
+
+
+@pytest.mark.parametrize(("versions", "positions", "checkpoint"), PENDING)
 def test_otherwise_the_newest_weights_with_the_optimizer_of_a_checkpoint_of_the_same(
     versions: Sequence[CommittedVersion], positions: Sequence[Position], checkpoint: int | None
 ) -> None:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from astraflow_trainer.model.model import PolicyModel, local_part
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where, changed
 from astraflow_trainer.publish.published import WeightCopies
-from astraflow_weights.codec.delta import encode_delta_tiles
-from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec import delta, peers
 from astraflow_weights.codec.shards import FoundChanges, KnownChanges, Shard, ShardedModel
 from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, TensorSpec
 from astraflow_weights.codec.tiles import delta as tile_delta
@@ -26,7 +25,7 @@ from support.tiny_training import MakePolicy
 def publisher(folder: Path) -> ShardPublisher:
     """Into a store of its own; two of them write the same log."""
     writer = VersionWriter.open(FileStore(folder), run_id="r", policy_id="p", epoch=1, nonce=bytes(16))
-    return ShardPublisher(writer, uploads=writer.uploads, peers=OnePeer(), base=None)
+    return ShardPublisher(writer, uploads=writer.uploads, peers=peers.OnePeer(), base=None)
 
 
 def parts(folder: Path) -> set[str]:
@@ -69,10 +68,9 @@ def test_changes_are_those_that_the_host_finds_for_every_bit_pattern(
 
 @pytest.mark.parametrize("snapshot", ["device", "host"])
 def test_versions_of_detected_changes_are_byte_for_byte_those_of_copies(
-    make_policy: MakePolicy, tmp_path: Path, snapshot: Where
+    policy: PolicyModel, tmp_path: Path, snapshot: Where
 ) -> None:
     """Through a step that changes nothing, and one that changes most."""
-    policy = make_policy()
     detected, copies = DetectedChanges(policy, snapshot=snapshot), WeightCopies(policy)
     versions = [publisher(tmp_path / name) for name in ("copied", "detected")]
     known: list[bool] = []
@@ -112,8 +110,7 @@ def test_changes_over_something_else_than_the_newest_version_are_found_anew(
     assert committed.num_changed > 0.5 * committed.num_elements
 
 
-def test_taking_again_allocates_nothing_of_the_size_of_the_model(make_policy: MakePolicy) -> None:
-    policy = make_policy()
+def test_taking_again_allocates_nothing_of_the_size_of_the_model(policy: PolicyModel) -> None:
     source = DetectedChanges(policy)
     source.take().open()
     addresses = set()
@@ -155,7 +152,7 @@ def test_tiles_of_a_shard_that_begins_anywhere_are_the_same_from_known_changes(
     knowing = ShardedModel(
         specs=(spec,), shards=target.shards, changes=KnownChanges(base_root=b"", found={"w": found})
     )
-    expected = list(encode_delta_tiles(base, target, context=context))
+    expected = list(delta.encode_delta_tiles(base, target, context=context))
     # What is known is not looked for again.
     monkeypatch.setattr(tile_delta, "scan", None)
-    assert list(encode_delta_tiles(base, knowing, context=context)) == expected
+    assert list(delta.encode_delta_tiles(base, knowing, context=context)) == expected

@@ -120,9 +120,7 @@ def hostile_body(*, num_classes: int, count: int, planes: tuple[int, int, int], 
     ],
     ids=["changes", "gaps", "runs", "sizes", "low-bits"],
 )
-def test_a_hostile_body_is_refused_before_anything_is_unfolded(
-    path: Isa | None, body: bytes, message: str
-) -> None:
+def test_a_hostile_body_is_refused_before_it_is_unfolded(path: Isa | None, body: bytes, message: str) -> None:
     populations = np.full(16, 50_000, np.uint32)
     tracemalloc.start()
     try:

@@ -20,7 +20,6 @@ from astraflow_weights.collection.collector import Stage as Reached
 from astraflow_weights.collection.retention import Roots, paths_of
 from astraflow_weights.errors import Fenced, NoPath, Unavailable, VerificationFailed
 from astraflow_weights.mirror.pull_guard import LEASE_S, PullGuard
-from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.store import ObjectStore
@@ -30,7 +29,7 @@ from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull
 from support.manual_clock import ManualClock
-from support.published_models import open_writer, read_log
+from support.published_models import new_compactor, open_writer, read_log
 from support.stepped_store import Actor, MemoryStore, Stage, SteppedStore
 from support.weight_models import KEYS, POLICY, RUN, copied
 
@@ -76,9 +75,7 @@ class World:
         publisher = ShardPublisher(
             writer, uploads=writer.uploads, peers=OnePeer(), base=base, inline_snapshots=False
         )
-        compactor = Compactor(
-            store, run_id=RUN, policy_id=POLICY, kept=publisher.kept, settings=SETTINGS, clock=self.clock
-        )
+        compactor = new_compactor(store, kept=publisher.kept, settings=SETTINGS, clock=self.clock)
         for _ in range(versions):
             version = len(writer.log.records)
             try:

@@ -55,9 +55,7 @@ def test_while_a_pull_runs_every_part_of_its_plan_is_leased(store: FileStore, lo
     assert leases(store) == []
 
 
-def test_a_plan_with_a_part_that_is_about_to_be_collected_is_planned_around(
-    store: FileStore, log: VersionLog
-) -> None:
+def test_a_plan_with_a_part_about_to_be_collected_is_avoided(store: FileStore, log: VersionLog) -> None:
     cheapest = plan_pull(log, held=1, target=3)
     bury(store, 0, cheapest.steps[0].parts[0].sha256)
     guard = PullGuard()
@@ -68,9 +66,7 @@ def test_a_plan_with_a_part_that_is_about_to_be_collected_is_planned_around(
         assert lease.parts == parts_of(plan), "the lease must name what is fetched, not what was dropped"
 
 
-def test_where_every_path_is_about_to_be_collected_one_is_tried_all_the_same(
-    store: FileStore, log: VersionLog
-) -> None:
+def test_where_every_path_is_to_be_collected_one_is_tried_anyway(store: FileStore, log: VersionLog) -> None:
     bury(store, 0, *(part.sha256 for record in log.records for part in record.snapshot or ()))
     guard = PullGuard()
     with guard.over(store, log):

@@ -59,9 +59,7 @@ def service() -> Iterator[Service]:
 @pytest.mark.parametrize(
     ("size", "asks"), [(0, False), (100, False), (SENT_AT_ONCE_BYTES, False), (SENT_AT_ONCE_BYTES + 1, True)]
 )
-def test_only_large_bodies_wait_until_they_are_wanted(
-    service: Service, tmp_path: Path, size: int, *, asks: bool
-) -> None:
+def test_only_large_bodies_wait_for_a_yes(service: Service, tmp_path: Path, size: int, *, asks: bool) -> None:
     credentials = tmp_path / "credentials"
     credentials.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
     settings = StoreSettings(

@@ -82,8 +82,6 @@ def test_changes_are_those_between_the_models(
     assert shares["model.empty"] == 0
 
 
-def test_a_version_does_not_differ_from_itself_and_nothing_is_fetched(
-    store: FileStore, log: VersionLog
-) -> None:
+def test_a_version_does_not_differ_from_itself_and_is_not_fetched(store: FileStore, log: VersionLog) -> None:
     store.delete(log.record(4).deltas[0].parts[0].key)
     assert {change.num_changed for change in changes_between(store, log, first=4, second=4, threads=2)} == {0}

@@ -50,9 +50,7 @@ CHAIN: list[Offer] = [(100, {}), (None, {0: 5}), (None, {1: 5}), (100, {2: 5}), 
         (4, 2, [(None, 0), (0, 1), (1, 2)]),
     ],
 )
-def test_the_cheapest_path_through_a_chain(
-    held: int | None, target: int, expected: list[tuple[int | None, int]]
-) -> None:
+def test_the_cheapest_of_paths(held: int | None, target: int, expected: list[tuple[int | None, int]]) -> None:
     plan = plan_pull(KnownLog(CHAIN), held=held, target=target)
     assert edges(plan) == expected
     assert plan.held == (held if not expected or expected[0][0] is not None else None)

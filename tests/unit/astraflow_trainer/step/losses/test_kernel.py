@@ -21,13 +21,7 @@ from astraflow.recipe.algorithm import (
     ProximalAnchor,
 )
 from astraflow_trainer.ranks.reductions import OneRank
-from astraflow_trainer.step.losses import (
-    LossInputs,
-    LossStatistics,
-    StepRegion,
-    policy_loss,
-    resolve_region,
-)
+from astraflow_trainer.step import losses
 from astraflow_trainer.step.losses.second_moment import MaskAbove
 
 RATIOS = [1.5, 0.5, 1.0, 1.1, 0.7]
@@ -36,7 +30,7 @@ BEHAVIOR = [-2.0, -1.0, -0.5, -3.0, -1.5]
 
 
 def _loss(
-    region: StepRegion | None = None,
+    region: losses.StepRegion | None = None,
     *,
     ratios: list[float] = RATIOS,
     advantages: list[float] = ADVANTAGES,
@@ -46,11 +40,11 @@ def _loss(
     rows: list[int] | None = None,
     proximal: list[float] | None = None,
     reference: list[float] | None = None,
-) -> tuple[float, list[float], LossStatistics]:
+) -> tuple[float, list[float], losses.LossStatistics]:
     """Value, gradient in the log-probs, and statistics; each token weighs 1 unless told."""
     logprobs = torch.tensor(behavior) + torch.tensor(ratios).log()
     logprobs.requires_grad_()
-    inputs = LossInputs(
+    inputs = losses.LossInputs(
         row_N=torch.tensor(rows or [0] * len(ratios)),
         num_rows=max(rows or [0]) + 1,
         advantage_N=torch.tensor(advantages),
@@ -61,7 +55,7 @@ def _loss(
     )
     region = NoTrustRegion() if region is None else region
     settings = settings or AlgorithmSettings(loss=NoTrustRegion())
-    loss, statistics = policy_loss(logprobs, inputs=inputs, region=region, settings=settings)
+    loss, statistics = losses.policy_loss(logprobs, inputs=inputs, region=region, settings=settings)
     loss.backward()
     assert logprobs.grad is not None
     return float(loss.detach()), logprobs.grad.tolist(), statistics
@@ -69,9 +63,9 @@ def _loss(
 
 def _resolved(
     settings: AlgorithmSettings, logprobs: torch.Tensor, behavior: torch.Tensor, advantages: torch.Tensor
-) -> StepRegion:
+) -> losses.StepRegion:
     """The bounds of a step of these tokens."""
-    return resolve_region(
+    return losses.resolve_region(
         logprobs, behavior_N=behavior, advantage_N=advantages, settings=settings, ranks=OneRank()
     )
 
@@ -132,14 +126,16 @@ def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
     logprobs = (behavior + torch.tensor([1e-4, -2e-4, 2e-4])).requires_grad_()
     sequence = (logprobs - behavior).mean().exp() * -1.7
     (expected,) = torch.autograd.grad(sequence, [logprobs])
-    inputs = LossInputs(
+    inputs = losses.LossInputs(
         row_N=torch.zeros(3, dtype=torch.int64),
         num_rows=1,
         advantage_N=torch.full((3,), 1.7),
         weight_N=torch.full((3,), 1 / 3),
         behavior_N=behavior,
     )
-    loss, _ = policy_loss(logprobs, inputs=inputs, region=Gspo(), settings=AlgorithmSettings(loss=Gspo()))
+    loss, _ = losses.policy_loss(
+        logprobs, inputs=inputs, region=Gspo(), settings=AlgorithmSettings(loss=Gspo())
+    )
     (gradient,) = torch.autograd.grad(loss, [logprobs])
     torch.testing.assert_close(gradient, expected)
 
@@ -174,14 +170,14 @@ def test_proximal_anchor_without_its_log_probs_is_refused() -> None:
         _loss(settings=settings)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "estimate", "slope"),
-    [
-        (KlEstimator.K1, -0.5, 1.0),
-        (KlEstimator.K2, 0.125, -0.5),
-        (KlEstimator.K3, math.exp(0.5) - 1.5, 1 - math.exp(0.5)),
-    ],
-)
+KL_TERMS = [
+    (KlEstimator.K1, -0.5, 1.0),
+    (KlEstimator.K2, 0.125, -0.5),
+    (KlEstimator.K3, math.exp(0.5) - 1.5, 1 - math.exp(0.5)),
+]
+
+
+@pytest.mark.parametrize(("estimator", "estimate", "slope"), KL_TERMS)
 def test_kl_term_is_added_with_its_coefficient(estimator: KlEstimator, estimate: float, slope: float) -> None:
     kl = KlSettings(coefficient=0.1, estimator=estimator, reference=KlReference.MODEL)
     value, gradient, statistics = _loss(
@@ -249,19 +245,19 @@ def test_m2po_takes_bounds_over_tokens_that_moved_away_only() -> None:
     assert region == PpoClip(low=1.0, high=1e5)
 
 
-@pytest.mark.parametrize(
-    ("name", "golden"),
-    [
-        ("none", 1.848),
-        ("ppo_clip", 9.038),
-        ("dual_clip", 7.038),
-        ("m2po", 8.548),
-        ("m2po_clip", 9.994),
-        ("m2po_mask", 1.998),
-        ("gspo", 6.02972),
-        ("cispo", 7.42901),
-    ],
-)
+GOLDEN = [
+    ("none", 1.848),
+    ("ppo_clip", 9.038),
+    ("dual_clip", 7.038),
+    ("m2po", 8.548),
+    ("m2po_clip", 9.994),
+    ("m2po_mask", 1.998),
+    ("gspo", 6.02972),
+    ("cispo", 7.42901),
+]
+
+
+@pytest.mark.parametrize(("name", "golden"), GOLDEN)
 def test_a_loss_by_name_has_its_value_on_a_fixed_batch(name: str, golden: float) -> None:
     """Tokens far off and near, pushed up and down. Other bounds than published ones change it."""
     settings = AlgorithmSettings.model_validate({"loss": name})
