@@ -37,24 +37,9 @@ new_compactor = partial(Compactor, run_id=RUN, policy_id=POLICY)
 class ModelPublisher(ShardPublisher):
     """The product's publisher as a group of one rank, which takes whole models, too."""
 
-    def __init__(
-        self,
-        writer: VersionWriter,
-        *,
-        base: Model | None = None,
-        assets: Sequence[Path] = (),
-        context: bool = False,
-        inline_snapshots: bool = True,
-    ) -> None:
-        super().__init__(
-            writer,
-            uploads=writer.uploads,
-            peers=OnePeer(),
-            base=None if base is None else whole(base),
-            assets=assets,
-            context=context,
-            inline_snapshots=inline_snapshots,
-        )
+    def __init__(self, writer: VersionWriter, *, base: Model | None = None, **options: Any) -> None:
+        shards = None if base is None else whole(base)
+        super().__init__(writer, uploads=writer.uploads, peers=OnePeer(), base=shards, **options)
 
     def publish(
         self, model: Model | ShardedModel, *, step: int, learning_rate: float | None = None
@@ -93,15 +78,14 @@ class PublishedModels:
         settings: PublishSettings | None = None,
         clock: Clock | None = None,
         density: float = 0.02,
-        assets: Sequence[Path] = (),
-        inline_snapshots: bool = True,
+        **options: Any,
     ) -> None:
         self.store = store
         self.settings = settings
         self.density = density
         self.models: list[dict[str, Array]] = []
         self.writer = open_writer(store, settings=settings, clock=clock)
-        self.publisher = ModelPublisher(self.writer, assets=assets, inline_snapshots=inline_snapshots)
+        self.publisher = ModelPublisher(self.writer, **options)
 
     def publish(self, model: dict[str, Array] | None = None) -> None:
         """Publish a model, or else what training makes of the newest one, as the next step."""
@@ -127,18 +111,9 @@ class PublishedModels:
         return result
 
 
-def open_writer(
-    store: ObjectStore,
-    epoch: int = 1,
-    *,
-    nonce: bytes | None = None,
-    settings: PublishSettings | None = None,
-    clock: Clock | None = None,
-) -> VersionWriter:
-    """The writer of an epoch."""
-    return VersionWriter.open(
-        store, run_id=RUN, policy_id=POLICY, epoch=epoch, nonce=nonce, settings=settings, clock=clock
-    )
+def open_writer(store: ObjectStore, epoch: int = 1, **options: Any) -> VersionWriter:
+    """The writer of an epoch; `options` are those of `VersionWriter.open`."""
+    return VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch, **options)
 
 
 def steps(count: int, *, density: float = 0.01, seed: int = 0) -> list[dict[str, Array]]:
@@ -154,12 +129,10 @@ def publish_all(publisher: ModelPublisher, models: Sequence[Model]) -> list[Comm
     return [publisher.publish(model, step=step) for step, model in enumerate(models)]
 
 
-def published(
-    store: ObjectStore, count: int, *, settings: PublishSettings | None = None, density: float = 0.01
-) -> list[dict[str, Array]]:
+def published(store: ObjectStore, count: int, **options: Any) -> list[dict[str, Array]]:
     """Versions 0 to `count` - 1 of the first writer; their models."""
-    models = steps(count, density=density)
-    publish_all(ModelPublisher(open_writer(store, settings=settings)), models)
+    models = steps(count)
+    publish_all(ModelPublisher(open_writer(store, **options)), models)
     return models
 
 
