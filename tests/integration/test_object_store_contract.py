@@ -394,10 +394,10 @@ def test_a_store_that_sends_wrong_parts_leaves_the_old_version(net: BadNetwork, 
     assert same_model(mirror.load(), models[0])
 
 
-def test_versions_are_published_once_over_a_bad_network(net: BadNetwork, tmp_path: Path) -> None:
+def test_versions_are_published_once_over_a_bad_network(net: BadNetwork) -> None:
     publisher, models = ModelPublisher(open_writer(net.faulty, epoch=1)), steps(4)
     for step, fault in enumerate([Fault.LOST, 503, Fault.RESET, Fault.LATE]):
         net.proxy.faults = [fault]
         assert publisher.publish(models[step], step=step).version == step
     assert len(read_log(net.honest).records) == 4
-    assert same_model(pulled(net.honest, tmp_path / "mirror", 3), models[3])
+    assert same_model(pulled(net.honest, 3), models[3])

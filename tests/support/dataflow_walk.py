@@ -193,25 +193,22 @@ class Walk:
         audit, account = await self.world.dataflow.reporting.recount(context)
         assert account.conservation_error == 0, account
         assert set(drift(audit, trained_in_log=account.trained).values()) == {0}
-        counted = {
-            name: self.trajectories[name] for name, outcome in self.outcomes.items() if outcome in COUNTED
-        }
+        ends = self.outcomes.items()
+        counted = {name: self.trajectories[name] for name, outcome in ends if outcome in COUNTED}
         assert account.ingested == sum(counted.values())
         assert account.trained == sum(map(len, self.trained.values()))
         assert account.dropped.get("skipped", 0) == sum(map(len, self.skipped.values()))
-        kept = sum(counted[name] for name, outcome in self.outcomes.items() if outcome in KEPT)
-        at_the_door = sum(
-            account.dropped.get(reason, 0) for reason in ("superseded", "fenced", "late_closed", "poison")
-        )
+        kept = sum(counted[name] for name, outcome in ends if outcome in KEPT)
+        turned_away = ("superseded", "fenced", "late_closed", "poison")
+        at_the_door = sum(account.dropped.get(reason, 0) for reason in turned_away)
         assert account.ingested - at_the_door == kept
 
     async def check_traces(self) -> None:
         """The traces of all tasks, put together, say the same as the counts."""
         found: Counter[str] = Counter()
+        context = await self.world.dataflow.registry.get("run")
         for task_id in {episode.task_id for _, episode in self.pushed}:
-            trace = await self.world.dataflow.reporting.trace(
-                await self.world.dataflow.registry.get("run"), task_id
-            )
+            trace = await self.world.dataflow.reporting.trace(context, task_id)
             assert not trace.truncated
             for item in trace.trajectories:
                 place = trace_pb2.TrajectoryPlace.Name(item.place).removeprefix("TRAJECTORY_PLACE_").lower()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from astraflow_weights.errors import ObjectNotFound, Unavailable
 from astraflow_weights.store import ObjectInfo, PutResult
@@ -164,29 +164,9 @@ class SteppedStore:
             raise Unavailable(f"no answer to the PUT of {key}")
         return result
 
-    def put(self, key: str, data: bytes) -> None:
-        """Overwrite."""
-        self._on_turn(lambda: self._stage.store.put(key, data))
-
-    def get(self, key: str) -> bytes:
-        """Content."""
-        return self._on_turn(lambda: self._stage.store.get(key))
-
-    def get_range(self, key: str, *, start: int, length: int) -> bytes:
-        """Part of the content."""
-        return self._on_turn(lambda: self._stage.store.get_range(key, start=start, length=length))
-
-    def head(self, key: str) -> ObjectInfo:
-        """Size."""
-        return self._on_turn(lambda: self._stage.store.head(key))
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Objects in order."""
-        return self._on_turn(lambda: self._stage.store.list(prefix, after=after))
-
-    def delete(self, key: str) -> None:
-        """Remove."""
-        self._on_turn(lambda: self._stage.store.delete(key))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(self._stage.store, name)
+        return lambda *args, **options: self._on_turn(lambda: operation(*args, **options))
 
     def _on_turn(self, operation: Callable[[], T]) -> T:
         actor, turn = self._actor, self._stage.turn

@@ -68,9 +68,7 @@ class TrainerProcess:
         self.failpoints_log = folder / f"{name}.failpoints.jsonl"
         self._log = folder / f"{name}.log"
         self._address_file = folder / f"{name}.json"
-        self._address = address
-        self._run_id = run_id
-        self._policy = policy
+        self._options = {"join": address, "run_id": run_id, "policy": policy}
         self._process: ForkServerProcess | None = None
 
     @property
@@ -92,10 +90,7 @@ class TrainerProcess:
     def start(self, *, failpoints: str = "") -> None:
         """Start another life with these failpoints armed; returns at once."""
         self._address_file.unlink(missing_ok=True)
-        options = {
-            "join": self._address,
-            "run_id": self._run_id,
-            "policy": self._policy,
+        options = self._options | {
             "work_dir": str(self.work_dir),
             "failpoints": failpoints,
             "failpoints_log": str(self.failpoints_log),
@@ -199,10 +194,8 @@ async def create_run(
         recipe_yaml=parse_recipe(text, overrides=overrides).yaml_text,
         store_uri=(folder / f"{name}.store").as_uri(),
     )
-    request = run_service_pb2.CreateRunRequest(run=run)
-    created = (await world.client.call(world.client.runs.CreateRun, request)).run
-    world.run_id = created.run_id
-    return created
+    world.run_id = name
+    return (await world.ask(run_service_pb2.CreateRunResponse, run=run)).run
 
 
 @asynccontextmanager
