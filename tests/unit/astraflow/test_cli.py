@@ -12,6 +12,14 @@ import astraflow
 from astraflow import cli, errors
 from support.cli import Ended, run
 
+RAISES = """
+import typer
+from astraflow import errors
+app = typer.Typer()
+@app.command()
+def extra(): raise {}
+"""
+
 
 @pytest.fixture
 def add_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
@@ -53,10 +61,8 @@ def test_a_command_is_where_the_table_says(name: str) -> None:
     assert found.origin is not None
     # Read, not imported: some of them load torch.
     tree = ast.parse(Path(found.origin).read_text())
-    assigned = [
-        ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
-    ]
-    assert "app" in assigned
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    assert "app" in [ast.unparse(target) for node in assigned for target in node.targets]
 
 
 @pytest.mark.parametrize(
@@ -95,17 +101,11 @@ def test_a_module_of_ours_that_is_missing_is_a_defect_and_not_told_as_a_dependen
 def test_a_known_error_ends_with_its_message_and_status(
     add_command: Callable[..., None], kind: type[errors.AstraflowError], status: int
 ) -> None:
-    add_command(
-        "import typer\n"
-        "from astraflow import errors\n"
-        "app = typer.Typer(add_completion=False)\n"
-        "@app.command()\n"
-        "def extra(): raise errors." + kind.__name__ + "('3 exceeds 2; lower it')\n"
-    )
+    add_command(RAISES.format(f"errors.{kind.__name__}('3 exceeds 2; lower it')"))
     assert run("extra") == Ended(status, "", f"{kind.reason}: 3 exceeds 2; lower it\n")
 
 
 def test_a_defect_keeps_its_traceback(add_command: Callable[..., None]) -> None:
-    add_command("import typer\napp = typer.Typer()\n@app.command()\ndef extra(): raise KeyError('gone')\n")
+    add_command(RAISES.format("KeyError('gone')"))
     with pytest.raises(KeyError, match="gone"):
         run("extra")

@@ -16,12 +16,8 @@ TOKENS = st.lists(
 
 def _columns(tokens: list[tuple[int, bool, float]]) -> Columns:
     ids, mask, logprobs = zip(*tokens, strict=True)
-    return Columns(
-        np.array(ids, dtype=np.int32),
-        np.array(mask, dtype=bool),
-        np.array(logprobs, dtype=np.float32),
-        ((0, len(ids), 3),),
-    )
+    columns = np.array(ids, np.int32), np.array(mask, bool), np.array(logprobs, np.float32)
+    return Columns(*columns, ((0, len(ids), 3),))
 
 
 @given(TOKENS)
@@ -29,9 +25,8 @@ def test_columns_survive_the_wire(tokens: list[tuple[int, bool, float]]) -> None
     sent = _columns(tokens)
     wire = encode_columns(sent, trajectory_id="t").SerializeToString()
     received = decode_columns(trajectory_pb2.Trajectory.FromString(wire))
-    np.testing.assert_array_equal(received.token_ids, sent.token_ids)
-    np.testing.assert_array_equal(received.loss_mask, sent.loss_mask)
-    np.testing.assert_array_equal(received.logprobs, sent.logprobs)
+    for column in ("token_ids", "loss_mask", "logprobs"):
+        np.testing.assert_array_equal(getattr(received, column), getattr(sent, column))
     assert received.version_spans == sent.version_spans
 
 

@@ -42,9 +42,10 @@ def test_a_wait_that_is_rarely_seen_bounds_nothing() -> None:
     assert "20%" in verdict.sentence
 
 
-@pytest.mark.parametrize(
-    "reason", ["no_node", "no_capable_node", "no_version", "no_trainer", "dataset_exhausted"]
-)
+STUCK = ["no_node", "no_capable_node", "no_version", "no_trainer", "dataset_exhausted"]
+
+
+@pytest.mark.parametrize("reason", STUCK)
 def test_a_stage_that_cannot_move_by_itself_blocks_whatever_else_waits(reason: str) -> None:
     blocking = pb.Wait(stage="lease", reason=reason)
     verdict = find_bottleneck([[GROUPS], [GROUPS], [GROUPS, blocking]], over_s=3.0)
