@@ -9,9 +9,8 @@ from astraflow.columns import Columns, decode_columns, encode_columns, pack_mask
 from astraflow.errors import InvalidTrajectoryError
 from astraflow.rollout.v1 import trajectory_pb2
 
-TOKENS = st.lists(
-    st.tuples(st.integers(0, 2**31 - 1), st.booleans(), st.floats(-50, 0, width=32)), min_size=1, max_size=70
-)
+TOKEN = st.tuples(st.integers(0, 2**31 - 1), st.booleans(), st.floats(-50, 0, width=32))
+TOKENS = st.lists(TOKEN, min_size=1, max_size=70)
 
 
 def _columns(tokens: list[tuple[int, bool, float]]) -> Columns:

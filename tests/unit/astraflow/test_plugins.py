@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from astraflow import plugins, trajectories
 
-OWN = {
-    name: kind for name, kind in vars(plugins).items() if getattr(kind, "__module__", "") == plugins.__name__
-}
+HERE = plugins.__name__
+OWN = {name: kind for name, kind in vars(plugins).items() if getattr(kind, "__module__", "") == HERE}
 PROTOCOLS = {name: kind for name, kind in OWN.items() if getattr(kind, "_is_protocol", False)}
 VALUES: dict[str, Any] = dict(inspect.getmembers(plugins, dataclasses.is_dataclass))
 ERRORS = {name for name, kind in OWN.items() if isinstance(kind, type) and issubclass(kind, Exception)}
@@ -105,9 +104,8 @@ def test_whatever_a_workflow_adds_the_columns_stay_aligned_and_pass_the_checker(
     for token, sampled, logprob in zip(built.token_ids, built.loss_mask, built.logprobs, strict=True):
         assert (sampled, logprob) == ((True, -float(token)) if token >= SAMPLED else (False, 0.0))
     for span in built.version_spans:
-        assert {policy.version_of[token] for token in built.token_ids[span.start : span.end]} == {
-            span.version
-        }
+        tokens = built.token_ids[span.start : span.end]
+        assert {policy.version_of[token] for token in tokens} == {span.version}
     roles = [span.role for span in built.turn_spans for _ in range(span.start, span.end)]
     assert [role == "assistant" for role in roles] == list(built.loss_mask)
     assert (built.role, built.finish_reason, built.metrics) == ("player", "stop", {"turns": 2})

@@ -59,9 +59,7 @@ def test_without_any_run_the_ways_to_name_one_are_told(tmp_path: Path) -> None:
         find_server(None, data_dir=tmp_path, runs=tmp_path)
 
 
-def test_a_run_that_has_ended_is_told_as_such_and_where_its_traces_lie(
-    tmp_path: Path, ended_pid: int
-) -> None:
+def test_a_run_that_has_ended_is_told_and_where_its_traces_are(tmp_path: Path, ended_pid: int) -> None:
     publish(tmp_path / "a", port=1, pid=ended_pid)
     told = rf"has ended.*{ended_pid}.*support-bundle --data-dir"
     with pytest.raises(UnavailableError, match=told) as error:
