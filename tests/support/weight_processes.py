@@ -69,13 +69,9 @@ def publish(store: ObjectStore, *, epoch: int, versions: int = MANY, collecting:
 
 def collector_of(store: ObjectStore) -> Collector:
     """A collector without a grace."""
-    return Collector(
-        store,
-        run_id=RUN,
-        policy_id=POLICY,
-        roots=lambda: Roots(pinned=frozenset([PINNED])),
-        settings=CollectionSettings(keep_snapshots=2, grace_s=0),
-    )
+    roots = Roots(pinned=frozenset([PINNED]))
+    settings = CollectionSettings(keep_snapshots=2, grace_s=0)
+    return Collector(store, run_id=RUN, policy_id=POLICY, roots=lambda: roots, settings=settings)
 
 
 def collect(store: ObjectStore, *, versions: int) -> None:
