@@ -1,8 +1,8 @@
 """What a rollout node relies on in an inference engine's HTTP API, as a table of checks.
 
-Each check takes an `EngineUnderTest` and knows nothing of who serves it: the embedded engine runs all of
-them in `tests/contract/test_engine_http.py`; pointed at the URL of a real SGLang, the same table tells
-whether a node can use it. Checks leave the engine idle, unpaused and on the weights they found.
+Each check takes an `EngineUnderTest` and knows nothing of who serves it: `tests/contract/test_engine_http.py` runs all
+of them against the embedded engine and against SGLang. Checks leave the engine idle, unpaused and on the weights they
+found. A token outside the vocabulary is not among the bad calls: SGLang 0.5.20 dies of it, so a node never sends one.
 """
 
 import json
@@ -233,7 +233,6 @@ def check_flush_cache(engine: EngineUnderTest) -> None:
 
 
 BAD_GENERATE: dict[str, Json] = {
-    "a token outside the vocabulary": {"input_ids": [5, 10**6]},
     "no prompt": {},
     "an empty prompt": {"input_ids": []},
     "a negative temperature": {"input_ids": [5], "sampling_params": {"temperature": -1.0}},

@@ -186,10 +186,15 @@ def bury(store: ObjectStore, number: int, *names: bytes) -> None:
 
 
 def new_collector(
-    store: ObjectStore, clock: Clock, roots: Callable[[], Roots], *, keep_snapshots: int = 2
+    store: ObjectStore,
+    clock: Clock | None,
+    roots: Callable[[], Roots],
+    *,
+    keep_snapshots: int = 2,
+    grace_s: float = GRACE_S,
 ) -> Collector:
-    """A collector of the policy whose grace is `GRACE_S`."""
-    settings = CollectionSettings(keep_snapshots=keep_snapshots, grace_s=GRACE_S)
+    """A collector of the policy."""
+    settings = CollectionSettings(keep_snapshots=keep_snapshots, grace_s=grace_s)
     return Collector(store, run_id=RUN, policy_id=POLICY, roots=roots, settings=settings, clock=clock)
 
 

@@ -21,7 +21,7 @@ from astraflow_weights.collection.retention import Roots, paths_of
 from astraflow_weights.errors import Fenced, NoPath, Unavailable, VerificationFailed
 from astraflow_weights.mirror.pull_guard import LEASE_S, PullGuard
 from astraflow_weights.publish.shard_publisher import ShardPublisher
-from astraflow_weights.settings import CollectionSettings, PublishSettings
+from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.inspection import build_version
 from astraflow_weights.versions.intents import INTENT_S
@@ -29,12 +29,11 @@ from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull
 from support.manual_clock import ManualClock
-from support.published_models import new_compactor, open_writer, read_log
+from support.published_models import new_collector, new_compactor, open_writer, read_log
 from support.stepped_store import Actor, MemoryStore, Stage
-from support.weight_models import KEYS, POLICY, RUN, copied
+from support.weight_models import KEYS, copied
 
 SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100, upload_threads=1)
-COLLECTION = CollectionSettings(keep_snapshots=2, grace_s=0)
 MODELS: list[dict[str, Array]] = [
     {"w": np.arange(64, dtype=np.uint16) + np.uint16(3 * index), "b": np.full(3, index, dtype=np.uint8)}
     for index in range(5)
@@ -124,14 +123,7 @@ class World:
 
     def collector(self, store: ObjectStore) -> Collector:
         """A collector that knows the pins."""
-        return Collector(
-            store,
-            run_id=RUN,
-            policy_id=POLICY,
-            roots=lambda: Roots(pinned=frozenset(self.pins)),
-            settings=COLLECTION,
-            clock=self.clock,
-        )
+        return new_collector(store, self.clock, lambda: Roots(pinned=frozenset(self.pins)), grace_s=0)
 
     def happen(self, event: str) -> None:
         """Time passes, a PUT that was given up arrives, or an operator pins something else."""
