@@ -362,9 +362,7 @@ async def test_an_rpc_that_the_contract_declares_missing_names_what_is_missing(c
     ],
     ids=["lacks an rpc", "has a missing one", "has an rpc without roles"],
 )
-async def test_a_servicer_other_than_its_contract_stops_the_server_from_starting(
-    registration: Registration, complaint: str
-) -> None:
+async def test_a_servicer_unlike_its_contract_is_refused(registration: Registration, complaint: str) -> None:
     with pytest.raises(ContractError, match=complaint):
         await made(registration).start()
 

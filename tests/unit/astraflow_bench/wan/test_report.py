@@ -43,9 +43,7 @@ def test_a_whole_model_is_measured_against_the_rate() -> None:
         (arrival(1.0, fetched=40), None, False),
     ],
 )
-def test_a_merged_delta_is_used_if_nothing_else_came(
-    found: Arrival, merged: int | None, *, used: bool
-) -> None:
+def test_a_merged_delta_is_used_if_it_came_alone(found: Arrival, merged: int | None, *, used: bool) -> None:
     figures = wan.report.lag_figures("local", found, {"delta_bytes": [10] * 8, "merged_bytes": merged})
     assert figures["used_merged"] is used
     assert figures["over_sum"] == found.fetched_bytes / 80

@@ -206,9 +206,7 @@ def test_a_torn_tile_whose_slot_is_lost_is_fetched_alone(world: World) -> None:
     assert world.holds(2)
 
 
-def test_damage_that_the_store_cannot_mend_now_is_mended_later(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_that_cannot_be_mended_now_is_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     mirror = world.mirror_at(1)
     world.rot(0)
     monkeypatch.setattr(world.store, "get_range", lambda key, **_: lost(key))

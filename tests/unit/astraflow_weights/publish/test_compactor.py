@@ -230,7 +230,7 @@ Compactor(FileStore(folder / "store"), run_id=run, policy_id=policy, kept=None).
     ("window", "made"),
     [("weights.compaction.parts_uploaded", []), ("weights.compaction.visible", [(0, 8)])],
 )
-def test_a_killed_compactor_leaves_a_whole_log(
+def test_a_killed_compactor_tears_nothing(
     eight: World, tmp_path: Path, window: str, made: list[tuple[int, int]]
 ) -> None:
     command = [sys.executable, "-c", _COMPACTOR, str(tmp_path), RUN, POLICY, window]

@@ -239,7 +239,7 @@ def test_an_asset_cannot_replace_the_weights(writer: VersionWriter, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("deltas", "next_delta", "expected"),
+    ("deltas", "following", "due"),
     [
         ([], None, True),
         ([], 10, False),
@@ -250,14 +250,14 @@ def test_an_asset_cannot_replace_the_weights(writer: VersionWriter, tmp_path: Pa
         ([1, 1], 1, False),
     ],
 )
-def test_a_snapshot_is_due_by_bytes_or_by_number(
-    store: FaultyStore, deltas: list[int], next_delta: int | None, expected: bool
+def test_a_snapshot_is_due_by_bytes_or_number(
+    store: FaultyStore, deltas: list[int], following: int | None, due: bool
 ) -> None:
     settings = PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=0.5)
     writer = published_models.open_writer(store, 1, settings=settings)
-    if next_delta is not None:
+    if following is not None:
         writer.commit(step=0, tensors=tensors(0), snapshot=(log_records.part_ref(100),))
     for version, size_bytes in enumerate(deltas, start=1):
         delta = DeltaRef(base_version=version - 1, parts=(log_records.part_ref(size_bytes),))
         writer.commit(step=version, tensors=tensors(version), deltas=(delta,))
-    assert writer.wants_snapshot(delta_bytes=next_delta) is expected
+    assert writer.wants_snapshot(delta_bytes=following) is due
