@@ -32,9 +32,8 @@ LOOK_UPS = list(LOOK_UP.finditer(TABLE))
 def folders(package: str) -> set[str]:
     """The folders with code right below a package."""
     code = [path for path in tracked_files() if path.suffix in (".py", ".pyi", ".lua", ".c")]
-    inside = [
-        path.relative_to(REPOSITORY / package) for path in code if path.is_relative_to(REPOSITORY / package)
-    ]
+    root = REPOSITORY / package
+    inside = [path.relative_to(root) for path in code if path.is_relative_to(root)]
     return {f"{path.parts[0]}/" for path in inside if len(path.parts) > 1}
 
 

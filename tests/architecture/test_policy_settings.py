@@ -17,12 +17,8 @@ RESOLVER = "clients/python/astraflow/recipe/settings.py"
 
 
 def test_settings_of_a_policy_are_read_resolved() -> None:
-    wrong = [
-        f"{module.name}:{found}"
-        for module in source_modules()
-        if module.name != RESOLVER
-        for found in direct_reads(module.tree)
-    ]
+    readers = [module for module in source_modules() if module.name != RESOLVER]
+    wrong = [f"{module.name}:{found}" for module in readers for found in direct_reads(module.tree)]
     assert not wrong, f"read these from `recipe.policy(policy_id)`: {wrong}"
 
 

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -25,28 +25,14 @@ FAST = HostSettings(start_timeout_s=5.0, stall_s=0.1, first_backoff_s=0.01, watc
 CALL = generate_call()
 
 
-@dataclass
-class FakeProcess:
-    """Stands where a child process is."""
-
-    engine: FakeEngine
-    exited: asyncio.Event = field(default_factory=asyncio.Event)
-    healthy: bool = True
-    has_ended: bool = False
-
-    async def wait_healthy(self, *, timeout_s: float) -> None:
-        if not self.healthy:
-            raise EngineUnavailable("it never became healthy")
-
-    async def ended(self) -> int:
-        await self.exited.wait()
-        return -9
-
-    async def end(self) -> None:
-        self.has_ended = True
-
-    def log_tail(self) -> str:
-        return "out of memory"
+def fake_process(version: int, *, is_sick: bool) -> Mock:
+    """Stands where a child process is; it has ended once `exited` is set."""
+    process = Mock(engine=FakeEngine(version=version), exited=asyncio.Event(), end=AsyncMock())
+    process.wait_healthy = AsyncMock(
+        side_effect=EngineUnavailable("it never became healthy") if is_sick else None
+    )
+    process.ended = process.exited.wait
+    return process
 
 
 class Setup:
@@ -56,13 +42,13 @@ class Setup:
         self.policy = ServedPolicy("solver")
         source = BytelessWeights(write_tokenizer(folder))
         self.sync = WeightSync(self.policy, source=source, metrics=Metrics(), evaluation_hold_s=1.0)
-        self.started: list[tuple[int, FakeProcess]] = []
+        self.started: list[tuple[int, Mock]] = []
         self.num_sick = 0
         parts: Any = (self.policy, self.sync, self.launch)
         self.host = ChildHost(*parts, settings=FAST, metrics=Metrics())
 
-    async def launch(self, *, model_dir: Path, version: int) -> FakeProcess:
-        process = FakeProcess(FakeEngine(version=version), healthy=self.num_sick == 0)
+    async def launch(self, *, model_dir: Path, version: int) -> Mock:
+        process = fake_process(version, is_sick=self.num_sick > 0)
         self.num_sick = max(0, self.num_sick - 1)
         self.started.append((version, process))
         return process
@@ -70,7 +56,7 @@ class Setup:
     def announce(self, version: int) -> None:
         self.sync.announce(version_pb2.Version(policy_id="solver", version=version))
 
-    async def engines(self, number: int) -> FakeProcess:
+    async def engines(self, number: int) -> Mock:
         await eventually(lambda: len(self.started) >= number, what=f"engine {number} is started")
         await eventually(lambda: self.policy.engine, what=f"engine {number} is up")
         return self.started[number - 1][1]
@@ -94,7 +80,7 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
 
 
 @pytest.fixture
-async def first(setup: Setup) -> FakeProcess:
+async def first(setup: Setup) -> Mock:
     """The first engine, which serves version 0."""
     setup.announce(0)
     return await setup.engines(1)
@@ -110,17 +96,17 @@ async def test_no_engine_is_started_before_there_are_weights(setup: Setup) -> No
     assert setup.host.waiting_for == ""
 
 
-async def test_a_dead_engine_is_replaced_with_the_served_weights(setup: Setup, first: FakeProcess) -> None:
+async def test_a_dead_engine_is_replaced_with_the_served_weights(setup: Setup, first: Mock) -> None:
     setup.announce(1)
     await eventually(lambda: setup.policy.version == 1, what="version 1 serves")
     first.exited.set()
     await setup.engines(2)
     assert [version for version, _ in setup.started] == [0, 1]
-    assert first.has_ended
+    assert first.end.called
     assert setup.host.num_restarts == 1
 
 
-async def test_calls_wait_for_the_next_engine(setup: Setup, first: FakeProcess) -> None:
+async def test_calls_wait_for_the_next_engine(setup: Setup, first: Mock) -> None:
     setup.num_sick = 1
     first.exited.set()
     await eventually(lambda: setup.policy.engine is None, what="the engine is lost")
@@ -141,7 +127,7 @@ async def test_an_engine_that_never_comes_up_ends_the_node(tmp_path: Path) -> No
     assert setup.host.num_restarts == 5
 
 
-async def test_a_silent_engine_that_cannot_prove_health_is_replaced(setup: Setup, first: FakeProcess) -> None:
+async def test_a_silent_engine_that_cannot_prove_health_is_replaced(setup: Setup, first: Mock) -> None:
     first.engine.may_answer.clear()
     waiting = asyncio.create_task(setup.policy.generate(CALL, key="task"))
     await asyncio.sleep(0.3)
@@ -149,21 +135,21 @@ async def test_a_silent_engine_that_cannot_prove_health_is_replaced(setup: Setup
     assert len(setup.started) == 1
     first.engine.up = False
     await eventually(lambda: len(setup.started) == 2, what="the stuck engine is replaced")
-    assert first.has_ended
+    assert first.end.called
     first.engine.may_answer.set()
     with pytest.raises(EngineUnavailable):
         await waiting
 
 
-async def test_an_idle_engine_is_left_alone(setup: Setup, first: FakeProcess) -> None:
+async def test_an_idle_engine_is_left_alone(setup: Setup, first: Mock) -> None:
     first.engine.up = False
     await asyncio.sleep(0.3)
     assert len(setup.started) == 1
 
 
-async def test_stopping_ends_the_engine(setup: Setup, first: FakeProcess) -> None:
+async def test_stopping_ends_the_engine(setup: Setup, first: Mock) -> None:
     await setup.host.stop(deadline_s=2.0)
-    assert first.has_ended
+    assert first.end.called
     assert setup.policy.engine is None
 
 
