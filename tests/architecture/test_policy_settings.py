@@ -41,12 +41,8 @@ def third(joined):
 
 def direct_reads(tree: ast.AST) -> Iterator[str]:
     """Line and text of each read of such a key from the recipe's own sections."""
-    sections = {
-        ast.unparse(target): section
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and (section := _section(node.value))
-        for target in node.targets
-    }
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    sections = {ast.unparse(target): _section(node.value) for node in assigned for target in node.targets}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             section = _section(node.value) or sections.get(ast.unparse(node.value), "")

@@ -28,9 +28,8 @@ CALL = generate_call()
 def fake_process(version: int, *, is_sick: bool) -> Mock:
     """Stands where a child process is; it has ended once `exited` is set."""
     process = Mock(engine=FakeEngine(version=version), exited=asyncio.Event(), end=AsyncMock())
-    process.wait_healthy = AsyncMock(
-        side_effect=EngineUnavailable("it never became healthy") if is_sick else None
-    )
+    fault = EngineUnavailable("it never became healthy") if is_sick else None
+    process.wait_healthy = AsyncMock(side_effect=fault)
     process.ended = process.exited.wait
     return process
 
