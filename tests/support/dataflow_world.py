@@ -126,14 +126,13 @@ def recipe_text(
     """A recipe with small groups; `dataflow` and `raas` override single keys."""
     sizes = {"group_size": 2, "groups_per_step": 2, "max_staleness": 1, "lease_ttl_s": 20, "max_attempts": 3}
     merged = sizes | {"evaluation": "{every_versions: 0, num_samples: 2, final_samples: 2}"} | dataflow
+    work = {"reward": f"{__name__}:Zero", **(raas or {})}
     text = RECIPE.format(
         name=name,
         dataset=dataset if ":" in dataset else f"{__name__}:{dataset}",
         policies="\n".join(POLICY.format(name=policy) for policy in policies),
         dataflow=", ".join(f"{key}: {value}" for key, value in merged.items()),
-        raas=", ".join(
-            f"{key}: {value}" for key, value in {"reward": f"{__name__}:Zero", **(raas or {})}.items()
-        ),
+        raas=", ".join(f"{key}: {value}" for key, value in work.items()),
     )
     return parse_recipe(text).yaml_text
 

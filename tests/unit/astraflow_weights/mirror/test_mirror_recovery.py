@@ -12,10 +12,9 @@ import pytest
 
 from astraflow_kit import failpoints
 from astraflow_kit.failpoints import FailpointRaised
-from astraflow_weights.codec.delta import encode_delta
+from astraflow_weights.codec import Array, encode_delta, encode_snapshot
 from astraflow_weights.codec.parts.reader import open_part
-from astraflow_weights.codec.snapshot import encode_snapshot
-from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, Array
+from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import Edge, MirrorBusy, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from astraflow.errors import PreconditionError
-from astraflow_weights.codec.delta import encode_delta
+from astraflow_weights.codec import Array, encode_delta
 from astraflow_weights.codec.digest import model_root
 from astraflow_weights.codec.tensor_hash import tensor_digests
-from astraflow_weights.codec.tensors import Array
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.errors import CorruptManifest, Edge, Fenced
 from astraflow_weights.mirror.mirror import Mirror

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_weights.codec.delta import encode_delta
-from astraflow_weights.codec.merge import merge_deltas
+from astraflow_weights.codec import encode_delta, merge_deltas
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.tools.verification import Verification, verify_version
