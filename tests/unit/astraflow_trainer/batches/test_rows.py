@@ -47,8 +47,6 @@ BROKEN_RULES = [
 
 
 @pytest.mark.parametrize(("changes", "slug"), BROKEN_RULES)
-def test_a_row_that_cannot_be_trained_is_refused_by_the_rule_it_breaks(
-    changes: dict[str, object], slug: str
-) -> None:
+def test_a_row_is_refused_by_the_rule_it_breaks(changes: dict[str, object], slug: str) -> None:
     with pytest.raises(trajectories.BadTrajectory, match=f"{slug}: t1: "):
         replace(_row(), **changes)

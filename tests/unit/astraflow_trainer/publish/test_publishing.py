@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -107,9 +108,7 @@ class StalledStore(file.FileStore):
         return super().put_if_absent(key, data)
 
 
-def test_the_training_thread_neither_opens_nor_encodes_nor_uploads_what_it_submits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_neither_opens_encodes_nor_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = StalledStore(tmp_path)
     encoders: list[str] = []
     openers: list[str] = []
@@ -164,12 +163,10 @@ def test_after_a_failure_every_call_raises_it(bench: Bench) -> None:
     worker = bench.worker(max_behind=5)
     with pytest.raises(FencedError):
         publish_all(worker, 1)
-    with pytest.raises(FencedError):
-        submit(worker, 2)
-    with pytest.raises(FencedError):
-        worker.wait_for_room(waiting=lambda: None)
-    with pytest.raises(FencedError):
-        worker.wait_until_done()
+    room = partial(worker.wait_for_room, waiting=lambda: None)
+    for call in (partial(submit, worker, 2), room, worker.wait_until_done):
+        with pytest.raises(FencedError):
+            call()
 
 
 def test_a_failure_nobody_asked_about_is_raised_on_leaving(bench: Bench) -> None:

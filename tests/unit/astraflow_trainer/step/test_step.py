@@ -49,22 +49,18 @@ def documented(tmp_path: Path) -> RecipeSource:
 
 
 def _run(
-    policy: PolicyModel,
-    rows: list[TrainingRow],
-    settings: StepSettings,
-    *,
-    reference: PolicyModel | None = None,
+    policy: PolicyModel, rows: list[TrainingRow], settings: StepSettings, **reference: PolicyModel
 ) -> tuple[StepMetrics, LossMetrics, dict[str, torch.Tensor]]:
     """Metrics, and ten times the first moment after one step, which is the gradient."""
     optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1e-3, grad_clip=1e9))
-    metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=settings, reference=reference)
+    metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=settings, **reference)
     state = copies(optimizer.state().items())
     assert metrics.loss is not None
     return metrics, metrics.loss, {k: 10 * moment for k, moment in state.items() if k.startswith("exp_avg.")}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_and_gradient_do_not_depend_on_packing_or_micro_batching(
+def test_packing_changes_nothing_of_a_step(
     name: str, make_policy: MakePolicy, documented: RecipeSource
 ) -> None:
     rows = make_rows(num_rows=16)
@@ -180,9 +176,7 @@ def _rounded(policy: PolicyModel) -> PolicyModel:
 
 
 @pytest.mark.parametrize(("learning_rate", "learns"), [(2e-2, True), (0.0, False)])
-def test_a_bandit_learns_the_rewarded_token_and_not_at_learning_rate_zero(
-    learning_rate: float, learns: bool, policy: PolicyModel
-) -> None:
+def test_a_bandit_learns_its_rewarded_token(learning_rate: float, learns: bool, policy: PolicyModel) -> None:
     settings = OptimizerSettings(learning_rate=learning_rate, warmup_steps=0)
     optimizer = MasterOptimizer(policy, settings=settings)
     generator = torch.Generator().manual_seed(0)

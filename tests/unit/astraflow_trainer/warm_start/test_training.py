@@ -1,5 +1,7 @@
 """The warm start learns, covers completions only, and gives the same bits on any number of threads."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -58,9 +60,8 @@ def test_the_first_loss_is_the_plain_cross_entropy_of_the_completions(unsharded:
     examples = _examples(16)
     total, count = 0.0, 0
     with torch.no_grad():
-        for start, end, prompt in zip(
-            examples.starts, examples.starts[1:], examples.prompt_lengths, strict=False
-        ):
+        ends = zip(itertools.pairwise(examples.starts), examples.prompt_lengths, strict=True)
+        for (start, end), prompt in ends:
             ids = torch.from_numpy(examples.token_ids[start:end])
             logits = unsharded.causal_lm(input_ids=ids[None]).logits[0, prompt - 1 : -1]
             total += float(torch.nn.functional.cross_entropy(logits, ids[prompt:], reduction="sum"))
@@ -71,21 +72,16 @@ def test_the_first_loss_is_the_plain_cross_entropy_of_the_completions(unsharded:
 def test_progress_is_told_after_each_step(unsharded: PolicyModel) -> None:
     settings = WarmStartSettings(steps=3, batch_size=4)
     told: list[tuple[int, float]] = []
-    report = warm_start(
-        unsharded.causal_lm,
-        examples=_examples(12),
-        settings=settings,
-        progress=lambda step, loss: told.append((step, loss)),
-    )
+    model, examples = unsharded.causal_lm, _examples(12)
+    report = warm_start(model, examples=examples, settings=settings, progress=lambda *now: told.append(now))
     assert told == list(enumerate(report.losses, start=1))
-    assert report.num_tokens == int(_examples(12).lengths.sum())
+    assert report.num_tokens == int(examples.lengths.sum())
 
 
 def test_encoding_keeps_prompt_and_completion_apart_and_adds_the_end() -> None:
     tokenizer = train_tokenizer(["ab ab ab"], settings=TokenizerSettings())
-    encoded = encode_examples(
-        [Example(prompt="a", completion="b"), Example(prompt="ab", completion="")], tokenizer=tokenizer
-    )
+    examples = [Example(prompt="a", completion="b"), Example(prompt="ab", completion="")]
+    encoded = encode_examples(examples, tokenizer=tokenizer)
     end = tokenizer.eos_token_id
     (a,), (b,) = (tokenizer.encode(sign, add_special_tokens=False) for sign in "ab")
     (joined,) = tokenizer.encode("ab", add_special_tokens=False)
@@ -95,10 +91,9 @@ def test_encoding_keeps_prompt_and_completion_apart_and_adds_the_end() -> None:
 
 
 def test_too_few_examples_and_a_diverging_loss_are_refused(unsharded: PolicyModel) -> None:
+    settings = WarmStartSettings(steps=2, batch_size=4)
     with pytest.raises(ValueError, match="2 steps of 4 need 8 examples, got 7"):
-        warm_start(
-            unsharded.causal_lm, examples=_examples(7), settings=WarmStartSettings(steps=2, batch_size=4)
-        )
+        warm_start(unsharded.causal_lm, examples=_examples(7), settings=settings)
     with torch.no_grad():
         unsharded.causal_lm.get_decoder().norm.weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="the loss of step 1 is nan; lower learning_rate"):

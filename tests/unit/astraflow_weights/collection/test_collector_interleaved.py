@@ -10,8 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from astraflow_weights.codec import digest, peers, shards, tensors
+from astraflow_weights.codec.digest import model_root
+from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec.shards import whole
 from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.codec.tensors import Array
 from astraflow_weights.collection.collector import Collector
 from astraflow_weights.collection.collector import Stage as Reached
 from astraflow_weights.collection.retention import Roots, paths_of
@@ -20,23 +23,25 @@ from astraflow_weights.mirror.pull_guard import LEASE_S, PullGuard
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore
-from astraflow_weights.versions import inspection, intents
+from astraflow_weights.versions.inspection import build_version
+from astraflow_weights.versions.intents import INTENT_S
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull
-from support import manual_clock, stepped_store
+from support.manual_clock import ManualClock
 from support.published_models import new_collector, new_compactor, open_writer, read_log
+from support.stepped_store import Actor, MemoryStore, Stage
 from support.weight_models import KEYS, copied
 
 SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100, upload_threads=1)
-MODELS: list[dict[str, tensors.Array]] = [
+MODELS: list[dict[str, Array]] = [
     {"w": np.arange(64, dtype=np.uint16) + np.uint16(3 * index), "b": np.full(3, index, dtype=np.uint8)}
     for index in range(5)
 ]
-ROOTS = [digest.model_root(tensor_digests(model)) for model in MODELS]
+ROOTS = [model_root(tensor_digests(model)) for model in MODELS]
 
 
-def model_of(version: int) -> dict[str, tensors.Array]:
+def model_of(version: int) -> dict[str, Array]:
     """What every writer publishes as this version: so the next one stores what the one before left again."""
     return MODELS[version % len(MODELS)]
 
@@ -47,8 +52,8 @@ class World:
 
     draw: random.Random
     lossy: bool = False
-    stage: stepped_store.Stage = field(default_factory=stepped_store.Stage)
-    clock: manual_clock.ManualClock = field(default_factory=manual_clock.ManualClock)
+    stage: Stage = field(default_factory=Stage)
+    clock: ManualClock = field(default_factory=ManualClock)
     pins: set[int] = field(default_factory=set)
     epoch: int = 0
     deleted_parts: int = 0
@@ -56,7 +61,7 @@ class World:
     def __post_init__(self) -> None:
         self.stage.store.check = self.check
 
-    def write(self, store: stepped_store.SteppedStore, *, epoch: int, versions: int) -> None:
+    def write(self, store: Actor, *, epoch: int, versions: int) -> None:
         """Publish and compact until fenced."""
         if self.lossy:
             store.lose = lambda key: key.startswith((KEYS.entries, KEYS.merged)) and self.draw.random() < 0.2
@@ -65,22 +70,22 @@ class World:
         except (Fenced, Unavailable):
             return
         newest = writer.log.latest()
-        base = None if newest is None else shards.whole(MODELS[ROOTS.index(newest.model_root)])
+        base = None if newest is None else whole(MODELS[ROOTS.index(newest.model_root)])
         publisher = ShardPublisher(
-            writer, uploads=writer.uploads, peers=peers.OnePeer(), base=base, inline_snapshots=False
+            writer, uploads=writer.uploads, peers=OnePeer(), base=base, inline_snapshots=False
         )
         compactor = new_compactor(store, kept=publisher.kept, settings=SETTINGS, clock=self.clock)
         for _ in range(versions):
             version = len(writer.log.records)
             try:
-                publisher.publish(shards.whole(model_of(version)), step=version)
+                publisher.publish(whole(model_of(version)), step=version)
             except Fenced:
                 return
             except Unavailable:
                 continue
             compactor.compact()
 
-    def pull(self, store: stepped_store.SteppedStore, *, held: int | None) -> None:
+    def pull(self, store: Actor, *, held: int | None) -> None:
         """Go to the newest version as a mirror does; what is fetched is exact, or the path proves bad."""
         log, guard = read_log(store), PullGuard(clock=self.clock)
         if log.latest() is None:
@@ -107,10 +112,10 @@ class World:
                 except NoPath:
                     return
                 else:
-                    assert digest.model_root(tensor_digests(model)) == log.record(target).model_root
+                    assert model_root(tensor_digests(model)) == log.record(target).model_root
                     return
 
-    def collect(self, store: stepped_store.SteppedStore, *, steps: int) -> None:
+    def collect(self, store: Actor, *, steps: int) -> None:
         """Take rounds as far as they go."""
         collector = self.collector(store)
         for _ in range(steps):
@@ -124,7 +129,7 @@ class World:
         """Time passes, a PUT that was given up arrives, or an operator pins something else."""
         if event == "time":
             # Less than an intent lasts: a PUT that arrives an hour after it was sent is beyond what is promised.
-            self.clock.now_s = min(self.clock.now_s + self.draw.choice([1, 400, 1000]), intents.INTENT_S / 2)
+            self.clock.now_s = min(self.clock.now_s + self.draw.choice([1, 400, 1000]), INTENT_S / 2)
         elif event == "late" and self.stage.late:
             self.stage.late.pop(0)()
         elif event == "pin":
@@ -171,7 +176,7 @@ class World:
         """Long after everybody has ended, a collector leaves only what is needed, and that is exact."""
         for arrive in self.stage.late:
             arrive()
-        self.clock.now_s += max(intents.INTENT_S, LEASE_S) + 100
+        self.clock.now_s += max(INTENT_S, LEASE_S) + 100
         collector = self.collector(self.stage.store)
         assert any(collector.step().stage is Reached.NOTHING for _ in range(12))
         store, log = self.stage.store, read_log(self.stage.store)
@@ -183,17 +188,17 @@ class World:
         self.check_whole()
         for version in {*range(self.horizon(log), len(log.records)), *self.pins}:
             if version < len(log.records):
-                built = inspection.build_version(store, log, target=version, threads=1)
-                assert digest.model_root(tensor_digests(built)) == log.record(version).model_root
+                built = build_version(store, log, target=version, threads=1)
+                assert model_root(tensor_digests(built)) == log.record(version).model_root
 
 
-def model_of_held(log: VersionLog, held: int | None) -> dict[str, tensors.Array]:
+def model_of_held(log: VersionLog, held: int | None) -> dict[str, Array]:
     """The model that a puller holds."""
     assert held is not None
     return MODELS[ROOTS.index(log.record(held).model_root)]
 
 
-def present(store: stepped_store.MemoryStore, parts: tuple) -> bool:
+def present(store: MemoryStore, parts: tuple) -> bool:
     """Whether every part is in the store."""
     return all(part.key in store.objects for part in parts)
 
@@ -215,8 +220,8 @@ def play(seed: int, *, lossy: bool, turns: int) -> None:
     """Give turns in bursts, and in between kill, fence, delay, pin and let time pass; in the end all must hold."""
     world = World(draw=random.Random(seed), lossy=lossy)
     draw, stage = world.draw, world.stage
-    actors: dict[str, stepped_store.Actor] = {}
-    zombies: list[stepped_store.Actor] = []
+    actors: dict[str, Actor] = {}
+    zombies: list[Actor] = []
     for _ in range(turns):
         name = draw.choice(["writer", "writer", "collector", "other", "puller"])
         actor = actors.get(name)
@@ -240,14 +245,14 @@ def play(seed: int, *, lossy: bool, turns: int) -> None:
     world.finish()
 
 
-def burst(stage: stepped_store.Stage, actor: stepped_store.Actor, draw: random.Random) -> None:
+def burst(stage: Stage, actor: Actor, draw: random.Random) -> None:
     """Some operations of one actor without anybody between."""
     for _ in range(draw.choice([1, 1, 2, 5, 20, 60])):
         if not stage.step(actor):
             return
 
 
-def start(world: World, name: str) -> stepped_store.Actor:
+def start(world: World, name: str) -> Actor:
     """The next one of a kind."""
     if name == "writer":
         world.epoch += 1

@@ -32,26 +32,20 @@ BEHAVIOR = [-2.0, -1.0, -0.5, -3.0, -1.5]
 def _loss(
     region: losses.StepRegion | None = None,
     *,
-    ratios: list[float] = RATIOS,
-    advantages: list[float] = ADVANTAGES,
-    behavior: list[float] = BEHAVIOR,
     settings: AlgorithmSettings | None = None,
-    weights: list[float] | None = None,
+    ratios: list[float] = RATIOS,
+    behavior: list[float] = BEHAVIOR,
     rows: list[int] | None = None,
-    proximal: list[float] | None = None,
-    reference: list[float] | None = None,
+    **columns: list[float],
 ) -> tuple[float, list[float], losses.LossStatistics]:
     """Value, gradient in the log-probs, and statistics; each token weighs 1 unless told."""
+    columns = {"advantage": ADVANTAGES, "weight": [1.0] * len(ratios), "behavior": behavior} | columns
     logprobs = torch.tensor(behavior) + torch.tensor(ratios).log()
     logprobs.requires_grad_()
     inputs = losses.LossInputs(
         row_N=torch.tensor(rows or [0] * len(ratios)),
         num_rows=max(rows or [0]) + 1,
-        advantage_N=torch.tensor(advantages),
-        weight_N=torch.tensor(weights or [1.0] * len(ratios)),
-        behavior_N=torch.tensor(behavior),
-        proximal_N=None if proximal is None else torch.tensor(proximal),
-        reference_N=None if reference is None else torch.tensor(reference),
+        **{f"{name}_N": torch.tensor(values) for name, values in columns.items()},
     )
     region = NoTrustRegion() if region is None else region
     settings = settings or AlgorithmSettings(loss=NoTrustRegion())
@@ -86,19 +80,16 @@ def test_ppo_clip_cuts_only_the_side_that_moves_away() -> None:
 
 
 def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
-    region = DualClip(low=0.2, high=0.28, cap=3.0)
-    value, gradient, statistics = _loss(
-        region, ratios=[4.0, 2.0], advantages=[-1.0, -1.0], behavior=[-4.0, -4.0]
-    )
+    tokens = {"ratios": [4.0, 2.0], "advantage": [-1.0, -1.0], "behavior": [-4.0, -4.0]}
+    value, gradient, statistics = _loss(DualClip(low=0.2, high=0.28, cap=3.0), **tokens)
     assert value == pytest.approx(3.0 + 2.0)
     assert gradient == pytest.approx([0.0, 2.0])
     assert statistics.metrics().clip_fraction_up == pytest.approx(0.5)
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
-    value, gradient, _ = _loss(
-        Cispo(min_ratio=0.0, max_ratio=5.0), ratios=[8.0, 0.5], advantages=[1.0, -1.0], behavior=[-4.0, -1.0]
-    )
+    tokens = {"ratios": [8.0, 0.5], "advantage": [1.0, -1.0], "behavior": [-4.0, -1.0]}
+    value, gradient, _ = _loss(Cispo(min_ratio=0.0, max_ratio=5.0), **tokens)
     first, second = -4.0 + math.log(8.0), -1.0 + math.log(0.5)
     assert value == pytest.approx(-5.0 * first + 0.5 * second)
     assert gradient == pytest.approx([-5.0, 0.5])
@@ -110,7 +101,7 @@ def test_gspo_clips_the_geometric_mean_of_the_row() -> None:
     value, gradient, statistics = _loss(
         Gspo(low=3e-4, high=4e-4),
         ratios=ratios,
-        advantages=[1.0, 1.0, 2.0, 2.0],
+        advantage=[1.0, 1.0, 2.0, 2.0],
         behavior=[-1.0] * 4,
         rows=[0, 0, 1, 1],
     )
@@ -154,7 +145,7 @@ def test_proximal_anchor_weighs_by_the_bounded_mismatch() -> None:
     value, gradient, _ = _loss(
         region,
         ratios=[4.0 * 1.1, 0.9],
-        advantages=[1.0, 1.0],
+        advantage=[1.0, 1.0],
         behavior=[-2.0, -1.0],
         proximal=[-2.0 + math.log(4.0), -1.0],
         settings=AlgorithmSettings(anchor=ProximalAnchor(weight_cap=2.0), loss=region),
@@ -182,7 +173,7 @@ def test_kl_term_is_added_with_its_coefficient(estimator: KlEstimator, estimate:
     kl = KlSettings(coefficient=0.1, estimator=estimator, reference=KlReference.MODEL)
     value, gradient, statistics = _loss(
         ratios=[1.0],
-        advantages=[1.0],
+        advantage=[1.0],
         behavior=[-2.0],
         reference=[-1.5],
         settings=AlgorithmSettings(loss=NoTrustRegion(), kl=kl),
@@ -193,13 +184,13 @@ def test_kl_term_is_added_with_its_coefficient(estimator: KlEstimator, estimate:
 
 
 def test_weights_scale_each_token() -> None:
-    value, gradient, _ = _loss(weights=[0.5, 0.0, 0.25, 0.0, 0.0])
+    value, gradient, _ = _loss(weight=[0.5, 0.0, 0.25, 0.0, 0.0])
     assert value == pytest.approx(-0.75 - 0.5)
     assert gradient == pytest.approx([-0.75, 0.0, -0.5, 0.0, 0.0])
 
 
 def test_log_ratios_are_clamped_before_the_exponential() -> None:
-    value, gradient, _ = _loss(ratios=[math.exp(25)], advantages=[1.0], behavior=[-30.0])
+    value, gradient, _ = _loss(ratios=[math.exp(25)], advantage=[1.0], behavior=[-30.0])
     assert value == pytest.approx(-math.exp(20), rel=1e-5)
     assert gradient == [0.0]
 
@@ -265,6 +256,6 @@ def test_a_loss_by_name_has_its_value_on_a_fixed_batch(name: str, golden: float)
     ratios = [8.0, 1.35, 0.6, 0.999, 4.0]
     logprobs = torch.tensor(behavior) + torch.tensor(ratios).log()
     region = _resolved(settings, logprobs, torch.tensor(behavior), torch.tensor(advantages))
-    tokens = {"ratios": ratios, "advantages": advantages, "behavior": behavior}
+    tokens = {"ratios": ratios, "advantage": advantages, "behavior": behavior}
     value, _, _ = _loss(region, **tokens, rows=[0, 0, 1, 1, 1], settings=settings)
     assert value == pytest.approx(golden, rel=1e-5)
