@@ -17,6 +17,7 @@ def test_counts_and_oldest_version_come_from_mask_and_spans() -> None:
     assert (ROW.num_tokens, ROW.num_trained_tokens, ROW.min_version) == (4, 2, 4)
 
 
+FROM_THE_FIRST = {"loss_mask": np.array([True] * 4), "version_spans": (plugins.VersionSpan(0, 4, 4),)}
 BROKEN_RULES = [
     ({"token_ids": np.array([5, 6, 7], dtype=np.int32)}, "length_mismatch"),
     ({"loss_mask": np.array([True, False, True, True])}, "spans_not_covering"),
@@ -29,10 +30,7 @@ BROKEN_RULES = [
     ({"version_spans": (plugins.VersionSpan(2, 3, 4),)}, "spans_not_covering"),
     ({"version_spans": (plugins.VersionSpan(2, 5, 4),)}, "bad_spans"),
     ({"version_spans": (plugins.VersionSpan(3, 4, 4), plugins.VersionSpan(2, 3, 4))}, "bad_spans"),
-    (
-        {"loss_mask": np.array([True] * 4), "version_spans": (plugins.VersionSpan(0, 4, 4),)},
-        "first_token_trained",
-    ),
+    (FROM_THE_FIRST, "first_token_trained"),
 ]
 
 

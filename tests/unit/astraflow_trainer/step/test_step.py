@@ -175,10 +175,8 @@ def test_a_bandit_learns_its_rewarded_token(learning_rate: float, learns: bool, 
     for _ in range(8):
         probabilities = _distribution(policy)
         actions = torch.multinomial(probabilities, 32, replacement=True, generator=generator).tolist()
-        rows = [
-            make_row([5], [action], logprobs=[probabilities[action].log().item()], reward=float(action == 7))
-            for action in [*actions, 7]
-        ]
+        logs, chosen = probabilities.log().tolist(), [*actions, 7]
+        rows = [make_row([5], [a], logprobs=[logs[a]], reward=float(a == 7)) for a in chosen]
         metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=StepSettings())
         assert metrics.loss is not None
         # What was sampled from is what is trained: every ratio of an on-policy step is 1.
