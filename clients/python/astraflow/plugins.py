@@ -214,6 +214,8 @@ class Policy(Protocol):
     """A workflow's handle on one policy of the run, bound to the episode and its sampling parameters."""
 
     name: str
+    max_new_tokens: int
+    """The most tokens that one generation may have, by the recipe."""
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Return the prompt's token ids, chat template applied, generation prompt added."""

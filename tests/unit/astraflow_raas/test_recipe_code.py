@@ -9,6 +9,7 @@ from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import PluginError
 from astraflow.plugins import Workflow
 from astraflow.recipe.file import CodeFile, bundle_digest, parse_recipe
+from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.recipe_code import load_workflow
 
 SINGLE_TURN = "astraflow_raas.workflows.single_turn:SingleTurn"
@@ -52,7 +53,9 @@ raas: {{reward: {reward}, workflow: {workflow}}}
     digest = bundle_digest([CodeFile(sent.path, sent.content)])
     code = run_pb2.CodeBundle(files=[sent], sha256=digest)
     run = run_pb2.Run(run_id="r", recipe_yaml=text, code=code)
-    return load_workflow(run, parse_recipe(text).recipe.raas, into=folder, allowed=allowed)
+    return load_workflow(
+        run, parse_recipe(text).recipe.raas, into=folder, allowed=allowed, endpoint=Endpoint()
+    )
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull
 from support.manual_clock import ManualClock
 from support.published_models import new_collector, new_compactor, open_writer, read_log
-from support.stepped_store import Actor, MemoryStore, Stage, SteppedStore
+from support.stepped_store import Actor, MemoryStore, Stage
 from support.weight_models import KEYS, copied
 
 SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100, upload_threads=1)
@@ -61,7 +61,7 @@ class World:
     def __post_init__(self) -> None:
         self.stage.store.check = self.check
 
-    def write(self, store: SteppedStore, *, epoch: int, versions: int) -> None:
+    def write(self, store: Actor, *, epoch: int, versions: int) -> None:
         """Publish and compact until fenced."""
         if self.lossy:
             store.lose = lambda key: key.startswith((KEYS.entries, KEYS.merged)) and self.draw.random() < 0.2
@@ -85,7 +85,7 @@ class World:
                 continue
             compactor.compact()
 
-    def pull(self, store: SteppedStore, *, held: int | None) -> None:
+    def pull(self, store: Actor, *, held: int | None) -> None:
         """Go to the newest version as a mirror does; what is fetched is exact, or the path proves bad."""
         log, guard = read_log(store), PullGuard(clock=self.clock)
         if log.latest() is None:
@@ -115,7 +115,7 @@ class World:
                     assert model_root(tensor_digests(model)) == log.record(target).model_root
                     return
 
-    def collect(self, store: SteppedStore, *, steps: int) -> None:
+    def collect(self, store: Actor, *, steps: int) -> None:
         """Take rounds as far as they go."""
         collector = self.collector(store)
         for _ in range(steps):
