@@ -76,7 +76,7 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
     async with _claimed(settings) as folder, _client(settings) as client:
         await require_engine(settings.engine, python=settings.engine_python)
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
-        load_workflow(found.run, found.recipe.raas, into=folder.code, allowed=settings.allow_recipe_code)
+        load_workflow(found.run, found.recipe, into=folder.code, allowed=settings.allow_recipe_code)
         store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     return {
         "run": found.run.run_id,
@@ -104,9 +104,7 @@ async def _join(
     found = await find_run(client, settings.run_id, patience_s=settings.join_timeout_s)
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
-    workflow = load_workflow(
-        found.run, found.recipe.raas, into=folder.code, allowed=settings.allow_recipe_code
-    )
+    workflow = load_workflow(found.run, found.recipe, into=folder.code, allowed=settings.allow_recipe_code)
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     request = join_request(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
     joined = await join_run(client, request, patience_s=settings.join_timeout_s)

@@ -24,6 +24,9 @@ CALLS = {
     },
     "Filter": {"__call__": "(self, group: Group) -> bool"},
     "Policy": {
+        "chat": (
+            "(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult"
+        ),
         "decode": "(self, token_ids: Sequence[int]) -> str",
         "encode": "(self, messages: Sequence[Message]) -> list[int]",
         "extend": "(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]",
@@ -36,7 +39,7 @@ CALLS = {
     "Workflow": {"run": "(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode"},
 }
 BUILDER = {
-    "__init__": "(self, policy: Policy, *, role: str = ) -> None",
+    "__init__": "(self, policy: Policy) -> None",
     "add_generation": "(self, result: GenerateResult, *, prompt_ids: Sequence[int]) -> None",
     "add_messages": "(self, messages: Sequence[Message]) -> None",
     "add_prompt": "(self, messages: Sequence[Message]) -> None",

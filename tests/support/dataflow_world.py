@@ -37,6 +37,7 @@ RECIPE = """
 run: {{name: {name}, dataset: "{dataset}"}}
 policies:
 {policies}
+roles: {{{roles}}}
 dataflow: {{{dataflow}}}
 raas: {{{raas}}}
 """
@@ -114,6 +115,7 @@ def recipe_text(
     name: str = "run",
     dataset: str = "Empty",
     policies: Sequence[str] = ("solver",),
+    roles: Mapping[str, str] | None = None,
     raas: Mapping[str, object] | None = None,
     **dataflow: object,
 ) -> str:
@@ -130,10 +132,15 @@ def recipe_text(
         name=name,
         dataset=dataset if ":" in dataset else f"support.dataflow_world:{dataset}",
         policies="\n".join(POLICY.format(name=policy) for policy in policies),
-        dataflow=", ".join(f"{key}: {value}" for key, value in merged.items()),
-        raas=", ".join(f"{key}: {value}" for key, value in {"reward": REWARD, **(raas or {})}.items()),
+        roles=_flow(roles or {}),
+        dataflow=_flow(merged),
+        raas=_flow({"reward": REWARD, **(raas or {})}),
     )
     return parse_recipe(text).yaml_text
+
+
+def _flow(mapping: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in mapping.items())
 
 
 @dataclass

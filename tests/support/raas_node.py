@@ -98,7 +98,7 @@ async def local_node(
             request=request,
             joined=await join_run(client, request, patience_s=5.0),
             client=client,
-            workflow=load_workflow(found.run, found.recipe.raas, into=folder / "code", allowed=False),
+            workflow=load_workflow(found.run, found.recipe, into=folder / "code", allowed=False),
             settings=settings,
             metrics=metrics,
             timeline=Timeline(),

@@ -62,7 +62,7 @@ def test_a_good_group_is_ready_with_the_items_of_its_trajectories() -> None:
 
 def test_groups_are_per_policy_and_role() -> None:
     headers = [("a", header("a", role="x")), ("b", header("b", role="y")), ("c", header("c", policy="q"))]
-    task = complete(headers, credited=frozenset({"p", "q"}))
+    task = complete(headers, credited=frozenset({"x", "y", "q"}))
     assert [group.group_id for group in task.groups] == ["t/p/x", "t/p/y", "t/q"]
     assert judge(task, NO_RULES) == ["ready"] * 3
 
@@ -71,7 +71,7 @@ def test_a_task_without_trajectories_has_no_groups() -> None:
     assert judge(complete([]), NO_RULES) == []
 
 
-def test_a_policy_that_was_not_charged_ends_as_no_credit_without_being_judged() -> None:
+def test_a_role_that_was_not_charged_ends_as_no_credit_without_being_judged() -> None:
     assert judge(complete([ONE], credited=frozenset({"q"})), NO_RULES) == ["no_credit"]
     assert not was_judged("no_credit")
 
@@ -147,7 +147,9 @@ def test_a_filter_sees_the_whole_group_and_its_task() -> None:
     facts = trajectory_pb2.TrajectoryHeader(
         trajectory_id="a", policy_id="p", role="x", num_tokens=9, finish_reason="length", metrics={"turns": 2}
     )
-    task = complete([("a", facts.SerializeToString())], spec=spec.SerializeToString())
+    task = complete(
+        [("a", facts.SerializeToString())], spec=spec.SerializeToString(), credited=frozenset({"x"})
+    )
     judge(task, Rules(min_members=None, filters=(("see", lambda group: not seen.append(group)),)))
     (group,) = seen
     assert (group.policy, group.role, group.group_id, group.verdict) == ("p", "x", "t/p/x", "")

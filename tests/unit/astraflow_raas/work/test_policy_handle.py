@@ -1,17 +1,19 @@
 """What a workflow holds: bounded calls, own seeds, repetition of lost calls, and nothing cut short by chance."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import Message, VersionSpan
+from astraflow.recipe import ResolvedRole
 from astraflow_raas.engine.base import GenerateCall, Generation
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.work.policy_handle import PolicyHandle
 from support.fake_engine import FakeEngine
-from support.raas_parts import SAMPLING, leased, served_policy
+from support.raas_parts import SAMPLING, SOLVER, leased, served_policy
 
 
 class Aborting(FakeEngine):
@@ -39,7 +41,32 @@ async def policy(tmp_path: Path, engine: Aborting) -> AsyncIterator[ServedPolicy
 
 def handle_of(policy: ServedPolicy) -> PolicyHandle:
     sampling = {"sampler": policy, "lease": leased(), "batch_key": lambda _max_new_tokens: "all"}
-    return PolicyHandle("solver", member=0, episode_id="e0", **sampling)
+    return PolicyHandle(SOLVER, member=0, episode_id="e0", **sampling)
+
+
+@pytest.mark.parametrize(
+    ("role", "uncredited", "wanted"),
+    [
+        (SOLVER, [], True),
+        (SOLVER, ["critic"], True),
+        (SOLVER, ["solver"], False),
+        (replace(SOLVER, is_trained=False), [], False),
+    ],
+)
+def test_a_trajectory_is_wanted_of_roles_that_are_trained_and_have_credit(
+    policy: ServedPolicy, role: ResolvedRole, uncredited: list[str], wanted: bool
+) -> None:
+    lease = leased()
+    lease.uncredited_roles.extend(uncredited)
+    handle = PolicyHandle(role, sampler=policy, lease=lease, member=0, episode_id="e0", batch_key=lambda _: 0)
+    assert (handle.name, handle.role, handle.wants_trajectory) == ("solver", "solver", wanted)
+
+
+async def test_a_chat_is_a_call_with_the_chat_s_tokens(policy: ServedPolicy, engine: Aborting) -> None:
+    handle, messages = handle_of(policy), [Message("user", "3 + 4?")]
+    answer = await handle.chat(messages, max_new_tokens=3)
+    assert answer.text
+    assert list(engine.requests[-1][-1].prompt_ids) == handle.encode(messages)
 
 
 async def test_a_call_the_engine_gave_up_is_made_again_in_full(

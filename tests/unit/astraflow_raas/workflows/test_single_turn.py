@@ -17,7 +17,7 @@ TASK = TaskSpec("t", (Message("user", "3 + 4?"),), {"answer": "7"})
 class OnePolicy:
     """Answers every prompt with the same two tokens, sampled under two versions."""
 
-    name = "solver"
+    name, role, wants_trajectory = "solver", "solver", True
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         return [1, 2, 3]
@@ -47,5 +47,5 @@ def test_a_single_turn_trains_on_the_completion_alone() -> None:
 
 
 def test_a_single_turn_does_not_guess_among_policies() -> None:
-    with pytest.raises(RecipeError, match="exactly one policy"):
+    with pytest.raises(RecipeError, match="exactly one role"):
         asyncio.run(SingleTurn(reward=BoxedMatch()).run(TASK, {"a": OnePolicy(), "b": OnePolicy()}))
