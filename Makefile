@@ -19,6 +19,13 @@ WANTED     := $(shell cat pyproject.toml constraints.txt services/astraflow_weig
 RUN_STAMP  := $(VENV)/.installed-dev-$(WANTED)
 TEST_STAMP := $(VENV)/.installed-test-$(WANTED)
 
+# Real SGLang, for the tests that compare with it: an environment of its own, for it pins other versions than we do.
+SGLANG_VENV   := .venv-sglang
+SGLANG_PARTS  := tests/support/sglang_cpu
+SGLANG_LOG    := $(SGLANG_VENV)/install.log
+SGLANG_PIP    := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+SGLANG_STAMP  := $(SGLANG_VENV)/.installed-$(shell cksum < $(SGLANG_PARTS)/requirements.txt | cut -d' ' -f1)
+
 # Where pip finds torch; empty means the default index (on Linux that build carries CUDA, about 3 GB).
 TORCH_INDEX ?=
 PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -50,7 +57,7 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 	@$(BIN)/python -m astraflow_bench.study $(ARGS)
 
 ##@ Work on it
-.PHONY: lint format types proto proto-check breaking schema setup
+.PHONY: lint format types proto proto-check breaking schema setup sglang-env
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
@@ -79,14 +86,17 @@ schema: $(TEST_STAMP) ## Rewrite docs/recipe.schema.json from the recipe's setti
 setup: $(TEST_STAMP) ## Only install
 	@echo 'setup: ready'
 
+sglang-env: $(SGLANG_STAMP) ## Real SGLang for CPU in .venv-sglang (3.4 GB, 3 min)
+	@echo 'sglang-env: ready; tests that need it find it'
+
 ##@ Housekeeping
 .PHONY: clean distclean help
 clean: ## Remove caches and build output
 	@rm -rf build dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find clients proto recipes services tests -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## Remove the virtual environment too
-	@rm -rf $(VENV)
+distclean: clean ## Remove the virtual environments too
+	@rm -rf $(VENV) $(SGLANG_VENV)
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \
@@ -116,5 +126,15 @@ $(RUN_STAMP): $(BIN)/pip
 $(TEST_STAMP): $(BIN)/pip
 	$(call install,dev$(comma)bench$(comma)test)
 	@touch $(RUN_STAMP) $(TEST_STAMP)
+
+$(SGLANG_STAMP):
+	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -m venv --clear $(SGLANG_VENV) || { echo '$(APT)'; exit 1; }
+	@echo 'sglang-env: installing torch and SGLang for CPU (log in $(SGLANG_LOG))'
+	@$(SGLANG_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0 > $(SGLANG_LOG) 2>&1 \
+	  && $(SGLANG_PIP) --no-deps --requirement $(SGLANG_PARTS)/requirements.txt >> $(SGLANG_LOG) 2>&1 \
+	  || { tail -n 20 $(SGLANG_LOG); exit 1; }
+	@printf '%s\nimport torchvision_operators\n' $(CURDIR)/$(SGLANG_PARTS)/modules \
+	  > "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/astraflow_tests.pth"
+	@touch $@
 
 comma := ,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from astraflow.agents import AgentEndpoint
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
 from astraflow.plugins import Reward, Workflow
@@ -26,21 +27,20 @@ class RecipeWorkflow:
     """The run's roles by the names that the workflow uses."""
 
 
-def load_workflow(run: run_pb2.Run, recipe: Recipe, *, into: Path, allowed: bool) -> RecipeWorkflow:
-    """Make the recipe's workflow with its reward. The run's own code lies below `into`, when it is `allowed`.
+def load_workflow(
+    run: run_pb2.Run, recipe: Recipe, *, into: Path, allowed: bool, endpoint: AgentEndpoint
+) -> RecipeWorkflow:
+    """Make the recipe's workflow with its reward, and with the node's `endpoint` if it names that.
+
+    The run's own code lies below `into`, when it is `allowed`.
 
     Raises PluginError naming the plug-in, RecipeError for roles that do not fit; both with the remedy.
     """
     folder = install_code(run.code, into=into, allowed=allowed)
     source = RecipeSource(name=f"recipe of run {run.run_id}", text=run.recipe_yaml, folder=folder)
-    return make_workflow(recipe, source)
-
-
-def make_workflow(recipe: Recipe, source: RecipeSource) -> RecipeWorkflow:
-    """Make the workflow that a recipe names. Raises PluginError, RecipeError."""
     settings = recipe.raas
     reward = make(settings.reward, protocol=Reward, source=source)
-    workflow = make(settings.workflow, protocol=Workflow, source=source, reward=reward)
+    workflow = make(settings.workflow, protocol=Workflow, source=source, reward=reward, endpoint=endpoint)
     declared = getattr(workflow, "roles", None)
     try:
         if isinstance(declared, str):

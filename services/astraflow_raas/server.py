@@ -21,6 +21,7 @@ from astraflow_kit.metrics import Metrics
 from astraflow_kit.rpc_contracts import Registration
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
+from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.command import require_engine
 from astraflow_raas.loops import LoopService
 from astraflow_raas.node.assembly import NodeInputs, assemble_node
@@ -76,7 +77,13 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
     async with _claimed(settings) as folder, _client(settings) as client:
         await require_engine(settings.engine, python=settings.engine_python)
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
-        load_workflow(found.run, found.recipe, into=folder.code, allowed=settings.allow_recipe_code)
+        load_workflow(
+            found.run,
+            found.recipe,
+            into=folder.code,
+            allowed=settings.allow_recipe_code,
+            endpoint=Endpoint(),
+        )
         store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     return {
         "run": found.run.run_id,
@@ -104,7 +111,14 @@ async def _join(
     found = await find_run(client, settings.run_id, patience_s=settings.join_timeout_s)
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
-    workflow = load_workflow(found.run, found.recipe, into=folder.code, allowed=settings.allow_recipe_code)
+    endpoint = Endpoint()
+    workflow = load_workflow(
+        found.run,
+        found.recipe,
+        into=folder.code,
+        allowed=settings.allow_recipe_code,
+        endpoint=endpoint,
+    )
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     request = join_request(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
     joined = await join_run(client, request, patience_s=settings.join_timeout_s)
@@ -117,6 +131,7 @@ async def _join(
         joined=joined,
         client=client,
         workflow=workflow,
+        endpoint=endpoint,
         settings=settings,
         metrics=metrics,
         timeline=timeline,

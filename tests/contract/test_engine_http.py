@@ -1,37 +1,44 @@
-"""The embedded engine keeps the contract that nodes rely on, and so can be swapped for SGLang.
+"""Every engine keeps the contract that nodes rely on: the embedded one, and SGLang as it is released.
 
-The table is `support.engine_contract.CHECKS`. To run it against another engine, give `engine` another
-parameter: an `EngineUnderTest` with that engine's URL and the folders it can read.
+The table is `support.engine_contract.CHECKS`; it runs unchanged against both, so that one can be swapped for the other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 
 from support.engine_contract import CHECKS, EngineUnderTest, make_client
-from support.engine_process import running_engine
+from support.engine_process import EngineProcess, running_engine
+from support.sglang_server import needs_sglang, running_sglang
 from support.tiny_qwen import TinyShape, save_tiny_qwen
 
 CONTEXT_LENGTH = 4_096
-EMBEDDED = "embedded"
 
-pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(400)]
+
+Start = Callable[..., AbstractContextManager[EngineProcess]]
 
 
-@pytest.fixture(scope="module", params=[EMBEDDED])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(running_engine, id="embedded"),
+        pytest.param(running_sglang, id="sglang", marks=[pytest.mark.ci, needs_sglang]),
+    ],
+)
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
-    if isinstance(request.param, EngineUnderTest):
-        yield request.param
-        return
-    root = tmp_path_factory.mktemp("engine")
+    start: Start = request.param
+    root: Path = tmp_path_factory.mktemp("engine")
     shape = TinyShape(max_positions=CONTEXT_LENGTH)
     first, second = (save_tiny_qwen(root / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1))
     options = ["--weight-version", "0", "--max-running-requests", "8"]
-    with running_engine(first, *options, folder=root) as embedded, make_client() as client:
+    with start(first, *options, folder=root) as process, make_client() as client:
         yield EngineUnderTest(
-            url=embedded.url,
+            url=process.url,
             first=first,
             second=second,
             vocab_size=shape.vocab_size,

@@ -25,8 +25,8 @@ from astraflow.recipe.file import CodeFile, bundle_digest
 from astraflow.rollout.v1 import blob_pb2, task_pb2, trajectory_pb2
 from astraflow.trainer.v1 import trainer_service_pb2 as trainer
 from astraflow_trainer.controls import Controls
-from support.any_rpc import SERVICES, answer, request_of, served
-from support.dataflow_world import World, make_episode, make_trajectory, recipe_text, seconds
+from support.any_rpc import answer, request_of, served
+from support.dataflow_world import ATTRIBUTES, World, make_episode, make_trajectory, recipe_text
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ class Row:
 def put(message: Any, name: str, value: object) -> None:
     held = getattr(message, name)
     if isinstance(held, Duration):
-        held.CopyFrom(seconds(value))  # type: ignore[arg-type]
+        held.FromMilliseconds(int(value * 1000))  # type: ignore[arg-type]
     elif isinstance(value, dict | list):
         message.ClearField(name)
         held = getattr(message, name)
@@ -307,7 +307,7 @@ async def test_values_inside_are_taken_and_values_outside_refused_or_cut(world: 
 
 
 def test_every_bound_of_a_served_rpc_has_a_row() -> None:
-    stated = {name for service in SERVICES.values() for name in bounded_fields(service)}
+    stated = {name for service in ATTRIBUTES for name in bounded_fields(service)}
     tried = {f"{message.full_name}.{described.name}" for message, described in (row.place() for row in ROWS)}
     assert stated - NOT_ENFORCED == tried
     assert stated >= NOT_ENFORCED

@@ -1,6 +1,7 @@
 """What people ask of a run: why it waits, where a task is, who works on it; and what they order."""
 
 import asyncio
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import trace_pb2
 from astraflow.dataflow.v1 import version_service_pb2 as versions_pb
 from astraflow.errors import InvalidArgumentError, NotFoundError, PreconditionError
-from support.dataflow_world import Node, World, seconds
+from support.dataflow_world import Node, World
 
 PLACE = trace_pb2.TrajectoryPlace
 
@@ -262,7 +263,7 @@ async def test_a_pin_is_kept_listed_and_removed(world: World) -> None:
 
 async def test_the_status_is_streamed_when_it_changes_and_only_then(world: World) -> None:
     _, node = await world.started()
-    request = pb.AdminServiceWatchRequest(run_id="run", interval_duration=seconds(0.1))
+    request = pb.AdminServiceWatchRequest(run_id="run", interval_duration=timedelta(seconds=0.1))
     changes = world.client.stream(world.client.admin.Watch, request)
     first = await anext(changes)
     assert {"state", "run_id", "policies", "nodes"} <= set(first.changed)

@@ -445,11 +445,11 @@ def test_a_store_that_sends_wrong_parts_leaves_the_old_version(
 
 
 def test_versions_are_published_once_over_a_bad_network(
-    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy, tmp_path: Path
+    faulty: ObjectStore, honest: ObjectStore, proxy: StoreProxy
 ) -> None:
     publisher, models = ModelPublisher(open_writer(faulty, epoch=1)), steps(4)
     for step, fault in enumerate([Fault.LOST, 503, Fault.RESET, Fault.LATE]):
         proxy.faults = [fault]
         assert publisher.publish(models[step], step=step).version == step
     assert len(read_log(honest).records) == 4
-    assert same_model(pulled(honest, tmp_path / "mirror", 3), models[3])
+    assert same_model(pulled(honest, 3), models[3])

@@ -10,17 +10,8 @@ from astraflow._contract import read_contract
 from astraflow.client import typed_stream
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as trajectories
-from support.dataflow_world import World
+from support.dataflow_world import ATTRIBUTES, World
 
-SERVICES = {
-    "admin": "AdminService",
-    "batches": "BatchService",
-    "runs": "RunService",
-    "tasks": "TaskService",
-    "trajectories": "TrajectoryService",
-    "versions": "VersionService",
-}
-"""The dataflow server's services by the attribute of the client."""
 INVALID, MISSING, STATE = "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"
 CODES = {
     **dict.fromkeys((INVALID, "INVALID_RECIPE"), INVALID),
@@ -67,7 +58,7 @@ async def in_a_session(world: World, request: tasks.WorkRequest) -> object:
 
 def rpc_of(request: Message) -> tuple[str, Any]:
     """The client's attribute for the service that takes a request, and the rpc."""
-    for attribute, service in SERVICES.items():
+    for service, attribute in ATTRIBUTES.items():
         for method in served(service):
             if method.input_type is request.DESCRIPTOR:
                 return attribute, method

@@ -9,7 +9,7 @@ is split, and every version is whole. `audit` returns the violations in words; t
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,13 @@ class Pushed:
 
     def kept(self, *, evaluations: bool) -> set[str]:
         """Ids whose last answer said that they are kept."""
-        return {
-            item
-            for item, answers in self.answers.items()
-            if answers[-1] in _KEPT and _is_evaluation(self.task_of[item]) is evaluations
-        }
+        kept = [item for item, answers in self.answers.items() if answers[-1] in _KEPT]
+        return {item for item in kept if _is_evaluation(self.task_of[item]) is evaluations}
 
     def unanswered(self, *, evaluations: bool) -> set[str]:
         """Ids sent whose answer nobody read: the node died."""
-        return {
-            item
-            for item, task in self.task_of.items()
-            if item not in self.answers and _is_evaluation(task) is evaluations
-        }
+        unanswered = self.task_of.keys() - self.answers.keys()
+        return {item for item in unanswered if _is_evaluation(self.task_of[item]) is evaluations}
 
 
 @dataclass
@@ -54,6 +48,10 @@ class Audit:
 
     violations: list[str] = field(default_factory=list)
     figures: dict[str, int] = field(default_factory=dict)
+
+    def refuse(self, text: str, items: Collection[object]) -> None:
+        """Note a violation for the items that should not be."""
+        self.require(not items, text, items)
 
     def require(self, holds: bool, text: str, items: Iterable[object] = ()) -> None:
         """Note a violation, with a few of the items it is about."""
@@ -113,10 +111,9 @@ def _check_steps(found: Audit, census: Census, ledger: Sequence[dict[str, Any]])
         found.require(len(digests) == 1, f"step {step} was trained on several batches", digests)
     step_of: dict[str, int] = {}
     for line in ledger:
-        twice = [
-            item for item in line["trajectory_ids"] if step_of.setdefault(item, line["step"]) != line["step"]
-        ]
-        found.require(not twice, f"trained twice, in step {line['step']} and before", twice)
+        step, items = line["step"], line["trajectory_ids"]
+        twice = [item for item in items if step_of.setdefault(item, step) != step]
+        found.refuse(f"trained twice, in step {step} and before", twice)
     for entry in census.consumed:
         lines = [line for line in by_step.get(entry.step, ()) if line["digest"] == entry.digest]
         found.require(bool(lines), f"step {entry.step} is committed and not in the trainer's ledger")
@@ -131,31 +128,26 @@ def _check_steps(found: Audit, census: Census, ledger: Sequence[dict[str, Any]])
 def _check_groups(found: Audit, census: Census, pushed: Pushed, trained: dict[str, int]) -> None:
     """Groups are trained whole, and consist of what their producers pushed."""
     invented = (trained.keys() | census.live) - pushed.task_of.keys()
-    found.require(not invented, "held or trained, and pushed by nobody", invented)
+    found.refuse("held or trained, and pushed by nobody", invented)
     steps_of_task: dict[str, set[int]] = {}
     for item, step in trained.items():
         steps_of_task.setdefault(pushed.task_of.get(item, ""), set()).add(step)
     several = [task for task, steps in steps_of_task.items() if len(steps) > 1]
-    found.require(not several, "groups in more than one step", several)
+    found.refuse("groups in more than one step", several)
     members = pushed.kept(evaluations=False)
     split = [item for item in members if pushed.task_of[item] in steps_of_task and item not in trained]
-    found.require(not split, "kept members missing from their group's step", split)
+    found.refuse("kept members missing from their group's step", split)
 
 
 def _check_places(found: Audit, census: Census, trained: dict[str, int]) -> None:
     """Each trajectory is in one place, with its payload."""
     places = Counter(item for held in census.places.values() for item in held)
-    several = [item for item, count in places.items() if count > 1]
-    found.require(not several, "in several places of Redis", several)
-    again = census.live & trained.keys()
-    found.require(not again, "trained, and waiting to be trained again", again)
-    without = (census.live | census.retained) - census.with_payload
-    found.require(not without, "held without a payload", without)
-    fading = (census.live | census.retained) & census.expiring
-    found.require(not fading, "held with a payload that expires", fading)
-    strangers = census.owners - census.live - census.retained
-    found.require(not strangers, "owned and in no place", strangers)
-    found.require(not census.orphans, "payloads that nothing owns and nothing frees", census.orphans)
+    found.refuse("in several places of Redis", [item for item, count in places.items() if count > 1])
+    found.refuse("trained, and waiting to be trained again", census.live & trained.keys())
+    found.refuse("held without a payload", (census.live | census.retained) - census.with_payload)
+    found.refuse("held with a payload that expires", (census.live | census.retained) & census.expiring)
+    found.refuse("owned and in no place", census.owners - census.live - census.retained)
+    found.refuse("payloads that nothing owns and nothing frees", census.orphans)
 
 
 def _check_accounts(found: Audit, census: Census, trained: dict[str, int]) -> None:
@@ -165,18 +157,16 @@ def _check_accounts(found: Audit, census: Census, trained: dict[str, int]) -> No
     num_trained = len(trained) - skipped
     held = num_trained + sum(live.values()) + sum(census.dropped.values()) + counters.get("evaluated", 0)
     error = counters.get("ingested", 0) - held
-    found.require(
-        error == 0, f"conservation error {error}: counters {counters}, trained {num_trained}, {live}"
-    )
+    figures = f"counters {counters}, trained {num_trained}, {live}"
+    found.require(error == 0, f"conservation error {error}: {figures}")
     found.require(census.dropped.get("skipped", 0) == skipped, f"{skipped} skipped, counted {census.dropped}")
 
 
 def _check_nothing_lost(found: Audit, census: Census, pushed: Pushed, trained: dict[str, int]) -> None:
     """What producers were told is kept, is trained, held, or dropped for a counted reason."""
     gone = pushed.kept(evaluations=False) - trained.keys() - census.live
-    dropped = sum(
-        count for name, count in census.dropped.items() if name not in _AT_THE_DOOR and name != "skipped"
-    )
+    apart = {*_AT_THE_DOOR, "skipped"}
+    dropped = sum(count for name, count in census.dropped.items() if name not in apart)
     # An episode whose answer nobody read may have been kept and dropped later.
     unknown = len(pushed.unanswered(evaluations=False) - trained.keys() - census.live)
     found.require(
@@ -189,9 +179,8 @@ def _check_nothing_lost(found: Audit, census: Census, pushed: Pushed, trained: d
 def _check_evaluations(found: Audit, census: Census, pushed: Pushed) -> None:
     told, evaluated = len(pushed.kept(evaluations=True)), census.counters.get("evaluated", 0)
     unknown = len(pushed.unanswered(evaluations=True))
-    found.require(
-        told <= evaluated <= told + unknown, f"{evaluated} evaluated, the nodes say {told} (+ {unknown})"
-    )
+    figures = f"{evaluated} evaluated, the nodes say {told} (+ {unknown})"
+    found.require(told <= evaluated <= told + unknown, figures)
 
 
 def _check_store(found: Audit, census: Census, store: Path) -> None:
@@ -204,17 +193,16 @@ def _check_store(found: Audit, census: Census, store: Path) -> None:
     found.figures["versions"] = len(versions)
     digests = {item.version: item.manifest_sha256.hex() for item in versions}
     wrong = [number for number, sha in census.announced.items() if digests.get(number) != sha]
-    found.require(not wrong, "announced versions that the store does not hold", wrong)
+    found.refuse("announced versions that the store does not hold", wrong)
     trained = {0, *(entry.step for entry in census.consumed if entry.stage == "trained")}
     astray = [item.version for item in versions if item.step not in trained]
-    found.require(not astray, "versions of steps that were never committed", astray)
+    found.refuse("versions of steps that were never committed", astray)
     # A rollback gives up the weights of steps that were finished and not published before it.
     ends = [item.step for item in versions[1:]] + [len(census.consumed) + 1]
     for item, end in zip(versions, ends, strict=True):
         if item.rollback_of is not None:
             trained -= set(range(item.step + 1, end))
-    unpublished = trained - {item.step for item in versions}
-    found.require(not unpublished, "committed steps without a version", unpublished)
+    found.refuse("committed steps without a version", trained - {item.step for item in versions})
     steps = [item.step for item in versions]
     found.require(steps == sorted(steps), f"versions are not in the order of their steps: {steps}")
 

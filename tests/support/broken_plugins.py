@@ -1,6 +1,6 @@
 """Plug-ins that raise, named in the recipes of `tests/integration/test_bad_plugins.py`."""
 
-from astraflow.plugins import Group, TrainedTokens
+from astraflow.plugins import Group, TaskSpec, TrainedTokens
 from support.dataflow_world import Counting
 
 
@@ -9,7 +9,7 @@ class Data(Counting):
 
     mended = False
 
-    def train(self, index: int) -> object:
+    def train(self, index: int) -> TaskSpec | None:
         """Two tasks, then the fault."""
         if index >= 2 and not Data.mended:
             raise OSError("the disk with the tasks is gone")

@@ -17,7 +17,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,14 @@ _LOOK_S = 0.01
 # Until the harness ends the run; the launcher must not take our kills for a broken program.
 _ENDLESS = ("--steps", "100000", "--max-restarts", "1000")
 _STEPS_AFTER = 2
+_WINDOWS_S, _PATIENCE_S, _MEAN_GAP_S = 400.0, 180.0, 2.0
 # Random kills stop while nothing was trained for this long: a trainer needs seconds to start.
 _PAUSE_S = 25.0
 # Bytes a random kill of Valkey cuts: mostly nothing (a crash), else what a power cut would lose.
 _CUTS = (0, 0, 1, 400)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kill:
     """SIGKILL of `victim` at hit number `nth` of `failpoint`."""
 
@@ -118,6 +118,21 @@ class Monkey:
         if engine is not None:
             self.story.note("engine", engine)
 
+    def last_words(self) -> str:
+        """The end of what the launcher said."""
+        return self.story.files.stderr.read_text()[-4000:]
+
+    def require_running(self) -> None:
+        """The launcher has not ended by itself."""
+        assert self.launcher is not None
+        assert self.launcher.poll() is None, f"the launcher ended by itself:\n{self.last_words()}"
+
+    def end_in_order(self) -> bool:
+        """Ask the run to end."""
+        assert self.launcher is not None
+        self.launcher.send_signal(signal.SIGINT)
+        return True
+
     def pid_of(self, role: str) -> int | None:
         """The living process of a role; None while there is none."""
         self.look()
@@ -162,35 +177,31 @@ class Monkey:
         return max((process.pid for process in found), default=None)
 
 
-def run_kills(folder: Path, kills: Sequence[Kill], *, timeout_s: float = 400) -> Story:
+def run_kills(folder: Path, kills: Sequence[Kill]) -> Story:
     """Run until every kill happened, its victim came back and a few more steps were taken; then end in order."""
     assert len({kill.failpoint for kill in kills}) == len(kills), "one clause per failpoint and run"
     armed = ";".join(kill.clause for kill in kills)
     director = _Director(Monkey(Story(files=RunFiles(folder))), kills)
-    direct = partial(director.direct, deadline_s=time.monotonic() + timeout_s)
-    return _lived(director.monkey, direct, failpoints=armed)
+    return _lived(director.monkey, director.direct, failpoints=armed)
 
 
-def run_random_kills(
-    folder: Path, *, seed: int, num_kills: int, mean_gap_s: float = 2.0, patience_s: float = 180
-) -> Story:
+def run_random_kills(folder: Path, *, seed: int, num_kills: int) -> Story:
     """Kill random processes at random instants, all drawn from `seed`; then end the run in order.
 
     Killing pauses while no step is taken for a while, so that a run cannot be kept from starting at all; one
-    that takes no step within `patience_s` although nobody kills it is stuck, which is an error.
+    that takes no step within `_PATIENCE_S` although nobody kills it is stuck, which is an error.
     """
     monkey = Monkey(Story(files=RunFiles(folder)))
-    dice = _Dice(monkey, random.Random(seed), num_kills=num_kills, mean_gap_s=mean_gap_s)
-    return _lived(monkey, partial(dice.throw, patience_s=patience_s))
+    return _lived(monkey, _Dice(monkey, random.Random(seed), num_kills=num_kills).throw)
 
 
-def _lived(monkey: Monkey, drive: Callable[[subprocess.Popen[str]], bool], *, failpoints: str = "") -> Story:
+def _lived(monkey: Monkey, drive: Callable[[], bool], *, failpoints: str = "") -> Story:
     """Start the run again as long as `drive` kills its launcher."""
     story = monkey.story
     while not story.summary:
         with dev(story.files.folder, *_ENDLESS, failpoints=failpoints) as launcher:
             monkey.launcher = launcher
-            if drive(launcher):
+            if drive():
                 story.summary = finish(launcher, story.files.folder)
             else:
                 story.lives += 1
@@ -200,32 +211,25 @@ def _lived(monkey: Monkey, drive: Callable[[subprocess.Popen[str]], bool], *, fa
 class _Dice:
     """Draws whom to kill and when, over all lives of one run."""
 
-    def __init__(
-        self, monkey: Monkey, generator: random.Random, *, num_kills: int, mean_gap_s: float
-    ) -> None:
+    def __init__(self, monkey: Monkey, generator: random.Random, *, num_kills: int) -> None:
         self.monkey = monkey
         self._random = generator
         self._left = num_kills
-        self._mean_gap_s = mean_gap_s
         self._steps = 0
         self._stepped_s = time.monotonic()
 
-    def throw(self, launcher: subprocess.Popen[str], *, patience_s: float) -> bool:
+    def throw(self) -> bool:
         """Return True when the run was asked to end in order, False when its launcher was killed."""
-        files = self.monkey.story.files
         goal = None
         while True:
-            time.sleep(min(4 * self._mean_gap_s, self._random.expovariate(1 / self._mean_gap_s)))
-            assert launcher.poll() is None, (
-                f"the launcher ended by itself:\n{files.stderr.read_text()[-4000:]}"
-            )
+            time.sleep(min(4 * _MEAN_GAP_S, self._random.expovariate(1 / _MEAN_GAP_S)))
+            self.monkey.require_running()
             idle_s = self._idle_s()
-            assert idle_s < patience_s, f"no step for {idle_s:.0f} s:\n{files.stderr.read_text()[-2000:]}"
+            assert idle_s < _PATIENCE_S, f"no step for {idle_s:.0f} s:\n{self.monkey.last_words()}"
             if not self._left:
                 goal = goal or self._steps + _STEPS_AFTER
                 if self._steps >= goal:
-                    launcher.send_signal(signal.SIGINT)
-                    return True
+                    return self.monkey.end_in_order()
             elif idle_s < _PAUSE_S and self._kill_one() == "launcher":
                 return False
 
@@ -250,28 +254,25 @@ class _Director:
 
     def __init__(self, monkey: Monkey, kills: Sequence[Kill]) -> None:
         self.monkey = monkey
-        self._kills = {kill.failpoint: kill for kill in kills}
-        self._pending = dict(self._kills)
+        self._pending = {kill.failpoint: kill for kill in kills}
         self._seen = 0
+        self._deadline_s = time.monotonic() + _WINDOWS_S
 
-    def direct(self, launcher: subprocess.Popen[str], *, deadline_s: float) -> bool:
+    def direct(self) -> bool:
         """Return True when the run was asked to end in order, False when its launcher was killed."""
         files, goal = self.monkey.story.files, None
-        while time.monotonic() < deadline_s:
-            assert launcher.poll() is None, (
-                f"the launcher ended by itself:\n{files.stderr.read_text()[-4000:]}"
-            )
+        while time.monotonic() < self._deadline_s:
+            self.monkey.require_running()
             if self._act():
                 return False
             if not self._pending and self._all_back():
                 goal = goal or files.steps_taken() + _STEPS_AFTER
             if goal is not None and files.steps_taken() >= goal:
-                launcher.send_signal(signal.SIGINT)
-                return True
+                return self.monkey.end_in_order()
             time.sleep(_LOOK_S)
         raise AssertionError(
             f"not done in time; not hit: {[str(kill) for kill in self._pending.values()]}; "
-            f"deaths: {self.monkey.story.deaths}\n{files.stderr.read_text()[-2000:]}"
+            f"deaths: {self.monkey.story.deaths}\n{self.monkey.last_words()}"
         )
 
     def _act(self) -> bool:

@@ -33,11 +33,7 @@ class Ended:
 def run(*arguments: str) -> Ended:
     """Run `astraflow ARGUMENTS` in this process."""
     output, errors, status = io.StringIO(), io.StringIO(), 0
-    with (
-        redirect_stdout(output),
-        redirect_stderr(errors),
-        patch("sys.argv", ["astraflow", *arguments]),
-    ):
+    with redirect_stdout(output), redirect_stderr(errors), patch("sys.argv", ["astraflow", *arguments]):
         try:
             cli.main()
         except SystemExit as ended:

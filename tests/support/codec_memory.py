@@ -39,23 +39,22 @@ def make_models(num_elements: int, *, density: float, seed: int) -> list[dict[st
     later = after.copy()
     later[np.roll(moved, 1)] += 1
     size = num_elements // _TENSORS
-    return [
-        {f"t{number}": np.resize(block, size) for number in range(_TENSORS)}
-        for block in (before, after, later)
-    ]
+    names = [f"t{number}" for number in range(_TENSORS)]
+    return [{name: np.resize(block, size) for name in names} for block in (before, after, later)]
 
 
 def scratch(work: Callable[[], object]) -> int:
     """Bytes that `work` takes beyond what it returns."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    held = _status("VmRSS")
+    held = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     result = work()
-    return _status("VmHWM") - held - _size(result)
+    return status_bytes("VmHWM") - held - _size(result)
 
 
-def _status(key: str) -> int:
+def status_bytes(key: str) -> int:
+    """A figure of this process's memory now."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 

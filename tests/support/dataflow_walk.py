@@ -146,11 +146,9 @@ class Walk:
 
     async def give_back(self) -> None:
         assert self.trainer is not None
-        try:
+        with contextlib.suppress(PreconditionError):
             await self.trainer.nack(self.step)
-        except PreconditionError:
-            return
-        self.batch = None
+            self.batch = None
 
     async def void(self) -> None:
         """An operator takes the bound batch away."""
@@ -182,10 +180,8 @@ class Walk:
 
     async def durable(self) -> None:
         assert self.trainer is not None
-        try:
+        with contextlib.suppress(InvalidArgumentError):
             await self.trainer.mark_durable(self.rng.randrange(self.step + 1))
-        except InvalidArgumentError:
-            return
 
     async def check(self) -> None:
         """The server's account balances, its counters agree with a recount, and the journal agrees with both."""
@@ -193,25 +189,22 @@ class Walk:
         audit, account = await self.world.dataflow.reporting.recount(context)
         assert account.conservation_error == 0, account
         assert set(drift(audit, trained_in_log=account.trained).values()) == {0}
-        counted = {
-            name: self.trajectories[name] for name, outcome in self.outcomes.items() if outcome in COUNTED
-        }
+        ends = self.outcomes.items()
+        counted = {name: self.trajectories[name] for name, outcome in ends if outcome in COUNTED}
         assert account.ingested == sum(counted.values())
         assert account.trained == sum(map(len, self.trained.values()))
         assert account.dropped.get("skipped", 0) == sum(map(len, self.skipped.values()))
-        kept = sum(counted[name] for name, outcome in self.outcomes.items() if outcome in KEPT)
-        at_the_door = sum(
-            account.dropped.get(reason, 0) for reason in ("superseded", "fenced", "late_closed", "poison")
-        )
+        kept = sum(counted[name] for name, outcome in ends if outcome in KEPT)
+        turned_away = ("superseded", "fenced", "late_closed", "poison")
+        at_the_door = sum(account.dropped.get(reason, 0) for reason in turned_away)
         assert account.ingested - at_the_door == kept
 
     async def check_traces(self) -> None:
         """The traces of all tasks, put together, say the same as the counts."""
         found: Counter[str] = Counter()
+        context = await self.world.dataflow.registry.get("run")
         for task_id in {episode.task_id for _, episode in self.pushed}:
-            trace = await self.world.dataflow.reporting.trace(
-                await self.world.dataflow.registry.get("run"), task_id
-            )
+            trace = await self.world.dataflow.reporting.trace(context, task_id)
             assert not trace.truncated
             for item in trace.trajectories:
                 place = trace_pb2.TrajectoryPlace.Name(item.place).removeprefix("TRAJECTORY_PLACE_").lower()
@@ -230,10 +223,10 @@ class Walk:
         kept = {name for name, outcome in self.outcomes.items() if outcome in KEPT}
         accepted = {f"{name}.solver" for name in kept - self.retired}
         assert set(used) <= accepted
-        tasks = {episode.episode_id: episode.task_id for _, episode in self.pushed}
-        members = Counter(tasks[name.removesuffix(".solver")] for name in accepted)
+        task_of = {f"{episode.episode_id}.solver": episode.task_id for _, episode in self.pushed}
+        members = Counter(task_of[name] for name in accepted)
         for ids in [*self.trained.values(), *self.skipped.values()]:
-            for task, size in Counter(tasks[item.removesuffix(".solver")] for item in ids).items():
+            for task, size in Counter(task_of[item] for item in ids).items():
                 assert size == members[task], f"group of {task} was served in part"
 
 

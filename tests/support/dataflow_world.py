@@ -7,17 +7,21 @@ Used by the integration and contract tests of the dataflow server.
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
-from astraflow.client import AsyncClient, RetryPolicy
+from astraflow import plugins
+from astraflow.client import DEFAULT_TIMEOUT_S, AsyncClient, RetryPolicy
 from astraflow.columns import Columns, encode_columns
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import batch_pb2, run_pb2, version_pb2
@@ -27,6 +31,7 @@ from astraflow.dataflow.v1 import task_service_pb2 as task_pb
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
 from astraflow.dataflow.v1 import version_service_pb2 as versions
 from astraflow.errors import UnavailableError
+from astraflow.plugins import TaskSpec
 from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.server import Dataflow, RunKeeper
@@ -41,49 +46,51 @@ roles: {{{roles}}}
 dataflow: {{{dataflow}}}
 raas: {{{raas}}}
 """
-REWARD = "support.dataflow_world:Zero"
 Result = TypeVar("Result")
+Reply = TypeVar("Reply", bound=Message)
+ATTRIBUTES = {
+    "AdminService": "admin",
+    "BatchService": "batches",
+    "RunService": "runs",
+    "TaskService": "tasks",
+    "TrajectoryService": "trajectories",
+    "VersionService": "versions",
+}
+"""The client's attribute of each service of the dataflow server."""
 POLICY = "  {name}: {{model: {{path: nowhere}}, sampling: {{max_new_tokens: 16}}}}"
 
 
 class Counting:
     """An endless data set: the task's data is its index."""
 
+    num_train = num_heldout = math.inf
+
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def train(self, index: int) -> object:
-        return _task_spec(f"train-{index}")
+    def train(self, index: int) -> TaskSpec | None:
+        return _task_spec(f"train-{index}") if index < self.num_train else None
 
-    def heldout(self, index: int) -> object:
-        return _task_spec(f"heldout-{index}")
+    def heldout(self, index: int) -> TaskSpec | None:
+        return _task_spec(f"heldout-{index}") if index < self.num_heldout else None
 
 
 class Short(Counting):
     """Three training tasks and two held-out ones."""
 
-    def train(self, index: int) -> object:
-        return super().train(index) if index < 3 else None
-
-    def heldout(self, index: int) -> object:
-        return super().heldout(index) if index < 2 else None
+    num_train, num_heldout = 3, 2
 
 
 class Unevaluated(Counting):
     """An endless data set without held-out tasks, so all leases are for training."""
 
-    def heldout(self, index: int) -> object:
-        return None
+    num_heldout = 0
 
 
-class Empty(Counting):
+class Empty(Unevaluated):
     """No tasks: tests submit their own."""
 
-    def train(self, index: int) -> object:
-        return None
-
-    def heldout(self, index: int) -> object:
-        return None
+    num_train = 0
 
 
 class Breaking(Counting):
@@ -91,7 +98,7 @@ class Breaking(Counting):
 
     mended = False
 
-    def train(self, index: int) -> object:
+    def train(self, index: int) -> TaskSpec | None:
         if not Breaking.mended:
             raise RuntimeError("the file is gone")
         return super().train(index)
@@ -104,10 +111,9 @@ class Zero:
         return 0.0
 
 
-def _task_spec(task_id: str) -> object:
-    from astraflow.plugins import Message, TaskSpec
-
-    return TaskSpec(task_id=task_id, messages=(Message(role="user", content=task_id),), data={"id": task_id})
+def _task_spec(task_id: str) -> TaskSpec:
+    message = plugins.Message(role="user", content=task_id)
+    return TaskSpec(task_id=task_id, messages=(message,), data={"id": task_id})
 
 
 def recipe_text(
@@ -120,21 +126,16 @@ def recipe_text(
     **dataflow: object,
 ) -> str:
     """A recipe with small groups; `dataflow` and `raas` override single keys."""
-    settings = {
-        "group_size": 2,
-        "groups_per_step": 2,
-        "max_staleness": 1,
-        "lease_ttl_s": 20,
-        "max_attempts": 3,
-    }
-    merged = settings | {"evaluation": "{every_versions: 0, num_samples: 2, final_samples: 2}"} | dataflow
+    sizes = {"group_size": 2, "groups_per_step": 2, "max_staleness": 1, "lease_ttl_s": 20, "max_attempts": 3}
+    merged = sizes | {"evaluation": "{every_versions: 0, num_samples: 2, final_samples: 2}"} | dataflow
+    work = {"reward": f"{__name__}:Zero", **(raas or {})}
     text = RECIPE.format(
         name=name,
-        dataset=dataset if ":" in dataset else f"support.dataflow_world:{dataset}",
+        dataset=dataset if ":" in dataset else f"{__name__}:{dataset}",
         policies="\n".join(POLICY.format(name=policy) for policy in policies),
         roles=_flow(roles or {}),
         dataflow=_flow(merged),
-        raas=_flow({"reward": REWARD, **(raas or {})}),
+        raas=_flow(work),
     )
     return parse_recipe(text).yaml_text
 
@@ -152,12 +153,23 @@ class World:
     address: str
     run_id: str = ""
 
+    async def ask(self, reply: type[Reply], *, timeout_s: float = DEFAULT_TIMEOUT_S, **fields: Any) -> Reply:
+        """Call the rpc with this reply; `fields` are those of its request, which is about the run if it can be."""
+        name = reply.DESCRIPTOR.name.removesuffix("Response")
+        request = getattr(sys.modules[reply.__module__], f"{name}Request")
+        (service,) = reply.DESCRIPTOR.file.services_by_name
+        rpc = getattr(getattr(self.client, ATTRIBUTES[service]), name)
+        if "run_id" in request.DESCRIPTOR.fields_by_name:
+            fields = {"run_id": self.run_id} | fields
+        answer: Reply = await self.client.call(rpc, request(**fields), timeout_s=timeout_s)
+        return answer
+
     async def create_run(self, *, store_uri: str = "file:///nowhere", **recipe: object) -> run_pb2.Run:
         """Create a run and work on it from now on."""
         text = recipe_text(**recipe)  # type: ignore[arg-type]
         self.run_id = parse_recipe(text).recipe.run.name
         run = run_pb2.Run(run_id=self.run_id, recipe_yaml=text, store_uri=store_uri)
-        return (await self.client.call(self.client.runs.CreateRun, runs.CreateRunRequest(run=run))).run
+        return (await self.ask(runs.CreateRunResponse, run=run)).run
 
     async def started(self, **recipe: object) -> tuple[Trainer, Node]:
         """A new run with version 0, its trainer and a node."""
@@ -173,13 +185,11 @@ class World:
     async def submit(self, *task_ids: str, group_size: int = 0) -> task_pb.SubmitTasksResponse:
         """Submit training tasks."""
         tasks = [task_pb2.Task(task_id=task_id, group_size=group_size) for task_id in task_ids]
-        request = task_pb.SubmitTasksRequest(run_id=self.run_id, tasks=tasks)
-        return await self.client.call(self.client.tasks.SubmitTasks, request)
+        return await self.ask(task_pb.SubmitTasksResponse, tasks=tasks)
 
     async def join(self, node_id: str, **facts: Any) -> runs.JoinRunResponse:
         """Join a node; `facts` are fields of the request."""
-        request = runs.JoinRunRequest(run_id=self.run_id, node_id=node_id, **facts)
-        return await self.client.call(self.client.runs.JoinRun, request)
+        return await self.ask(runs.JoinRunResponse, node_id=node_id, **facts)
 
     async def node(self, node_id: str = "n1", *, incarnation: int = 1, max_tasks: int = 64) -> Node:
         """Join a node."""
@@ -196,12 +206,11 @@ class World:
 
     async def status(self) -> admin.StatusResponse:
         """The run's status."""
-        return await self.client.call(self.client.admin.Status, admin.StatusRequest(run_id=self.run_id))
+        return await self.ask(admin.StatusResponse)
 
     async def why(self, task_id: str = "") -> admin.WhyResponse:
         """Why the run, or a task, waits."""
-        request = admin.WhyRequest(run_id=self.run_id, task_id=task_id)
-        return await self.client.call(self.client.admin.Why, request)
+        return await self.ask(admin.WhyResponse, task_id=task_id)
 
     async def waits(self) -> dict[str, admin.Wait]:
         """What waits now, by reason."""
@@ -209,26 +218,17 @@ class World:
 
     async def dead_letters(self, **request: Any) -> admin.ListDeadLettersResponse:
         """Tasks that failed for good; `request` are fields of the request."""
-        message = admin.ListDeadLettersRequest(run_id=self.run_id, **request)
-        return await self.client.call(self.client.admin.ListDeadLetters, message)
+        return await self.ask(admin.ListDeadLettersResponse, **request)
 
     async def requeue(self, *letter_ids: str) -> tuple[int, int, int]:
         """Requeue dead letters, all by default; (requeued, unknown, kept)."""
-        request = admin.RequeueDeadLettersRequest(run_id=self.run_id, dead_letter_ids=letter_ids)
-        reply = await self.client.call(self.client.admin.RequeueDeadLetters, request)
+        reply = await self.ask(admin.RequeueDeadLettersResponse, dead_letter_ids=letter_ids)
         return reply.requeued, reply.unknown, reply.kept
 
     async def void(self, batch: batch_pb2.Batch, action: int, reason: str = "bad data") -> tuple[int, int]:
         """Void a batch; (groups returned, trajectories dropped)."""
-        request = batches.VoidBatchRequest(
-            run_id=self.run_id,
-            policy_id=batch.policy_id,
-            step=batch.step,
-            batch_id=batch.batch_id,
-            action=action,  # type: ignore[arg-type]
-            reason=reason,
-        )
-        reply = await self.client.call(self.client.batches.VoidBatch, request)
+        named: dict[str, Any] = {"policy_id": batch.policy_id, "step": batch.step, "batch_id": batch.batch_id}
+        reply = await self.ask(batches.VoidBatchResponse, **named, action=action, reason=reason)
         return reply.returned_groups, reply.dropped_trajectories
 
     async def has_account(self, **expected: object) -> None:
@@ -253,15 +253,11 @@ class World:
 
     async def finish(self) -> None:
         """Ask the run to finish."""
-        await self._update(run_pb2.RUN_STATE_FINISHING)
+        await self.ask(runs.UpdateRunResponse, state=run_pb2.RUN_STATE_FINISHING)
 
     async def resume(self) -> None:
         """Continue a run that was finished."""
-        await self._update(run_pb2.RUN_STATE_ACTIVE)
-
-    async def _update(self, state: run_pb2.RunState.ValueType) -> None:
-        request = runs.UpdateRunRequest(run_id=self.run_id, state=state)
-        await self.client.call(self.client.runs.UpdateRun, request)
+        await self.ask(runs.UpdateRunResponse, state=run_pb2.RUN_STATE_ACTIVE)
 
 
 @dataclass
@@ -279,30 +275,26 @@ class Node:
 
     async def lease_reply(self, count: int = 1, *, wait_s: float = 0.0) -> task_pb.LeaseTasksResponse:
         """Lease tasks; with the reason when there are none."""
-        request = task_pb.LeaseTasksRequest(
-            run_id=self.world.run_id,
+        return await self.world.ask(
+            task_pb.LeaseTasksResponse,
             node_id=self.node_id,
             incarnation=self.incarnation,
             max_tasks=count,
-            wait_duration=seconds(wait_s),
+            wait_duration=timedelta(seconds=wait_s),
             serving_versions=self.serving,
+            timeout_s=wait_s + 10,
         )
-        client = self.world.client
-        return await client.call(client.tasks.LeaseTasks, request, timeout_s=wait_s + 10)
 
     async def fail(self, lease: task_pb2.Lease, reason: str, *, retryable: bool = True) -> bool:
         """Give a lease back; return whether it was queued again."""
         failure = task_pb.LeaseFailure(lease_id=lease.lease_id, reason=reason, retryable=retryable)
-        request = task_pb.FailTaskRequest(run_id=self.world.run_id, node_id=self.node_id, failure=failure)
-        return (await self.world.client.call(self.world.client.tasks.FailTask, request)).requeued
+        reply = await self.world.ask(task_pb.FailTaskResponse, node_id=self.node_id, failure=failure)
+        return reply.requeued
 
     async def renew(self, *lease_ids: str) -> list[str]:
         """Renew leases; return the lost ones."""
-        request = task_pb.RenewLeasesRequest(
-            run_id=self.world.run_id, node_id=self.node_id, lease_ids=lease_ids
-        )
-        client = self.world.client
-        return list((await client.call(client.tasks.RenewLeases, request)).lost_lease_ids)
+        reply = await self.world.ask(task_pb.RenewLeasesResponse, node_id=self.node_id, lease_ids=lease_ids)
+        return list(reply.lost_lease_ids)
 
     async def push(self, episode: trajectory_pb2.Episode) -> pushes.PushResult:
         """Push one episode."""
@@ -310,8 +302,7 @@ class Node:
 
     async def push_reply(self, episode: trajectory_pb2.Episode) -> pushes.PushEpisodeResponse:
         """Push one episode; with the watermark."""
-        client, request = self.world.client, pushes.PushEpisodeRequest(episode=episode)
-        return await client.call(client.trajectories.PushEpisode, request, timeout_s=60)
+        return await self.world.ask(pushes.PushEpisodeResponse, episode=episode, timeout_s=60)
 
     async def outcome(self, episode: trajectory_pb2.Episode) -> str:
         """Push one episode; the outcome's name."""
@@ -359,39 +350,33 @@ class Trainer:
     epoch: int = 0
 
     @property
-    def _policy(self) -> dict[str, Any]:
-        return {"run_id": self.world.run_id, "policy_id": self.policy_id}
-
-    @property
     def _mine(self) -> dict[str, Any]:
-        return self._policy | {"trainer_epoch": self.epoch}
+        return {"run_id": self.world.run_id, "policy_id": self.policy_id, "trainer_epoch": self.epoch}
+
+    async def _ask(self, reply: type[Reply], **fields: Any) -> Reply:
+        return await self.world.ask(reply, **self._mine, **fields)
 
     async def claim(self, *, trainer_id: str = "test", **held: Any) -> batches.ClaimPolicyResponse:
         """Start a new epoch; `held` are fields of the request."""
-        request = batches.ClaimPolicyRequest(**self._policy, trainer_id=trainer_id, **held)
-        claim = await self.world.client.call(self.world.client.batches.ClaimPolicy, request)
+        named: dict[str, Any] = {"policy_id": self.policy_id, "trainer_id": trainer_id}
+        claim = await self.world.ask(batches.ClaimPolicyResponse, **named, **held)
         self.epoch = claim.trainer_epoch
         return claim
 
     async def hold(self) -> None:
         """Say that this trainer lives."""
-        client = self.world.client
-        await client.call(client.batches.HoldPolicy, batches.HoldPolicyRequest(**self._mine))
+        await self._ask(batches.HoldPolicyResponse)
 
     async def release(self) -> None:
         """Say that this trainer ends."""
-        client = self.world.client
-        await client.call(client.batches.ReleasePolicy, batches.ReleasePolicyRequest(**self._mine))
+        await self._ask(batches.ReleasePolicyResponse)
 
     async def acquire(
         self, step: int, *, base_version: int = 0, wait_s: float = 5.0
     ) -> batches.AcquireBatchResponse:
         """Acquire the batch of a step."""
-        request = batches.AcquireBatchRequest(
-            **self._mine, step=step, base_version=base_version, wait_duration=seconds(wait_s)
-        )
-        client = self.world.client
-        return await client.call(client.batches.AcquireBatch, request, timeout_s=wait_s + 10)
+        waiting = {"wait_duration": timedelta(seconds=wait_s), "timeout_s": wait_s + 10}
+        return await self._ask(batches.AcquireBatchResponse, step=step, base_version=base_version, **waiting)
 
     async def fetch(self, step: int, *trajectory_ids: str) -> list[batches.FetchBatchResponse]:
         """Fetch payloads."""
@@ -401,22 +386,15 @@ class Trainer:
 
     async def ack(self, batch: batch_pb2.Batch, *stages: int, digest: bytes | None = None) -> int:
         """Record stages one after the other; return the last that was recorded."""
-        client, recorded = self.world.client, 0
+        recorded, digest = 0, batch.digest if digest is None else digest
+        named = {"step": batch.step, "batch_id": batch.batch_id, "digest": digest}
         for stage in stages:
-            request = batches.AckBatchRequest(
-                **self._mine,
-                step=batch.step,
-                batch_id=batch.batch_id,
-                digest=batch.digest if digest is None else digest,
-                stage=stage,  # type: ignore[arg-type]
-            )
-            recorded = (await client.call(client.batches.AckBatch, request)).stage
+            recorded = (await self._ask(batches.AckBatchResponse, **named, stage=stage)).stage
         return recorded
 
     async def nack(self, step: int) -> int:
         """Give a batch back."""
-        request = batches.NackBatchRequest(**self._mine, step=step, reason="test")
-        return (await self.world.client.call(self.world.client.batches.NackBatch, request)).returned_groups
+        return (await self._ask(batches.NackBatchResponse, step=step, reason="test")).returned_groups
 
     async def publish(
         self,
@@ -437,13 +415,12 @@ class Trainer:
             trainer_epoch=self.epoch if writer_epoch is None else writer_epoch,
             rollback_of=rollback_of,
         )
-        request = versions.PublishRequest(run_id=self.world.run_id, version=message, trainer_epoch=self.epoch)
-        return (await self.world.client.call(self.world.client.versions.Publish, request)).version
+        reply = await self.world.ask(versions.PublishResponse, version=message, trainer_epoch=self.epoch)
+        return reply.version
 
     async def mark_durable(self, step: int) -> int:
         """Mark steps durable; return the released trajectories."""
-        client, request = self.world.client, batches.MarkDurableRequest(**self._mine, step=step)
-        return (await client.call(client.batches.MarkDurable, request)).released_trajectories
+        return (await self._ask(batches.MarkDurableResponse, step=step)).released_trajectories
 
     async def train(self, step: int, *, base_version: int) -> batch_pb2.Batch:
         """Acquire, record the intent, train and publish one step."""
@@ -569,10 +546,3 @@ async def until_equal(call: Callable[[], Awaitable[object]], expected: object) -
         return await call() == expected
 
     await until(is_equal)
-
-
-def seconds(value: float) -> Duration:
-    """A protobuf duration."""
-    duration = Duration()
-    duration.FromMilliseconds(int(value * 1000))
-    return duration

@@ -69,15 +69,12 @@ class RunFiles:
         return read_hits(self.hits)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl; NaN, which is not JSON, is an error."""
-        path = self.data_dir / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line, parse_constant=_refuse_constant) for line in _whole_lines(text)]
+        """Lines of metrics.jsonl."""
+        return _read_lines(self.data_dir / "metrics.jsonl")
 
     def read_ledger(self) -> list[dict[str, Any]]:
         """Lines of the trainer's ledger."""
-        path = self.data_dir / "work" / f"trainer-{POLICY}" / "ledger.jsonl"
-        return [json.loads(line) for line in _whole_lines(path.read_text())] if path.exists() else []
+        return _read_lines(self.data_dir / "work" / f"trainer-{POLICY}" / "ledger.jsonl")
 
     def steps_done(self) -> int:
         """The last finished step that the launcher wrote down."""
@@ -89,8 +86,7 @@ class RunFiles:
 
     def starts(self) -> list[tuple[str, int]]:
         """(child, pid) of every start the launcher logged, oldest first, over all its lives."""
-        path = self.data_dir / "logs" / "launcher.log"
-        lines = map(json.loads, _whole_lines(path.read_text())) if path.exists() else ()
+        lines = _read_lines(self.data_dir / "logs" / "launcher.log")
         return [(line["child"], line["pid"]) for line in lines if line.get("event") == "child.started"]
 
     def processes(self, module: str = "") -> list[psutil.Process]:
@@ -110,7 +106,8 @@ def dev(folder: Path, *arguments: str, failpoints: str = "") -> Iterator[subproc
     command = [sys.executable, "-m", "astraflow.cli", "dev", str(ROOT / "recipes" / "quickstart"), "--json"]
     files = RunFiles(folder)
     plugins = ROOT / "tests" / "e2e" / "plugins"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(plugins), *_inherited_paths()])}
+    paths = filter(None, [str(plugins), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if failpoints:
         environment |= {"ASTRAFLOW_FAILPOINTS": failpoints, "ASTRAFLOW_FAILPOINTS_LOG": str(files.hits)}
     with (
@@ -148,13 +145,11 @@ def wait_for(
         time.sleep(period_s)
 
 
-def _inherited_paths() -> list[str]:
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-
-
-def _whole_lines(text: str) -> list[str]:
-    """Lines that end: the last one may still be being written."""
-    return text[: text.rfind("\n") + 1].splitlines()
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Lines that end, as the last one may still be being written; NaN, which is not JSON, is an error."""
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    return [json.loads(line, parse_constant=_refuse_constant) for line in whole]
 
 
 def _refuse_constant(name: str) -> object:

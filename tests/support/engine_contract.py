@@ -1,8 +1,8 @@
 """What a rollout node relies on in an inference engine's HTTP API, as a table of checks.
 
-Each check takes an `EngineUnderTest` and knows nothing of who serves it: the embedded engine runs all of
-them in `tests/contract/test_engine_http.py`; pointed at the URL of a real SGLang, the same table tells
-whether a node can use it. Checks leave the engine idle, unpaused and on the weights they found.
+Each check takes an `EngineUnderTest` and knows nothing of who serves it: `tests/contract/test_engine_http.py` runs all
+of them against the embedded engine and against SGLang. Checks leave the engine idle, unpaused and on the weights they
+found. A token outside the vocabulary is not among the bad calls: SGLang 0.5.20 dies of it, so a node never sends one.
 """
 
 import json
@@ -25,6 +25,7 @@ Check = Callable[["EngineUnderTest"], None]
 
 CALL_DEADLINE_S = 60.0
 LONG = 3_000
+LOGPROB_TOLERANCE = 1e-4
 PROMPT = [5, 9, 13, 17, 21, 25, 29, 33, 37, 41]
 
 
@@ -44,7 +45,6 @@ class EngineUnderTest:
     vocab_size: int
     context_length: int
     client: httpx.Client
-    logprob_tolerance: float = 1e-4
 
     def post(self, path: str, body: object) -> httpx.Response:
         """Bytes go as they are, anything else as JSON."""
@@ -75,9 +75,8 @@ class EngineUnderTest:
         assert error_message(response.json()), what
 
     def load(self, folder: Path, version: str, **body: object) -> httpx.Response:
-        return self.post(
-            "/update_weights_from_disk", {"model_path": str(folder), "weight_version": version, **body}
-        )
+        named = {"model_path": str(folder), "weight_version": version}
+        return self.post("/update_weights_from_disk", named | body)
 
     def version(self) -> str:
         return str(self.get("/model_info").json()["weight_version"])
@@ -160,7 +159,7 @@ def check_log_probs(engine: EngineUnderTest) -> None:
         expected = reference_logprobs(reference, PROMPT, answer["output_ids"], temperature=temperature or 1.0)
         found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
         difference = max(abs(one - other) for one, other in zip(found, expected, strict=True))
-        assert difference <= engine.logprob_tolerance, f"temperature {temperature}: {difference}"
+        assert difference <= LOGPROB_TOLERANCE, f"temperature {temperature}: {difference}"
 
 
 def check_swap_in_place(engine: EngineUnderTest) -> None:
@@ -211,10 +210,9 @@ def check_requests_wait_while_paused(engine: EngineUnderTest) -> None:
 
 
 def check_abort_request(engine: EngineUnderTest) -> None:
-    abort = partial(engine.accepts, "/abort_request", {"rid": "contract-abort"})
-    answer = _while_running(
-        engine, abort, met=lambda meta: meta["finish_reason"]["type"] == "abort", rid="contract-abort"
-    )
+    rid = "contract-abort"
+    abort = partial(engine.accepts, "/abort_request", {"rid": rid})
+    answer = _while_running(engine, abort, met=lambda meta: meta["finish_reason"]["type"] == "abort", rid=rid)
     assert len(answer["output_ids"]) < LONG
 
 
@@ -235,7 +233,6 @@ def check_flush_cache(engine: EngineUnderTest) -> None:
 
 
 BAD_GENERATE: dict[str, Json] = {
-    "a token outside the vocabulary": {"input_ids": [5, 10**6]},
     "no prompt": {},
     "an empty prompt": {"input_ids": []},
     "a negative temperature": {"input_ids": [5], "sampling_params": {"temperature": -1.0}},

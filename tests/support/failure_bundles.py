@@ -39,9 +39,8 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say once more, near the end of a long output, where the bundles are: CI shows the end first."""
     reports = [*terminalreporter.stats.get("failed", []), *terminalreporter.stats.get("error", [])]
-    bundles = [
-        text for report in reports for title, text in getattr(report, "sections", []) if title == SECTION
-    ]
+    sections = [section for report in reports for section in getattr(report, "sections", [])]
+    bundles = [text for title, text in sections if title == SECTION]
     if bundles:
         terminalreporter.section("support bundles of failed tests")
         for bundle in bundles:
@@ -62,9 +61,8 @@ def _saved(item: pytest.Item, report: pytest.TestReport) -> str:
     name = re.sub(r"[^\w.-]+", "-", item.nodeid.removeprefix("tests/")).strip("-")[-100:]
     path = folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz"
     folders = left_behind(item)
-    evidence = Evidence(
-        folders=folders, address=_address(folders), note=f"{item.nodeid} failed:\n\n{report.longreprtext}\n"
-    )
+    note = f"{item.nodeid} failed:\n\n{report.longreprtext}\n"
+    evidence = Evidence(folders=folders, address=_address(folders), note=note)
     try:
         save_bundle(evidence, path)
     except Exception as error:  # noqa: BLE001 - the test's own failure must be what is reported

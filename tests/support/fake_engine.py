@@ -22,8 +22,6 @@ class FakeEngine:
 
     version: int | None = None
     num_tokens: int = 5
-    vocab_size: int = 300
-    delay_s: float = 0.0
     up: bool = True
     faults: list[Exception] = field(default_factory=list)
     """Raised one by one by the next `generate` calls."""
@@ -45,7 +43,7 @@ class FakeEngine:
         if self.faults:
             raise self.faults.pop(0)
         started_under = self.version
-        await asyncio.sleep(self.delay_s)
+        await asyncio.sleep(0)
         await self.may_answer.wait()
         self._require_up()
         return [self._sample(call, started_under=started_under) for call in calls]
@@ -82,7 +80,7 @@ class FakeEngine:
         rng = random.Random(f"{call.seed}/{call.prompt_ids}")
         length = min(self.num_tokens, call.max_new_tokens)
         stopped = length == self.num_tokens
-        tokens = [rng.randrange(3, self.vocab_size) for _ in range(length - stopped)] + [STOP_TOKEN] * stopped
+        tokens = [rng.randrange(3, 300) for _ in range(length - stopped)] + [STOP_TOKEN] * stopped
         logprobs = tuple(-rng.random() for _ in tokens)
         spans = _spans(length, old=started_under or 0, new=self.version or 0)
         ended = "stop" if stopped else "length"

@@ -3,7 +3,7 @@
 from astraflow.plugins import Group, TaskSpec, TrajectorySummary
 
 
-def group(*rewards: float, task: TaskSpec | None = None, verdict: str = "", **facts: object) -> Group:
+def group(*rewards: float, verdict: str = "", **facts: object) -> Group:
     """A group whose trajectories earned `rewards`; `facts` are the same for each of them."""
     trajectories = tuple(TrajectorySummary(reward=reward, **facts) for reward in rewards)  # type: ignore[arg-type]
-    return Group(task=task or TaskSpec("t", ()), trajectories=trajectories, verdict=verdict)
+    return Group(task=TaskSpec("t", ()), trajectories=trajectories, verdict=verdict)

@@ -6,18 +6,17 @@ process's private memory in bytes; the mirror and its journal are mapped files, 
 
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store.file import FileStore
+from support.codec_memory import status_bytes
 from support.published_models import read_log
 
-
-def private_bytes() -> int:
-    """Private memory now."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+private_bytes = partial(status_bytes, "RssAnon")
+"""Private memory now."""
 
 
 def main() -> None:

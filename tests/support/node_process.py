@@ -23,9 +23,11 @@ import psutil
 import pytest
 
 from astraflow._status import from_rpc_error
-from astraflow.dataflow.v1 import version_pb2, version_service_pb2
+from astraflow.dataflow.v1 import version_pb2
+from astraflow.dataflow.v1.version_service_pb2 import PublishResponse
 from astraflow.errors import AstraflowError
-from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
+from astraflow.raas.v1 import node_service_pb2 as nodes
+from astraflow.raas.v1.node_service_pb2_grpc import NodeServiceStub
 from astraflow_kit.lifecycle import read_address_file
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror.checkpoint import map_model
@@ -73,23 +75,15 @@ class WeightPublisher:
                 flat[:: max(1, flat.size // 40)] ^= np.uint16(1)
         self.version += 1
         committed = self.publisher.publish(self.model, step=self.version)
-        return version_pb2.Version(
-            policy_id=self.policy_id,
-            version=committed.version,
-            sequence=committed.sequence,
-            manifest_sha256=committed.manifest_sha256,
-        )
+        named = {name: getattr(committed, name) for name in ("version", "sequence", "manifest_sha256")}
+        return version_pb2.Version(policy_id=self.policy_id, **named)
 
 
 async def announce(trainer: Trainer, weights: WeightPublisher, *, step: int) -> None:
     """Commit what `weights` holds as the version of a step, and tell the server of it."""
     version = await asyncio.to_thread(weights.publish)
     version.step, version.trainer_epoch = step, trainer.epoch
-    world = trainer.world
-    request = version_service_pb2.PublishRequest(
-        run_id=world.run_id, version=version, trainer_epoch=trainer.epoch
-    )
-    await world.client.call(world.client.versions.Publish, request)
+    await trainer.world.ask(PublishResponse, version=version, trainer_epoch=trainer.epoch)
 
 
 @dataclass
@@ -116,20 +110,18 @@ class NodeProcess:
         async with grpc.aio.insecure_channel(addresses.grpc) as channel:
             yield channel
 
-    async def status(self) -> node_service_pb2.StatusResponse:
+    async def status(self) -> nodes.StatusResponse:
         """What NodeService says."""
         async with self.channel() as channel:
-            stub = node_service_pb2_grpc.NodeServiceStub(channel)
-            answer: node_service_pb2.StatusResponse = await stub.Status(
-                node_service_pb2.StatusRequest(), timeout=10
-            )
+            rpc = NodeServiceStub(channel).Status
+            answer: nodes.StatusResponse = await rpc(nodes.StatusRequest(), timeout=10)
             return answer
 
     async def versions(self) -> dict[int, tuple[bool, bool, bool]]:
         """Whether each version the node has is (served, mirrored, the newest announced)."""
         async with self.channel() as channel:
-            stub = node_service_pb2_grpc.NodeServiceStub(channel)
-            answer = await stub.ListVersions(node_service_pb2.ListVersionsRequest(), timeout=10)
+            rpc = NodeServiceStub(channel).ListVersions
+            answer = await rpc(nodes.ListVersionsRequest(), timeout=10)
         return {v.version: (v.serving, v.mirrored, v.newest_announced) for v in answer.versions}
 
     async def refuses(self, call: Callable[[grpc.aio.Channel], Awaitable[object]]) -> AstraflowError:

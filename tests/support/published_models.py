@@ -5,7 +5,9 @@ a version back to the bits.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from astraflow_kit.clock import Clock
@@ -16,6 +18,7 @@ from astraflow_weights.codec.tensors import Array, Model
 from astraflow_weights.collection.collector import Collector, Stage
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
+from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
@@ -28,29 +31,15 @@ from support.manual_clock import ManualClock
 from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, same_model, trained
 
 GRACE_S = 100.0
+new_compactor = partial(Compactor, run_id=RUN, policy_id=POLICY)
 
 
 class ModelPublisher(ShardPublisher):
     """The product's publisher as a group of one rank, which takes whole models, too."""
 
-    def __init__(
-        self,
-        writer: VersionWriter,
-        *,
-        base: Model | None = None,
-        assets: Sequence[Path] = (),
-        context: bool = False,
-        inline_snapshots: bool = True,
-    ) -> None:
-        super().__init__(
-            writer,
-            uploads=writer.uploads,
-            peers=OnePeer(),
-            base=None if base is None else whole(base),
-            assets=assets,
-            context=context,
-            inline_snapshots=inline_snapshots,
-        )
+    def __init__(self, writer: VersionWriter, *, base: Model | None = None, **options: Any) -> None:
+        shards = None if base is None else whole(base)
+        super().__init__(writer, uploads=writer.uploads, peers=OnePeer(), base=shards, **options)
 
     def publish(
         self, model: Model | ShardedModel, *, step: int, learning_rate: float | None = None
@@ -62,21 +51,10 @@ class ModelPublisher(ShardPublisher):
 
 def committed(version: int, **changes: object) -> CommittedVersion:
     """What a writer says of a version that changed one of four elements, of the step of its number."""
-    known: dict[str, object] = {
-        "version": version,
-        "sequence": version,
-        "manifest_sha256": bytes(32),
-        "model_root": b"",
-        "writer_epoch": 3,
-        "step": version,
-        "snapshot_bytes": 0,
-        "delta_bytes": 8,
-        "num_changed": 1,
-        "num_elements": 4,
-        "rollback_of": None,
-        "existed": False,
-    }
-    return CommittedVersion(**(known | changes))  # type: ignore[arg-type]
+    known: dict[str, Any] = dict.fromkeys(("version", "sequence", "step"), version)
+    known |= {"manifest_sha256": bytes(32), "model_root": b"", "writer_epoch": 3, "rollback_of": None}
+    known |= {"snapshot_bytes": 0, "delta_bytes": 8, "num_changed": 1, "num_elements": 4, "existed": False}
+    return CommittedVersion(**(known | changes))
 
 
 class PublishedModels:
@@ -89,15 +67,14 @@ class PublishedModels:
         settings: PublishSettings | None = None,
         clock: Clock | None = None,
         density: float = 0.02,
-        assets: Sequence[Path] = (),
-        inline_snapshots: bool = True,
+        **options: Any,
     ) -> None:
         self.store = store
         self.settings = settings
         self.density = density
         self.models: list[dict[str, Array]] = []
         self.writer = open_writer(store, settings=settings, clock=clock)
-        self.publisher = ModelPublisher(self.writer, assets=assets, inline_snapshots=inline_snapshots)
+        self.publisher = ModelPublisher(self.writer, **options)
 
     def publish(self, model: dict[str, Array] | None = None) -> None:
         """Publish a model, or else what training makes of the newest one, as the next step."""
@@ -123,18 +100,9 @@ class PublishedModels:
         return result
 
 
-def open_writer(
-    store: ObjectStore,
-    epoch: int = 1,
-    *,
-    nonce: bytes | None = None,
-    settings: PublishSettings | None = None,
-    clock: Clock | None = None,
-) -> VersionWriter:
-    """The writer of an epoch."""
-    return VersionWriter.open(
-        store, run_id=RUN, policy_id=POLICY, epoch=epoch, nonce=nonce, settings=settings, clock=clock
-    )
+def open_writer(store: ObjectStore, epoch: int = 1, **options: Any) -> VersionWriter:
+    """The writer of an epoch; `options` are those of `VersionWriter.open`."""
+    return VersionWriter.open(store, run_id=RUN, policy_id=POLICY, epoch=epoch, **options)
 
 
 def steps(count: int, *, density: float = 0.01, seed: int = 0) -> list[dict[str, Array]]:
@@ -150,27 +118,26 @@ def publish_all(publisher: ModelPublisher, models: Sequence[Model]) -> list[Comm
     return [publisher.publish(model, step=step) for step, model in enumerate(models)]
 
 
-def published(
-    store: ObjectStore, count: int, *, settings: PublishSettings | None = None, density: float = 0.01
-) -> list[dict[str, Array]]:
+def published(store: ObjectStore, count: int, **options: Any) -> list[dict[str, Array]]:
     """Versions 0 to `count` - 1 of the first writer; their models."""
-    models = steps(count, density=density)
-    publish_all(ModelPublisher(open_writer(store, settings=settings)), models)
+    models = steps(count)
+    publish_all(ModelPublisher(open_writer(store, **options)), models)
     return models
 
 
-def read_log(store: ObjectStore) -> VersionLog:
+def read_log(store: ObjectStore, policy_id: str = POLICY) -> VersionLog:
     """The log as it is now."""
-    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log = VersionLog(store, run_id=RUN, policy_id=policy_id)
     log.refresh()
     return log
 
 
-def pulled(store: ObjectStore, folder: Path, version: int) -> dict[str, Array]:
-    """A version as a node's mirror in `folder` gets it."""
-    mirror = Mirror(folder)
-    mirror.advance(store, read_log(store), target=version)
-    return mirror.load()
+def pulled(store: ObjectStore, version: int) -> dict[str, Array]:
+    """A version as a node's new mirror gets it."""
+    with TemporaryDirectory() as folder:
+        mirror = Mirror(Path(folder))
+        mirror.advance(store, read_log(store), target=version)
+        return mirror.load()
 
 
 def rank_publisher(
@@ -219,10 +186,15 @@ def bury(store: ObjectStore, number: int, *names: bytes) -> None:
 
 
 def new_collector(
-    store: ObjectStore, clock: Clock, roots: Callable[[], Roots], *, keep_snapshots: int = 2
+    store: ObjectStore,
+    clock: Clock | None,
+    roots: Callable[[], Roots],
+    *,
+    keep_snapshots: int = 2,
+    grace_s: float = GRACE_S,
 ) -> Collector:
-    """A collector of the policy whose grace is `GRACE_S`."""
-    settings = CollectionSettings(keep_snapshots=keep_snapshots, grace_s=GRACE_S)
+    """A collector of the policy."""
+    settings = CollectionSettings(keep_snapshots=keep_snapshots, grace_s=grace_s)
     return Collector(store, run_id=RUN, policy_id=POLICY, roots=roots, settings=settings, clock=clock)
 
 

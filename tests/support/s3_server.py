@@ -7,6 +7,7 @@ refused: it overwrites and says nothing. Used by integration and e2e tests.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -37,12 +38,8 @@ class S3Server:
 
     def __enter__(self) -> S3Server:
         self.credentials_file.write_text(CREDENTIALS)
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *self._arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, __file__, *self._arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
         assert self.url, f"moto ended with {self._process.wait(timeout=20)}"
@@ -64,12 +61,8 @@ class S3Server:
     def settings(self, *, endpoint_url: str = "", **changes: float) -> StoreSettings:
         """How to talk to it; patient for a test, which is not patient at all."""
         merged: dict[str, Any] = {"max_attempts": 3, "backoff_s": 0.001} | changes
-        return StoreSettings(
-            endpoint_url=endpoint_url or self.url,
-            region="us-east-1",
-            credentials_file=self.credentials_file,
-            **merged,
-        )
+        merged |= {"region": "us-east-1", "credentials_file": self.credentials_file}
+        return StoreSettings(endpoint_url=endpoint_url or self.url, **merged)
 
     def client(self) -> S3Client:
         """A client of its own, to be closed."""
@@ -83,9 +76,8 @@ class S3Server:
 
     def create_bucket(self, name: str) -> str:
         """Make a bucket and return its name."""
-        client = self.client()
-        client.create_bucket(Bucket=name)
-        client.close()
+        with contextlib.closing(self.client()) as client:
+            client.create_bucket(Bucket=name)
         return name
 
 

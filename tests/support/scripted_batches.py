@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-from google.protobuf.duration_pb2 import Duration
 from grpc_status import rpc_status
 
 from astraflow._status import to_status
@@ -23,40 +22,30 @@ from astraflow.columns import Columns, encode_columns
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import admin_service_pb2_grpc as admin_grpc
 from astraflow.dataflow.v1 import batch_pb2, run_pb2, version_pb2
-from astraflow.dataflow.v1 import batch_service_pb2 as batches
+from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1 import batch_service_pb2_grpc as batches_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import run_service_pb2_grpc as runs_grpc
 from astraflow.dataflow.v1 import version_service_pb2 as versions
 from astraflow.dataflow.v1 import version_service_pb2_grpc as versions_grpc
 from astraflow.errors import AstraflowError
-from astraflow.rollout.v1 import task_pb2
 from astraflow.server.v1 import server_info_pb2
 from astraflow_kit.server_info import server_info
 from astraflow_trainer.publish.publishing import ModelBytes
 from astraflow_weights.codec.shards import ShardedModel, whole
 from astraflow_weights.publish.version_writer import CommittedVersion
+from support.development import wait_for
 from support.published_models import committed
-from support.scripted_dataflow import POLICY, RECIPE, RUN_ID
+from support.scripted_dataflow import POLICY, RECIPE, RUN_ID, duration, register
 
 PATIENCE_S = 15.0
 FAST = RetryPolicy(total_s=10.0, first_wait_s=0.01, max_wait_s=0.05)
 BATCH_SIZE = 2
-_STAGES = {
-    batches.BATCH_STAGE_INTENT: "intent",
-    batches.BATCH_STAGE_TRAINED: "trained",
-    batches.BATCH_STAGE_SKIPPED: "skipped",
-}
 
 
 def eventually(holds: Callable[[], object], *, what: str, patience_s: float = PATIENCE_S) -> None:
     """Wait until `holds` is true, for code in other threads; fails naming `what` was waited for."""
-    never = threading.Event()
-    for _ in range(int(patience_s / 0.005)):
-        if holds():
-            return
-        never.wait(0.005)
-    raise AssertionError(f"not within {patience_s} s: {what}")
+    wait_for(holds, what=what, timeout_s=patience_s, period_s=0.005)
 
 
 @dataclass
@@ -92,10 +81,10 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
     """What was asked and told, in order."""
     base_versions: list[int] = field(default_factory=list)
     """Of each request for a batch."""
-    acks: list[batches.AckBatchRequest] = field(default_factory=list)
+    acks: list[pb.AckBatchRequest] = field(default_factory=list)
     announced: list[version_pb2.Version] = field(default_factory=list)
-    renewals: list[batches.RenewBatchRequest] = field(default_factory=list)
-    holds: list[batches.HoldPolicyRequest] = field(default_factory=list)
+    renewals: list[pb.RenewBatchRequest] = field(default_factory=list)
+    holds: list[pb.HoldPolicyRequest] = field(default_factory=list)
     fetched: list[list[str]] = field(default_factory=list)
     """Trajectories that each fetch named."""
     epochs: set[int] = field(default_factory=set)
@@ -107,88 +96,74 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
 
     # ------------------------------------------------------------------ the contract
 
-    def ClaimPolicy(self, request: batches.ClaimPolicyRequest, context: Any) -> batches.ClaimPolicyResponse:
+    def ClaimPolicy(self, request: pb.ClaimPolicyRequest, context: Any) -> pb.ClaimPolicyResponse:
         self._act("ClaimPolicy", context)
         self.events.append(f"claim {request.run_id} {request.policy_id} {request.trainer_id}")
-        return batches.ClaimPolicyResponse(
+        return pb.ClaimPolicyResponse(
             trainer_epoch=self.epoch,
             last_finished_step=self.last_finished_step,
             last_durable_step=self.last_durable_step,
             version=self.version,
-            batch_lease_duration=_duration(self.batch_lease_s),
+            batch_lease_duration=duration(self.batch_lease_s),
             data_incarnation=self.data_incarnation,
         )
 
-    def AcquireBatch(
-        self, request: batches.AcquireBatchRequest, context: Any
-    ) -> batches.AcquireBatchResponse:
+    def AcquireBatch(self, request: pb.AcquireBatchRequest, context: Any) -> pb.AcquireBatchResponse:
         self.on_acquire(request.step)
         self._act("AcquireBatch", context, epoch=request.trainer_epoch)
         self.base_versions.append(request.base_version)
         if self.empty_polls:
-            return batches.AcquireBatchResponse(waiting_for=self.empty_polls.popleft())
+            return pb.AcquireBatchResponse(waiting_for=self.empty_polls.popleft())
         self.events.append(f"acquire {request.step}")
         finished = request.step <= self.last_finished_step
-        stage = batches.BATCH_STAGE_TRAINED if finished else batches.BATCH_STAGE_UNSPECIFIED
-        return batches.AcquireBatchResponse(
-            batch=batch_of(request.step, base_version=request.base_version), stage=stage
-        )
+        stage = pb.BATCH_STAGE_TRAINED if finished else pb.BATCH_STAGE_UNSPECIFIED
+        batch = batch_of(request.step, base_version=request.base_version)
+        return pb.AcquireBatchResponse(batch=batch, stage=stage)
 
-    def FetchBatch(
-        self, request: batches.FetchBatchRequest, context: Any
-    ) -> Iterator[batches.FetchBatchResponse]:
+    def FetchBatch(self, request: pb.FetchBatchRequest, context: Any) -> Iterator[pb.FetchBatchResponse]:
         self._act("FetchBatch", context, epoch=request.trainer_epoch)
         self.events.append(f"fetch {request.step}")
         self.fetched.append(list(request.trajectory_ids))
-        chosen = [
-            item
-            for item in batch_of(request.step).items
-            if not request.trajectory_ids or item.trajectory_id in request.trajectory_ids
-        ]
-        items = chosen[: BATCH_SIZE - self.num_lost]
+        known = [item.trajectory_id for item in batch_of(request.step).items]
+        chosen = [name for name in known if not request.trajectory_ids or name in request.trajectory_ids]
         # In another order than the batch's: rows must not depend on how payloads travel.
-        for item in reversed(items):
-            yield batches.FetchBatchResponse(
-                trajectory_id=item.trajectory_id, body=_payload(item.trajectory_id)
-            )
+        for name in reversed(chosen[: BATCH_SIZE - self.num_lost]):
+            yield pb.FetchBatchResponse(trajectory_id=name, body=_payload(name))
 
-    def AckBatch(self, request: batches.AckBatchRequest, context: Any) -> batches.AckBatchResponse:
+    def AckBatch(self, request: pb.AckBatchRequest, context: Any) -> pb.AckBatchResponse:
         self._act("AckBatch", context, epoch=request.trainer_epoch)
         self.acks.append(request)
-        self.events.append(f"{_STAGES[request.stage]} {request.step}")
-        return batches.AckBatchResponse(stage=request.stage)
+        stage = pb.BatchStage.Name(request.stage).removeprefix("BATCH_STAGE_").lower()
+        self.events.append(f"{stage} {request.step}")
+        return pb.AckBatchResponse(stage=request.stage)
 
-    def RenewBatch(self, request: batches.RenewBatchRequest, context: Any) -> batches.RenewBatchResponse:
+    def RenewBatch(self, request: pb.RenewBatchRequest, context: Any) -> pb.RenewBatchResponse:
         self.renewals.append(request)
         self._act("RenewBatch", context, epoch=request.trainer_epoch)
-        return batches.RenewBatchResponse()
+        return pb.RenewBatchResponse()
 
-    def HoldPolicy(self, request: batches.HoldPolicyRequest, context: Any) -> batches.HoldPolicyResponse:
+    def HoldPolicy(self, request: pb.HoldPolicyRequest, context: Any) -> pb.HoldPolicyResponse:
         self.holds.append(request)
         self._act("HoldPolicy", context)
-        return batches.HoldPolicyResponse()
+        return pb.HoldPolicyResponse()
 
-    def ReleasePolicy(
-        self, request: batches.ReleasePolicyRequest, context: Any
-    ) -> batches.ReleasePolicyResponse:
+    def ReleasePolicy(self, request: pb.ReleasePolicyRequest, context: Any) -> pb.ReleasePolicyResponse:
         self._act("ReleasePolicy", context)
         self.events.append(f"release {request.trainer_epoch}")
-        return batches.ReleasePolicyResponse()
+        return pb.ReleasePolicyResponse()
 
-    def MarkDurable(self, request: batches.MarkDurableRequest, context: Any) -> batches.MarkDurableResponse:
+    def MarkDurable(self, request: pb.MarkDurableRequest, context: Any) -> pb.MarkDurableResponse:
         self._act("MarkDurable", context, epoch=request.trainer_epoch)
         self.events.append(f"durable {request.step}")
-        return batches.MarkDurableResponse()
+        return pb.MarkDurableResponse()
 
     def GetServerInfo(self, request: admin.GetServerInfoRequest, context: Any) -> admin.GetServerInfoResponse:
         return admin.GetServerInfoResponse(server=self.info)
 
     def GetRun(self, request: runs.GetRunRequest, context: Any) -> runs.GetRunResponse:
         self._act("GetRun", context)
-        run_id = request.run_id or RUN_ID
-        run = run_pb2.Run(
-            run_id=run_id, recipe_yaml=self.recipe_yaml, code=self.code, store_uri=self.store_uri
-        )
+        run = run_pb2.Run(recipe_yaml=self.recipe_yaml, code=self.code, store_uri=self.store_uri)
+        run.run_id = request.run_id or RUN_ID
         return runs.GetRunResponse(run=run)
 
     def Publish(self, request: versions.PublishRequest, context: Any) -> versions.PublishResponse:
@@ -216,12 +191,6 @@ def weights_of(step: int) -> ModelBytes:
     return ModelBytes(open=lambda: shards)
 
 
-def _opened() -> threading.Event:
-    gate = threading.Event()
-    gate.set()
-    return gate
-
-
 @dataclass
 class ScriptedStore:
     """Numbers the versions that a trainer commits upwards from `newest`, once per step, while its gate is open."""
@@ -230,11 +199,14 @@ class ScriptedStore:
     versions: dict[int, int] = field(default_factory=dict)
     """Step to the version it already has."""
     newest: int = 0
-    gate: threading.Event = field(default_factory=_opened)
+    gate: threading.Event = field(default_factory=threading.Event)
     failures: deque[Exception] = field(default_factory=deque)
     """What the next commits raise."""
     log: list[CommittedVersion] = field(default_factory=list)
     learning_rates: list[float | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
 
     def committed_since(self, version: int | None) -> list[CommittedVersion]:
         return [item for item in self.log if version is None or item.version > version]
@@ -282,10 +254,7 @@ def batch_of(step: int, *, base_version: int = 0) -> batch_pb2.Batch:
 def serving(script: ScriptedBatches) -> Iterator[Client]:
     """A real server on a free loopback port; yields a client of it that retries fast."""
     server = grpc.server(ThreadPoolExecutor(8))
-    admin_grpc.add_AdminServiceServicer_to_server(script, server)
-    batches_grpc.add_BatchServiceServicer_to_server(script, server)
-    runs_grpc.add_RunServiceServicer_to_server(script, server)
-    versions_grpc.add_VersionServiceServicer_to_server(script, server)
+    register(script, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -303,11 +272,5 @@ def _payload(trajectory_id: str) -> bytes:
         version_spans=((1, 3, 0),),
     )
     trajectory = encode_columns(columns, trajectory_id=trajectory_id)
-    trajectory.sampling.CopyFrom(task_pb2.SamplingParams(temperature=0.5))
+    trajectory.sampling.temperature = 0.5
     return trajectory.SerializeToString()
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromMilliseconds(int(seconds * 1000))
-    return duration

@@ -16,23 +16,20 @@ from typing import Any, Self
 import grpc
 
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
-from astraflow.dataflow.v1 import (
-    admin_service_pb2_grpc,
-    run_pb2,
-    run_service_pb2_grpc,
-    version_pb2,
-    version_service_pb2_grpc,
-)
+from astraflow.dataflow.v1 import admin_service_pb2_grpc as admin_grpc
+from astraflow.dataflow.v1 import run_pb2, version_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as runs
+from astraflow.dataflow.v1 import run_service_pb2_grpc as runs_grpc
 from astraflow.dataflow.v1 import version_service_pb2 as version_rpcs
+from astraflow.dataflow.v1 import version_service_pb2_grpc as versions_grpc
 from astraflow.raas.v1 import node_service_pb2 as nodes
-from astraflow.raas.v1 import node_service_pb2_grpc
+from astraflow.raas.v1.node_service_pb2_grpc import NodeServiceServicer
 from astraflow.trainer.v1 import trainer_service_pb2 as trainers
-from astraflow.trainer.v1 import trainer_service_pb2_grpc
+from astraflow.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from astraflow_kit.lifecycle import Addresses, write_address_file
 from astraflow_kit.server_info import server_info
 from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor
-from support.scripted_dataflow import eventually
+from support.scripted_dataflow import eventually, listen
 
 POLICY = "solver"
 Status = admin.StatusResponse
@@ -40,9 +37,9 @@ Status = admin.StatusResponse
 
 @dataclass
 class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it answers neither
-    admin_service_pb2_grpc.AdminServiceServicer,
-    run_service_pb2_grpc.RunServiceServicer,
-    version_service_pb2_grpc.VersionServiceServicer,
+    admin_grpc.AdminServiceServicer,
+    runs_grpc.RunServiceServicer,
+    versions_grpc.VersionServiceServicer,
 ):
     """The dataflow server of a run with one policy."""
 
@@ -100,7 +97,7 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
 
 
 @dataclass
-class ScriptedTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
+class ScriptedTrainer(TrainerServiceServicer):
     """A trainer that has finished `steps`; its stream ends once `ending` is set."""
 
     steps: list[int] = field(default_factory=list)
@@ -125,7 +122,7 @@ class ScriptedTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
 
 
 @dataclass
-class ScriptedNode(node_service_pb2_grpc.NodeServiceServicer):
+class ScriptedNode(NodeServiceServicer):
     """A node that has sampled some tokens."""
 
     tokens: int = 0
@@ -146,19 +143,9 @@ def metrics_of(step: int) -> trainers.WatchMetricsResponse:
 @asynccontextmanager
 async def serving(servicer: ScriptedServer | ScriptedTrainer | ScriptedNode) -> AsyncIterator[str]:
     """Serve on a free port of loopback; gives the address. Streams are cut at the end."""
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    if isinstance(servicer, ScriptedServer):
-        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
-        run_service_pb2_grpc.add_RunServiceServicer_to_server(servicer, server)
-        version_service_pb2_grpc.add_VersionServiceServicer_to_server(servicer, server)
-    elif isinstance(servicer, ScriptedTrainer):
-        trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
-    else:
-        node_service_pb2_grpc.add_NodeServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    server, address = await listen(servicer)
     try:
-        yield f"127.0.0.1:{port}"
+        yield address
     finally:
         await server.stop(None)
 
@@ -184,22 +171,22 @@ class IdleProcess:
         await eventually(lambda: process.child.running, what=f"{name} runs")
         return process
 
+    @property
+    def pid(self) -> int:
+        """The process that runs now."""
+        assert self.child.process is not None
+        return self.child.process.pid
+
     def publish(self, address: str) -> None:
         """Say that the daemon listens on `address`."""
-        assert self.child.process is not None
         assert self.child.spec.address_file is not None
-        write_address_file(self.child.spec.address_file, Addresses(pid=self.child.process.pid, grpc=address))
+        write_address_file(self.child.spec.address_file, Addresses(pid=self.pid, grpc=address))
 
     async def restart(self) -> None:
         """SIGKILL it and wait until the supervisor has started it again."""
-        assert self.child.process is not None
-        before = self.child.process.pid
+        before = self.pid
         os.kill(before, signal.SIGKILL)
-
-        def is_new() -> bool:
-            process = self.child.process
-            return self.child.running and process is not None and process.pid != before
-
+        is_new = lambda: self.child.running and self.pid != before  # noqa: E731
         await eventually(is_new, what="the child was started again")
 
     async def end(self) -> None:

@@ -5,6 +5,7 @@ restart on the same port. Waiting helpers end with an assertion instead of hangi
 """
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,19 +16,15 @@ from google.protobuf.duration_pb2 import Duration
 from grpc_status import rpc_status
 
 from astraflow._status import to_status
-from astraflow.dataflow.v1 import (
-    admin_service_pb2,
-    admin_service_pb2_grpc,
-    durability_pb2,
-    run_pb2,
-    run_service_pb2,
-    run_service_pb2_grpc,
-    task_service_pb2,
-    task_service_pb2_grpc,
-    trajectory_service_pb2,
-    trajectory_service_pb2_grpc,
-    version_pb2,
-)
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.dataflow.v1 import admin_service_pb2_grpc as admin_grpc
+from astraflow.dataflow.v1 import durability_pb2, run_pb2, version_pb2
+from astraflow.dataflow.v1 import run_service_pb2 as runs
+from astraflow.dataflow.v1 import run_service_pb2_grpc as runs_grpc
+from astraflow.dataflow.v1 import task_service_pb2 as tasks
+from astraflow.dataflow.v1 import task_service_pb2_grpc as tasks_grpc
+from astraflow.dataflow.v1 import trajectory_service_pb2 as trajectories
+from astraflow.dataflow.v1 import trajectory_service_pb2_grpc as trajectories_grpc
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow.server.v1 import server_info_pb2
@@ -49,23 +46,21 @@ raas:
   episode_timeout_s: 20
 """
 
+_LOST = grpc.StatusCode.UNAVAILABLE, "stream lost, as the test asked"
 Context = grpc.aio.ServicerContext[Any, Any]
-Respond = task_service_pb2.WorkResponse
-Judge = Callable[[trajectory_pb2.Episode], trajectory_service_pb2.PushResult]
+Respond = tasks.WorkResponse
+Judge = Callable[[trajectory_pb2.Episode], trajectories.PushResult]
 
 
-def accepted(_episode: trajectory_pb2.Episode) -> trajectory_service_pb2.PushResult:
+def accepted(_episode: trajectory_pb2.Episode) -> trajectories.PushResult:
     """The answer to good work."""
-    return result(trajectory_service_pb2.OUTCOME_ACCEPTED)
+    return result(trajectories.OUTCOME_ACCEPTED)
 
 
-def result(
-    outcome: trajectory_service_pb2.Outcome.ValueType, *, reason: str = ""
-) -> trajectory_service_pb2.PushResult:
+def result(outcome: trajectories.Outcome.ValueType, *, reason: str = "") -> trajectories.PushResult:
     """An answer kept in memory."""
-    return trajectory_service_pb2.PushResult(
-        outcome=outcome, reason=reason, durability=durability_pb2.DURABILITY_MEMORY
-    )
+    in_memory = durability_pb2.DURABILITY_MEMORY
+    return trajectories.PushResult(outcome=outcome, reason=reason, durability=in_memory)
 
 
 def lease(
@@ -122,10 +117,10 @@ async def refuse(context: Context, error: AstraflowError) -> None:
 
 @dataclass
 class ScriptedDataflow(
-    admin_service_pb2_grpc.AdminServiceServicer,
-    run_service_pb2_grpc.RunServiceServicer,
-    task_service_pb2_grpc.TaskServiceServicer,
-    trajectory_service_pb2_grpc.TrajectoryServiceServicer,
+    admin_grpc.AdminServiceServicer,
+    runs_grpc.RunServiceServicer,
+    tasks_grpc.TaskServiceServicer,
+    trajectories_grpc.TrajectoryServiceServicer,
 ):
     """The script and the record. Fields may be changed at any time."""
 
@@ -144,12 +139,12 @@ class ScriptedDataflow(
     join_fault: grpc.StatusCode | None = None
     push_fault: grpc.StatusCode | None = None
 
-    joins: list[run_service_pb2.JoinRunRequest] = field(default_factory=list)
-    hellos: list[task_service_pb2.Hello] = field(default_factory=list)
-    credits: list[task_service_pb2.Credits] = field(default_factory=list)
+    joins: list[runs.JoinRunRequest] = field(default_factory=list)
+    hellos: list[tasks.Hello] = field(default_factory=list)
+    credits: list[tasks.Credits] = field(default_factory=list)
     renewals: list[list[str]] = field(default_factory=list)
     receipts: list[str] = field(default_factory=list)
-    failures: list[task_service_pb2.LeaseFailure] = field(default_factory=list)
+    failures: list[tasks.LeaseFailure] = field(default_factory=list)
     pushes: list[trajectory_pb2.Episode] = field(default_factory=list)
     push_streams: int = 0
     max_unacked: int = 0
@@ -168,33 +163,29 @@ class ScriptedDataflow(
         self._broken.set()
         self._broken = asyncio.Event()
 
-    def failure_of(self, lease_id: str) -> task_service_pb2.LeaseFailure | None:
+    def failure_of(self, lease_id: str) -> tasks.LeaseFailure | None:
         """The failure reported for a lease."""
         return next((failure for failure in self.failures if failure.lease_id == lease_id), None)
 
     # ------------------------------------------------------------------ the contract
 
     async def GetServerInfo(
-        self, request: admin_service_pb2.GetServerInfoRequest, context: Context
-    ) -> admin_service_pb2.GetServerInfoResponse:
-        return admin_service_pb2.GetServerInfoResponse(server=self.info)
+        self, request: admin.GetServerInfoRequest, context: Context
+    ) -> admin.GetServerInfoResponse:
+        return admin.GetServerInfoResponse(server=self.info)
 
-    async def GetRun(
-        self, request: run_service_pb2.GetRunRequest, context: Context
-    ) -> run_service_pb2.GetRunResponse:
+    async def GetRun(self, request: runs.GetRunRequest, context: Context) -> runs.GetRunResponse:
         if self.run_fault is not None:
             await refuse(context, self.run_fault)
-        return run_service_pb2.GetRunResponse(run=self._run())
+        return runs.GetRunResponse(run=self._run())
 
-    async def JoinRun(
-        self, request: run_service_pb2.JoinRunRequest, context: Context
-    ) -> run_service_pb2.JoinRunResponse:
+    async def JoinRun(self, request: runs.JoinRunRequest, context: Context) -> runs.JoinRunResponse:
         if self.join_error is not None:
             await refuse(context, self.join_error)
         if self.join_fault is not None:
             await context.abort(self.join_fault, "as the test asked")
         self.joins.append(request)
-        return run_service_pb2.JoinRunResponse(
+        return runs.JoinRunResponse(
             run=self._run(),
             versions=self.versions,
             lease_ttl_duration=duration(self.lease_ttl_s),
@@ -202,7 +193,7 @@ class ScriptedDataflow(
         )
 
     async def Work(
-        self, request_iterator: AsyncIterator[task_service_pb2.WorkRequest], context: Context
+        self, request_iterator: AsyncIterator[tasks.WorkRequest], context: Context
     ) -> AsyncIterator[Respond]:
         outbox: asyncio.Queue[Respond | None] = asyncio.Queue()
         self._sessions.append(outbox)
@@ -213,7 +204,7 @@ class ScriptedDataflow(
                 sending = asyncio.create_task(outbox.get())
                 await asyncio.wait((sending, broken, reading), return_when=asyncio.FIRST_COMPLETED)
                 if broken.done():
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "stream lost, as the test asked")
+                    await context.abort(*_LOST)
                 if not sending.done():
                     return
                 response = sending.result()
@@ -223,70 +214,63 @@ class ScriptedDataflow(
             reading.cancel()
             broken.cancel()
 
-    async def FailTask(
-        self, request: task_service_pb2.FailTaskRequest, context: Context
-    ) -> task_service_pb2.FailTaskResponse:
+    async def FailTask(self, request: tasks.FailTaskRequest, context: Context) -> tasks.FailTaskResponse:
         self.failures.append(request.failure)
-        return task_service_pb2.FailTaskResponse(requeued=request.failure.retryable)
+        return tasks.FailTaskResponse(requeued=request.failure.retryable)
 
     async def Push(
-        self, request_iterator: AsyncIterator[trajectory_service_pb2.PushRequest], context: Context
-    ) -> AsyncIterator[trajectory_service_pb2.PushResponse]:
+        self, request_iterator: AsyncIterator[trajectories.PushRequest], context: Context
+    ) -> AsyncIterator[trajectories.PushResponse]:
         self.push_streams += 1
         if self.push_fault is not None:
             await context.abort(self.push_fault, "as the test asked")
-        received: asyncio.Queue[trajectory_service_pb2.PushRequest] = asyncio.Queue()
+        received: asyncio.Queue[trajectories.PushRequest] = asyncio.Queue()
         reading = asyncio.create_task(self._receive(request_iterator, received))
         broken = asyncio.create_task(self._broken.wait())
         try:
             while True:
                 taking = asyncio.create_task(received.get())
                 await asyncio.wait((taking, broken), return_when=asyncio.FIRST_COMPLETED)
-                if not taking.done():
+                if taking.done():
+                    self.max_unacked = max(self.max_unacked, received.qsize() + 1)
+                    if self.ack is not None:
+                        acking = asyncio.create_task(self.ack.wait())
+                        await asyncio.wait((acking, broken), return_when=asyncio.FIRST_COMPLETED)
+                if broken.done():
                     taking.cancel()
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "stream lost, as the test asked")
-                self.max_unacked = max(self.max_unacked, received.qsize() + 1)
-                if self.ack is not None:
-                    await asyncio.wait(
-                        (asyncio.ensure_future(self.ack.wait()), broken), return_when=asyncio.FIRST_COMPLETED
-                    )
-                    if broken.done():
-                        await context.abort(grpc.StatusCode.UNAVAILABLE, "stream lost, as the test asked")
+                    await context.abort(*_LOST)
                 request = taking.result()
-                yield trajectory_service_pb2.PushResponse(
-                    sequence=request.sequence, result=self.judge(request.episode)
-                )
+                yield trajectories.PushResponse(sequence=request.sequence, result=self.judge(request.episode))
         finally:
             reading.cancel()
             broken.cancel()
 
     async def _receive(
         self,
-        requests: AsyncIterator[trajectory_service_pb2.PushRequest],
-        received: "asyncio.Queue[trajectory_service_pb2.PushRequest]",
+        requests: AsyncIterator[trajectories.PushRequest],
+        received: "asyncio.Queue[trajectories.PushRequest]",
     ) -> None:
         async for request in requests:
             self.pushes.append(request.episode)
             received.put_nowait(request)
 
-    async def _record(self, requests: AsyncIterator[task_service_pb2.WorkRequest]) -> None:
+    async def _record(self, requests: AsyncIterator[tasks.WorkRequest]) -> None:
+        kept: dict[str, list[Any]]
+        kept = {"hello": self.hellos, "credits": self.credits, "failure": self.failures}
         async for request in requests:
-            kind = request.WhichOneof("kind")
-            if kind == "hello":
-                self.hellos.append(request.hello)
-            elif kind == "credits":
-                self.credits.append(request.credits)
-            elif kind == "renewal":
-                self.renewals.append(list(request.renewal.lease_ids))
+            kind = str(request.WhichOneof("kind"))
+            said = getattr(request, kind)
+            if kind == "renewal":
+                self.renewals.append(list(said.lease_ids))
             elif kind == "receipt":
-                self.receipts += request.receipt.lease_ids
+                self.receipts += said.lease_ids
             else:
-                self.failures.append(request.failure)
+                kept[kind].append(said)
 
     def _run(self) -> run_pb2.Run:
-        return run_pb2.Run(
-            run_id=RUN_ID, recipe_yaml=self.recipe_yaml, code=self.code, store_uri=self.store_uri
-        )
+        run = run_pb2.Run(recipe_yaml=self.recipe_yaml, code=self.code, store_uri=self.store_uri)
+        run.run_id = RUN_ID
+        return run
 
 
 @dataclass
@@ -303,13 +287,13 @@ class RunningServer:
 
     async def restart(self) -> None:
         """Listen again on the same port."""
-        self.server, self.address = await _listen(self.script, self.address)
+        self.server, self.address = await listen(self.script, self.address)
 
 
 @asynccontextmanager
 async def running(script: ScriptedDataflow) -> AsyncIterator[RunningServer]:
     """Serve `script` on a free loopback port."""
-    server, address = await _listen(script, "127.0.0.1:0")
+    server, address = await listen(script)
     running_server = RunningServer(script, address, server)
     try:
         yield running_server
@@ -317,12 +301,18 @@ async def running(script: ScriptedDataflow) -> AsyncIterator[RunningServer]:
         await running_server.stop()
 
 
-async def _listen(script: ScriptedDataflow, address: str) -> tuple[grpc.aio.Server, str]:
+async def listen(servicer: object, address: str = "127.0.0.1:0") -> tuple[grpc.aio.Server, str]:
+    """Start a server of all services that a servicer derives from."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    admin_service_pb2_grpc.add_AdminServiceServicer_to_server(script, server)
-    run_service_pb2_grpc.add_RunServiceServicer_to_server(script, server)
-    task_service_pb2_grpc.add_TaskServiceServicer_to_server(script, server)
-    trajectory_service_pb2_grpc.add_TrajectoryServiceServicer_to_server(script, server)
+    register(servicer, server)
     port = server.add_insecure_port(address)
     await server.start()
     return server, f"127.0.0.1:{port}"
+
+
+def register(servicer: object, server: grpc.Server | grpc.aio.Server) -> None:
+    """Add all services that a servicer derives from."""
+    for base in type(servicer).__mro__:
+        add = getattr(sys.modules[base.__module__], f"add_{base.__name__}_to_server", None)
+        if add is not None:
+            add(servicer, server)

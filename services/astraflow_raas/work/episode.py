@@ -92,13 +92,15 @@ def _role_of(trajectory: plugins.Trajectory, roles: Mapping[str, ResolvedRole]) 
     if not own:
         known = dict.fromkeys(role.policy_id for role in roles.values())
         raise BadTrajectory("unknown_policy", f"{where}: the run's policies are {', '.join(known)}")
-    named = [role for name, role in own.items() if trajectory.role in ("", name, role.name)]
-    if len(named) != 1:
+    for name, role in own.items():
+        if trajectory.role in (name, role.name):
+            return role
+    if trajectory.role or (len(own) > 1 and trajectory.policy not in own):
         raise BadTrajectory(
             "unknown_role",
             f"{where}: role {trajectory.role!r}, it plays {', '.join(own)}; give the role of the handle that sampled",
         )
-    return named[0]
+    return own.get(trajectory.policy) or next(iter(own.values()))
 
 
 def _item(

@@ -59,6 +59,7 @@ class PolicyHandle:
         self._sampler = sampler
         self._lease = lease
         self._sampling = lease.sampling[self.name]
+        self.max_new_tokens = self._sampling.max_new_tokens
         self._member = member
         self._episode_id = episode_id
         self._batch_key = batch_key

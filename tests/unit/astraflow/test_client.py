@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import grpc
@@ -20,17 +22,15 @@ from astraflow import errors
 from astraflow._status import to_status
 from astraflow.client import AsyncClient, Client, RetryPolicy, correlated, typed_stream
 from astraflow.dataflow.v1 import batch_service_pb2 as batches
-from astraflow.dataflow.v1 import (
-    batch_service_pb2_grpc,
-    run_pb2,
-    run_service_pb2_grpc,
-    trajectory_service_pb2_grpc,
-    version_pb2,
-    version_service_pb2_grpc,
-)
+from astraflow.dataflow.v1 import run_pb2, version_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import trajectory_service_pb2 as trajectories
 from astraflow.dataflow.v1 import version_service_pb2 as versions
+from astraflow.dataflow.v1.batch_service_pb2_grpc import BatchServiceServicer
+from astraflow.dataflow.v1.run_service_pb2_grpc import RunServiceServicer
+from astraflow.dataflow.v1.trajectory_service_pb2_grpc import TrajectoryServiceServicer
+from astraflow.dataflow.v1.version_service_pb2_grpc import VersionServiceServicer
+from support.scripted_dataflow import register
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +38,7 @@ FAST = RetryPolicy(total_s=20.0, first_wait_s=0.01, max_wait_s=0.05)
 ONCE = RetryPolicy(total_s=0.0)
 PATIENCE_S = 20.0
 
+Kind = type[errors.AstraflowError]
 KINDS = list(errors.ERRORS_BY_REASON.values())
 REPEATABLE = [errors.UnavailableError, errors.PayloadMissingError]
 
@@ -50,8 +51,8 @@ REQUESTS: dict[str, Any] = {
 
 
 @dataclass
-class Script:
-    """What the server does with the calls it gets: the next act each time, and nothing special afterwards."""
+class Script(RunServiceServicer, BatchServiceServicer, VersionServiceServicer, TrajectoryServiceServicer):
+    """One rpc of each kind: a call meets the next act, and nothing special afterwards."""
 
     acts: deque[Callable[[grpc.ServicerContext], object]] = field(default_factory=deque)
     seen: list[dict[str, str]] = field(default_factory=list)
@@ -80,55 +81,39 @@ class Script:
         if self.acts:
             self.acts.popleft()(context)
 
-
-def _abort(context: grpc.ServicerContext, *, failure: errors.AstraflowError) -> None:
-    context.abort_with_status(rpc_status.to_status(to_status(failure)))
-
-
-class Servicers(
-    run_service_pb2_grpc.RunServiceServicer,
-    batch_service_pb2_grpc.BatchServiceServicer,
-    version_service_pb2_grpc.VersionServiceServicer,
-    trajectory_service_pb2_grpc.TrajectoryServiceServicer,
-):
-    """One rpc of each kind."""
-
-    def __init__(self, script: Script) -> None:
-        self._script = script
-
     def GetRun(self, request: Any, context: Any) -> runs.GetRunResponse:
-        self._script.act(context)
+        self.act(context)
         return runs.GetRunResponse(run=run_pb2.Run(run_id="tiny"))
 
     def AckBatch(self, request: Any, context: Any) -> batches.AckBatchResponse:
-        self._script.act(context)
+        self.act(context)
         return batches.AckBatchResponse(stage=batches.BATCH_STAGE_TRAINED)
 
     def ClaimPolicy(self, request: Any, context: Any) -> batches.ClaimPolicyResponse:
-        self._script.act(context)
+        self.act(context)
         return batches.ClaimPolicyResponse(trainer_epoch=1)
 
     def Watch(self, request: Any, context: Any) -> Iterator[versions.WatchResponse]:
         """Three versions; the script acts before each one."""
         for version in range(3):
-            self._script.act(context)
+            self.act(context)
             yield versions.WatchResponse(version=version_pb2.Version(version=version))
 
     def Push(self, request_iterator: Any, context: Any) -> Iterator[trajectories.PushResponse]:
         for request in request_iterator:
-            self._script.act(context)
+            self.act(context)
             yield trajectories.PushResponse(sequence=request.sequence)
+
+
+def _abort(context: grpc.ServicerContext, *, failure: errors.AstraflowError) -> None:
+    context.abort_with_status(rpc_status.to_status(to_status(failure)))
 
 
 @contextmanager
 def serving(script: Script, *, port: int = 0) -> Iterator[str]:
     """A real server on loopback; yields its address."""
     server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
-    servicers = Servicers(script)
-    run_service_pb2_grpc.add_RunServiceServicer_to_server(servicers, server)
-    batch_service_pb2_grpc.add_BatchServiceServicer_to_server(servicers, server)
-    version_service_pb2_grpc.add_VersionServiceServicer_to_server(servicers, server)
-    trajectory_service_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicers, server)
+    register(script, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:
@@ -144,8 +129,7 @@ class BlockingTwin:
         self._client = Client(address, **options)
 
     def call(self, rpc: str, **options: Any) -> Any:
-        service, _, method = rpc.partition(".")
-        return self._client.call(getattr(getattr(self._client, service), method), REQUESTS[rpc], **options)
+        return self._client.call(attrgetter(rpc)(self._client), REQUESTS[rpc], **options)
 
     def watch(self, *, take: int) -> list[int]:
         """The first versions of a watch, then leaves."""
@@ -173,9 +157,7 @@ class AsyncioTwin:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * PATIENCE_S)
 
     def call(self, rpc: str, **options: Any) -> Any:
-        service, _, method = rpc.partition(".")
-        stub = getattr(getattr(self._client, service), method)
-        return self._run(self._client.call(stub, REQUESTS[rpc], **options))
+        return self._run(self._client.call(attrgetter(rpc)(self._client), REQUESTS[rpc], **options))
 
     def watch(self, *, take: int) -> Any:
         return self._run(self._watch(take))
@@ -251,9 +233,7 @@ def test_a_silent_server_is_a_deadline_error_and_is_not_asked_twice(twin: Twin, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_served_error_is_raised_as_itself(
-    twin: Twin, script: Script, kind: type[errors.AstraflowError]
-) -> None:
+def test_every_served_error_is_raised_as_itself(twin: Twin, script: Script, kind: Kind) -> None:
     script.fail(kind("3 exceeds 2; lower it", metadata={"field": "steps"}, retry_after_s=1.5))
     with pytest.raises(kind, match="3 exceeds 2; lower it") as caught:
         twin.call(READ, retry=ONCE)
@@ -264,26 +244,24 @@ def test_every_served_error_is_raised_as_itself(
 
 @pytest.mark.parametrize("rpc", [READ, IDEMPOTENT])
 @pytest.mark.parametrize("kind", REPEATABLE)
-def test_a_harmless_call_is_repeated_until_the_server_is_there(
-    twin: Twin, script: Script, rpc: str, kind: type[errors.AstraflowError]
+def test_a_harmless_call_is_repeated_until_it_succeeds(
+    twin: Twin, script: Script, rpc: str, kind: Kind
 ) -> None:
     script.fail(kind("1"), kind("2"), kind("3"))
     twin.call(rpc)
     assert len(script.seen) == 4
 
 
-def test_a_call_that_may_act_twice_is_never_repeated(twin: Twin, script: Script) -> None:
-    script.fail(errors.UnavailableError("store is away", retry_after_s=0.0))
-    with pytest.raises(errors.UnavailableError):
-        twin.call(NEVER)
-    assert len(script.seen) == 1
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in REPEATABLE])
-def test_an_answer_is_final(twin: Twin, script: Script, kind: type[errors.AstraflowError]) -> None:
+@pytest.mark.parametrize(
+    ("rpc", "kind"),
+    [(NEVER, errors.UnavailableError), *((IDEMPOTENT, kind) for kind in KINDS if kind not in REPEATABLE)],
+)
+def test_an_answer_is_final_and_so_is_any_error_of_a_call_that_may_act_twice(
+    twin: Twin, script: Script, rpc: str, kind: Kind
+) -> None:
     script.fail(kind("no", retry_after_s=0.0))
     with pytest.raises(kind):
-        twin.call(IDEMPOTENT)
+        twin.call(rpc)
     assert len(script.seen) == 1
 
 
@@ -335,52 +313,53 @@ def test_nobody_listening_is_unavailable(connect: Connect, script: Script) -> No
         connect(address).call(READ, retry=ONCE)
 
 
-def test_a_restarted_server_is_found_again_by_the_call_that_missed_it(
-    connect: Connect, script: Script
-) -> None:
+@contextmanager
+def beside(work: Callable[[threading.Event], object]) -> Iterator[None]:
+    """Work in a thread, which is told when the block is left."""
+    over = threading.Event()
+    thread = threading.Thread(target=work, args=[over])
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def test_a_restarted_server_is_found_by_the_call_that_missed_it(connect: Connect, script: Script) -> None:
     with serving(script) as address:
         twin = connect(address)
         twin.call(READ)
-    port = int(address.rpartition(":")[2])
-    over = threading.Event()
 
-    def come_back() -> None:
-        with serving(script, port=port):
+    def come_back(over: threading.Event) -> None:
+        # Late enough that the first attempts meet a closed port on any machine that is not asleep.
+        over.wait(0.3)
+        with serving(script, port=port_of(address)):
             over.wait(PATIENCE_S)
 
-    # Late enough that the first attempts meet a closed port on any machine that is not asleep.
-    comeback = threading.Timer(0.3, come_back)
-    comeback.start()
-    try:
+    with beside(come_back):
         twin.call(READ)
         twin.call(IDEMPOTENT)
-    finally:
-        over.set()
-        comeback.join()
     assert len(script.seen) == 3
 
 
 def test_a_call_in_flight_when_its_server_goes_is_repeated(connect: Connect, script: Script) -> None:
-    port, restarted, over = 0, threading.Event(), threading.Event()
+    addresses: queue.Queue[str] = queue.Queue()
     script.hang()
 
-    def live_twice() -> None:
-        nonlocal port
+    def live_twice(over: threading.Event) -> None:
         with serving(script) as address:
-            port = int(address.rpartition(":")[2])
-            restarted.set()
+            addresses.put(address)
             script.entered.wait(PATIENCE_S)
-        with serving(script, port=port):
+        with serving(script, port=port_of(address)):
             over.wait(PATIENCE_S)
 
-    thread = threading.Thread(target=live_twice)
-    thread.start()
-    try:
-        assert restarted.wait(PATIENCE_S)
-        connect(f"127.0.0.1:{port}").call(READ)
-    finally:
-        over.set()
-        thread.join()
+    with beside(live_twice):
+        connect(addresses.get(timeout=PATIENCE_S)).call(READ)
     assert len(script.seen) == 2
 
 

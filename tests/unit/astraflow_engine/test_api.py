@@ -171,17 +171,17 @@ def test_an_update_names_its_version() -> None:
     assert (update.flush_cache, update.abort_all_requests) == (True, False)
 
 
-@pytest.mark.parametrize(
-    ("body", "complaint"),
-    [
-        ({"model_path": "/m"}, "weight_version is missing"),
-        ({"weight_version": "1"}, "model_path is missing"),
-        ({"model_path": "/m", "weight_version": 7}, "weight_version is 7, expected a string"),
-        ({"model_path": "/m", "weight_version": "7", "is_async": True}, "is_async is True"),
-        ({"model_path": "/m", "weight_version": "7", "flush_cache": "no"}, "flush_cache is 'no'"),
-        ({"model_path": "/m", "weight_version": "7", "flush_cash": True}, "Did you mean 'flush_cache'"),
-    ],
-)
+BAD_UPDATES = [
+    ({"model_path": "/m"}, "weight_version is missing"),
+    ({"weight_version": "1"}, "model_path is missing"),
+    ({"model_path": "/m", "weight_version": 7}, "weight_version is 7, expected a string"),
+    ({"model_path": "/m", "weight_version": "7", "is_async": True}, "is_async is True"),
+    ({"model_path": "/m", "weight_version": "7", "flush_cache": "no"}, "flush_cache is 'no'"),
+    ({"model_path": "/m", "weight_version": "7", "flush_cash": True}, "Did you mean 'flush_cache'"),
+]
+
+
+@pytest.mark.parametrize(("body", "complaint"), BAD_UPDATES)
 def test_a_bad_update_is_refused(body: dict[str, object], complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         api.parse_update(body)
@@ -194,16 +194,16 @@ def test_a_pause_aborts_unless_told_otherwise() -> None:
         api.parse_pause({"mode": "gently"})
 
 
-@pytest.mark.parametrize(
-    ("body", "aborted"),
-    [
-        ({"rid": "a"}, ["a_0", "a_1"]),
-        ({"rid": "a_1"}, ["a_1"]),
-        ({"rid": "b"}, ["b"]),
-        ({"rid": "unknown"}, []),
-        ({"abort_all": True}, ["a_0", "a_1", "b"]),
-    ],
-)
+ABORTED = [
+    ({"rid": "a"}, ["a_0", "a_1"]),
+    ({"rid": "a_1"}, ["a_1"]),
+    ({"rid": "b"}, ["b"]),
+    ({"rid": "unknown"}, []),
+    ({"abort_all": True}, ["a_0", "a_1", "b"]),
+]
+
+
+@pytest.mark.parametrize(("body", "aborted"), ABORTED)
 def test_an_abort_means_the_request_and_all_its_samples(body: dict[str, object], aborted: list[str]) -> None:
     order = api.parse_abort(body)
     requests = [*parse(sampling_params={"n": 2}, rid="a").requests, *parse(rid="b").requests]
@@ -228,17 +228,17 @@ def completion(finish: requests.Finish) -> requests.Completion:
     )
 
 
-@pytest.mark.parametrize(
-    ("finish", "reason"),
-    [
-        (requests.Finish(kind=FinishKind.STOP, matched_token=2), {"type": "stop", "matched": 2}),
-        (requests.Finish(kind=FinishKind.LENGTH), {"type": "length", "length": 3}),
-        (
-            requests.Finish(kind=FinishKind.ABORT, message="Aborted"),
-            {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None},
-        ),
-    ],
-)
+REASONS = [
+    (requests.Finish(kind=FinishKind.STOP, matched_token=2), {"type": "stop", "matched": 2}),
+    (requests.Finish(kind=FinishKind.LENGTH), {"type": "length", "length": 3}),
+    (
+        requests.Finish(kind=FinishKind.ABORT, message="Aborted"),
+        {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None},
+    ),
+]
+
+
+@pytest.mark.parametrize(("finish", "reason"), REASONS)
 def test_an_answer_has_sglang_s_members(finish: requests.Finish, reason: dict[str, object]) -> None:
     answer = json.loads(json.dumps(api.render_completion(completion(finish), with_logprobs=True)))
     assert answer["output_ids"] == [7, 8, 2]

@@ -4,10 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_engine.assembly import core_limits
-from astraflow_engine.core import CoreLimits
-from astraflow_engine.errors import ModelError
-from astraflow_engine.model_config import load_model_config
+from astraflow_engine import assembly, core, errors, model_config
 from astraflow_engine.settings import EngineSettings
 from astraflow_kit.settings import SettingsError, load
 from support.tiny_qwen import TinyShape, save_tiny_qwen
@@ -22,8 +19,8 @@ def settings(folder: Path, **options: object) -> EngineSettings:
     return load(EngineSettings, {"model_path": folder, **options})
 
 
-def limits(folder: Path, **options: object) -> CoreLimits:
-    return core_limits(settings(folder, **options), load_model_config(folder))
+def limits(folder: Path, **options: object) -> core.CoreLimits:
+    return assembly.core_limits(settings(folder, **options), model_config.load_model_config(folder))
 
 
 def test_the_context_length_defaults_to_the_model_s_up_to_a_bound(folder: Path) -> None:
@@ -32,20 +29,20 @@ def test_the_context_length_defaults_to_the_model_s_up_to_a_bound(folder: Path) 
 
 
 def test_a_context_beyond_the_model_s_positions_is_refused(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"context_length is 9000, .* was made for 8192 positions"):
+    with pytest.raises(errors.ModelError, match=r"context_length is 9000, .* was made for 8192 positions"):
         limits(folder, context_length=9_000)
 
 
 def test_a_cache_beyond_the_machine_s_memory_is_refused(tmp_path: Path) -> None:
     folder = save_tiny_qwen(tmp_path / "long", shape=TinyShape(max_positions=2**22))
-    with pytest.raises(ModelError, match="lower --max-running-requests or --context-length"):
+    with pytest.raises(errors.ModelError, match="lower --max-running-requests or --context-length"):
         limits(folder, context_length=2**22, max_running_requests=1_024)
 
 
 def test_cache_bytes_are_those_that_are_allocated(folder: Path) -> None:
     small = limits(folder, context_length=100, max_running_requests=3)
     # keys and values, 2 layers, 3 slots, 2 kv heads, 101 columns, 8 numbers of 4 bytes
-    assert small.cache_bytes(load_model_config(folder)) == 2 * 2 * 3 * 2 * 101 * 8 * 4
+    assert small.cache_bytes(model_config.load_model_config(folder)) == 2 * 2 * 3 * 2 * 101 * 8 * 4
 
 
 @pytest.mark.parametrize(

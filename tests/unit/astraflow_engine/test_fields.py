@@ -2,13 +2,12 @@
 
 import pytest
 
-from astraflow_engine import fields
-from astraflow_engine.errors import InvalidRequest
+from astraflow_engine import errors, fields
 
 
 @pytest.mark.parametrize("value", [[], "x", 3, None])
 def test_only_an_object_is_an_object(value: object) -> None:
-    with pytest.raises(InvalidRequest, match="expected a JSON object"):
+    with pytest.raises(errors.InvalidRequest, match="expected a JSON object"):
         fields.json_object(value, name="it")
 
 

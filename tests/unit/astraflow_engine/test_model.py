@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from astraflow_engine.kv_cache import KvCache
-from astraflow_engine.model import Qwen3
-from astraflow_engine.model_config import load_model_config
-from astraflow_engine.weights import load_weights
+from astraflow_engine import kv_cache, model, model_config, weights
 from support.tiny_qwen import TinyShape, load_reference, save_tiny_qwen
 
 TOLERANCE = 1e-4
@@ -19,10 +16,10 @@ class Feeder:
     """Feeds token ids through both passes and returns logits."""
 
     def __init__(self, folder: Path, *, num_slots: int = 6) -> None:
-        config = load_model_config(folder)
-        self.weights = load_weights(folder, config=config)
-        self.model = Qwen3(config, num_positions=CAPACITY)
-        self.cache = KvCache(config, num_slots=num_slots, capacity=CAPACITY)
+        config = model_config.load_model_config(folder)
+        self.weights = weights.load_weights(folder, config=config)
+        self.model = model.Qwen3(config, num_positions=CAPACITY)
+        self.cache = kv_cache.KvCache(config, num_slots=num_slots, capacity=CAPACITY)
 
     def extend(self, tokens: torch.Tensor, *, start: int, rows: list[int]) -> torch.Tensor:
         """Logits [B, N, V] of N tokens per row, all rows starting at `start`."""
@@ -42,16 +39,16 @@ class Feeder:
         return hidden @ self.weights.head_DV
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(TinyShape(), id="grouped"),
-        pytest.param(TinyShape(tied=False), id="untied"),
-        pytest.param(TinyShape(num_heads=4, num_kv_heads=4), id="one-to-one"),
-        pytest.param(TinyShape(num_heads=4, num_kv_heads=1, head_dim=16), id="one-kv-head"),
-        pytest.param(TinyShape(num_layers=4), id="deep"),
-    ],
-)
+SHAPES = [
+    pytest.param(TinyShape(), id="grouped"),
+    pytest.param(TinyShape(tied=False), id="untied"),
+    pytest.param(TinyShape(num_heads=4, num_kv_heads=4), id="one-to-one"),
+    pytest.param(TinyShape(num_heads=4, num_kv_heads=1, head_dim=16), id="one-kv-head"),
+    pytest.param(TinyShape(num_layers=4), id="deep"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
 def test_logits_agree_with_transformers_through_prefill_and_decode(tmp_path: Path, shape: TinyShape) -> None:
     folder = save_tiny_qwen(tmp_path / "model", shape=shape)

@@ -20,19 +20,17 @@ def sequence(rid: str, *, prompt_length: int = 4, arrived_s: float = 0.0, **para
     return Sequence(request=request, seed=0, arrived_s=arrived_s)
 
 
-def scheduler_with(
-    *prompt_lengths: int, limits: AdmissionLimits = LIMITS, num_slots: int = NUM_SLOTS
-) -> SlotScheduler:
+def queue_of(*lengths: int, limits: AdmissionLimits = LIMITS, num_slots: int = NUM_SLOTS) -> SlotScheduler:
     """Requests r0, r1, … wait."""
     scheduler = SlotScheduler(num_slots=num_slots, limits=limits)
-    for index, length in enumerate(prompt_lengths):
+    for index, length in enumerate(lengths):
         scheduler.submit(sequence(f"r{index}", prompt_length=length, arrived_s=index))
     return scheduler
 
 
 def busy_with(num_requests: int) -> SlotScheduler:
     """Short requests, of which as many as there is room for have entered."""
-    scheduler = scheduler_with(*[4] * num_requests)
+    scheduler = queue_of(*[4] * num_requests)
     enter(scheduler)
     return scheduler
 
@@ -45,23 +43,23 @@ def enter(scheduler: SlotScheduler) -> list[str]:
     return [entered.request.rid for entered in admitted]
 
 
-@pytest.mark.parametrize(
-    ("prompt_lengths", "entered"),
-    [
-        pytest.param([4], 1, id="an idle engine takes a single request at once"),
-        pytest.param([4] * 10, NUM_SLOTS, id="in arrival order up to the free slots"),
-        pytest.param([20, 21, 22, 23], 2, id="a batch of prompts stays within the prefill budget"),
-        pytest.param([500, 4], 1, id="a prompt beyond the budget enters alone"),
-        pytest.param([40] * 6, 6, id="samples of one prompt cost its tokens once"),
-    ],
-)
+ENTERING = [
+    pytest.param([4], 1, id="an idle engine takes a single request at once"),
+    pytest.param([4] * 10, NUM_SLOTS, id="in arrival order up to the free slots"),
+    pytest.param([20, 21, 22, 23], 2, id="a batch of prompts stays within the prefill budget"),
+    pytest.param([500, 4], 1, id="a prompt beyond the budget enters alone"),
+    pytest.param([40] * 6, 6, id="samples of one prompt cost its tokens once"),
+]
+
+
+@pytest.mark.parametrize(("prompt_lengths", "entered"), ENTERING)
 def test_how_many_requests_enter_at_once(prompt_lengths: list[int], entered: int) -> None:
-    assert enter(scheduler_with(*prompt_lengths)) == [f"r{index}" for index in range(entered)]
+    assert enter(queue_of(*prompt_lengths)) == [f"r{index}" for index in range(entered)]
 
 
 def test_a_few_requests_wait_beside_a_nearly_full_engine_but_not_for_ever() -> None:
     limits = AdmissionLimits(max_waiting=40, max_prefill_tokens=9_999)
-    scheduler = scheduler_with(*[4] * 36, limits=limits, num_slots=32)
+    scheduler = queue_of(*[4] * 36, limits=limits, num_slots=32)
     enter(scheduler)
     scheduler.finish(3)
     entered = [enter(scheduler) for _ in range(10)]
@@ -70,7 +68,7 @@ def test_a_few_requests_wait_beside_a_nearly_full_engine_but_not_for_ever() -> N
 
 
 def test_a_full_queue_refuses_with_its_limit() -> None:
-    scheduler = scheduler_with(*[4] * 12)
+    scheduler = queue_of(*[4] * 12)
     with pytest.raises(QueueFull, match="12 waiting, limit 12"):
         scheduler.submit(sequence("one more"))
 
@@ -108,17 +106,17 @@ def test_holes_are_closed_from_the_top_once_they_waste_a_quarter() -> None:
     assert [slot for slot, _ in scheduler.running()] == [0, 1, 2, 3, 5]
 
 
-@pytest.mark.parametrize(
-    ("ends", "last_version", "num_tokens", "spans"),
-    [
-        pytest.param([], "1", 3, [("1", 0, 3)], id="one"),
-        pytest.param([], "1", 0, [("1", 0, 0)], id="no token"),
-        pytest.param([("1", 2)], "2", 5, [("1", 0, 2), ("2", 2, 5)], id="swap"),
-        pytest.param([("1", 2), ("2", 2)], "3", 5, [("1", 0, 2), ("3", 2, 5)], id="no token between swaps"),
-        pytest.param([("1", 2)], "2", 2, [("1", 0, 2)], id="swap at the end"),
-        pytest.param([("1", 2)], "1", 5, [("1", 0, 5)], id="same name"),
-    ],
-)
+SPANS = [
+    pytest.param([], "1", 3, [("1", 0, 3)], id="one"),
+    pytest.param([], "1", 0, [("1", 0, 0)], id="no token"),
+    pytest.param([("1", 2)], "2", 5, [("1", 0, 2), ("2", 2, 5)], id="swap"),
+    pytest.param([("1", 2), ("2", 2)], "3", 5, [("1", 0, 2), ("3", 2, 5)], id="no token between swaps"),
+    pytest.param([("1", 2)], "2", 2, [("1", 0, 2)], id="swap at the end"),
+    pytest.param([("1", 2)], "1", 5, [("1", 0, 5)], id="same name"),
+]
+
+
+@pytest.mark.parametrize(("ends", "last_version", "num_tokens", "spans"), SPANS)
 def test_version_spans_cover_the_tokens(
     ends: list[tuple[str, int]], last_version: str, num_tokens: int, spans: list[tuple[str, int, int]]
 ) -> None:
@@ -131,15 +129,15 @@ def test_version_spans_cover_the_tokens(
     assert completion.spans == tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in spans)
 
 
-@pytest.mark.parametrize(
-    ("params", "kind"),
-    [
-        ({}, FinishKind.STOP),
-        ({"stop_token_ids": frozenset([7])}, FinishKind.STOP),
-        ({"stop_token_ids": frozenset([7]), "ignore_eos": True}, None),
-        ({"max_new_tokens": 1, "ignore_eos": True}, FinishKind.LENGTH),
-    ],
-)
+ENDS = [
+    ({}, FinishKind.STOP),
+    ({"stop_token_ids": frozenset([7])}, FinishKind.STOP),
+    ({"stop_token_ids": frozenset([7]), "ignore_eos": True}, None),
+    ({"max_new_tokens": 1, "ignore_eos": True}, FinishKind.LENGTH),
+]
+
+
+@pytest.mark.parametrize(("params", "kind"), ENDS)
 def test_when_a_sequence_ends(params: dict[str, Any], kind: FinishKind | None) -> None:
     item = sequence("r", **params)
     item.tokens = [7 if "stop_token_ids" in params else 2]

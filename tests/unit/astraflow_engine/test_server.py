@@ -6,19 +6,17 @@ from typing import Any
 import httpx
 import pytest
 
-from astraflow_engine.api import ModelLimits
-from astraflow_engine.server import ServedModel, create_app
+from astraflow_engine import api, server
 from astraflow_engine.service import EngineService
-from astraflow_kit import failpoints
-from astraflow_kit.metrics import Metrics
+from astraflow_kit import failpoints, metrics
 from support.engine_parts import DEADLINE_S
 
 
 @pytest.fixture
 async def client(service: EngineService) -> AsyncIterator[httpx.AsyncClient]:
-    limits = ModelLimits(vocab_size=97, context_length=128)
-    model = ServedModel(limits=limits, settings={"max_running_requests": 4})
-    app = create_app(service, model=model, metrics=Metrics())
+    limits = api.ModelLimits(vocab_size=97, context_length=128)
+    model = server.ServedModel(limits=limits, settings={"max_running_requests": 4})
+    app = server.create_app(service, model=model, metrics=metrics.Metrics())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         yield client
@@ -38,17 +36,17 @@ async def test_a_wrong_value_is_a_400_with_a_nested_message(client: httpx.AsyncC
     assert "input_ids[1] is 97" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "content", "status", "complaint"),
-    [
-        ("POST", "/generate", b"{", 400, "the request body is not JSON"),
-        ("POST", "/generate", b"\xff\xfe", 400, "the request body is not JSON"),
-        ("POST", "/generate", b'{"input_ids": [1', 400, "the request body is not JSON"),
-        ("POST", "/v1/completions", b"{}", 404, "docs/engine.md lists the paths"),
-        ("POST", "/flush_cache?timeout=soon", b"", 400, "timeout"),
-        ("GET", "/generate", b"", 405, "GET /generate: Method Not Allowed"),
-    ],
-)
+NO_REQUESTS = [
+    ("POST", "/generate", b"{", 400, "the request body is not JSON"),
+    ("POST", "/generate", b"\xff\xfe", 400, "the request body is not JSON"),
+    ("POST", "/generate", b'{"input_ids": [1', 400, "the request body is not JSON"),
+    ("POST", "/v1/completions", b"{}", 404, "docs/engine.md lists the paths"),
+    ("POST", "/flush_cache?timeout=soon", b"", 400, "timeout"),
+    ("GET", "/generate", b"", 405, "GET /generate: Method Not Allowed"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "content", "status", "complaint"), NO_REQUESTS)
 async def test_what_is_no_request_is_refused(
     client: httpx.AsyncClient, method: str, path: str, content: bytes, status: int, complaint: str
 ) -> None:

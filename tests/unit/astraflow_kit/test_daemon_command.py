@@ -70,9 +70,7 @@ def test_options_become_settings() -> None:
     ]
 
 
-def test_what_is_not_given_comes_from_the_environment_and_then_from_the_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_not_given_comes_from_variables_or_from_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"QUICK": "true", "POLITE": "false", "WORDS": '["x"]', "STEPS": "9"}.items():
         monkeypatch.setenv(f"ASTRAFLOW_{name}", value)
     _, (settings,) = started("--join", "here", "--steps", "5")
@@ -134,9 +132,7 @@ def test_a_check_says_what_it_found_and_runs_nothing() -> None:
         (("--join", "asleep"), 75, "UNAVAILABLE: asleep does not answer"),
     ],
 )
-def test_what_is_wrong_is_said_once_and_sets_the_status(
-    arguments: tuple[str, ...], status: int, words: str
-) -> None:
+def test_what_is_wrong_is_said_and_sets_a_status(arguments: tuple[str, ...], status: int, words: str) -> None:
     ended, _ = started(*arguments)
     assert ended.exit_code == status
     assert words in " ".join(ended.stderr.replace("│", " ").split())

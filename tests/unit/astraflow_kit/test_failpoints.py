@@ -51,9 +51,7 @@ def test_nothing_armed_does_nothing() -> None:
         ("a.after=kill", 0, 0),
     ],
 )
-def test_the_process_ends_as_armed_and_the_hit_is_logged(
-    tmp_path: Path, spec: str, exit_status: int, hits: int
-) -> None:
+def test_a_process_ends_as_armed_and_logs_it(tmp_path: Path, spec: str, exit_status: int, hits: int) -> None:
     log = tmp_path / "hits"
     assert _child(spec, log).wait() == exit_status
     recorded = failpoints.read_hits(log)

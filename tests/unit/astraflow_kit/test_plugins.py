@@ -108,9 +108,7 @@ def test_a_fitting_class_or_function_is_loaded(recipe_dir: Path, name: str, prot
         ("Answer", public.Reward, "it lacks `__call__`"),
     ],
 )
-def test_a_mismatch_names_the_member_and_the_form(
-    recipe_dir: Path, name: str, protocol: type, complaint: str
-) -> None:
+def test_a_mismatch_names_the_right_form(recipe_dir: Path, name: str, protocol: type, complaint: str) -> None:
     with pytest.raises(PluginError, match=complaint):
         load(f"recipe:{name}", protocol=protocol, recipe_dir=recipe_dir)
 

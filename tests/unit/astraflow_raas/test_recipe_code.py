@@ -9,6 +9,7 @@ from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import PluginError, RecipeError
 from astraflow.plugins import Workflow
 from astraflow.recipe.file import CodeFile, bundle_digest, parse_recipe
+from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.recipe_code import load_workflow
 
 SINGLE_TURN = "astraflow_raas.workflows.single_turn:SingleTurn"
@@ -48,16 +49,17 @@ class OddWorkflow:
 
 
 def workflow_of(folder: Path, *, reward: str, workflow: str = SINGLE_TURN, allowed: bool = True) -> Workflow:
-    file = CodeFile("recipe.py", CODE.encode())
     text = f"""
 run: {{name: r, dataset: "recipe:D"}}
 policies: {{solver: {{model: {{path: x}}}}}}
 raas: {{reward: {reward}, workflow: {workflow}}}
 """
-    sent = run_pb2.CodeFile(path=file.path, content=file.content)
-    code = run_pb2.CodeBundle(files=[sent], sha256=bundle_digest([file]))
+    sent = run_pb2.CodeFile(path="recipe.py", content=CODE.encode())
+    digest = bundle_digest([CodeFile(sent.path, sent.content)])
+    code = run_pb2.CodeBundle(files=[sent], sha256=digest)
     run = run_pb2.Run(run_id="r", recipe_yaml=text, code=code)
-    return load_workflow(run, parse_recipe(text).recipe, into=folder, allowed=allowed).workflow
+    recipe = parse_recipe(text).recipe
+    return load_workflow(run, recipe, into=folder, allowed=allowed, endpoint=Endpoint()).workflow
 
 
 @pytest.mark.parametrize(
@@ -69,9 +71,7 @@ raas: {{reward: {reward}, workflow: {workflow}}}
         ("{use: recipe:constant, with: {value: 3}}", 3.0),
     ],
 )
-def test_the_workflow_scores_with_the_recipe_s_reward_and_its_settings(
-    tmp_path: Path, reward: str, earned: float
-) -> None:
+def test_the_workflow_scores_with_the_recipes_reward(tmp_path: Path, reward: str, earned: float) -> None:
     workflow = workflow_of(tmp_path, reward=reward, workflow="{use: recipe:Scores, with: {text: hello}}")
     assert cast("Any", workflow).score() == earned
 

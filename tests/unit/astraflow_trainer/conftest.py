@@ -37,3 +37,15 @@ def make_policy(mesh: DeviceMesh) -> MakePolicy:
         return policy
 
     return make
+
+
+@pytest.fixture
+def policy(make_policy: MakePolicy) -> PolicyModel:
+    """A tiny policy of one rank."""
+    return make_policy()
+
+
+@pytest.fixture
+def unsharded(make_policy: MakePolicy) -> PolicyModel:
+    """The same policy outside any mesh."""
+    return make_policy(sharded=False)

@@ -1,17 +1,12 @@
 """Joining a run: its recipe, policy, store and code, and the code only with leave."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from astraflow import errors
 from astraflow.dataflow.v1 import run_pb2
-from astraflow.errors import (
-    IncompatibleError,
-    InvalidArgumentError,
-    NotFoundError,
-    RecipeError,
-    UnavailableError,
-)
 from astraflow.recipe.file import CodeFile, bundle_digest
 from astraflow_trainer.joined_run import JoinedRun, join_run
 from support.scripted_batches import ScriptedBatches, serving
@@ -20,27 +15,14 @@ from support.scripted_dataflow import RECIPE, RUN_ID
 SOURCE = b"ANSWER = 42\n"
 DIGEST = bundle_digest([CodeFile("recipe.py", SOURCE)])
 CODE = run_pb2.CodeBundle(files=[run_pb2.CodeFile(path="recipe.py", content=SOURCE)], sha256=DIGEST)
-TWO_POLICIES = RECIPE.replace(
-    "dataflow:", "  critic:\n    model: {path: elsewhere}\n    sampling: {max_new_tokens: 8}\ndataflow:"
-)
+CRITIC = "  critic: {model: {path: elsewhere}, sampling: {max_new_tokens: 8}}\n"
+TWO_POLICIES = RECIPE.replace("dataflow:", CRITIC + "dataflow:")
 
 
-def _join(
-    script: ScriptedBatches,
-    work_dir: Path,
-    *,
-    run_id: str = "",
-    policy_id: str | None = None,
-    allow_recipe_code: bool = False,
-) -> JoinedRun:
+def _join(script: ScriptedBatches, work_dir: Path, **changes: Any) -> JoinedRun:
+    options = {"run_id": "", "policy_id": None, "allow_recipe_code": False} | changes
     with serving(script) as client:
-        return join_run(
-            client,
-            run_id=run_id,
-            policy_id=policy_id,
-            work_dir=work_dir,
-            allow_recipe_code=allow_recipe_code,
-        )
+        return join_run(client, work_dir=work_dir, **options)
 
 
 def test_the_run_brings_its_recipe_its_store_and_its_only_policy(tmp_path: Path) -> None:
@@ -58,21 +40,20 @@ def test_a_run_can_be_named(tmp_path: Path) -> None:
 def test_a_server_of_other_contracts_is_refused(tmp_path: Path) -> None:
     script = ScriptedBatches()
     script.info.oldest_contract_version = script.info.contract_version = 99
-    with pytest.raises(IncompatibleError, match=r"speaks contract version 99, .* update the client"):
+    with pytest.raises(errors.IncompatibleError, match=r"speaks contract version 99, .* update the client"):
         _join(script, tmp_path)
 
 
 def test_one_of_several_policies_must_be_named(tmp_path: Path) -> None:
     script = ScriptedBatches(recipe_yaml=TWO_POLICIES)
     assert _join(script, tmp_path, policy_id="critic").policy.model.path == "elsewhere"
-    with pytest.raises(
-        InvalidArgumentError, match=r"None is not in the recipe, which has solver, critic; .*--policy"
-    ):
+    complaint = r"None is not in the recipe, which has solver, critic; .*--policy"
+    with pytest.raises(errors.InvalidArgumentError, match=complaint):
         _join(script, tmp_path)
 
 
 def test_an_unknown_policy_is_refused_even_when_there_is_only_one(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="'judge' is not in the recipe, which has solver"):
+    with pytest.raises(errors.InvalidArgumentError, match="'judge' is not in the recipe, which has solver"):
         _join(ScriptedBatches(), tmp_path, policy_id="judge")
 
 
@@ -87,20 +68,20 @@ def test_recipe_code_is_written_only_with_leave(tmp_path: Path) -> None:
 
 def test_damaged_recipe_code_is_refused(tmp_path: Path) -> None:
     damaged = run_pb2.CodeBundle(files=CODE.files, sha256=b"\0" * 32)
-    with pytest.raises(RecipeError, match="digest"):
+    with pytest.raises(errors.RecipeError, match="digest"):
         _join(ScriptedBatches(code=damaged), tmp_path, allow_recipe_code=True)
     assert not list(tmp_path.rglob("*.py"))
 
 
 def test_a_recipe_this_trainer_cannot_read_names_its_run(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=f"run {RUN_ID}"):
+    with pytest.raises(errors.RecipeError, match=f"run {RUN_ID}"):
         _join(ScriptedBatches(recipe_yaml=RECIPE.replace("steps: 3", "stepz: 3")), tmp_path)
 
 
 def test_a_server_that_is_still_starting_is_waited_for_and_an_unknown_run_is_not(tmp_path: Path) -> None:
     script = ScriptedBatches()
-    script.fail("GetRun", UnavailableError("starting"))
+    script.fail("GetRun", errors.UnavailableError("starting"))
     assert _join(script, tmp_path).run_id == RUN_ID
-    script.fail("GetRun", NotFoundError("no run run-9"))
-    with pytest.raises(NotFoundError, match="run-9"):
+    script.fail("GetRun", errors.NotFoundError("no run run-9"))
+    with pytest.raises(errors.NotFoundError, match="run-9"):
         _join(script, tmp_path, run_id="run-9")

@@ -11,17 +11,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from astraflow.client import Client
 from astraflow.errors import FencedError, PreconditionError, UnavailableError
+from astraflow_trainer import controls, progress
 from astraflow_trainer.batches.rank_batches import RankBatches
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.batches.source import BatchSource, Ledger
-from astraflow_trainer.controls import PAUSED, Controls, RateChange
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
-from astraflow_trainer.progress import Phase, Progress
 from astraflow_trainer.publish.publishing import Announcer, ModelBytes, PublishWorker
 from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics
@@ -95,8 +95,8 @@ class Bench:
         self.script, self.events = script, script.events
         self.learner = Bookkeeper(script.events)
         self.store = ScriptedStore(script.events)
-        self.progress = Progress()
-        self.controls = Controls()
+        self.progress = progress.Progress()
+        self.controls = controls.Controls()
         self.max_behind = 1
         self.ledger_path = ledger_path
         self._client = client
@@ -113,9 +113,7 @@ class Bench:
         """One field of every line of the ledger."""
         return [json.loads(line)[key] for line in self.ledger_path.read_text().splitlines()]
 
-    def run(
-        self, *, last_step: int, published: dict[int, int] | None = None, checkpoint_every_steps: int = 100
-    ) -> None:
+    def run(self, **changes: Any) -> None:
         """Claim the policy and run the loop from the first step on, as the server does."""
         ledger = Ledger(self.ledger_path)
         source = BatchSource(self._client, run_id=RUN_ID, policy_id=POLICY, trainer_id="t", ledger=ledger)
@@ -135,23 +133,15 @@ class Bench:
             claim=claim,
             controls=self.controls,
         )
-        settings = LoopSettings(
-            first_step=1,
-            version=0,
-            last_step=last_step,
-            published=published or {0: 0},
-            checkpoint_every_steps=checkpoint_every_steps,
-        )
+        settings = {"first_step": 1, "version": 0, "published": {0: 0}, "checkpoint_every_steps": 100}
         with worker:
-            loop.run(settings)
+            loop.run(LoopSettings(**(settings | changes)))
 
     @contextmanager
-    def running(self, *, last_step: int, checkpoint_every_steps: int = 100) -> Iterator[None]:
+    def running(self, **changes: Any) -> Iterator[None]:
         """Run the loop in a thread, as a trainer does; leaving waits for its end, and raises what it raised."""
         with ThreadPoolExecutor(1) as executor:
-            running = executor.submit(
-                self.run, last_step=last_step, checkpoint_every_steps=checkpoint_every_steps
-            )
+            running = executor.submit(self.run, **changes)
             yield
             running.result(PATIENCE_S)
 
@@ -159,14 +149,14 @@ class Bench:
         """Block until the loop waits for this."""
         eventually(lambda: self.progress.state.waiting_for == reason, what=f"the loop to wait for {reason}")
 
+    def during(self, step: int, act: Callable[[], object]) -> None:
+        """Act while this step is trained."""
+        self.learner.on_train = lambda trained: act() if trained == step else None
+
     def poll_without_end(self, *, after_step: int) -> None:
         """Leave the trainer waiting for a batch after a step."""
 
-        def hook(step: int) -> None:
-            if step == after_step:
-                self.script.empty_polls.extend(["ready_groups"] * 10_000)
-
-        self.learner.on_train = hook
+        self.during(after_step, lambda: self.script.empty_polls.extend(["ready_groups"] * 10_000))
 
 
 @pytest.fixture
@@ -189,7 +179,7 @@ def test_each_step_starts_from_the_version_of_the_one_before(bench: Bench) -> No
     assert bench.script.base_versions == [0, 1, 2]
     assert bench.about("announce") == ["announce 1", "announce 2", "announce 3"]
     state = bench.progress.state
-    assert (state.phase, state.step, state.version) == (Phase.FINISHED, 3, 3)
+    assert (state.phase, state.step, state.version) == (progress.Phase.FINISHED, 3, 3)
 
 
 def test_a_skipped_step_publishes_nothing_and_keeps_the_version(bench: Bench) -> None:
@@ -215,26 +205,29 @@ def test_a_finished_step_leaves_its_numbers(bench: Bench) -> None:
     assert first.train_s >= 0.0
 
 
-def test_a_stalled_store_holds_training_up_only_when_max_behind_versions_wait(bench: Bench) -> None:
-    bench.max_behind = 2
+@pytest.mark.parametrize("max_behind", [1, 2, 3])
+def test_a_stalled_store_holds_training_up_only_when_max_behind_wait(bench: Bench, max_behind: int) -> None:
+    bench.max_behind = max_behind
+    steps = range(1, max_behind + 2)
     bench.store.gate.clear()
-    with bench.running(last_step=4):
+    with bench.running(last_step=max_behind + 3):
         bench.until_waiting_for("publish")
         held_from = time.monotonic()
+        assert bench.progress.state.phase is progress.Phase.WAITING
         # Their records are there, and their versions are not even encoded.
-        assert [record.step for record in bench.progress.records_after(0)] == [1, 2, 3]
-        assert bench.about("train", "publish") == ["train 1", "train 2", "train 3"]
+        assert [record.step for record in bench.progress.records_after(0)] == [*steps]
+        assert bench.about("train", "publish") == [f"train {step}" for step in steps]
+        assert bench.about("acquire")[-1] == f"acquire {max_behind + 1}"
         held_s = time.monotonic() - held_from
         bench.store.gate.set()
-    first, *_, last = (record.metrics for record in bench.progress.records_after(0))
-    assert last["publish_wait_s"] >= held_s
-    assert last["publish_blocked_s"] == last["publish_copy_s"] + last["publish_wait_s"]
+    assert len(bench.about("announce")) == max_behind + 3
+    first, held = (bench.progress.records_after(0)[step].metrics for step in (0, max_behind + 1))
+    assert held["publish_wait_s"] >= held_s
+    assert held["publish_blocked_s"] == held["publish_copy_s"] + held["publish_wait_s"]
     assert 0.0 < first["publish_copy_s"] <= first["publish_blocked_s"]
 
 
-def test_waiting_before_a_checkpoint_counts_for_the_step_after_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_before_a_checkpoint_count_for_the_next(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until_done = PublishWorker.wait_until_done
 
     def slowly(worker: PublishWorker) -> None:
@@ -248,15 +241,13 @@ def test_waiting_before_a_checkpoint_counts_for_the_step_after_it(
 
 def test_a_stop_request_ends_training_after_the_step_in_progress(bench: Bench) -> None:
     answers: list[int] = []
-    bench.learner.on_train = lambda step: (
-        answers.append(bench.controls.stop_after_step()) if step == 2 else None
-    )
+    bench.during(2, lambda: answers.append(bench.controls.stop_after_step()))
     bench.run(last_step=50)
     assert answers == [2]
     assert bench.about("acquire") == ["acquire 1", "acquire 2"]
     assert bench.about("announce") == ["announce 1", "announce 2"]
     assert bench.events[-1] == "durable 2"
-    assert bench.progress.state.phase is Phase.FINISHED
+    assert bench.progress.state.phase is progress.Phase.FINISHED
 
 
 def test_a_stop_request_during_a_checkpoint_names_the_step_it_covers(bench: Bench) -> None:
@@ -279,15 +270,15 @@ def test_a_stop_request_before_the_first_step_does_nothing_at_all(bench: Bench) 
     assert bench.controls.stop_after_step() == 0
     bench.run(last_step=50)
     assert bench.about("acquire", "train", "save", "durable") == []
-    assert bench.progress.state.phase is Phase.FINISHED
+    assert bench.progress.state.phase is progress.Phase.FINISHED
 
 
 def test_a_paused_trainer_publishes_waits_with_a_reason_and_goes_on_when_told(bench: Bench) -> None:
-    bench.learner.on_train = lambda step: bench.controls.pause("maintenance") if step == 2 else None
+    bench.during(2, lambda: bench.controls.pause("maintenance"))
     with bench.running(last_step=3):
-        bench.until_waiting_for(PAUSED)
+        bench.until_waiting_for(controls.PAUSED)
         eventually(lambda: "announce 2" in bench.events, what="the version of the step before the pause")
-        assert bench.progress.state.phase is Phase.WAITING
+        assert bench.progress.state.phase is progress.Phase.WAITING
         assert bench.about("acquire", "train") == ["acquire 1", "train 1", "acquire 2", "train 2"]
         assert bench.controls.pause_reason == "maintenance"
         assert bench.controls.resume() == 2
@@ -303,7 +294,7 @@ def test_a_batch_that_comes_after_a_pause_was_promised_waits_for_its_end(bench: 
 
     bench.script.on_acquire = pause
     with bench.running(last_step=2):
-        bench.until_waiting_for(PAUSED)
+        bench.until_waiting_for(controls.PAUSED)
         assert promised == [1]
         assert bench.about("train") == ["train 1"]
         bench.controls.resume()
@@ -313,14 +304,12 @@ def test_a_batch_that_comes_after_a_pause_was_promised_waits_for_its_end(bench: 
 def test_a_stop_request_ends_a_pause(bench: Bench) -> None:
     assert bench.controls.pause("before anything") == 0
     with bench.running(last_step=3):
-        bench.until_waiting_for(PAUSED)
+        bench.until_waiting_for(controls.PAUSED)
         bench.controls.stop_after_step()
     assert bench.about("acquire", "train") == []
 
 
-def test_a_checkpoint_asked_for_is_durable_when_it_is_answered_and_asking_again_changes_nothing(
-    bench: Bench,
-) -> None:
+def test_a_checkpoint_asked_for_is_durable_when_answered_and_asking_again_does_nothing(bench: Bench) -> None:
     bench.poll_without_end(after_step=2)
     with bench.running(last_step=50):
         bench.until_waiting_for("ready_groups")
@@ -333,21 +322,19 @@ def test_a_checkpoint_asked_for_is_durable_when_it_is_answered_and_asking_again_
 
 
 def test_a_checkpoint_is_written_during_a_pause_too(bench: Bench) -> None:
-    bench.learner.on_train = lambda step: bench.controls.pause("") if step == 1 else None
+    bench.during(1, lambda: bench.controls.pause(""))
     with bench.running(last_step=50):
-        bench.until_waiting_for(PAUSED)
+        bench.until_waiting_for(controls.PAUSED)
         assert bench.controls.checkpoint().result(PATIENCE_S) == 1
         assert bench.about("train") == ["train 1"]
         bench.controls.stop_after_step()
 
 
 def test_a_learning_rate_holds_from_the_next_step_on_and_is_in_a_checkpoint_before_that(bench: Bench) -> None:
-    asked: list[Future[RateChange]] = []
-    bench.learner.on_train = lambda step: (
-        asked.append(bench.controls.set_learning_rate(0.125)) if step == 2 else None
-    )
+    asked: list[Future[controls.RateChange]] = []
+    bench.during(2, lambda: asked.append(bench.controls.set_learning_rate(0.125)))
     bench.run(last_step=3)
-    assert asked[0].result(0) == RateChange(first_step=3, previous=0.25)
+    assert asked[0].result(0) == controls.RateChange(first_step=3, previous=0.25)
     wanted = ["train 2", "rate 0.125", "save 2 at version 2", "durable 2", "train 3"]
     assert bench.about("train", "rate", "save", "durable")[1:6] == wanted
     rates = [record.metrics["learning_rate"] for record in bench.progress.records_after(0)]
@@ -358,7 +345,7 @@ def test_a_learning_rate_holds_from_the_next_step_on_and_is_in_a_checkpoint_befo
 def test_a_replay_is_not_crossed_by_a_new_learning_rate(bench: Bench) -> None:
     bench.script.last_finished_step = bench.store.newest = 2
     bench.store.versions = {1: 1, 2: 2}
-    bench.learner.on_train = lambda step: bench.controls.set_learning_rate(0.125) if step == 1 else None
+    bench.during(1, lambda: bench.controls.set_learning_rate(0.125))
     bench.run(last_step=3, published={0: 0, 1: 1, 2: 2})
     assert bench.about("train", "rate") == ["train 1", "train 2", "rate 0.125", "train 3"]
 
@@ -381,24 +368,6 @@ def test_whoever_asks_after_the_end_is_told(bench: Bench) -> None:
     bench.run(last_step=1)
     with pytest.raises(PreconditionError, match="ended after step 1"):
         bench.controls.checkpoint()
-
-
-@pytest.mark.parametrize("max_behind", [1, 3])
-def test_no_step_starts_while_more_than_max_behind_versions_are_unpublished(
-    bench: Bench, max_behind: int
-) -> None:
-    bench.max_behind = max_behind
-    bench.store.gate.clear()
-    with bench.running(last_step=max_behind + 3):
-        eventually(
-            lambda: f"trained {max_behind + 1}" in bench.events, what="the last step that may be taken"
-        )
-        bench.until_waiting_for("publish")
-        assert len(bench.about("train")) == max_behind + 1
-        assert bench.progress.state.phase is Phase.WAITING
-        assert bench.about("acquire")[-1] == f"acquire {max_behind + 1}"
-        bench.store.gate.set()
-    assert len(bench.about("announce")) == max_behind + 3
 
 
 def test_a_checkpoint_covers_only_announced_versions_and_a_step_is_durable_after_it(bench: Bench) -> None:
@@ -485,7 +454,7 @@ def test_a_failing_publisher_ends_the_loop(bench: Bench) -> None:
         bench.run(last_step=50)
     assert len(bench.about("train")) <= 2
     assert bench.about("announce", "durable") == []
-    assert bench.progress.state.phase is not Phase.FINISHED
+    assert bench.progress.state.phase is not progress.Phase.FINISHED
 
 
 def test_a_failing_publisher_ends_a_loop_that_waits_for_it(bench: Bench) -> None:

@@ -10,30 +10,21 @@ import pytest
 from astraflow_trainer.controls import PAUSED
 from astraflow_trainer.progress import Phase, Progress, State, StepRecord
 
-RECORD = StepRecord(
-    step=1, version=1, finished_at_s=10.0, wait_s=1.0, train_s=2.0, metrics={"reward_mean": 0.5}
-)
+METRICS = {"reward_mean": 0.5}
+RECORD = StepRecord(step=1, version=1, finished_at_s=10.0, wait_s=1.0, train_s=2.0, metrics=METRICS)
 
 
-def test_a_trainer_starts_knowing_nothing() -> None:
-    assert Progress().state == State(phase=Phase.STARTING, waiting_for="", step=0, version=None)
+@pytest.fixture
+def progress() -> Progress:
+    return Progress()
 
 
-def test_starting_up_tells_what_it_is_busy_with_and_how_far_it_is() -> None:
-    progress = Progress()
+def test_starting_up_tells_what_it_is_busy_with_and_how_far_it_is(progress: Progress) -> None:
     progress.starting("warm_start", fraction=0.25)
     assert progress.state == State(phase=Phase.STARTING, waiting_for="warm_start", fraction=0.25)
 
 
-def test_a_claim_tells_where_the_trainer_goes_on() -> None:
-    progress = Progress()
-    progress.claimed(epoch=3, step=7, version=6)
-    state = progress.state
-    assert (state.trainer_epoch, state.step, state.version, state.fraction) == (3, 7, 6, 1.0)
-
-
-def test_waiting_names_its_reason_until_training_begins() -> None:
-    progress = Progress()
+def test_waiting_names_its_reason_until_training_begins(progress: Progress) -> None:
     progress.waiting("publish")
     progress.waiting("ready_groups")
     assert (progress.state.phase, progress.state.waiting_for) == (Phase.WAITING, "ready_groups")
@@ -42,22 +33,19 @@ def test_waiting_names_its_reason_until_training_begins() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.STOPPING, Phase.FINISHED])
-def test_an_end_waits_for_nothing(phase: Phase) -> None:
-    progress = Progress()
+def test_an_end_waits_for_nothing(progress: Progress, phase: Phase) -> None:
     progress.waiting("batch")
     progress.ended(phase)
     assert (progress.state.phase, progress.state.waiting_for) == (phase, "")
 
 
-def test_a_snapshot_does_not_change_with_the_trainer() -> None:
-    progress = Progress()
+def test_a_snapshot_does_not_change_with_the_trainer(progress: Progress) -> None:
     before = progress.state
     progress.published(4)
     assert (before.version, progress.state.version) == (None, 4)
 
 
-def test_finished_steps_are_kept_in_order_and_read_from_any_point() -> None:
-    progress = Progress()
+def test_finished_steps_are_kept_in_order_and_read_from_any_point(progress: Progress) -> None:
     records = [replace(RECORD, step=step) for step in (1, 2, 3)]
     for record in records:
         progress.stepped(record)
@@ -67,16 +55,14 @@ def test_finished_steps_are_kept_in_order_and_read_from_any_point() -> None:
     assert progress.records_after(3) == []
 
 
-def test_the_share_of_waiting_is_zero_before_the_first_wait_and_one_until_its_end() -> None:
-    progress = Progress()
+def test_the_share_of_waiting_is_zero_before_the_first_wait_and_one_until_its_end(progress: Progress) -> None:
     assert progress.wait_fraction() == 0.0
     progress.waiting("batch")
     progress.waiting("ready_groups")
     assert progress.wait_fraction() == pytest.approx(1.0)
 
 
-def test_the_share_of_waiting_falls_while_the_trainer_works() -> None:
-    progress = Progress()
+def test_the_share_of_waiting_falls_while_the_trainer_works(progress: Progress) -> None:
     progress.waiting("batch")
     progress.training()
     first = progress.wait_fraction()
@@ -85,8 +71,7 @@ def test_the_share_of_waiting_falls_while_the_trainer_works() -> None:
     assert 0.0 <= progress.wait_fraction() < first <= 1.0
 
 
-def test_a_pause_counts_neither_as_waiting_nor_as_time() -> None:
-    progress = Progress()
+def test_a_pause_counts_neither_as_waiting_nor_as_time(progress: Progress) -> None:
     progress.waiting("batch")
     progress.training()
     progress.waiting(PAUSED)
@@ -99,8 +84,7 @@ def test_a_pause_counts_neither_as_waiting_nor_as_time() -> None:
     assert progress.wait_fraction() <= first
 
 
-async def test_a_change_in_another_thread_wakes_every_reader() -> None:
-    progress = Progress()
+async def test_a_change_in_another_thread_wakes_every_reader(progress: Progress) -> None:
     readers = [asyncio.create_task(progress.changed(timeout_s=20.0)) for _ in range(2)]
     await asyncio.sleep(0)
     writer = threading.Thread(target=progress.published, args=(1,))
@@ -110,7 +94,6 @@ async def test_a_change_in_another_thread_wakes_every_reader() -> None:
     writer.join()
 
 
-async def test_without_a_change_a_reader_returns_after_its_timeout() -> None:
-    progress = Progress()
+async def test_without_a_change_a_reader_returns_after_its_timeout(progress: Progress) -> None:
     await progress.changed(timeout_s=0.01)
     progress.published(1)  # nobody is left to be woken

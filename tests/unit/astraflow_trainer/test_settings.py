@@ -21,21 +21,21 @@ def test_an_address_is_a_host_and_a_port(address: str) -> None:
     assert load(TrainerSettings, {"join": address}).join == address
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({}, "JOIN"),
-        ({"join": "nowhere"}, "join"),
-        ({"join": "http://h:1"}, "join"),
-        ({"join": "::1:7070"}, "join"),
-        ({"join": "h:1", "threads": 0}, "threads"),
-        ({"join": "h:1", "warm_start_threads": -1}, "warm_start_threads"),
-        ({"join": "h:1", "drain_timeout_s": 0}, "drain_timeout_s"),
-        ({"join": "h:1", "polcy": "solver"}, "policy"),
-        ({"join": "h:1", "learning_rate": 0.1}, "unknown setting 'learning_rate'"),
-        ({"join": "h:1", "host": "0.0.0.0"}, "TLS"),
-    ],
-)
+WRONG_SETTINGS = [
+    ({}, "JOIN"),
+    ({"join": "nowhere"}, "join"),
+    ({"join": "http://h:1"}, "join"),
+    ({"join": "::1:7070"}, "join"),
+    ({"join": "h:1", "threads": 0}, "threads"),
+    ({"join": "h:1", "warm_start_threads": -1}, "warm_start_threads"),
+    ({"join": "h:1", "drain_timeout_s": 0}, "drain_timeout_s"),
+    ({"join": "h:1", "polcy": "solver"}, "policy"),
+    ({"join": "h:1", "learning_rate": 0.1}, "unknown setting 'learning_rate'"),
+    ({"join": "h:1", "host": "0.0.0.0"}, "TLS"),
+]
+
+
+@pytest.mark.parametrize(("options", "complaint"), WRONG_SETTINGS)
 def test_wrong_settings_are_refused_by_name(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
         load(TrainerSettings, options)
@@ -59,9 +59,13 @@ def test_a_warm_start_takes_every_core_it_may_use_unless_told() -> None:
     assert load(TrainerSettings, {"join": "h:1", "warm_start_threads": 3}).warm_start_cores == 3
 
 
-def test_without_torchruns_variables_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in RankSettings.model_fields:
         monkeypatch.delenv(name.upper(), raising=False)
+
+
+def test_without_torchruns_variables_there_is_one_rank() -> None:
     settings = load_rank_settings()
     assert (settings.rank, settings.world_size) == (0, 1)
 
@@ -75,19 +79,17 @@ def test_torchruns_variables_say_which_rank_this_is(monkeypatch: pytest.MonkeyPa
     assert settings.torchelastic_restart_count == 3
 
 
-@pytest.mark.parametrize(
-    ("variables", "complaint"),
-    [
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK 2 must be below WORLD_SIZE 2"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE 2 needs MASTER_PORT"),
-        ({"WORLD_SIZE": "none"}, "WORLD_SIZE"),
-    ],
-)
+NO_RANKS = [
+    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK 2 must be below WORLD_SIZE 2"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE 2 needs MASTER_PORT"),
+    ({"WORLD_SIZE": "none"}, "WORLD_SIZE"),
+]
+
+
+@pytest.mark.parametrize(("variables", "complaint"), NO_RANKS)
 def test_variables_that_make_no_rank_are_refused(
     variables: dict[str, str], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in RankSettings.model_fields:
-        monkeypatch.delenv(name.upper(), raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match=complaint):

@@ -21,9 +21,7 @@ from astraflow_weights.settings import MirrorSettings, PublishSettings, StoreSet
         (MirrorSettings, {"keep": 3}),
     ],
 )
-def test_values_out_of_bounds_and_unknown_names_are_refused(
-    kind: type[BaseModel], values: dict[str, object]
-) -> None:
+def test_bad_values_and_unknown_names_are_refused(kind: type[BaseModel], values: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         kind(**values)
 

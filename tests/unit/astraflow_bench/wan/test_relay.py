@@ -22,9 +22,7 @@ def test_without_a_compiler_the_remedy_is_named(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("arguments", "says"), [([], "usage: delay_relay"), (["1", "1", "wan", "1000", "10"], "too small")]
 )
-def test_bad_arguments_are_refused_before_anything_is_made(
-    tmp_path: Path, arguments: list[str], says: str
-) -> None:
+def test_bad_arguments_are_refused_before_any_use(tmp_path: Path, arguments: list[str], says: str) -> None:
     binary = compiled_relay(tmp_path)
     done = subprocess.run([str(binary), *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == USAGE

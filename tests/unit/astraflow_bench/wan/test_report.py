@@ -15,25 +15,14 @@ from support.source_tree import REPOSITORY
 from support.wan_report import blocked_event, made_report
 
 
-def arrival(seconds: float, *, fetched: int = 100, snapshots: int = 0, deltas: int = 1) -> Arrival:
-    return Arrival(
-        seconds=seconds,
-        refresh_s=seconds / 4,
-        advance_s=seconds / 2,
-        fetched_bytes=fetched,
-        received_bytes=fetched + 10,
-        snapshots=snapshots,
-        deltas=deltas,
-    )
+def arrival(seconds: float, *, fetched: int = 100, deltas: int = 1, **more: int) -> Arrival:
+    counts = {"fetched_bytes": fetched, "received_bytes": fetched + 10, "deltas": deltas, **more}
+    return Arrival(seconds=seconds, refresh_s=seconds / 4, advance_s=seconds / 2, **counts)
 
 
 def test_times_are_medians_and_bytes_are_means() -> None:
-    figures = delta_figures(
-        "remote",
-        "rice",
-        [arrival(1.0, fetched=10), arrival(9.0, fetched=20), arrival(2.0, fetched=60)],
-        safetensors_s=4.0,
-    )
+    arrivals = [arrival(1.0, fetched=10), arrival(9.0, fetched=20), arrival(2.0, fetched=60)]
+    figures = delta_figures("remote", "rice", arrivals, safetensors_s=4.0)
     assert (figures["seconds"], figures["least_s"], figures["most_s"]) == (2.0, 1.0, 9.0)
     assert (figures["fetched_bytes"], figures["received_bytes"]) == (30, 40)
     assert figures["over_safetensors"] == 0.5
@@ -55,7 +44,7 @@ def test_a_whole_model_is_measured_against_the_rate() -> None:
         (arrival(1.0, fetched=40), None, False),
     ],
 )
-def test_a_merged_delta_counts_as_used_when_it_was_all_that_came(
+def test_a_merged_delta_is_used_if_nothing_else_came(
     found: Arrival, merged: int | None, *, used: bool
 ) -> None:
     figures = report.lag_figures("local", found, {"delta_bytes": [10] * 8, "merged_bytes": merged})

@@ -47,14 +47,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
             seen.append(options)
 
         async def run(self) -> Summary:
-            goal_met = None if seen[-1].goal is None else False
-            return summarize(
-                Observation(),
-                wall_s=1.0,
-                peak_pss_bytes=0,
-                goal_met=goal_met,
-                data_dir=str(seen[-1].folder.root),
-            )
+            facts = {"wall_s": 1.0, "peak_pss_bytes": 0, "data_dir": str(seen[-1].folder.root)}
+            return summarize(Observation(), goal_met=None if seen[-1].goal is None else False, **facts)
 
     monkeypatch.setattr(dev, "DevelopmentRun", EndedRun)
     return seen
@@ -81,9 +75,7 @@ def test_options_reach_the_run_and_named_keys_the_recipe(run: Run, started: list
     assert (options.num_nodes, options.without) == (0, frozenset({Part.RAAS}))
 
 
-def test_a_run_ends_with_one_json_object_on_stdout_and_in_its_folder(
-    run: Run, started: list[Options]
-) -> None:
+def test_a_run_ends_with_one_json_object_on_stdout_and_in_its_folder(run: Run, started: list) -> None:
     ended = run("../recipe", "--json", "--data-dir", "data")
     assert ended.json["data_dir"] == str(started[0].folder.root)
     assert Path("data/summary.json").read_text() == ended.output

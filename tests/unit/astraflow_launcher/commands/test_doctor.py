@@ -1,6 +1,7 @@
 """`astraflow doctor` tells findings to people and to programs, and its status says whether one failed."""
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +16,7 @@ BAD = Finding("packages", State.FAILED, "missing: grpc", "pip install 'astraflow
 
 
 def _doctor(
-    monkeypatch: pytest.MonkeyPatch, *findings: Finding, options: tuple[str, ...] = ()
+    monkeypatch: pytest.MonkeyPatch, *findings: Finding, options: Sequence[str] = ()
 ) -> tuple[int, str]:
     monkeypatch.setattr(checks, "CHECKS", [lambda found=finding: found for finding in findings])
     result = CliRunner(env={"COLUMNS": "160"}).invoke(app, list(options))
@@ -35,12 +36,7 @@ def test_json_holds_every_finding_in_order(monkeypatch: pytest.MonkeyPatch) -> N
     assert json.loads(shown) == [
         {"check": "python", "state": "ok", "found": "3.11.9", "remedy": ""},
         {"check": "memory", "state": "warning", "found": "2.0 GiB free", "remedy": "close something"},
-        {
-            "check": "packages",
-            "state": "failed",
-            "found": "missing: grpc",
-            "remedy": "pip install 'astraflow[dev]'",
-        },
+        {"check": "packages", "state": "failed", "found": "missing: grpc", "remedy": BAD.remedy},
     ]
 
 

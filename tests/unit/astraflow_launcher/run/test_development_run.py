@@ -8,24 +8,26 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import UnavailableError
 from astraflow_launcher.run import embedded_redis
 from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
 from astraflow_launcher.run.folder import open_run_folder
 from astraflow_launcher.view.live import QuietView
-from astraflow_launcher.view.observation import Goal, Observation, parse_goal
+from astraflow_launcher.view.observation import Observation, parse_goal
 from astraflow_launcher.view.summary import Summary
+from support.observations import evaluation
 from support.recipes import tiny_recipe
-from support.scripted_daemons import POLICY, ScriptedServer, serving
+from support.scripted_daemons import ScriptedServer, serving
 
 pytestmark = pytest.mark.slow
 
 EVERYTHING = frozenset(Part)
+GOAL = "heldout>=0.7"
 ALL_BUT_NODES = frozenset({Part.DATAFLOW, Part.TRAINER})
 
 
@@ -51,28 +53,20 @@ class Scene:
     folder: Path
     view: RecordingView = field(default_factory=RecordingView)
 
-    async def run(
-        self, *, without: frozenset[Part], goal: Goal | None = None, timeout_s: float | None = None
-    ) -> Summary:
+    async def run(self, *, goal: str = "", **options: Any) -> Summary:
+        """Run to the end; without any part of its own, if `options` leave it open."""
         loaded = tiny_recipe()
-        options = Options(
-            loaded=loaded,
-            folder=open_run_folder(loaded, data_dir=self.folder),
-            num_nodes=0,
-            grpc_port=self.port,
-            goal=goal,
-            timeout_s=timeout_s,
-            without=without,
-        )
-        return await DevelopmentRun(options, self.view).run()
+        folder = open_run_folder(loaded, data_dir=self.folder)
+        given = {"timeout_s": None, "without": EVERYTHING} | options
+        wanted = parse_goal(goal) if goal else None
+        run = Options(loaded=loaded, folder=folder, num_nodes=0, grpc_port=self.port, goal=wanted, **given)
+        return await DevelopmentRun(run, self.view).run()
 
     def evaluate(self, *rewards: float) -> None:
         """Add complete evaluations, the newest last."""
         for reward in rewards:
-            version = len(self.server.status.evaluations)
-            self.server.status.evaluations.append(
-                admin.Evaluation(policy_id=POLICY, version=version, mean_reward=reward, complete=True)
-            )
+            evaluations = self.server.status.evaluations
+            evaluations.append(evaluation(len(evaluations), reward))
 
     def finish(self) -> None:
         self.server.status.state = run_pb2.RUN_STATE_FINISHED
@@ -109,7 +103,7 @@ async def test_a_finished_run_ends_with_its_summary_curves_and_metrics(scene: Sc
     scene.server.announce(0, 1)
     scene.evaluate(0.25, 0.75)
     scene.finish()
-    summary = await scene.run(without=EVERYTHING)
+    summary = await scene.run()
     assert (summary.versions, summary.heldout_first, summary.heldout_last) == (2, 0.25, 0.75)
     assert (summary.goal_met, summary.data_dir) == (None, str(scene.folder.resolve()))
     assert summary.peak_pss_bytes > 0
@@ -122,7 +116,7 @@ async def test_a_finished_run_ends_with_its_summary_curves_and_metrics(scene: Sc
 
 async def test_the_run_is_created_with_the_resolved_recipe_and_the_folders_store(scene: Scene) -> None:
     scene.finish()
-    await scene.run(without=EVERYTHING)
+    await scene.run()
     (created,) = scene.server.created
     assert (created.run_id, created.recipe_yaml) == ("tiny", tiny_recipe().yaml_text)
     assert created.store_uri == (scene.folder.resolve() / "store").as_uri()
@@ -130,11 +124,11 @@ async def test_the_run_is_created_with_the_resolved_recipe_and_the_folders_store
 
 async def test_a_goal_met_by_two_evaluations_ends_the_run(scene: Scene) -> None:
     scene.evaluate(0.8, 0.9)
-    assert (await scene.run(without=EVERYTHING, goal=parse_goal("heldout>=0.7"))).goal_met is True
+    assert (await scene.run(goal=GOAL)).goal_met is True
 
 
 async def test_a_time_out_ends_the_run_with_the_goal_missed(scene: Scene) -> None:
-    summary = await scene.run(without=EVERYTHING, goal=parse_goal("heldout>=0.7"), timeout_s=0.0)
+    summary = await scene.run(goal=GOAL, timeout_s=0.0)
     assert summary.goal_met is False
 
 
@@ -154,19 +148,17 @@ async def test_nothing_is_evaluated_when_there_is_no_version(scene: Scene) -> No
     assert scene.server.updates == []
 
 
-async def test_a_goal_that_the_final_evaluation_meets_is_met(scene: Scene) -> None:
+@pytest.mark.parametrize(
+    ("before", "interrupted", "final"),
+    [([0.9], ["running"], 0.9), ([0.9, 0.9], [], 0.1)],
+    ids=["by the final evaluation", "before a worse final evaluation"],
+)
+async def test_a_goal_stays_met(scene: Scene, before: list, interrupted: list, final: float) -> None:
     scene.server.announce(0)
-    scene.evaluate(0.9)
-    scene.end_with(0.9)
-    scene.interrupt_once_during("running")
-    assert (await scene.run(without=ALL_BUT_NODES, goal=parse_goal("heldout>=0.7"))).goal_met is True
-
-
-async def test_a_goal_stays_met_when_the_final_evaluation_is_worse(scene: Scene) -> None:
-    scene.server.announce(0)
-    scene.evaluate(0.9, 0.9)
-    scene.end_with(0.1)
-    assert (await scene.run(without=ALL_BUT_NODES, goal=parse_goal("heldout>=0.7"))).goal_met is True
+    scene.evaluate(*before)
+    scene.end_with(final)
+    scene.interrupt_once_during(*interrupted)
+    assert (await scene.run(without=ALL_BUT_NODES, goal=GOAL)).goal_met is True
 
 
 async def test_a_second_ctrl_c_ends_at_once(scene: Scene) -> None:
@@ -177,7 +169,7 @@ async def test_a_second_ctrl_c_ends_at_once(scene: Scene) -> None:
     assert scene.view.done[-1] == "final evaluation"
 
 
-async def test_without_any_redis_the_error_names_what_to_install(
+async def test_without_redis_the_error_says_what_to_install(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded_redis, "find_server", lambda: None)

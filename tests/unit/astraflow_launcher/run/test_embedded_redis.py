@@ -14,9 +14,8 @@ def test_the_bundled_server_starts_and_answers(tmp_path: Path) -> None:
     binary = find_server()
     assert binary is not None
     port = free_port()
-    with subprocess.Popen(
-        server_command(binary, port=port, folder=tmp_path), stdout=subprocess.DEVNULL
-    ) as server:
+    command = server_command(binary, port=port, folder=tmp_path)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         try:
             wait_until_answering(port, timeout_s=100)
             assert (tmp_path / "appendonlydir").is_dir()

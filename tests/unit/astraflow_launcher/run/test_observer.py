@@ -13,14 +13,8 @@ from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import run_pb2
 from astraflow_launcher.run.observer import Observer
 from astraflow_launcher.run.processes import Supervisor
-from support.scripted_daemons import (
-    POLICY,
-    IdleProcess,
-    ScriptedNode,
-    ScriptedServer,
-    ScriptedTrainer,
-    serving,
-)
+from support import scripted_daemons
+from support.scripted_daemons import POLICY, IdleProcess, ScriptedNode, ScriptedTrainer, serving
 from support.scripted_dataflow import eventually
 
 NOBODY = "127.0.0.1:1"
@@ -31,7 +25,7 @@ NOBODY = "127.0.0.1:1"
 class Scene:
     """An observer of a scripted server; trainers and nodes are added by the test."""
 
-    server: ScriptedServer
+    server: scripted_daemons.ScriptedServer
     observer: Observer
     supervisor: Supervisor
     folder: Path
@@ -73,13 +67,13 @@ class Scene:
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    server = ScriptedServer()
+    server = scripted_daemons.ScriptedServer()
     async with (
         serving(server) as address,
         AsyncClient(address) as client,
-        Supervisor(stop_grace_s=1) as supervisor,
+        Supervisor(stop_grace_s=1) as top,
     ):
-        yield Scene(server, Observer(client, "run-1", period_s=0.02), supervisor, tmp_path)
+        yield Scene(server, Observer(client, "run-1", period_s=0.02), top, tmp_path)
 
 
 async def test_the_answers_of_every_daemon_are_kept(scene: Scene) -> None:

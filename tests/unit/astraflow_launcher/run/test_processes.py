@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,7 @@ import pytest
 
 from astraflow.errors import InternalError, InvalidArgumentError, UnavailableError
 from astraflow_kit.lifecycle import ExitCode
-from astraflow_launcher.run.processes import ChildSpec, Supervisor
+from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor
 from support.development import wait_for
 from support.scripted_dataflow import eventually
 
@@ -26,17 +27,20 @@ def _spec(folder: Path, code: str, *, name: str = "child", **fields: object) -> 
     return ChildSpec(name=name, argv=argv, log_path=folder / f"{name}.log", **fields)  # type: ignore[arg-type]
 
 
-DIES_ONCE = (
-    "import pathlib, sys; seen = (p := pathlib.Path('{marker}')).exists(); p.touch(); sys.exit(not seen)"
-)
+def _pid(child: Child) -> int:
+    assert child.process is not None
+    return child.process.pid
+
+
+DIES_ONCE = "import os, sys; seen = os.path.exists({0!r}); open({0!r}, 'a'); sys.exit(not seen)"
 
 
 @pytest.mark.parametrize(("code", "restarts"), [("pass", 0), (DIES_ONCE, 1)], ids=["status 0", "status 1"])
-async def test_a_child_is_started_again_until_it_ends_with_status_0(
+async def test_a_child_is_started_until_it_ends_with_status_0(
     tmp_path: Path, code: str, restarts: int
 ) -> None:
     async with Supervisor() as supervisor:
-        child = await supervisor.start(_spec(tmp_path, code.format(marker=tmp_path / "second-life")))
+        child = await supervisor.start(_spec(tmp_path, code.format(f"{tmp_path}/second-life")))
         await child.finished.wait()
         assert (child.exit_code, child.restarts) == (0, restarts)
 
@@ -45,45 +49,37 @@ async def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
     async with Supervisor(stop_grace_s=1) as supervisor:
         child = await supervisor.start(_spec(tmp_path, SLEEPS))
         await eventually(lambda: child.running, what="it runs")
-        assert child.process is not None
-        first = child.process.pid
+        first = _pid(child)
         os.kill(first, signal.SIGKILL)
-        await eventually(
-            lambda: child.running and child.process is not None and child.process.pid != first, what="it runs"
-        )
+        await eventually(lambda: child.running and _pid(child) != first, what="it runs")
         assert child.restarts == 1
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"), [(ExitCode.USAGE, InvalidArgumentError), (ExitCode.SUPERSEDED, InternalError)]
+    ("status", "restarts", "kind", "words"),
+    [
+        (ExitCode.USAGE, 0, InvalidArgumentError, "port 7 is taken"),
+        (ExitCode.SUPERSEDED, 0, InternalError, "port 7 is taken"),
+        (1, 1, InternalError, "ended with status 1"),
+    ],
+    ids=["wrong settings", "superseded", "dies again"],
 )
-async def test_wrong_settings_and_superseded_children_are_fatal_and_show_the_log(
-    tmp_path: Path, code: ExitCode, kind: type[Exception]
+async def test_a_child_that_cannot_go_on_is_fatal_and_shows_the_log(
+    tmp_path: Path, status: int, restarts: int, kind: type[Exception], words: str
 ) -> None:
-    text = f"import sys; print('port 7 is taken', file=sys.stderr); sys.exit({int(code)})"
+    code = f"import sys; print('port 7 is taken', file=sys.stderr); sys.exit({int(status)})"
     async with Supervisor() as supervisor:
-        child = await supervisor.start(_spec(tmp_path, text))
+        child = await supervisor.start(_spec(tmp_path, code, max_restarts=1))
         await child.finished.wait()
         await asyncio.sleep(0)
-        with pytest.raises(kind, match="port 7 is taken"):
+        with pytest.raises(kind, match=words):
             supervisor.raise_failures()
-        assert child.restarts == 0
-
-
-async def test_a_child_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
-    async with Supervisor() as supervisor:
-        child = await supervisor.start(_spec(tmp_path, "raise SystemExit(1)", max_restarts=1))
-        await child.finished.wait()
-        await asyncio.sleep(0)
-        with pytest.raises(InternalError, match="ended with status 1"):
-            supervisor.raise_failures()
-        assert child.restarts == 1
+        assert child.restarts == restarts
 
 
 async def test_a_child_that_never_becomes_ready_is_reported_with_its_log(tmp_path: Path) -> None:
-    spec = _spec(
-        tmp_path, f"print('still thinking', flush=True); {SLEEPS}", address_file=tmp_path / "address.json"
-    )
+    code = f"print('still thinking', flush=True); {SLEEPS}"
+    spec = _spec(tmp_path, code, address_file=tmp_path / "address.json")
     async with Supervisor(stop_grace_s=1) as supervisor:
         child = await supervisor.start(spec)
         with pytest.raises(UnavailableError, match="did not become ready"):
@@ -137,17 +133,14 @@ def _gone(pid: int) -> bool:
 async def test_children_of_a_group_end_and_start_again_together(tmp_path: Path) -> None:
     """One of them ignores that the other died: it is ended too."""
     async with Supervisor(stop_grace_s=1) as supervisor:
-        first = await supervisor.start(
-            _spec(tmp_path, SLEEPS, name="first", group="trainer", group_grace_s=0.2)
-        )
-        second = await supervisor.start(_spec(tmp_path, SLEEPS, name="second", group="trainer"))
-        alone = await supervisor.start(_spec(tmp_path, SLEEPS, name="alone"))
+        sleeping = partial(_spec, tmp_path, SLEEPS)
+        first = await supervisor.start(sleeping(name="first", group="trainer", group_grace_s=0.2))
+        second = await supervisor.start(sleeping(name="second", group="trainer"))
+        alone = await supervisor.start(sleeping(name="alone"))
         await eventually(lambda: first.running and second.running and alone.running, what="it runs")
-        before = [child.process.pid for child in (first, second, alone) if child.process is not None]
+        before = [_pid(child) for child in (first, second, alone)]
         os.kill(before[0], signal.SIGKILL)
-        await eventually(
-            lambda: (first.restarts, second.restarts) == (1, 1) and first.running and second.running,
-            what="it runs",
-        )
-        after = [child.process.pid for child in (first, second, alone) if child.process is not None]
-        assert (after[0] == before[0], after[1] == before[1], after[2] == before[2]) == (False, False, True)
+        both = (first, second)
+        await eventually(lambda: all(one.restarts == 1 and one.running for one in both), what="it runs")
+        after = [_pid(child) for child in (first, second, alone)]
+        assert [one == other for one, other in zip(before, after, strict=True)] == [False, False, True]

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from astraflow.dataflow.v1 import account_pb2, version_pb2
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
-from astraflow.trainer.v1 import trainer_service_pb2
+from astraflow.trainer.v1 import trainer_service_pb2 as trainers
 from astraflow_launcher.view.live import LineView, render, sparkline
 from astraflow_launcher.view.observation import Observation, StepPoint
 from support.observations import evaluation
@@ -24,11 +24,7 @@ def _observation() -> Observation:
             trajectories=account_pb2.TrajectoryAccount(ingested=50, trained=40),
             waits=[wait],
         ),
-        trainers={
-            "solver": trainer_service_pb2.StatusResponse(
-                phase=trainer_service_pb2.PHASE_STARTING, progress=0.4
-            )
-        },
+        trainers={"solver": trainers.StatusResponse(phase=trainers.PHASE_STARTING, progress=0.4)},
         versions={"solver": [version_pb2.Version(version=3, delta_bytes=64_000, density=0.05)]},
         steps=[StepPoint("solver", 1, 9.0, {"reward_mean": 0.5})],
     )
@@ -96,7 +92,6 @@ def test_lines_tell_a_long_wait_once_and_again_when_it_comes_back() -> None:
     view, output, observation = _lines()
     observation.steps.clear()
     assert observation.status is not None
-    observation.status.waits[0].waited_duration.seconds = 6
     for waited_s in (6, 7, 0, 8):
         observation.status.waits[0].waited_duration.seconds = waited_s
         view.show(observation, doing="running")

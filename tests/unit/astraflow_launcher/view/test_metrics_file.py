@@ -49,9 +49,7 @@ EVALUATION_LINE = {"version": 0, "seconds": 7.5, "heldout_reward": 0.5, "num_sam
     ],
     ids=["step", "version", "evaluation", "evaluation that goes on"],
 )
-def test_what_is_complete_is_a_line(
-    path: Path, kind: str, line: dict[str, object] | None, observed: Observation
-) -> None:
+def test_what_is_complete_is_a_line(path: Path, kind: str, line: dict | None, observed: Observation) -> None:
     _written(path, observed)
     expected = [] if line is None else [{"kind": kind, "run_id": "run-1", "policy": "solver", **line}]
     assert _lines(path) == expected
@@ -139,6 +137,5 @@ def test_numbers_that_json_does_not_know_are_null(path: Path) -> None:
 
 
 def test_values_of_any_depth_become_json_that_every_reader_takes() -> None:
-    assert to_json({"a": [1.5, math.nan], "b": {"c": -math.inf}, "d": "nan"}) == (
-        '{"a": [1.5, null], "b": {"c": null}, "d": "nan"}'
-    )
+    text = '{"a": [1.5, null], "b": {"c": null}, "d": "nan"}'
+    assert to_json({"a": [1.5, math.nan], "b": {"c": -math.inf}, "d": "nan"}) == text

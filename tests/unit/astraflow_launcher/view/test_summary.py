@@ -20,14 +20,12 @@ snapshot_bytes delta_bytes_mean density_mean snapshots_fetched nodes peak_pss_by
 
 
 def _observation() -> Observation:
-    account = account_pb2.TrajectoryAccount(
-        ingested=10, trained=6, ready=2, dropped={"stale": 1}, evaluated=1
+    status = admin.StatusResponse(
+        trajectories=account_pb2.TrajectoryAccount(dropped={"stale": 1}),
+        policies=[admin.PolicyStatus(policy_id="solver", last_finished_step=2)],
+        evaluations=[evaluation(0, 0.25, num_samples=1024), evaluation(2, 0.75, num_samples=1024)],
+        nodes=[admin.NodeStatus(node_id="node-1", tokens=99)],
     )
-    policy = admin.PolicyStatus(
-        policy_id="solver", last_finished_step=2, staleness=admin.StalenessSummary(p50=1, p99=2, max=2)
-    )
-    evaluations = [evaluation(0, 0.25, num_samples=1024), evaluation(2, 0.75, num_samples=1024)]
-    node = admin.NodeStatus(node_id="node-1", tokens=99, trajectories=9, restarts=0)
     versions = [
         version_pb2.Version(version=0, snapshot_bytes=1000),
         version_pb2.Version(version=1, delta_bytes=100, density=0.1),
@@ -35,9 +33,7 @@ def _observation() -> Observation:
     ]
     served = node_service_pb2.ServedPolicy(policy_id="solver", snapshots_fetched=1)
     return Observation(
-        status=admin.StatusResponse(
-            trajectories=account, policies=[policy], evaluations=evaluations, nodes=[node]
-        ),
+        status=status,
         trainers={"solver": trainer_service_pb2.StatusResponse(wait_fraction=0.25)},
         nodes={"node-1": node_service_pb2.StatusResponse(policies=[served])},
         versions={"solver": versions},
@@ -49,10 +45,6 @@ def _observation() -> Observation:
 
 def _summary(observation: Observation) -> Summary:
     return summarize(observation, wall_s=12.0, peak_pss_bytes=2**30, goal_met=None, data_dir="/data")
-
-
-def _printed(summary: Summary) -> str:
-    return printed(as_table(summary))
 
 
 def test_every_documented_field_is_there_and_json_ready() -> None:
@@ -77,7 +69,7 @@ def test_policies_that_took_different_numbers_of_steps_are_named() -> None:
     observation.status.policies.add(policy_id="critic", last_finished_step=7)
     summary = _summary(observation)
     assert (summary.steps, summary.steps_by_policy) == (2, {"solver": 2, "critic": 7})
-    assert "solver 2, critic 7 in 12 s" in _printed(summary)
+    assert "solver 2, critic 7 in 12 s" in printed(as_table(summary))
 
 
 def test_a_run_that_saw_nothing_has_a_summary_too() -> None:
@@ -86,6 +78,6 @@ def test_a_run_that_saw_nothing_has_a_summary_too() -> None:
 
 
 def test_the_table_names_the_folder_and_both_held_out_rewards() -> None:
-    text = _printed(_summary(_observation()))
+    text = printed(as_table(_summary(_observation())))
     assert "0.25 → 0.75 (1024 samples)" in text
     assert "/data" in text

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from astraflow.plugins import VersionSpan
 from astraflow_kit.http import HttpServer
@@ -19,6 +21,7 @@ from support.scripted_dataflow import eventually
 
 pytestmark = pytest.mark.slow
 
+UPDATE = "/update_weights_from_disk"
 CALL = generate_call(
     prompt_ids=(5, 6), max_new_tokens=3, temperature=0.7, top_p=0.9, seed=42, stop_token_ids=(2,)
 )
@@ -38,47 +41,40 @@ def answer(**meta: object) -> dict[str, object]:
 
 @dataclass
 class Script:
-    """Answers and what was asked, in order."""
+    """Answers by path and what was asked, in order."""
 
-    answers: Response | None = None
-    """Of /generate; one good answer for each call unless given."""
-    update: Response = field(default_factory=lambda: JSONResponse({"success": True, "message": "ok"}))
-    model_info: dict[str, object] = field(default_factory=lambda: {"weight_version": "4"})
+    answers: dict[str, Response] = field(default_factory=dict)
+    """One good answer for each call of /generate unless given."""
     asked: list[tuple[str, Any]] = field(default_factory=list)
     may_update: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def answer(self, path: str, content: object, status: int = 200) -> None:
+        self.answers[path] = JSONResponse(content, status_code=status)
 
     @property
     def paths(self) -> list[str]:
         return [path for path, _ in self.asked]
 
-
-def app_of(script: Script) -> FastAPI:
-    app = FastAPI()
-
-    @app.api_route("/{path}", methods=["GET", "POST"])
-    async def respond(path: str, request: Request) -> Response:
-        body = await request.json() if await request.body() else None
-        script.asked.append((request.url.path, body))
-        if path == "generate":
-            return script.answers or JSONResponse([answer() for _ in body["rid"]])
-        if path == "update_weights_from_disk":
-            await script.may_update.wait()
-            return script.update
-        return JSONResponse(script.model_info if path == "model_info" else {"status": "ok"})
-
-    return app
+    async def respond(self, request: Request) -> Response:
+        path, body = request.url.path, await request.json() if await request.body() else None
+        self.asked.append((path, body))
+        if path == UPDATE:
+            await self.may_update.wait()
+        good = [answer() for _ in body["rid"]] if path == "/generate" else {"success": True, "message": "ok"}
+        return self.answers.get(path, JSONResponse(good))
 
 
 @pytest.fixture
 def script() -> Script:
     script = Script()
+    script.answer("/model_info", {"weight_version": "4"})
     script.may_update.set()
     return script
 
 
 @pytest.fixture
 async def engine(script: Script) -> AsyncIterator[HttpEngine]:
-    server = HttpServer(app_of(script))
+    server = HttpServer(Starlette(routes=[Route("/{path}", script.respond, methods=["GET", "POST"])]))
     await server.start()
     serving = asyncio.create_task(server.run())
     client = HttpEngine(f"http://{server.address}", request_timeout_s=10.0)
@@ -92,34 +88,29 @@ async def test_a_call_is_sent_in_sglangs_words(engine: HttpEngine, script: Scrip
     await engine.served_version()
     await engine.generate([CALL, replace(CALL, rid="r1", seed=43)])
     _, body = script.asked[-1]
-    assert body["rid"] == ["r0", "r1"]
-    assert body["input_ids"] == [[5, 6], [5, 6]]
-    assert body["return_logprob"] is True
-    assert body["extra_key"] == "4"
-    assert [params["sampling_seed"] for params in body["sampling_params"]] == [42, 43]
     # Zero candidates mean all of them; SGLang says -1.
-    assert body["sampling_params"][0] | {"sampling_seed": 0} == {
-        "max_new_tokens": 3,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": -1,
-        "sampling_seed": 0,
-        "stop_token_ids": [2],
+    sampling = {"max_new_tokens": 3, "temperature": 0.7, "top_p": 0.9, "top_k": -1, "stop_token_ids": [2]}
+    assert body == {
+        "rid": ["r0", "r1"],
+        "input_ids": [[5, 6], [5, 6]],
+        "return_logprob": True,
+        "extra_key": "4",
+        "stream": False,
+        "sampling_params": [{**sampling, "sampling_seed": seed} for seed in (42, 43)],
     }
 
 
 async def test_an_answer_becomes_tokens_logprobs_and_spans(engine: HttpEngine, script: Script) -> None:
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
-    script.answers = JSONResponse([answer(weight_versions=spans)])
+    script.answer("/generate", [answer(weight_versions=spans)])
     (generation,) = await engine.generate([CALL])
-    assert generation.token_ids == (7, 8, 2)
-    assert generation.logprobs == (-0.5, -0.25, -1.0)
     assert generation.spans == (VersionSpan(0, 1, 3), VersionSpan(1, 3, 4))
+    assert (generation.token_ids, generation.logprobs) == ((7, 8, 2), (-0.5, -0.25, -1.0))
     assert generation.finish_reason == "stop"
 
 
 async def test_without_a_list_of_versions_one_made_all_tokens(engine: HttpEngine, script: Script) -> None:
-    script.answers = JSONResponse([answer(weight_versions=None)])
+    script.answer("/generate", [answer(weight_versions=None)])
     (generation,) = await engine.generate([CALL])
     assert generation.spans == (VersionSpan(0, 3, 4),)
 
@@ -138,37 +129,39 @@ async def test_without_a_list_of_versions_one_made_all_tokens(engine: HttpEngine
         {"finish_reason": None},
     ],
 )
-async def test_an_answer_that_contradicts_itself_is_not_believed(
-    engine: HttpEngine, script: Script, meta: dict[str, object]
+async def test_an_answer_that_contradicts_itself_is_refused(
+    engine: HttpEngine, script: Script, meta: Any
 ) -> None:
-    script.answers = JSONResponse([answer(**meta)])
+    script.answer("/generate", [answer(**meta)])
     with pytest.raises(EngineFaulty, match="call r0 is unusable"):
         await engine.generate([CALL])
 
 
 async def test_the_wrong_number_of_answers_is_not_believed(engine: HttpEngine, script: Script) -> None:
-    script.answers = JSONResponse([answer(), answer()])
+    script.answer("/generate", [answer(), answer()])
     with pytest.raises(EngineFaulty, match="1 calls"):
         await engine.generate([CALL])
 
 
 async def test_a_logprob_an_ulp_above_zero_is_rounding(engine: HttpEngine, script: Script) -> None:
     pairs = [(1e-7, 7, None), (-0.25, 8, None), (-1.0, 2, None)]
-    script.answers = JSONResponse([answer(output_token_logprobs=pairs)])
+    script.answer("/generate", [answer(output_token_logprobs=pairs)])
     (generation,) = await engine.generate([CALL])
     assert generation.logprobs[0] == 0.0
 
 
-STATUSES: dict[int, type[Exception]] = {
-    **dict.fromkeys((400, 422), EngineRefused),
-    **dict.fromkeys((429, 503), EngineUnavailable),
+STATUSES = {
+    400: EngineRefused,
+    422: EngineRefused,
+    429: EngineUnavailable,
+    503: EngineUnavailable,
     500: EngineFaulty,
 }
 
 
 @pytest.mark.parametrize("status", STATUSES)
 async def test_status_codes_say_what_to_do_next(engine: HttpEngine, script: Script, status: int) -> None:
-    script.answers = JSONResponse({"error": {"message": "as scripted"}}, status_code=status)
+    script.answer("/generate", {"error": {"message": "as scripted"}}, status)
     with pytest.raises(STATUSES[status], match="as scripted"):
         await engine.generate([CALL])
 
@@ -186,16 +179,16 @@ async def test_nobody_at_the_address_and_an_engine_given_up_are_unavailable(tmp_
 
 async def test_a_swap_pauses_in_place_loads_and_continues(engine: HttpEngine, script: Script) -> None:
     await engine.swap(model_dir=Path("v5"), version=5)
-    assert script.paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
-    assert script.asked[0][1] == {"mode": "in_place"}
-    assert script.asked[1][1] == {"model_path": "v5", "weight_version": "5", "flush_cache": False}
+    update = {"model_path": "v5", "weight_version": "5", "flush_cache": False}
+    assert script.asked[:2] == [("/pause_generation", {"mode": "in_place"}), (UPDATE, update)]
+    assert script.paths[2:] == ["/continue_generation"]
 
 
 async def swap_begun(engine: HttpEngine, script: Script) -> "asyncio.Task[None]":
     """A swap that waits for the engine to load."""
     script.may_update.clear()
     swapping = asyncio.create_task(engine.swap(model_dir=Path("v5"), version=5))
-    await eventually(lambda: "/update_weights_from_disk" in script.paths, what="the update")
+    await eventually(lambda: UPDATE in script.paths, what="the update")
     return swapping
 
 
@@ -209,12 +202,12 @@ async def test_calls_made_during_a_swap_wait_and_never_share_prefixes_with_older
     assert "/generate" not in script.paths
     script.may_update.set()
     await asyncio.gather(swapping, calling)
-    assert script.asked[-1][0] == "/generate"
-    assert script.asked[-1][1]["extra_key"] == "5"
+    path, body = script.asked[-1]
+    assert (path, body["extra_key"]) == ("/generate", "5")
 
 
 async def test_a_refused_update_leaves_the_engine_running(engine: HttpEngine, script: Script) -> None:
-    script.update = JSONResponse({"success": False, "message": "shape mismatch"}, status_code=400)
+    script.answer(UPDATE, {"success": False, "message": "shape mismatch"}, 400)
     with pytest.raises(EngineRefused, match="shape mismatch"):
         await engine.swap(model_dir=Path("v5"), version=5)
     assert script.paths[-1] == "/continue_generation"
@@ -234,7 +227,7 @@ async def test_a_cancelled_swap_never_leaves_the_engine_paused(engine: HttpEngin
 async def test_only_a_numbered_version_counts_as_ours(
     engine: HttpEngine, script: Script, named: str | None, served: int | None
 ) -> None:
-    script.model_info = {"weight_version": named}
+    script.answer("/model_info", {"weight_version": named})
     assert await engine.served_version() == served
 
 

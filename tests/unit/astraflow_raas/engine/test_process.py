@@ -55,8 +55,12 @@ def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-async def test_an_engine_is_usable_once_it_is_healthy_and_ends_with_its_helpers(tmp_path: Path) -> None:
-    process = await started(HEALTHY, tmp_path)
+@pytest.mark.parametrize("program", [HEALTHY, STUBBORN], ids=["on SIGTERM", "although it ignores SIGTERM"])
+async def test_an_engine_is_usable_once_it_is_healthy_and_ends_with_its_helpers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr("astraflow_raas.engine.process._TERM_GRACE_S", 20.0 if program is HEALTHY else 0.2)
+    process = await started(program, tmp_path)
     await process.wait_healthy(timeout_s=20.0)
     members = family(process)
     assert len(members) == 2
@@ -79,14 +83,3 @@ async def test_an_engine_that_is_never_healthy_is_given_up(tmp_path: Path) -> No
         await process.wait_healthy(timeout_s=0.3)
     await process.end()
     assert not process.alive
-
-
-async def test_an_engine_that_ignores_sigterm_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("astraflow_raas.engine.process._TERM_GRACE_S", 0.2)
-    process = await started(STUBBORN, tmp_path)
-    await process.wait_healthy(timeout_s=20.0)
-    members = family(process)
-    await process.end()
-    await eventually(lambda: all(map(is_gone, members)), what="all have ended")

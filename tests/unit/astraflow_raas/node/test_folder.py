@@ -17,8 +17,7 @@ def test_each_life_has_a_higher_incarnation(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_went_back_does_not_lower_the_incarnation(tmp_path: Path) -> None:
-    claimed = claim_folder(tmp_path, node_id="node-1")
-    claimed.release()
+    claim_folder(tmp_path, node_id="node-1").release()
     (tmp_path / "node-1" / "incarnation").write_text("99999999999999\n")
     again = claim_folder(tmp_path, node_id="node-1")
     again.release()

@@ -63,8 +63,11 @@ UNSTABLE = {
 }
 
 
+HandleOf = Callable[[str], PolicyHandle]
+
+
 @pytest.fixture(scope="module")
-def handle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PolicyHandle]:
+def handle_of(tmp_path_factory: pytest.TempPathFactory) -> HandleOf:
     @functools.cache
     def make(template: str) -> PolicyHandle:
         folder = write_tokenizer(tmp_path_factory.mktemp("model"))
@@ -86,7 +89,7 @@ FOLLOWING = st.lists(QUESTIONS | TOOL_RESULTS, min_size=1, max_size=3)
 @settings(max_examples=25)
 @given(sampled=st.lists(st.integers(0, 300), min_size=1, max_size=12), following=FOLLOWING)
 def test_what_was_sampled_is_kept_whatever_follows(
-    handle_of: Callable[[str], PolicyHandle], name: str, sampled: list[int], following: list[Message]
+    handle_of: HandleOf, name: str, sampled: list[int], following: list[Message]
 ) -> None:
     handle = handle_of(STABLE[name])
     extended = handle.extend(sampled, following)
@@ -98,7 +101,7 @@ def test_what_was_sampled_is_kept_whatever_follows(
 @pytest.mark.parametrize("name", sorted(set(STABLE) - {"no_end_of_turn"}))
 @pytest.mark.parametrize("is_ended", [True, False])
 def test_a_conversation_that_was_extended_is_the_one_the_template_writes(
-    handle_of: Callable[[str], PolicyHandle], name: str, is_ended: bool
+    handle_of: HandleOf, name: str, is_ended: bool
 ) -> None:
     handle = handle_of(STABLE[name])
     chat = [Message("user", "What is 3 + 4?")]
@@ -109,15 +112,13 @@ def test_a_conversation_that_was_extended_is_the_one_the_template_writes(
 
 
 @pytest.mark.parametrize("name", UNSTABLE)
-def test_a_template_that_does_more_than_append_is_refused(
-    handle_of: Callable[[str], PolicyHandle], name: str
-) -> None:
+def test_a_template_that_does_more_than_append_is_refused(handle_of: HandleOf, name: str) -> None:
     template, complaint = UNSTABLE[name]
     with pytest.raises(RecipeError, match=f"cannot continue a conversation token by token: .*{complaint}"):
         handle_of(template).extend([1, 2], [Message("tool", "7")])
 
 
-def test_extending_nothing_or_by_nothing_is_refused(handle_of: Callable[[str], PolicyHandle]) -> None:
+def test_extending_nothing_or_by_nothing_is_refused(handle_of: HandleOf) -> None:
     for token_ids, messages in (([], [Message("user", "x")]), ([1], [])):
         with pytest.raises(InvalidArgumentError, match="extend needs"):
             handle_of(CHAT_TEMPLATE).extend(token_ids, messages)

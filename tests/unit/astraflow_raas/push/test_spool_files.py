@@ -15,8 +15,7 @@ from astraflow_raas.push.spool_files import SpoolFiles
 
 
 def episode(name: str, *, padding: int = 0) -> trajectory_pb2.Episode:
-    item = trajectory_pb2.TrajectoryItem(body=b"x" * padding)
-    return trajectory_pb2.Episode(run_id="run-1", episode_id=name, trajectories=[item] if padding else [])
+    return trajectory_pb2.Episode(run_id="x" * padding, episode_id=name)
 
 
 def names(files: SpoolFiles) -> list[str]:

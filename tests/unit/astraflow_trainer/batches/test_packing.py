@@ -1,14 +1,11 @@
 """Lanes hold whole rows, the same rows always pack alike, and trained tokens keep their predecessors."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.plugins import VersionSpan
 from astraflow_trainer.batches.packing import fill_lanes, filler, pack
-from astraflow_trainer.batches.rows import TrainingRow
 from support.tiny_training import make_row, make_rows
 
 
@@ -63,11 +60,9 @@ def test_padding_never_leaves_a_query_without_a_key() -> None:
 
 
 @given(st.integers(9, 60), st.integers(1, 40))
-def test_micro_batches_stay_within_the_token_budget_and_hold_each_row_once(
-    budget: int, num_rows: int
-) -> None:
+def test_micro_batches_stay_within_the_budget_and_hold_each_row_once(budget: int, num_rows: int) -> None:
     lengths = [2 + (7 * index) % 8 for index in range(num_rows)]
-    rows = [_row(length) for length in lengths]
+    rows = [make_row([0], list(range(1, length))) for length in lengths]
     batches = pack(rows, token_budget=budget)
     assert all(batch.token_ids_BL.numel() <= budget for batch in batches)
     trained = torch.cat([batch.row_N for batch in batches])
@@ -88,17 +83,3 @@ def test_a_row_beyond_the_budget_is_refused_with_the_remedy() -> None:
 def test_nothing_packs_to_nothing_and_a_filler_trains_nothing() -> None:
     assert pack([], token_budget=8) == []
     assert filler().target_N.numel() == 0
-
-
-def _row(length: int) -> TrainingRow:
-    mask = np.arange(length) >= 1
-    return TrainingRow(
-        trajectory_id="t",
-        group_id="g",
-        token_ids=np.arange(length, dtype=np.int32),
-        loss_mask=mask,
-        behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-        version_spans=(VersionSpan(0, length, 0),),
-        reward=0.0,
-        temperature=1.0,
-    )

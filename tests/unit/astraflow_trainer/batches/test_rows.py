@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from astraflow.plugins import VersionSpan
-from astraflow.trajectories import BadTrajectory
+from astraflow import plugins, trajectories
 from astraflow_trainer.batches.rows import TrainingRow
 
 
@@ -17,7 +16,7 @@ def _row() -> TrainingRow:
         token_ids=np.array([5, 6, 7, 8], dtype=np.int32),
         loss_mask=np.array([False, False, True, True]),
         behavior_logprobs=np.array([0, 0, -0.5, -1.5], dtype=np.float32),
-        version_spans=(VersionSpan(2, 3, 4), VersionSpan(3, 4, 5)),
+        version_spans=(plugins.VersionSpan(2, 3, 4), plugins.VersionSpan(3, 4, 5)),
         reward=1.0,
         temperature=1.0,
     )
@@ -28,28 +27,26 @@ def test_counts_and_oldest_version_come_from_mask_and_spans() -> None:
     assert (row.num_tokens, row.num_trained_tokens, row.min_version) == (4, 2, 4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "slug"),
-    [
-        ({"token_ids": np.array([5, 6, 7], dtype=np.int32)}, "length_mismatch"),
-        ({"loss_mask": np.array([True, False, True, True])}, "spans_not_covering"),
-        ({"loss_mask": np.zeros(4, dtype=bool)}, "no_trainable_tokens"),
-        ({"reward": float("nan")}, "nan_reward"),
-        ({"temperature": 0.0}, "bad_temperature"),
-        ({"token_ids": np.array([5, -6, 7, 8], dtype=np.int32)}, "token_out_of_range"),
-        ({"behavior_logprobs": np.array([0, 0, np.inf, -1], dtype=np.float32)}, "inf_logprob"),
-        ({"behavior_logprobs": np.array([0, -1, -1, -1], dtype=np.float32)}, "logprob_outside_mask"),
-        ({"version_spans": (VersionSpan(2, 3, 4),)}, "spans_not_covering"),
-        ({"version_spans": (VersionSpan(2, 5, 4),)}, "bad_spans"),
-        ({"version_spans": (VersionSpan(3, 4, 4), VersionSpan(2, 3, 4))}, "bad_spans"),
-        (
-            {"loss_mask": np.array([True] * 4), "version_spans": (VersionSpan(0, 4, 4),)},
-            "first_token_trained",
-        ),
-    ],
-)
-def test_a_row_that_cannot_be_trained_is_refused_by_the_rule_it_breaks(
-    changes: dict[str, object], slug: str
-) -> None:
-    with pytest.raises(BadTrajectory, match=f"{slug}: t1: "):
+BROKEN_RULES = [
+    ({"token_ids": np.array([5, 6, 7], dtype=np.int32)}, "length_mismatch"),
+    ({"loss_mask": np.array([True, False, True, True])}, "spans_not_covering"),
+    ({"loss_mask": np.zeros(4, dtype=bool)}, "no_trainable_tokens"),
+    ({"reward": float("nan")}, "nan_reward"),
+    ({"temperature": 0.0}, "bad_temperature"),
+    ({"token_ids": np.array([5, -6, 7, 8], dtype=np.int32)}, "token_out_of_range"),
+    ({"behavior_logprobs": np.array([0, 0, np.inf, -1], dtype=np.float32)}, "inf_logprob"),
+    ({"behavior_logprobs": np.array([0, -1, -1, -1], dtype=np.float32)}, "logprob_outside_mask"),
+    ({"version_spans": (plugins.VersionSpan(2, 3, 4),)}, "spans_not_covering"),
+    ({"version_spans": (plugins.VersionSpan(2, 5, 4),)}, "bad_spans"),
+    ({"version_spans": (plugins.VersionSpan(3, 4, 4), plugins.VersionSpan(2, 3, 4))}, "bad_spans"),
+    (
+        {"loss_mask": np.array([True] * 4), "version_spans": (plugins.VersionSpan(0, 4, 4),)},
+        "first_token_trained",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "slug"), BROKEN_RULES)
+def test_a_row_is_refused_by_the_rule_it_breaks(changes: dict[str, object], slug: str) -> None:
+    with pytest.raises(trajectories.BadTrajectory, match=f"{slug}: t1: "):
         replace(_row(), **changes)

@@ -8,14 +8,12 @@ import pytest
 from support.ledger_audit import audit
 
 
-def line(
-    step: int, *ids: str, epoch: int = 1, batch_id: str = "", stage: str = "TRAINED"
-) -> dict[str, object]:
+def line(step: int, *ids: str, epoch: int = 1, stage: str = "TRAINED") -> dict[str, object]:
     """A line as a trainer writes it."""
     return {
         "step": step,
         "epoch": epoch,
-        "batch_id": batch_id or f"b{step}",
+        "batch_id": f"b{step}",
         "digest": f"{step:02x}",
         "stage": stage,
         "trajectory_ids": list(ids),
@@ -37,16 +35,16 @@ def test_replayed_steps_count_once(tmp_path: Path) -> None:
     assert (found.last_step, found.num_replayed, found.trained_ids) == (3, 1, {"a", "b", "c", "d"})
 
 
-@pytest.mark.parametrize(
-    ("lines", "finding"),
-    [
-        ([line(1, "a"), line(2, "a")], "trajectory a was trained on in steps 1 and 2"),
-        ([line(1, "a", "a")], "step 1 holds a trajectory twice"),
-        ([line(1, "a"), line(3, "c")], "step 2 was never taken"),
-        ([line(1, "a"), line(1, "b", epoch=2)], r"step 1 was trajectory_ids \['a'\] under epoch 1"),
-        ([line(1, "a"), line(1, "a", epoch=2, stage="SKIPPED")], "step 1 was stage TRAINED"),
-    ],
-)
+FINDINGS = [
+    ([line(1, "a"), line(2, "a")], "trajectory a was trained on in steps 1 and 2"),
+    ([line(1, "a", "a")], "step 1 holds a trajectory twice"),
+    ([line(1, "a"), line(3, "c")], "step 2 was never taken"),
+    ([line(1, "a"), line(1, "b", epoch=2)], r"step 1 was trajectory_ids \['a'\] under epoch 1"),
+    ([line(1, "a"), line(1, "a", epoch=2, stage="SKIPPED")], "step 1 was stage TRAINED"),
+]
+
+
+@pytest.mark.parametrize(("lines", "finding"), FINDINGS)
 def test_what_must_not_happen_is_found(tmp_path: Path, lines: list[dict[str, object]], finding: str) -> None:
     with pytest.raises(AssertionError, match=finding):
         audit(written(tmp_path, *lines))

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from astraflow.recipe import OptimizerSettings
+from astraflow_trainer.model import model, optimizer
 from astraflow_trainer.model.checkpoint import CheckpointError, CheckpointStore, Position
-from astraflow_trainer.model.model import PolicyModel
-from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.step.step import StepSettings, train_step
 from support.tiny_training import MakePolicy, copies, make_rows, same_bits
 
@@ -20,9 +19,9 @@ SETTINGS = OptimizerSettings(learning_rate=1e-2)
 class Trainee:
     """A policy, its optimizer and its checkpoints."""
 
-    def __init__(self, policy: PolicyModel, folder: Path, *, keep: int = 2) -> None:
-        self.policy = policy
-        self.optimizer = MasterOptimizer(policy, settings=SETTINGS)
+    def __init__(self, policy: model.PolicyModel, folder: Path, *, keep: int = 2) -> None:
+        self.policy, self.folder = policy, folder
+        self.optimizer = optimizer.MasterOptimizer(policy, settings=SETTINGS)
         self.store = CheckpointStore(folder, keep=keep)
 
     def train(self, *seeds: int) -> list[float]:
@@ -47,6 +46,9 @@ class Trainee:
     def state(self) -> dict[str, torch.Tensor]:
         return copies(self.optimizer.state().items())
 
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
 
 MakeTrainee = Callable[..., Trainee]
 
@@ -62,10 +64,6 @@ def trainee(make_trainee: MakeTrainee) -> Trainee:
     return make_trainee()
 
 
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 def test_resuming_continues_bit_for_bit(trainee: Trainee, make_trainee: MakeTrainee) -> None:
     trainee.train(0, 1, 2)
     trainee.save(3)
@@ -79,9 +77,7 @@ def test_resuming_continues_bit_for_bit(trainee: Trainee, make_trainee: MakeTrai
     assert same_bits(resumed.state(), trainee.state())
 
 
-def test_staging_is_a_copy_that_later_steps_do_not_change(
-    trainee: Trainee, make_trainee: MakeTrainee
-) -> None:
+def test_staging_is_a_copy_that_later_steps_leave_alone(trainee: Trainee, make_trainee: MakeTrainee) -> None:
     trainee.train(0)
     staged, expected = trainee.store.stage(trainee.optimizer, step=1, version=1), trainee.state()
     trainee.train(1, 2)
@@ -98,17 +94,15 @@ def test_random_state_is_restored(trainee: Trainee) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_only_the_newest_are_kept_and_rewriting_one_is_harmless(trainee: Trainee, tmp_path: Path) -> None:
+def test_only_the_newest_are_kept_and_rewriting_one_is_harmless(trainee: Trainee) -> None:
     for step in (1, 2, 3):
         trainee.save(step)
     assert trainee.save(3).name == "step-000000000003"
     assert trainee.store.steps() == [2, 3]
-    assert _names(tmp_path) == ["step-000000000002", "step-000000000003"]
+    assert trainee.names() == ["step-000000000002", "step-000000000003"]
 
 
-def test_a_learning_rate_set_by_an_operator_is_restored_also_when_set_after_the_checkpoint(
-    trainee: Trainee, make_trainee: MakeTrainee
-) -> None:
+def test_an_operators_learning_rate_outlives_checkpoints(trainee: Trainee, make_trainee: MakeTrainee) -> None:
     path = trainee.save(1)
     tensors = {file.name: file.read_bytes() for file in path.glob("*.distcp")}
     trainee.optimizer.set_learning_rate(0.125)
@@ -123,12 +117,10 @@ def test_a_learning_rate_set_by_an_operator_is_restored_also_when_set_after_the_
     assert later.optimizer.peak_learning_rate == 0.125, "it outlives the checkpoint it was set in"
 
 
-def test_without_an_operator_the_settings_decide_the_learning_rate(
-    trainee: Trainee, make_policy: MakePolicy
-) -> None:
+def test_a_rate_no_operator_set_is_that_of_the_settings(trainee: Trainee, make_policy: MakePolicy) -> None:
     trainee.save(1)
     settings = SETTINGS.model_copy(update={"learning_rate": 0.0625})
-    resumed = MasterOptimizer(make_policy(), settings=settings)
+    resumed = optimizer.MasterOptimizer(make_policy(), settings=settings)
     position = trainee.store.restore(resumed)
     assert position is not None
     assert (position.learning_rate, resumed.peak_learning_rate) == (None, 0.0625)
@@ -147,15 +139,9 @@ def test_a_half_written_checkpoint_is_ignored_and_swept(trainee: Trainee, tmp_pa
     assert not partial.exists()
 
 
-def test_an_empty_directory_has_nothing_to_restore(trainee: Trainee, tmp_path: Path) -> None:
-    assert CheckpointStore(tmp_path / "new", keep=1).restore(trainee.optimizer) is None
-
-
-def test_another_model_or_schema_is_refused_with_the_remedy(
-    trainee: Trainee, make_policy: MakePolicy
-) -> None:
+def test_another_model_or_schema_is_refused_with_a_remedy(trainee: Trainee, make_policy: MakePolicy) -> None:
     file = trainee.save(1) / "position.json"
-    wider = MasterOptimizer(make_policy(intermediate_size=48), settings=SETTINGS)
+    wider = optimizer.MasterOptimizer(make_policy(intermediate_size=48), settings=SETTINGS)
     with pytest.raises(CheckpointError, match=r"\(16, 32\), this model needs \(16, 48\); resume with"):
         trainee.store.restore(wider)
     file.write_text(json.dumps({**json.loads(file.read_text()), "schema_version": 99}))
@@ -177,9 +163,7 @@ def test_checkpoints_of_steps_that_the_server_forgot_are_dropped(trainee: Traine
     assert trainee.store.restore(trainee.optimizer, at_most=1) is None
 
 
-def test_a_checkpoint_of_weights_that_were_given_up_is_replaced(
-    trainee: Trainee, make_trainee: MakeTrainee, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_weights_given_up_is_replaced(trainee: Trainee, make_trainee: MakeTrainee) -> None:
     trainee.train(0)
     trainee.save(3)
     given_up = trainee.state()
@@ -192,7 +176,7 @@ def test_a_checkpoint_of_weights_that_were_given_up_is_replaced(
     assert [(position.step, position.version) for position in trainee.store.positions()] == [(3, 5)]
     resumed.restore()
     assert same_bits(resumed.state(), trainee.state())
-    assert _names(tmp_path) == ["step-000000000003"]
+    assert trainee.names() == ["step-000000000003"]
 
 
 def test_a_chosen_step_is_restored_and_later_ones_stay(make_trainee: MakeTrainee) -> None:

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,9 +19,8 @@ from astraflow_trainer.model.hf_layout import (
     held_tensors,
     stacked,
 )
+from astraflow_weights.codec import tensor_hash, tensors
 from astraflow_weights.codec.shards import Shard, ShardedModel, check_cover, sharded_digests
-from astraflow_weights.codec.tensor_hash import tensor_digests
-from astraflow_weights.codec.tensors import Array
 from support.rank_threads import ThreadRanks, run_ranks
 
 
@@ -44,7 +44,7 @@ def layouts(draw: st.DrawFn) -> ModelLayout:
     return ModelLayout(parameters)
 
 
-def whole_tensors(layout: ModelLayout, values: Mapping[str, Array]) -> dict[str, Array]:
+def whole_tensors(layout: ModelLayout, values: Mapping[str, tensors.Array]) -> dict[str, tensors.Array]:
     """The tensors by the runs of the map, one element at a time."""
     found = {spec.name: np.zeros(spec.num_elements, np.uint16) for spec in layout.specs}
     for parameter in layout.parameters:
@@ -63,7 +63,7 @@ def row_ranges(parameter: ParameterLayout, *, ranks: int) -> list[tuple[int, int
 
 
 def held_by(
-    layout: ModelLayout, values: Mapping[str, Array], *, rank: int, ranks: int
+    layout: ModelLayout, values: Mapping[str, tensors.Array], *, rank: int, ranks: int
 ) -> tuple[dict[str, HeldTensor], ShardedModel]:
     """One rank's part of the tensors, copied as the trainer copies it."""
     ranges = {item.name: row_ranges(item, ranks=ranks)[rank] for item in layout.parameters}
@@ -81,9 +81,7 @@ def held_by(
 
 @settings(max_examples=40, deadline=None)
 @given(layout=layouts(), ranks=st.integers(1, 4), seed=st.integers(0, 99))
-def test_ranks_that_hold_rows_of_fused_parameters_have_the_digests_of_the_whole_model(
-    layout: ModelLayout, ranks: int, seed: int
-) -> None:
+def test_digests_of_ranks_are_those_of_the_whole_model(layout: ModelLayout, ranks: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     values = {
         item.name: generator.integers(0, 2**16, math.prod(item.shape)).astype(np.uint16)
@@ -95,12 +93,11 @@ def test_ranks_that_hold_rows_of_fused_parameters_have_the_digests_of_the_whole_
         _, model = held_by(layout, values, rank=rank.index, ranks=ranks)
         return sharded_digests(model, cover=check_cover(model, peers=rank), peers=rank)
 
-    assert run_ranks(ranks, digests) == [tensor_digests(expected)] * ranks
+    assert run_ranks(ranks, digests) == [tensor_hash.tensor_digests(expected)] * ranks
     for name, tensor in expected.items():
         parts = [held_by(layout, values, rank=rank, ranks=ranks)[1].shards.get(name) for rank in range(ranks)]
-        assert np.array_equal(
-            np.concatenate([p.elements for p in parts if p is not None]), tensor.reshape(-1)
-        )
+        held = np.concatenate([part.elements for part in parts if part is not None])
+        assert np.array_equal(held, tensor.reshape(-1))
 
 
 def test_queries_keys_and_values_of_one_head_that_stand_together_come_apart() -> None:
@@ -110,55 +107,39 @@ def test_queries_keys_and_values_of_one_head_that_stand_together_come_apart() ->
     assert found == {"q": [0, 1, 2, 3], "k": [20, 21], "v": [30, 31]}
 
 
-def test_a_tensor_may_be_put_together_from_two_parameters() -> None:
-    halves = [
-        ParameterLayout(name=f"half{number}", shape=(2,), runs=part.runs, tensors=part.tensors)
-        for number, part in enumerate(_halves())
+def _pieces(count: int, *, size: int = 1) -> list[ParameterLayout]:
+    """Parameters piece0, piece1, … of `size` elements each, which are the tensor `whole` in this order."""
+    whole = alike("whole", (count * size,))
+    (run,) = whole.runs
+    runs = [replace(run, count=size, tensor_start=number * size) for number in range(count)]
+    return [
+        ParameterLayout(name=f"piece{number}", shape=(size,), runs=(part,), tensors=whole.tensors)
+        for number, part in enumerate(runs)
     ]
-    held = held_tensors(ModelLayout(halves), {"half0": (0, 2), "half1": (0, 2)})
-    assert held["whole"] == HeldTensor(start=0, count=4, sources=(("half0", 0, 2), ("half1", 0, 2)))
 
 
-def _halves() -> Sequence[ParameterLayout]:
-    (run,) = alike("whole", (4,)).runs
-    spec = alike("whole", (4,)).tensors
-    first = type(run)(start=0, count=2, tensor="whole", tensor_start=0)
-    second = type(run)(start=0, count=2, tensor="whole", tensor_start=2)
-    return [ParameterLayout(name="half", shape=(2,), runs=(item,), tensors=spec) for item in (first, second)]
+def test_a_tensor_may_be_put_together_from_two_parameters() -> None:
+    held = held_tensors(ModelLayout(_pieces(2, size=2)), {"piece0": (0, 2), "piece1": (0, 2)})
+    assert held["whole"] == HeldTensor(start=0, count=4, sources=(("piece0", 0, 2), ("piece1", 0, 2)))
 
 
 def test_what_is_no_range_of_a_tensor_cannot_be_held() -> None:
     layout = ModelLayout([fused("qkv", (4, 1), [("q", 2), ("k", 2)], groups=2)])
     with pytest.raises(ValueError, match=r"holds elements up to 1 and from 2 on of tensor 'whole'"):
-        held_tensors(ModelLayout(_thirds()), {"first": (0, 1), "second": (0, 0), "third": (0, 1)})
+        held_tensors(ModelLayout(_pieces(3)), {"piece0": (0, 1), "piece1": (0, 0), "piece2": (0, 1)})
     assert held_tensors(layout, {"qkv": (1, 3)})["q"].start == 1
 
 
-def _thirds() -> list[ParameterLayout]:
-    (run,) = alike("whole", (3,)).runs
-    return [
-        ParameterLayout(
-            name=name,
-            shape=(1,),
-            runs=(type(run)(start=0, count=1, tensor="whole", tensor_start=place),),
-            tensors=alike("whole", (3,)).tensors,
-        )
-        for place, name in enumerate(("first", "second", "third"))
-    ]
+BAD_MAPS = [
+    ([alike("a", (2, 0))], "gives? 0 elements of tensor 'a'"),
+    ([alike("a", (2,)), fused("b", (2,), [("a", 2)])], "element 2 of tensor 'a' comes from no"),
+    (_pieces(3)[1:], "element 0 of tensor 'whole' comes from no"),
+    (_pieces(3)[:2], "parameters give 2 elements of tensor 'whole'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "complaint"),
-    [
-        ([alike("a", (2, 0))], "gives? 0 elements of tensor 'a'"),
-        ([alike("a", (2,)), fused("b", (2,), [("a", 2)])], "element 2 of tensor 'a' comes from no"),
-        (_thirds()[1:], "element 0 of tensor 'whole' comes from no"),
-        (_thirds()[:2], "parameters give 2 elements of tensor 'whole'"),
-    ],
-)
-def test_a_map_that_leaves_elements_out_or_takes_them_twice_is_refused(
-    parameters: list[ParameterLayout], complaint: str
-) -> None:
+@pytest.mark.parametrize(("parameters", "complaint"), BAD_MAPS)
+def test_a_map_with_gaps_or_overlaps_is_refused(parameters: list[ParameterLayout], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         ModelLayout(parameters)
 

@@ -7,7 +7,7 @@ import torch
 
 from astraflow_trainer.batches.packing import pack
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.model.model import PolicyModel, load_causal_lm, save_causal_lm
+from astraflow_trainer.model.model import PolicyModel, load_causal_lm, local_part, save_causal_lm
 from support.tiny_training import MakePolicy, make_row, make_rows
 
 
@@ -26,19 +26,18 @@ def _scores_by_row(policy: PolicyModel, rows: list[TrainingRow], **packing: int)
 
 
 @pytest.mark.parametrize("packing", [{"token_budget": 500}, {"token_budget": 80, "lane_tokens": 40}])
-def test_scores_equal_the_plain_model_row_by_row(make_policy: MakePolicy, packing: dict[str, int]) -> None:
-    policy, rows = make_policy(sharded=False), make_rows()
+def test_scores_equal_the_plain_model_row_by_row(unsharded: PolicyModel, packing: dict[str, int]) -> None:
+    policy, rows = unsharded, make_rows()
     with torch.no_grad():
         for row, scores in zip(rows, _scores_by_row(policy, rows, **packing), strict=True):
             torch.testing.assert_close(scores, _plain_logprobs(policy, row), atol=5e-6, rtol=0)
 
 
-def test_packed_rows_never_see_each_other(make_policy: MakePolicy) -> None:
-    policy = make_policy(sharded=False)
+def test_packed_rows_never_see_each_other(unsharded: PolicyModel) -> None:
     kept = make_row([3, 4], [5, 6])
     with torch.no_grad():
-        before, _ = _scores_by_row(policy, [kept, make_row([7], [8])], token_budget=12, lane_tokens=6)
-        after, _ = _scores_by_row(policy, [kept, make_row([9], [1])], token_budget=12, lane_tokens=6)
+        before, _ = _scores_by_row(unsharded, [kept, make_row([7], [8])], token_budget=12, lane_tokens=6)
+        after, _ = _scores_by_row(unsharded, [kept, make_row([9], [1])], token_budget=12, lane_tokens=6)
     assert torch.equal(before, after)
 
 
@@ -49,25 +48,22 @@ def test_sharding_changes_nothing(make_policy: MakePolicy) -> None:
         policy = make_policy(sharded=sharded)
         scores = torch.cat(_scores_by_row(policy, rows, token_budget=60))
         scores.sum().backward()
-        gradients = [parameter.grad for _, parameter in policy.hf_parameters()]
-        results.append(
-            [scores.detach(), *[getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in gradients]]
-        )
+        gradients = [local_part(parameter.grad) for _, parameter in policy.hf_parameters()]
+        results.append([scores.detach(), *gradients])
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_entropy_is_that_of_the_row_at_its_temperature(make_policy: MakePolicy) -> None:
-    policy = make_policy(sharded=False)
+def test_entropy_is_that_of_the_row_at_its_temperature(unsharded: PolicyModel) -> None:
     row = make_row([3], [5], temperature=0.5)
     (batch,) = pack([row], token_budget=4)
     with torch.no_grad():
-        logits = policy.causal_lm(input_ids=torch.tensor([[3]])).logits[0, 0] / 0.5
+        logits = unsharded.causal_lm(input_ids=torch.tensor([[3]])).logits[0, 0] / 0.5
         entropy = torch.distributions.Categorical(logits=logits).entropy()
-        torch.testing.assert_close(policy.score(batch).entropy_N[0], entropy, atol=1e-5, rtol=0)
+        torch.testing.assert_close(unsharded.score(batch).entropy_N[0], entropy, atol=1e-5, rtol=0)
 
 
-def test_names_are_those_of_a_checkpoint_and_tied_weights_come_once(make_policy: MakePolicy) -> None:
-    names = [name for name, _ in make_policy().hf_parameters()]
+def test_names_are_those_of_a_checkpoint_and_tied_weights_come_once(policy: PolicyModel) -> None:
+    names = [name for name, _ in policy.hf_parameters()]
     assert names[0] == "model.embed_tokens.weight"
     assert "model.layers.1.self_attn.q_norm.weight" in names
     assert "lm_head.weight" not in names
@@ -82,12 +78,11 @@ def test_equal_seeds_build_equal_models_without_touching_the_global_stream(make_
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_a_saved_model_loads_as_its_bf16_rounding(make_policy: MakePolicy, tmp_path: Path) -> None:
-    policy = make_policy(sharded=False)
-    save_causal_lm(policy.causal_lm, tmp_path)
+def test_a_saved_model_loads_as_its_bf16_rounding(unsharded: PolicyModel, tmp_path: Path) -> None:
+    save_causal_lm(unsharded.causal_lm, tmp_path)
     loaded = load_causal_lm(tmp_path)
     assert loaded.config.architectures == ["Qwen3ForCausalLM"]
     for name, parameter in loaded.named_parameters():
         assert parameter.dtype == torch.float32
-        original = policy.causal_lm.get_parameter(name)
+        original = unsharded.causal_lm.get_parameter(name)
         assert torch.equal(parameter, original.to(torch.bfloat16).float()), name

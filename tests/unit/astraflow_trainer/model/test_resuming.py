@@ -1,7 +1,5 @@
 """Where a trainer goes on: rollbacks that no checkpoint knows of, and those that are behind it."""
 
-from collections.abc import Sequence
-
 import pytest
 
 from astraflow_trainer.model.checkpoint import Position
@@ -9,15 +7,16 @@ from astraflow_trainer.model.resuming import PendingRollback, pending_rollback
 from astraflow_weights.publish.version_writer import CommittedVersion
 from support.published_models import committed
 
+Versions = list[CommittedVersion]
 
-def log(*rollback_of: int | None) -> list[CommittedVersion]:
+
+def log(*rollback_of: int | None) -> Versions:
     """Versions 0, 1, 2 …, each with weights of its own, or those of the version it goes back to."""
-    roots: list[bytes] = []
+    versions: Versions = []
     for number, old in enumerate(rollback_of):
-        roots.append(bytes([number]) if old is None else roots[old])
-    return [
-        committed(number, model_root=roots[number], rollback_of=old) for number, old in enumerate(rollback_of)
-    ]
+        root = bytes([number]) if old is None else versions[old].model_root
+        versions.append(committed(number, model_root=root, rollback_of=old))
+    return versions
 
 
 def at(*versions: int, learning_rate: float | None = None) -> list[Position]:
@@ -38,25 +37,25 @@ SINCE = log(None, None, None, None, 1, None)
     ("versions", "positions"),
     [([], []), (PLAIN, []), (PLAIN, at(2)), (BACK, at(1, 4)), (SINCE, at(4)), (SINCE, at(5)), (TWICE, at(6))],
 )
-def test_a_checkpoint_of_the_newest_rollback_or_later_is_where_to_go_on(
-    versions: Sequence[CommittedVersion], positions: Sequence[Position]
+def test_a_checkpoint_since_the_newest_rollback_is_where_to_go_on(
+    versions: Versions, positions: list[Position]
 ) -> None:
     assert pending_rollback(versions, positions, durable_step=0) is None
 
 
-@pytest.mark.parametrize(
-    ("versions", "positions", "checkpoint"),
-    [
-        (BACK, at(3), None),
-        (BACK, at(1, 3), 1),
-        (BACK, [], None),
-        (TWICE, at(4), None),
-        (TWICE, at(1, 2, 5), 2),
-        (log(None, None, None, 1, 2, 3), at(1, 2), 1),
-    ],
-)
-def test_otherwise_the_newest_weights_with_the_optimizer_of_a_checkpoint_of_the_same(
-    versions: Sequence[CommittedVersion], positions: Sequence[Position], checkpoint: int | None
+PENDING = [
+    (BACK, at(3), None),
+    (BACK, at(1, 3), 1),
+    (BACK, [], None),
+    (TWICE, at(4), None),
+    (TWICE, at(1, 2, 5), 2),
+    (log(None, None, None, 1, 2, 3), at(1, 2), 1),
+]
+
+
+@pytest.mark.parametrize(("versions", "positions", "checkpoint"), PENDING)
+def test_otherwise_the_newest_weights_with_an_older_optimizer(
+    versions: Versions, positions: list[Position], checkpoint: int | None
 ) -> None:
     found = pending_rollback(versions, positions, durable_step=3)
     assert found is not None

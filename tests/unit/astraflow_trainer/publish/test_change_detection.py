@@ -1,5 +1,6 @@
 """Changes found by torch operations: the same as by comparing on the host, and the same bytes in the store."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,7 @@ from hypothesis import strategies as st
 from astraflow_trainer.model.model import PolicyModel, local_part
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where, changed
 from astraflow_trainer.publish.published import WeightCopies
-from astraflow_weights.codec.delta import encode_delta_tiles
-from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec import delta, peers
 from astraflow_weights.codec.shards import FoundChanges, KnownChanges, Shard, ShardedModel
 from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, TensorSpec
 from astraflow_weights.codec.tiles import delta as tile_delta
@@ -26,7 +26,7 @@ from support.tiny_training import MakePolicy
 def publisher(folder: Path) -> ShardPublisher:
     """Into a store of its own; two of them write the same log."""
     writer = VersionWriter.open(FileStore(folder), run_id="r", policy_id="p", epoch=1, nonce=bytes(16))
-    return ShardPublisher(writer, uploads=writer.uploads, peers=OnePeer(), base=None)
+    return ShardPublisher(writer, uploads=writer.uploads, peers=peers.OnePeer(), base=None)
 
 
 def parts(folder: Path) -> set[str]:
@@ -54,9 +54,7 @@ def nudge(policy: PolicyModel, *, share: float, seed: int) -> None:
         max_size=40,
     )
 )
-def test_changes_are_those_that_the_host_finds_for_every_bit_pattern(
-    bits: list[tuple[int, int, bool]],
-) -> None:
+def test_changes_are_those_the_host_finds_for_every_bit_pattern(bits: list[tuple[int, int, bool]]) -> None:
     whole = len(bits) // 4 * 4
     old = np.array([first for first, _, _ in bits[:whole]], np.uint16)
     new = np.array([first if same else second for first, second, same in bits[:whole]], np.uint16)
@@ -68,11 +66,10 @@ def test_changes_are_those_that_the_host_finds_for_every_bit_pattern(
 
 
 @pytest.mark.parametrize("snapshot", ["device", "host"])
-def test_versions_of_detected_changes_are_byte_for_byte_those_of_copies(
-    make_policy: MakePolicy, tmp_path: Path, snapshot: Where
+def test_detected_changes_publish_what_copies_do(
+    policy: PolicyModel, tmp_path: Path, snapshot: Where
 ) -> None:
     """Through a step that changes nothing, and one that changes most."""
-    policy = make_policy()
     detected, copies = DetectedChanges(policy, snapshot=snapshot), WeightCopies(policy)
     versions = [publisher(tmp_path / name) for name in ("copied", "detected")]
     known: list[bool] = []
@@ -90,9 +87,7 @@ def test_versions_of_detected_changes_are_byte_for_byte_those_of_copies(
     assert len(parts(tmp_path / "copied")) >= 6
 
 
-def test_changes_over_something_else_than_the_newest_version_are_found_anew(
-    make_policy: MakePolicy, tmp_path: Path
-) -> None:
+def test_changes_over_another_version_are_found_anew(make_policy: MakePolicy, tmp_path: Path) -> None:
     policy, versions = make_policy(), publisher(tmp_path)
     source = DetectedChanges(policy)
     first = source.take()
@@ -106,14 +101,12 @@ def test_changes_over_something_else_than_the_newest_version_are_found_anew(
     assert model.changes is not None
     committed = versions.publish(model, step=2)
     expected = WeightCopies(policy).take().open()
-    assert all(
-        np.array_equal(model.shards[name].elements, expected.shards[name].elements) for name in model.shards
-    )
+    for name, shard in model.shards.items():
+        assert np.array_equal(shard.elements, expected.shards[name].elements), name
     assert committed.num_changed > 0.5 * committed.num_elements
 
 
-def test_taking_again_allocates_nothing_of_the_size_of_the_model(make_policy: MakePolicy) -> None:
-    policy = make_policy()
+def test_taking_again_allocates_nothing_of_the_size_of_the_model(policy: PolicyModel) -> None:
     source = DetectedChanges(policy)
     source.take().open()
     addresses = set()
@@ -127,9 +120,7 @@ def test_taking_again_allocates_nothing_of_the_size_of_the_model(make_policy: Ma
 
 @pytest.mark.parametrize("context", [False, True])
 @pytest.mark.parametrize("start", [0, 5, MAX_TILE_ELEMENTS - 2])
-def test_tiles_of_a_shard_that_begins_anywhere_are_the_same_from_known_changes(
-    start: int, context: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_changes_give_equal_tiles(start: int, context: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets end at lines of the grid; words begin before a shard that begins inside one."""
     generator = np.random.default_rng(start)
     count = 2 * MAX_TILE_ELEMENTS + 7
@@ -152,10 +143,8 @@ def test_tiles_of_a_shard_that_begins_anywhere_are_the_same_from_known_changes(
         found.append(FoundChanges(start=low - start, positions=positions + shift, steps=steps))
     base = ShardedModel(specs=(spec,), shards={"w": Shard(start=start, elements=before)})
     target = ShardedModel(specs=(spec,), shards={"w": Shard(start=start, elements=after)})
-    knowing = ShardedModel(
-        specs=(spec,), shards=target.shards, changes=KnownChanges(base_root=b"", found={"w": found})
-    )
-    expected = list(encode_delta_tiles(base, target, context=context))
+    knowing = replace(target, changes=KnownChanges(base_root=b"", found={"w": found}))
+    expected = list(delta.encode_delta_tiles(base, target, context=context))
     # What is known is not looked for again.
     monkeypatch.setattr(tile_delta, "scan", None)
-    assert list(encode_delta_tiles(base, knowing, context=context)) == expected
+    assert list(delta.encode_delta_tiles(base, knowing, context=context)) == expected

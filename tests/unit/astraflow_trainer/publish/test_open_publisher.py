@@ -9,14 +9,11 @@ from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.publish.open_publisher import open_publisher
 from astraflow_trainer.publish.published import HeldPart
-from astraflow_weights.codec.peers import OnePeer
-from astraflow_weights.codec.shards import whole
+from astraflow_weights.codec import peers, shards
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
-from support.scripted_dataflow import RECIPE
-from support.tiny_training import MakePolicy
-from support.weight_models import adamw_like, codecs_of
+from support import scripted_dataflow, tiny_training, weight_models
 
 
 @pytest.mark.parametrize(
@@ -25,22 +22,22 @@ from support.weight_models import adamw_like, codecs_of
     ids=["default", "rice_ctx"],
 )
 def test_deltas_are_coded_as_the_recipe_says(
-    tmp_path: Path, make_policy: MakePolicy, overrides: list[str], codec: TileCodec
+    tmp_path: Path, make_policy: tiny_training.MakePolicy, overrides: list[str], codec: TileCodec
 ) -> None:
-    store, (before, after) = FileStore(tmp_path / "store"), adamw_like(2)
-    recipe = parse_recipe(RECIPE, overrides=overrides).recipe
+    store, (before, after) = FileStore(tmp_path / "store"), weight_models.adamw_like(2)
+    recipe = parse_recipe(scripted_dataflow.RECIPE, overrides=overrides).recipe
     publisher = open_publisher(
         store,
         joined=JoinedRun("run-1", recipe, "solver", store.uri, source=RecipeSource(), code_sha256=""),
         epoch=1,
-        peers=OnePeer(),
+        peers=peers.OnePeer(),
         held=HeldPart(make_policy()),
         mirror_dir=tmp_path / "mirror",
         assets=(),
         log=VersionLog(store, run_id="run-1", policy_id="solver"),
     )
     for step, model in enumerate((before, after)):
-        publisher.publish(whole(model), step=step)
+        publisher.publish(shards.whole(model), step=step)
     log = VersionLog(store, run_id="run-1", policy_id="solver")
     log.refresh()
-    assert codecs_of(store, log.record(1).deltas[0].parts) == {codec}
+    assert weight_models.codecs_of(store, log.record(1).deltas[0].parts) == {codec}

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,20 +15,9 @@ from astraflow_weights.codec.parts.writer import Placed
 from astraflow_weights.codec.peers import OnePeer
 from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
-from astraflow_weights.publish import shard_publisher
-from astraflow_weights.publish.shard_publisher import ShardPublisher
-from astraflow_weights.publish.version_writer import VersionWriter
-from astraflow_weights.store import PutResult
-from astraflow_weights.store.file import FileStore
-from support.published_models import committed
-from support.scripted_batches import (
-    PATIENCE_S,
-    ScriptedBatches,
-    ScriptedStore,
-    eventually,
-    serving,
-    weights_of,
-)
+from astraflow_weights.publish import shard_publisher, version_writer
+from astraflow_weights.store import PutResult, file
+from support import published_models, scripted_batches
 from support.scripted_dataflow import POLICY, RUN_ID
 
 FENCED = FencedError("a newer writer holds the log")
@@ -38,8 +28,8 @@ class Bench:
     """Workers between a scripted store and a scripted server."""
 
     client: Client
-    script: ScriptedBatches
-    store: ScriptedStore
+    script: scripted_batches.ScriptedBatches
+    store: scripted_batches.ScriptedStore
     published: list[int] = field(default_factory=list)
 
     def announcer(self, *, epoch: int = 3) -> Announcer:
@@ -67,14 +57,14 @@ def publish_all(worker: PublishWorker, *steps: int) -> None:
 
 def submit(worker: PublishWorker, *steps: int) -> None:
     for step in steps:
-        worker.submit(step, weights_of(step))
+        worker.submit(step, scripted_batches.weights_of(step))
 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    script = ScriptedBatches()
-    with serving(script) as client:
-        bench = Bench(client, script, ScriptedStore(script.events))
+    script = scripted_batches.ScriptedBatches()
+    with scripted_batches.serving(script) as client:
+        bench = Bench(client, script, scripted_batches.ScriptedStore(script.events))
         yield bench
         bench.store.gate.set()
 
@@ -82,7 +72,7 @@ def bench() -> Iterator[Bench]:
 def test_an_announcement_carries_what_nodes_verify_and_operators_read(bench: Bench) -> None:
     digest = b"\2" * 32
     sizes = {"snapshot_bytes": 40, "delta_bytes": 10, "num_changed": 1}
-    bench.store.log.append(committed(7, sequence=3, step=2, manifest_sha256=digest, **sizes))
+    bench.store.log.append(published_models.committed(7, sequence=3, step=2, manifest_sha256=digest, **sizes))
     bench.announcer(epoch=4).announce_missing(bench.store)
     assert bench.script.epochs == {4}
     (version,) = bench.script.announced
@@ -93,7 +83,7 @@ def test_an_announcement_carries_what_nodes_verify_and_operators_read(bench: Ben
 
 def test_versions_are_committed_then_announced_in_the_order_of_their_steps(bench: Bench) -> None:
     with bench.worker() as worker:
-        worker.submit(1, weights_of(1), learning_rate=0.5)
+        worker.submit(1, scripted_batches.weights_of(1), learning_rate=0.5)
         submit(worker, 2)
         worker.wait_until_done()
         assert bench.script.events == ["publish 1", "announce 1", "publish 2", "announce 2"]
@@ -101,15 +91,7 @@ def test_versions_are_committed_then_announced_in_the_order_of_their_steps(bench
         assert bench.store.learning_rates == [0.5, None]
 
 
-def test_submitting_does_not_wait_for_the_store(bench: Bench) -> None:
-    bench.store.gate.clear()
-    with bench.worker() as worker:
-        submit(worker, 1, 2, 3)
-        assert bench.script.events == []
-        bench.store.gate.set()
-
-
-class StalledStore(FileStore):
+class StalledStore(file.FileStore):
     """Takes parts only once its gate is open, and notes who brought them."""
 
     def __init__(self, root: Path) -> None:
@@ -122,13 +104,11 @@ class StalledStore(FileStore):
         if key.endswith(".afwd"):
             self.threads.add(threading.current_thread().name.split("_")[0])
             self.arrived.set()
-            assert self.gate.wait(PATIENCE_S)
+            assert self.gate.wait(scripted_batches.PATIENCE_S)
         return super().put_if_absent(key, data)
 
 
-def test_the_training_thread_neither_opens_nor_encodes_nor_uploads_what_it_submits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_neither_opens_encodes_nor_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = StalledStore(tmp_path)
     encoders: list[str] = []
     openers: list[str] = []
@@ -139,17 +119,17 @@ def test_the_training_thread_neither_opens_nor_encodes_nor_uploads_what_it_submi
 
     def opened() -> ShardedModel:
         openers.append(threading.current_thread().name)
-        return weights_of(0).open()
+        return scripted_batches.weights_of(0).open()
 
     monkeypatch.setattr(shard_publisher, "encode_snapshot_tiles", encode)
     roots: list[bytes] = []
-    writer = VersionWriter.open(store, run_id="r", policy_id="p", epoch=1)
-    publisher = ShardPublisher(writer, uploads=writer.uploads, peers=OnePeer(), base=None)
+    writer = version_writer.VersionWriter.open(store, run_id="r", policy_id="p", epoch=1)
+    publisher = shard_publisher.ShardPublisher(writer, uploads=writer.uploads, peers=OnePeer(), base=None)
     worker = PublishWorker(publisher, None, policy_id="p", max_behind=0, published=lambda _: None)
     with worker:
         worker.submit(0, ModelBytes(open=opened, published=roots.append))
         # This thread is past the submission while the upload stands still.
-        assert store.arrived.wait(PATIENCE_S)
+        assert store.arrived.wait(scripted_batches.PATIENCE_S)
         assert roots == []
         store.gate.set()
         worker.wait_until_done()
@@ -157,24 +137,6 @@ def test_the_training_thread_neither_opens_nor_encodes_nor_uploads_what_it_submi
     assert newest is not None
     assert roots == [newest.model_root]
     assert (openers, encoders, store.threads) == (["publish"], ["publish"], {"weights-upload"})
-
-
-def test_there_is_room_while_at_most_max_behind_versions_are_unpublished(bench: Bench) -> None:
-    waits: list[str] = []
-    bench.store.gate.clear()
-    with bench.worker(max_behind=2) as worker:
-        submit(worker, 1, 2)
-        worker.wait_for_room(waiting=lambda: waits.append("two behind"))
-        assert waits == []
-        submit(worker, 3)
-
-        def open_gate() -> None:
-            waits.append("three behind")
-            bench.store.gate.set()
-
-        worker.wait_for_room(waiting=open_gate)
-        assert waits[0] == "three behind"
-        assert "announce 1" in bench.script.events
 
 
 def test_leaving_waits_for_what_is_queued(bench: Bench) -> None:
@@ -189,13 +151,6 @@ def test_a_store_that_cannot_answer_now_is_asked_again(bench: Bench) -> None:
     assert bench.script.events == ["publish 1", "announce 1"]
 
 
-def test_a_version_that_is_not_committed_is_not_announced_and_ends_the_trainer(bench: Bench) -> None:
-    bench.store.failures.append(FENCED)
-    with pytest.raises(FencedError, match="newer writer"):
-        publish_all(bench.worker(), 1, 2)
-    assert (bench.script.events, bench.published) == ([], [])
-
-
 def test_a_refused_announcement_ends_the_trainer_and_is_not_reported_as_published(bench: Bench) -> None:
     bench.script.fail("Publish", InvalidArgumentError("version 1 is already step 9's"))
     with pytest.raises(InvalidArgumentError, match="already step 9's"):
@@ -208,12 +163,10 @@ def test_after_a_failure_every_call_raises_it(bench: Bench) -> None:
     worker = bench.worker(max_behind=5)
     with pytest.raises(FencedError):
         publish_all(worker, 1)
-    with pytest.raises(FencedError):
-        submit(worker, 2)
-    with pytest.raises(FencedError):
-        worker.wait_for_room(waiting=lambda: None)
-    with pytest.raises(FencedError):
-        worker.wait_until_done()
+    room = partial(worker.wait_for_room, waiting=lambda: None)
+    for call in (partial(submit, worker, 2), room, worker.wait_until_done):
+        with pytest.raises(FencedError):
+            call()
 
 
 def test_a_failure_nobody_asked_about_is_raised_on_leaving(bench: Bench) -> None:
@@ -234,7 +187,7 @@ def test_leaving_with_an_error_does_not_wait_for_the_store(bench: Bench) -> None
         submit_and_fail()
     assert bench.published == []
     bench.store.gate.set()
-    eventually(lambda: bench.published == [1], what="the worker's thread to finish")
+    scripted_batches.eventually(lambda: bench.published == [1], what="the worker's thread to finish")
 
 
 def test_versions_that_the_server_forgot_are_announced_before_the_next_one(bench: Bench) -> None:

@@ -7,8 +7,8 @@ the end is left in files. One process imports torch and forks all ranks: importi
 
 import json
 import multiprocessing
-import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from astraflow.plugins import VersionSpan
-from astraflow.recipe import OptimizerSettings
+from astraflow import recipe
 from astraflow.recipe.algorithm import AlgorithmSettings, M2po
 from astraflow_kit.plugins import RecipeSource
+from astraflow_kit.ports import free_port
 from astraflow_trainer.batches.rank_batches import balanced_shares
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore
-from astraflow_trainer.model.model import PolicyModel, load_causal_lm, local_part, shard
+from astraflow_trainer.model.model import PolicyModel, load_causal_lm, shard
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.change_detection import DetectedChanges
 from astraflow_trainer.publish.published import WeightCopies
@@ -34,10 +34,8 @@ from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import VersionWriter
-from astraflow_weights.store.file import FileStore
-from astraflow_weights.store.layout import PolicyKeys
-from support.docs_code import recipe_folder
-from support.tiny_qwen import TinyShape, save_tiny_qwen
+from astraflow_weights.store import file, layout
+from support import docs_code, tiny_qwen, tiny_training
 
 VOCAB_SIZE = 33  # odd, so that two ranks hold different numbers of rows
 NUM_STEPS = 4
@@ -54,20 +52,17 @@ def make_rows(seed: int) -> list[TrainingRow]:
     rows = []
     for index in range(13):
         num_tokens = int(generator.integers(3, 10))
-        mask = np.arange(num_tokens) >= 2
-        logprobs = np.where(mask, -3.5 + 0.5 * generator.standard_normal(num_tokens), 0.0)
-        rows.append(
-            TrainingRow(
-                trajectory_id=f"t{index}",
-                group_id=f"g{index % 3}",
-                token_ids=generator.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
-                loss_mask=mask,
-                behavior_logprobs=logprobs.astype(np.float32),
-                version_spans=(VersionSpan(0, num_tokens, 0),),
-                reward=float(generator.integers(0, 3)),
-                temperature=1.0,
-            )
+        logprobs = -3.5 + 0.5 * generator.standard_normal(num_tokens)
+        ids = generator.integers(0, VOCAB_SIZE, num_tokens).tolist()
+        row = tiny_training.make_row(
+            ids[:2],
+            ids[2:],
+            logprobs=logprobs[2:].tolist(),
+            reward=float(generator.integers(0, 3)),
+            group=f"g{index % 3}",
+            name=f"t{index}",
         )
+        rows.append(row)
     return rows
 
 
@@ -76,28 +71,22 @@ class Rank:
 
     def __init__(self, group: RankGroup, model: Path) -> None:
         self.group = group
-        folder = recipe_folder(
-            model.parent / f"code-{group.index}", "plugins/loss.md", "plugins/advantage.md"
-        )
-        self.source = RecipeSource(folder=folder)
+        code, pages = model.parent / f"code-{group.index}", ("plugins/loss.md", "plugins/advantage.md")
+        self.source = RecipeSource(folder=docs_code.recipe_folder(code, *pages))
         self.policy = PolicyModel(load_causal_lm(model))
         shard(self.policy, mesh=init_device_mesh("cpu", (group.size,)))
         # A learning rate that moves every weight by many ulps, and an eps that keeps steps proportional to
         # gradients: Adam would turn a last bit of a tiny gradient into a whole step.
-        self.optimizer = MasterOptimizer(
-            self.policy, settings=OptimizerSettings(learning_rate=1e-2, eps=1e-3)
-        )
+        settings = recipe.OptimizerSettings(learning_rate=1e-2, eps=1e-3)
+        self.optimizer = MasterOptimizer(self.policy, settings=settings)
 
     def step(self, seed: int) -> StepMetrics:
         """Train on this rank's share of the batch."""
         rows = make_rows(seed)
         share = balanced_shares([row.num_tokens for row in rows], num_ranks=self.group.size)
         algorithm = OWN if seed == OWN_STEP else OURS
-        settings = StepSettings(
-            algorithm=algorithm,
-            plugins=StepPlugins.made(algorithm, source=self.source),
-            tokens_per_microbatch=20,
-        )
+        plugins = StepPlugins.made(algorithm, source=self.source)
+        settings = StepSettings(algorithm=algorithm, plugins=plugins, tokens_per_microbatch=20)
         return train_step(
             self.policy,
             optimizer=self.optimizer,
@@ -112,17 +101,15 @@ class Rank:
 
     def state(self) -> dict[str, np.ndarray]:
         """This rank's part of masters and moments."""
-        return {
-            name: local_part(tensor).detach().numpy().copy()
-            for name, tensor in self.optimizer.state().items()
-        }
+        parts = tiny_training.copies(self.optimizer.state().items())
+        return {name: part.numpy() for name, part in parts.items()}
 
 
 def publisher(group: RankGroup, folder: Path) -> ShardPublisher:
     """This rank's publisher into the run's own store."""
-    store = FileStore(folder / f"store-{group.size}")
+    store = file.FileStore(folder / f"store-{group.size}")
     writer = VersionWriter.open(store, run_id="run", policy_id="p", epoch=1) if group.index == 0 else None
-    uploads = writer.uploads if writer else Uploads(store, keys=PolicyKeys("run", "p"), threads=1)
+    uploads = writer.uploads if writer else Uploads(store, keys=layout.PolicyKeys("run", "p"), threads=1)
     return ShardPublisher(writer, uploads=uploads, peers=group.publishing, base=None)
 
 
@@ -168,27 +155,18 @@ def resume(settings: RankSettings, folder: Path) -> None:
     np.save(folder / f"random-{group.size}-{group.index}.npy", torch.rand(4).numpy())
     metrics = rank.step(NUM_STEPS + 1)
     assert metrics.loss is not None
-    np.save(
-        folder / f"next-{group.size}-{group.index}.npy",
-        np.asarray([metrics.loss.loss, metrics.gradient_norm]),
-    )
+    numbers = np.asarray([metrics.loss.loss, metrics.gradient_norm])
+    np.save(folder / f"next-{group.size}-{group.index}.npy", numbers)
     group.farewell(None)
     dist.destroy_process_group()
 
 
-def in_ranks(size: int, work: object, folder: Path) -> bool:
+def in_ranks(size: int, work: Callable[[RankSettings, Path], None], folder: Path) -> bool:
     """Fork `size` ranks; whether all ended well."""
     context = multiprocessing.get_context("fork")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    places = [
-        RankSettings(rank=rank, world_size=size, master_addr="127.0.0.1", master_port=port)
-        for rank in range(size)
-    ]
-    ranks = [
-        context.Process(target=work, args=(place, folder), daemon=True)  # type: ignore[arg-type]
-        for place in places
-    ]
+    settings = RankSettings(world_size=size, master_addr="127.0.0.1", master_port=free_port())
+    places = [settings.model_copy(update={"rank": rank}) for rank in range(size)]
+    ranks = [context.Process(target=work, args=(place, folder), daemon=True) for place in places]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -198,7 +176,7 @@ def in_ranks(size: int, work: object, folder: Path) -> bool:
 
 def main(folder: Path) -> int:
     """Run everything."""
-    save_tiny_qwen(folder / "model", shape=TinyShape(vocab_size=VOCAB_SIZE))
+    tiny_qwen.save_tiny_qwen(folder / "model", shape=tiny_qwen.TinyShape(vocab_size=VOCAB_SIZE))
     runs = [(size, work) for work in (train, resume) for size in SIZES]
     return 0 if all(in_ranks(size, work, folder) for size, work in runs) else 1
 

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from astraflow.errors import FencedError, UnavailableError
 from astraflow_kit.ports import free_port
 from astraflow_trainer.ranks.group import join_rank_group
+from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_trainer.settings import RankSettings
 
 
@@ -25,6 +27,13 @@ def test_one_rank_is_a_group_that_nobody_else_can_end() -> None:
     error = FencedError("epoch 4 holds the policy")
     assert group.explain(error) is error
     group.farewell(error)
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    values, ranks = torch.tensor([1.0, 2.0]), OneRank()
+    assert (ranks.index, ranks.size) == (0, 1)
+    assert all(torch.equal(method(values), values) for method in (ranks.sum, ranks.max, ranks.gather))
+    assert (ranks.broadcast(b"x"), ranks.all_gather(b"x")) == (b"x", [b"x"])
 
 
 def test_a_rank_that_finds_no_first_one_says_where_it_looked() -> None:

@@ -51,18 +51,16 @@ def test_a_rank_that_is_done_is_not_lost(pair: Pair) -> None:
     assert pair.first.failure(wait_s=0.2) is None
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (FencedError("epoch 4 holds the policy"), FencedError),
-        (PluginError("no such plug-in"), PluginError),
-        (InternalError("a payload did not arrive"), RankLostError),
-        (ValueError("a defect"), RankLostError),
-    ],
-)
-def test_last_words_end_the_other_rank_with_the_status_of_the_one_that_failed(
-    pair: Pair, error: Exception, kind: type[AstraflowError]
-) -> None:
+LAST_WORDS = [
+    (FencedError("epoch 4 holds the policy"), FencedError),
+    (PluginError("no such plug-in"), PluginError),
+    (InternalError("a payload did not arrive"), RankLostError),
+    (ValueError("a defect"), RankLostError),
+]
+
+
+@pytest.mark.parametrize(("error", "kind"), LAST_WORDS)
+def test_last_words_say_how_the_others_end(pair: Pair, error: Exception, kind: type[AstraflowError]) -> None:
     pair.second.farewell(error)
     pair.close()
     found = pair.first.failure(wait_s=PATIENCE_S)

@@ -49,24 +49,18 @@ def documented(tmp_path: Path) -> RecipeSource:
 
 
 def _run(
-    policy: PolicyModel,
-    rows: list[TrainingRow],
-    settings: StepSettings,
-    *,
-    reference: PolicyModel | None = None,
+    policy: PolicyModel, rows: list[TrainingRow], settings: StepSettings, **reference: PolicyModel
 ) -> tuple[StepMetrics, LossMetrics, dict[str, torch.Tensor]]:
     """Metrics, and ten times the first moment after one step, which is the gradient."""
     optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1e-3, grad_clip=1e9))
-    metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=settings, reference=reference)
-    moments = copies(
-        (name, value) for name, value in optimizer.state().items() if name.startswith("exp_avg.")
-    )
+    metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=settings, **reference)
+    state = copies(optimizer.state().items())
     assert metrics.loss is not None
-    return metrics, metrics.loss, {name: 10 * moment for name, moment in moments.items()}
+    return metrics, metrics.loss, {k: 10 * moment for k, moment in state.items() if k.startswith("exp_avg.")}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_and_gradient_do_not_depend_on_packing_or_micro_batching(
+def test_packing_changes_nothing_of_a_step(
     name: str, make_policy: MakePolicy, documented: RecipeSource
 ) -> None:
     rows = make_rows(num_rows=16)
@@ -81,8 +75,7 @@ def test_loss_and_gradient_do_not_depend_on_packing_or_micro_batching(
         other_metrics, other_loss, other = _run(make_policy(), rows, settings)
         assert other_loss.loss == pytest.approx(loss.loss, abs=1e-6)
         assert other_metrics.clip_low == pytest.approx(metrics.clip_low, abs=1e-5)
-        for key, value in gradient.items():
-            torch.testing.assert_close(other[key], value, atol=1e-6 * max(1.0, scale), rtol=1e-5)
+        torch.testing.assert_close(other, gradient, atol=1e-6 * max(1.0, scale), rtol=1e-5)
 
 
 def test_the_order_of_rows_changes_nothing(make_policy: MakePolicy) -> None:
@@ -92,8 +85,7 @@ def test_the_order_of_rows_changes_nothing(make_policy: MakePolicy) -> None:
     _, first, gradient = _run(make_policy(), rows, settings)
     _, second, other = _run(make_policy(), shuffled, settings)
     assert first.loss == pytest.approx(second.loss, abs=1e-6)
-    for key, value in gradient.items():
-        torch.testing.assert_close(other[key], value, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(other, gradient, atol=1e-6, rtol=1e-5)
 
 
 def test_m2po_bounds_are_those_of_the_whole_step(make_policy: MakePolicy) -> None:
@@ -116,17 +108,15 @@ def test_rows_with_zero_advantage_are_left_out_of_denominators_unless_told(make_
     metrics, _, gradient = _run(make_policy(), rows + flat, StepSettings(algorithm=loss))
     _, same, expected = _run(make_policy(), rows, StepSettings(algorithm=loss))
     assert (metrics.num_rows, metrics.num_trained_rows, metrics.num_zero_variance_groups) == (12, 8, 1)
-    for key, value in expected.items():
-        torch.testing.assert_close(gradient[key], value)
+    torch.testing.assert_close(gradient, expected)
     keeping = loss.model_copy(update={"drop_zero_advantage": False})
     _, kept, diluted = _run(make_policy(), rows + flat, StepSettings(algorithm=keeping))
     share = same.num_tokens / kept.num_tokens
-    for key, value in expected.items():
-        torch.testing.assert_close(diluted[key], value * share, atol=1e-6, rtol=1e-4)
+    scaled = {key: value * share for key, value in expected.items()}
+    torch.testing.assert_close(diluted, scaled, atol=1e-6, rtol=1e-4)
 
 
-def test_a_batch_without_signal_is_skipped(make_policy: MakePolicy) -> None:
-    policy = make_policy()
+def test_a_batch_without_signal_is_skipped(policy: PolicyModel) -> None:
     optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1.0))
     before = copies(optimizer.state().items())
     rows = [make_row([1], [2], reward=1.0), make_row([1], [3], reward=1.0)]
@@ -153,9 +143,8 @@ def _poisoned(output: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_non_finite_step_is_skipped_and_leaves_no_trace(
-    broken: Callable[[torch.Tensor], torch.Tensor], reason: SkipReason, make_policy: MakePolicy
+    broken: Callable[[torch.Tensor], torch.Tensor], reason: SkipReason, policy: PolicyModel
 ) -> None:
-    policy = make_policy()
     optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1.0))
     train_step(policy, optimizer=optimizer, rows=make_rows(), settings=StepSettings())
     before = copies(optimizer.state().items())
@@ -187,10 +176,7 @@ def _rounded(policy: PolicyModel) -> PolicyModel:
 
 
 @pytest.mark.parametrize(("learning_rate", "learns"), [(2e-2, True), (0.0, False)])
-def test_a_bandit_learns_the_rewarded_token_and_not_at_learning_rate_zero(
-    learning_rate: float, learns: bool, make_policy: MakePolicy
-) -> None:
-    policy = make_policy()
+def test_a_bandit_learns_its_rewarded_token(learning_rate: float, learns: bool, policy: PolicyModel) -> None:
     settings = OptimizerSettings(learning_rate=learning_rate, warmup_steps=0)
     optimizer = MasterOptimizer(policy, settings=settings)
     generator = torch.Generator().manual_seed(0)

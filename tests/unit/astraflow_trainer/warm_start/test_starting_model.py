@@ -2,9 +2,12 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from astraflow.errors import PluginError, RecipeError
 from astraflow.recipe.file import parse_recipe
@@ -50,44 +53,43 @@ def wants_no_seed():
 """
 
 
+@dataclass
+class Bench:
+    """Where models are made from a folder of recipe code, or a recipe of a model folder."""
+
+    code: Path | None
+    cache: Path
+    shares: list[float] = field(default_factory=list)
+    """The progress that was told."""
+
+    def start(self, *, plugin: str = "recipe:Endless", code_sha256: str = "c0de", seed: int = 5) -> Path:
+        return self.start_from(BUILT.replace("recipe:PLUGIN", plugin), code_sha256=code_sha256, seed=seed)
+
+    def start_from(self, model: str, *, code_sha256: str = "", seed: int = 5) -> Path:
+        text = RECIPE.replace(" {path: somewhere}", model)
+        recipe = parse_recipe(text, overrides=[f"run.seed={seed}"]).recipe
+        source = RecipeSource(text=text, folder=self.code)
+        joined = JoinedRun("run-1", recipe, "solver", "file:///nowhere", source, code_sha256)
+        return starting_model(joined, cache=self.cache, threads=1, progress=self.shares.append)
+
+
 @pytest.fixture
-def recipe_dir(tmp_path: Path) -> Iterator[Path]:
-    """A folder of recipe code, and no module of it left imported afterwards."""
-    folder = tmp_path / "code"
-    folder.mkdir()
-    (folder / "recipe.py").write_text(PLUGINS)
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    """With recipe code, of which no module is left imported afterwards."""
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "recipe.py").write_text(PLUGINS)
     before, path = set(sys.modules), list(sys.path)
-    yield folder
+    yield Bench(code, tmp_path / "cache")
     sys.path[:] = path
     for name in set(sys.modules) - before:
         if "recipe" in name.split("."):
             del sys.modules[name]
 
 
-def _joined(
-    recipe_dir: Path | None, *, plugin: str = "recipe:Endless", code_sha256: str = "c0de", seed: int = 5
-) -> JoinedRun:
-    text = RECIPE.replace(" {path: somewhere}", BUILT.replace("recipe:PLUGIN", plugin))
-    return JoinedRun(
-        run_id="run-1",
-        recipe=parse_recipe(text, overrides=[f"run.seed={seed}"]).recipe,
-        policy_id="solver",
-        store_uri="file:///nowhere",
-        source=RecipeSource(text=text, folder=recipe_dir),
-        code_sha256=code_sha256,
-    )
-
-
-def _start(joined: JoinedRun, cache: Path, shares: list[float] | None = None) -> Path:
-    told = shares if shares is not None else []
-    return starting_model(joined, cache=cache, threads=1, progress=told.append)
-
-
-def test_a_model_folder_is_used_as_it_is(tmp_path: Path) -> None:
-    recipe = parse_recipe(RECIPE.replace("path: somewhere", f"path: {tmp_path}")).recipe
-    joined = JoinedRun("run-1", recipe, "solver", "file:///nowhere", source=RecipeSource(), code_sha256="")
-    assert _start(joined, tmp_path / "cache") == tmp_path
-    assert not (tmp_path / "cache").exists()
+def test_a_model_folder_is_used_as_it_is(bench: Bench, tmp_path: Path) -> None:
+    assert bench.start_from(f" {{path: {tmp_path}}}") == tmp_path
+    assert not bench.cache.exists()
 
 
 def test_assets_are_all_files_a_node_needs_besides_weights(tmp_path: Path) -> None:
@@ -99,61 +101,53 @@ def test_assets_are_all_files_a_node_needs_besides_weights(tmp_path: Path) -> No
     assert [path.name for path in asset_files(tmp_path)] == wanted
 
 
-def test_a_warm_start_makes_a_model_with_its_tokenizer_and_tells_how_far_it_is(
-    recipe_dir: Path, tmp_path: Path
-) -> None:
-    shares: list[float] = []
-    directory = _start(_joined(recipe_dir), tmp_path / "cache", shares)
-    assert shares == [0.5, 1.0]
-    assert load_causal_lm(directory).config.hidden_size == 16
+def test_a_warm_start_makes_a_model_with_its_tokenizer_and_tells_how_far_it_is(bench: Bench) -> None:
+    directory = bench.start()
+    assert bench.shares == [0.5, 1.0]
+    config, tokenizer = load_causal_lm(directory).config, AutoTokenizer.from_pretrained(directory)
+    assert (config.hidden_size, config.vocab_size) == (16, len(tokenizer))
+    assert (config.eos_token_id, config.pad_token_id) == (2, 0)
     assert {"config.json", "tokenizer.json"} <= {path.name for path in asset_files(directory)}
-    assert set((recipe_dir / "calls.txt").read_text().split()) == {"5"}
+    assert list(bench.cache.iterdir()) == [directory]
+    assert bench.code is not None
+    assert set((bench.code / "calls.txt").read_text().split()) == {"5"}
 
 
-def test_a_cached_warm_start_is_used_again(recipe_dir: Path, tmp_path: Path) -> None:
-    first = _start(_joined(recipe_dir), tmp_path / "cache")
-    shares: list[float] = []
-    calls = (recipe_dir / "calls.txt").read_text()
-    assert _start(_joined(recipe_dir), tmp_path / "cache", shares) == first
-    assert shares == []
-    assert (recipe_dir / "calls.txt").read_text() == calls
+def test_a_cached_warm_start_is_used_again(bench: Bench) -> None:
+    first = bench.start()
+    assert bench.code is not None
+    (bench.code / "calls.txt").unlink()
+    bench.shares.clear()
+    assert bench.start() == first
+    assert bench.shares == []
+    assert not (bench.code / "calls.txt").exists()
 
 
 @pytest.mark.parametrize("changed", [{"code_sha256": "c0ffee"}, {"seed": 6}])
-def test_other_recipe_code_or_another_seed_makes_another_model(
-    changed: dict[str, str | int], recipe_dir: Path, tmp_path: Path
-) -> None:
-    first = _start(_joined(recipe_dir), tmp_path / "cache")
-    assert _start(_joined(recipe_dir, **changed), tmp_path / "cache") != first  # type: ignore[arg-type]
+def test_other_recipe_code_or_another_seed_makes_another_model(changed: dict[str, Any], bench: Bench) -> None:
+    assert bench.start() != bench.start(**changed)
 
 
-def test_demonstrations_that_end_early_are_named_with_what_was_needed(
-    recipe_dir: Path, tmp_path: Path
-) -> None:
-    joined = _joined(recipe_dir, plugin="recipe:ends_after_five")
-    with pytest.raises(
-        RecipeError, match=r"recipe:ends_after_five ended after 5 demonstrations, .* needs 10"
-    ):
-        _start(joined, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+def test_demonstrations_that_end_early_are_named_with_what_was_needed(bench: Bench) -> None:
+    with pytest.raises(RecipeError, match=r"ends_after_five ended after 5 demonstrations, .* needs 10"):
+        bench.start(plugin="recipe:ends_after_five")
+    assert list(bench.cache.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("plugin", "complaint"),
-    [
-        ("recipe:Missing", "has no 'Missing'"),
-        ("recipe:wants_no_seed", "is not a Demonstrations"),
-        ("no_such_package:Endless", "no_such_package"),
-    ],
-)
-def test_a_plug_in_that_cannot_be_used_is_refused_before_anything_is_made(
-    plugin: str, complaint: str, recipe_dir: Path, tmp_path: Path
-) -> None:
+UNUSABLE = [
+    ("recipe:Missing", "has no 'Missing'"),
+    ("recipe:wants_no_seed", "is not a Demonstrations"),
+    ("no_such_package:Endless", "no_such_package"),
+]
+
+
+@pytest.mark.parametrize(("plugin", "complaint"), UNUSABLE)
+def test_an_unusable_plug_in_is_refused_at_once(plugin: str, complaint: str, bench: Bench) -> None:
     with pytest.raises(PluginError, match=complaint):
-        _start(_joined(recipe_dir, plugin=plugin), tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
+        bench.start(plugin=plugin)
+    assert not bench.cache.exists()
 
 
 def test_recipe_code_that_may_not_run_here_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="--allow-recipe-code"):
-        _start(_joined(None), tmp_path / "cache")
+        Bench(code=None, cache=tmp_path / "cache").start()

@@ -1,5 +1,7 @@
 """The warm start learns, covers completions only, and gives the same bits on any number of threads."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -35,8 +37,8 @@ def _train(policy: PolicyModel, *, steps: int = 12, num_threads: int = 1, **chan
     return list(report.losses)
 
 
-def test_the_loss_falls_well_below_its_start(make_policy: MakePolicy) -> None:
-    losses = _train(make_policy(sharded=False), steps=60, learning_rate=1e-2)
+def test_the_loss_falls_well_below_its_start(unsharded: PolicyModel) -> None:
+    losses = _train(unsharded, steps=60, learning_rate=1e-2)
     assert losses[-1] < 0.6 * losses[0]
 
 
@@ -54,39 +56,32 @@ def test_shards_change_the_padding_not_the_loss(make_policy: MakePolicy) -> None
     assert cut == pytest.approx(whole, abs=1e-4)
 
 
-def test_the_first_loss_is_the_plain_cross_entropy_of_the_completions(make_policy: MakePolicy) -> None:
-    policy = make_policy(sharded=False)
+def test_the_first_loss_is_the_plain_cross_entropy_of_the_completions(unsharded: PolicyModel) -> None:
     examples = _examples(16)
     total, count = 0.0, 0
     with torch.no_grad():
-        for start, end, prompt in zip(
-            examples.starts, examples.starts[1:], examples.prompt_lengths, strict=False
-        ):
+        ends = zip(itertools.pairwise(examples.starts), examples.prompt_lengths, strict=True)
+        for (start, end), prompt in ends:
             ids = torch.from_numpy(examples.token_ids[start:end])
-            logits = policy.causal_lm(input_ids=ids[None]).logits[0, prompt - 1 : -1]
+            logits = unsharded.causal_lm(input_ids=ids[None]).logits[0, prompt - 1 : -1]
             total += float(torch.nn.functional.cross_entropy(logits, ids[prompt:], reduction="sum"))
             count += len(ids) - int(prompt)
-    assert _train(policy, steps=1)[0] == pytest.approx(total / count, rel=1e-5)
+    assert _train(unsharded, steps=1)[0] == pytest.approx(total / count, rel=1e-5)
 
 
-def test_progress_is_told_after_each_step(make_policy: MakePolicy) -> None:
+def test_progress_is_told_after_each_step(unsharded: PolicyModel) -> None:
     settings = WarmStartSettings(steps=3, batch_size=4)
     told: list[tuple[int, float]] = []
-    report = warm_start(
-        make_policy(sharded=False).causal_lm,
-        examples=_examples(12),
-        settings=settings,
-        progress=lambda step, loss: told.append((step, loss)),
-    )
+    model, examples = unsharded.causal_lm, _examples(12)
+    report = warm_start(model, examples=examples, settings=settings, progress=lambda *now: told.append(now))
     assert told == list(enumerate(report.losses, start=1))
-    assert report.num_tokens == int(_examples(12).lengths.sum())
+    assert report.num_tokens == int(examples.lengths.sum())
 
 
 def test_encoding_keeps_prompt_and_completion_apart_and_adds_the_end() -> None:
     tokenizer = train_tokenizer(["ab ab ab"], settings=TokenizerSettings())
-    encoded = encode_examples(
-        [Example(prompt="a", completion="b"), Example(prompt="ab", completion="")], tokenizer=tokenizer
-    )
+    examples = [Example(prompt="a", completion="b"), Example(prompt="ab", completion="")]
+    encoded = encode_examples(examples, tokenizer=tokenizer)
     end = tokenizer.eos_token_id
     (a,), (b,) = (tokenizer.encode(sign, add_special_tokens=False) for sign in "ab")
     (joined,) = tokenizer.encode("ab", add_special_tokens=False)
@@ -95,14 +90,14 @@ def test_encoding_keeps_prompt_and_completion_apart_and_adds_the_end() -> None:
     assert encoded.lengths.tolist() == [3, 2]
 
 
-def test_too_few_examples_and_a_diverging_loss_are_refused(make_policy: MakePolicy) -> None:
-    policy = make_policy(sharded=False)
+def test_too_few_examples_and_a_diverging_loss_are_refused(unsharded: PolicyModel) -> None:
+    settings = WarmStartSettings(steps=2, batch_size=4)
     with pytest.raises(ValueError, match="2 steps of 4 need 8 examples, got 7"):
-        warm_start(policy.causal_lm, examples=_examples(7), settings=WarmStartSettings(steps=2, batch_size=4))
+        warm_start(unsharded.causal_lm, examples=_examples(7), settings=settings)
     with torch.no_grad():
-        policy.causal_lm.get_decoder().norm.weight.fill_(float("nan"))
+        unsharded.causal_lm.get_decoder().norm.weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="the loss of step 1 is nan; lower learning_rate"):
-        _train(policy, steps=1)
+        _train(unsharded, steps=1)
 
 
 def test_settings_are_checked() -> None:

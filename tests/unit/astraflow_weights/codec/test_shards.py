@@ -77,9 +77,7 @@ def test_only_what_the_largest_holder_lacks_travels_for_a_digest() -> None:
         ([(0, 4), (4, 9)], "ends within 8"),
     ],
 )
-def test_shards_that_do_not_make_a_model_are_refused(
-    ranges: Sequence[tuple[int, int]], complaint: str
-) -> None:
+def test_shards_that_make_no_model_are_refused(ranges: Sequence[tuple[int, int]], complaint: str) -> None:
     (spec,) = whole({"w": np.zeros(8, dtype=np.uint16)}).specs
 
     def check(ranks: ThreadRanks) -> None:

@@ -207,7 +207,9 @@ def test_a_swept_name_is_stored_anew_when_it_is_wanted_again(published: Publishe
     collector = published.collector()
     collector.step()
     published.collect(collector)
-    deleted = {name for number in (0, 1) for name in tombstoned(published, number)}
+    tombstones = [published.store.get(info.key) for info in published.store.list(KEYS.tombstones)]
+    deleted = {name for tombstone in tombstones for name in decode_tombstone(KEYS, tombstone).parts}
+    assert deleted
     published.publisher.publish(published.models[-1], step=LAST + 1)
     record = published.log().record(LAST + 1)
     named = {part.sha256 for _, parts in paths_of(record) for part in parts}
@@ -216,13 +218,6 @@ def test_a_swept_name_is_stored_anew_when_it_is_wanted_again(published: Publishe
         # A DELETE that was on its way for long.
         published.store.delete(KEYS.part(name.hex()))
     published.check(LAST + 1)
-
-
-def tombstoned(published: Published, number: int) -> frozenset[bytes]:
-    """Names in a round's tombstone."""
-    keys = [info.key for info in published.store.list(KEYS.tombstones)]
-    key = KEYS.tombstone(number)
-    return decode_tombstone(KEYS, published.store.get(key)).parts if key in keys else frozenset()
 
 
 @pytest.mark.parametrize("moment", ["tombstoned", "deleting", "deleting@3"])

@@ -20,9 +20,8 @@ from astraflow_weights.collection.collector import Stage as Reached
 from astraflow_weights.collection.retention import Roots, paths_of
 from astraflow_weights.errors import Fenced, NoPath, Unavailable, VerificationFailed
 from astraflow_weights.mirror.pull_guard import LEASE_S, PullGuard
-from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
-from astraflow_weights.settings import CollectionSettings, PublishSettings
+from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.inspection import build_version
 from astraflow_weights.versions.intents import INTENT_S
@@ -30,12 +29,11 @@ from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull
 from support.manual_clock import ManualClock
-from support.published_models import open_writer, read_log
-from support.stepped_store import Actor, MemoryStore, Stage, SteppedStore
-from support.weight_models import KEYS, POLICY, RUN, copied
+from support.published_models import new_collector, new_compactor, open_writer, read_log
+from support.stepped_store import Actor, MemoryStore, Stage
+from support.weight_models import KEYS, copied
 
 SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100, upload_threads=1)
-COLLECTION = CollectionSettings(keep_snapshots=2, grace_s=0)
 MODELS: list[dict[str, Array]] = [
     {"w": np.arange(64, dtype=np.uint16) + np.uint16(3 * index), "b": np.full(3, index, dtype=np.uint8)}
     for index in range(5)
@@ -63,7 +61,7 @@ class World:
     def __post_init__(self) -> None:
         self.stage.store.check = self.check
 
-    def write(self, store: SteppedStore, *, epoch: int, versions: int) -> None:
+    def write(self, store: Actor, *, epoch: int, versions: int) -> None:
         """Publish and compact until fenced."""
         if self.lossy:
             store.lose = lambda key: key.startswith((KEYS.entries, KEYS.merged)) and self.draw.random() < 0.2
@@ -76,9 +74,7 @@ class World:
         publisher = ShardPublisher(
             writer, uploads=writer.uploads, peers=OnePeer(), base=base, inline_snapshots=False
         )
-        compactor = Compactor(
-            store, run_id=RUN, policy_id=POLICY, kept=publisher.kept, settings=SETTINGS, clock=self.clock
-        )
+        compactor = new_compactor(store, kept=publisher.kept, settings=SETTINGS, clock=self.clock)
         for _ in range(versions):
             version = len(writer.log.records)
             try:
@@ -89,7 +85,7 @@ class World:
                 continue
             compactor.compact()
 
-    def pull(self, store: SteppedStore, *, held: int | None) -> None:
+    def pull(self, store: Actor, *, held: int | None) -> None:
         """Go to the newest version as a mirror does; what is fetched is exact, or the path proves bad."""
         log, guard = read_log(store), PullGuard(clock=self.clock)
         if log.latest() is None:
@@ -119,7 +115,7 @@ class World:
                     assert model_root(tensor_digests(model)) == log.record(target).model_root
                     return
 
-    def collect(self, store: SteppedStore, *, steps: int) -> None:
+    def collect(self, store: Actor, *, steps: int) -> None:
         """Take rounds as far as they go."""
         collector = self.collector(store)
         for _ in range(steps):
@@ -127,14 +123,7 @@ class World:
 
     def collector(self, store: ObjectStore) -> Collector:
         """A collector that knows the pins."""
-        return Collector(
-            store,
-            run_id=RUN,
-            policy_id=POLICY,
-            roots=lambda: Roots(pinned=frozenset(self.pins)),
-            settings=COLLECTION,
-            clock=self.clock,
-        )
+        return new_collector(store, self.clock, lambda: Roots(pinned=frozenset(self.pins)), grace_s=0)
 
     def happen(self, event: str) -> None:
         """Time passes, a PUT that was given up arrives, or an operator pins something else."""

@@ -15,8 +15,7 @@ from astraflow_weights.errors import Edge, MirrorBusy, MirrorMismatch, Unavailab
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import MirrorSettings, PublishSettings
-from astraflow_weights.versions.log import VersionLog
-from support.published_models import ModelPublisher, PublishedModels, commit_parts
+from support.published_models import ModelPublisher, PublishedModels, commit_parts, read_log
 from support.weight_models import (
     RUN,
     FaultyStore,
@@ -93,26 +92,18 @@ def test_a_new_mirror_takes_a_snapshot_and_then_deltas_only(published: Published
     assert mirror.counts.delta_bytes == sum(record.delta_bytes for record in published.log().records)
 
 
-@pytest.mark.parametrize(("held", "target"), [(0, 3), (0, 6), (2, 5), (3, 6)])
-def test_catching_up_through_a_chain_ends_bit_exact(published: Published, held: int, target: int) -> None:
+@pytest.mark.parametrize(
+    ("held", "target", "base", "num_deltas"),
+    [(0, 3, 0, 3), (0, 6, 0, 6), (2, 5, 2, 3), (3, 6, 3, 3), (None, 6, None, 2), (6, 2, None, 2)],
+)
+def test_a_version_is_reached_bit_exact_through_the_chain_or_from_the_nearest_snapshot(
+    published: Published, held: int | None, target: int, base: int | None, num_deltas: int
+) -> None:
     mirror = published.mirror(at=held)
     result = published.advance(mirror, target)
-    assert (result.base_version, result.counts.deltas_fetched) == (held, target - held)
+    assert (result.base_version, result.counts.deltas_fetched) == (base, num_deltas)
+    assert result.counts.snapshots_fetched == (base is None)
     assert holds(mirror, published, target)
-
-
-def test_a_cold_mirror_starts_at_the_nearest_snapshot(published: Published) -> None:
-    mirror = published.mirror()
-    result = published.advance(mirror, 6)
-    assert (result.counts.snapshots_fetched, result.counts.deltas_fetched) == (1, 2)
-    assert published.snapshot_key(4) in published.store.gets
-    assert holds(mirror, published, 6)
-
-
-def test_going_back_to_an_older_version(published: Published) -> None:
-    mirror = published.mirror(at=6)
-    published.advance(mirror, 2)
-    assert holds(mirror, published, 2)
 
 
 def test_a_version_that_is_held_is_not_fetched_again(published: Published) -> None:
@@ -124,22 +115,18 @@ def test_a_version_that_is_held_is_not_fetched_again(published: Published) -> No
     assert holds(mirror, published, 5)
 
 
-def test_the_folder_is_a_loadable_checkpoint_with_its_assets(published: Published) -> None:
-    folder = published.advance(published.mirror(), 1).directory
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-    assert (folder / "config.json").read_text() == "{}"
-
-
 def test_assets_are_fetched_once(published: Published) -> None:
     mirror = published.mirror()
     assert [published.advance(mirror, version).counts.asset_bytes for version in (0, 1)] == [2, 0]
 
 
-def test_there_is_one_copy_and_the_journal_is_empty_between_versions(published: Published) -> None:
+def test_there_is_one_loadable_checkpoint_and_no_journal_between_versions(published: Published) -> None:
     for version in range(NUM_VERSIONS):
         assert published.mirror(at=version).version == version
     sha = published.log().record(6).manifest_sha256.hex()
     folder = published.folder / "mirror"
+    assert published.mirror().directory == folder / "checkpoint"
+    assert (folder / "checkpoint" / "config.json").read_text() == "{}"
     found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert found == [
         "checkpoint/config.json",
@@ -177,15 +164,10 @@ def test_a_corrupt_delta_is_gone_around_by_a_later_snapshot(published: Published
     assert holds(mirror, published, 5)
 
 
-def test_wrong_bytes_from_the_network_are_fetched_again(
-    published: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_bytes_once_are_fetched_again(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
     mirror = published.mirror(at=1)
-    key, honest = published.delta_key(2), published.store.get
-    lies = [b"garbage"]
-    monkeypatch.setattr(
-        published.store, "get", lambda wanted: lies.pop() if wanted == key and lies else honest(wanted)
-    )
+    lies, honest = {published.delta_key(2): b"garbage"}, published.store.get
+    monkeypatch.setattr(published.store, "get", lambda key: lies.pop(key, None) or honest(key))
     assert published.advance(mirror, 2).rejected == frozenset()
     assert holds(mirror, published, 2)
 
@@ -207,11 +189,9 @@ def test_a_delta_against_another_base_is_refused(published: Published) -> None:
     published.refused(published.mirror(at=3), 7, VerificationFailed)
 
 
-def test_a_store_that_does_not_answer_changes_nothing(
-    published: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_changes_nothing(published: Published) -> None:
     mirror, log = published.mirror(at=1), published.log()
-    monkeypatch.setattr(published.store, "get", lost)
+    published.store.get = lost  # type: ignore[method-assign]
     with pytest.raises(Unavailable):
         mirror.advance(published.store, log, target=2)
     assert holds(mirror, published, 1)
@@ -254,8 +234,7 @@ def test_a_folder_of_another_policy_is_refused(published: Published) -> None:
     published.mirror(at=1)
     writer = VersionWriter.open(published.store, run_id=RUN, policy_id="verifier", epoch=1)
     ModelPublisher(writer).publish(make_model(5), step=0)
-    other = VersionLog(published.store, run_id=RUN, policy_id="verifier")
-    other.refresh()
+    other = read_log(published.store, "verifier")
     with pytest.raises(MirrorMismatch, match="mirrors run-1/solver, not run-1/verifier"):
         published.mirror().advance(published.store, other, target=0)
 

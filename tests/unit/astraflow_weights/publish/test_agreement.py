@@ -1,5 +1,7 @@
 """All processes end alike, whoever failed."""
 
+from collections.abc import Callable
+
 import pytest
 
 from astraflow.errors import FencedError, InternalError, UnavailableError
@@ -8,12 +10,16 @@ from astraflow_weights.publish.agreement import on_every_rank, on_first_rank
 from support.rank_threads import ThreadRanks, run_ranks
 
 
-def outcome(ranks: ThreadRanks, action: object) -> BaseException | object:
-    """What `action` ended with."""
-    try:
-        return action(ranks)  # type: ignore[operator]
-    except Exception as error:  # noqa: BLE001 - the error is what the test looks at
-        return error
+def outcomes(count: int, action: Callable[[ThreadRanks], object]) -> list[object]:
+    """What `action` ended with in each of so many processes."""
+
+    def outcome(ranks: ThreadRanks) -> object:
+        try:
+            return action(ranks)
+        except Exception as error:  # noqa: BLE001 - the error is what the test looks at
+            return error
+
+    return run_ranks(count, outcome)
 
 
 def test_what_the_first_process_found_is_known_everywhere() -> None:
@@ -42,9 +48,7 @@ def test_a_failure_of_the_first_process_is_everybodys(error: Exception, kind: ty
     def fail() -> int:
         raise error
 
-    first, second = run_ranks(
-        2, lambda ranks: outcome(ranks, lambda ranks: on_first_rank(ranks, fail, encode=int, decode=int))
-    )
+    first, second = outcomes(2, lambda ranks: on_first_rank(ranks, fail, encode=int, decode=int))
     assert first is error
     assert isinstance(second, kind)
     assert str(error) in str(second)
@@ -60,8 +64,6 @@ def test_a_failure_of_any_process_is_everybodys() -> None:
             raise Unavailable("its disk is full")
         return 1
 
-    found = run_ranks(
-        3, lambda ranks: outcome(ranks, lambda ranks: on_every_rank(ranks, lambda: upload(ranks)))
-    )
+    found = outcomes(3, lambda ranks: on_every_rank(ranks, lambda: upload(ranks)))
     assert all(isinstance(error, UnavailableError) for error in found)
     assert "process 1 of the publishers failed: its disk is full" in str(found[0])

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 
-from astraflow_weights.collection.collector import Collector
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.errors import Unavailable
-from astraflow_weights.publish.compactor import Compactor
-from astraflow_weights.settings import CollectionSettings, PublishSettings
+from astraflow_weights.settings import PublishSettings
 from astraflow_weights.tools.verification import verify_version
 from astraflow_weights.versions.inspection import buildable
 from astraflow_weights.versions.log import VersionLog
-from support.published_models import PublishedModels
+from support.published_models import PublishedModels, new_collector, new_compactor
 from support.scripted_batches import eventually
-from support.weight_models import POLICY, RUN, FaultyStore
+from support.weight_models import FaultyStore
 
 SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
 
@@ -24,11 +22,9 @@ class Training(PublishedModels):
         self, store: FaultyStore, roots: Callable[[], Roots] = Roots, *, grace_s: float = 0.0
     ) -> None:
         super().__init__(store, settings=SETTINGS, inline_snapshots=False)
-        names = {"run_id": RUN, "policy_id": POLICY}
-        collection = CollectionSettings(keep_snapshots=2, grace_s=grace_s)
-        collector = Collector(store, **names, roots=roots, settings=collection)
+        collector = new_collector(store, None, roots, grace_s=grace_s)
         kept = self.publisher.kept
-        self.compactor = Compactor(store, **names, kept=kept, settings=SETTINGS, collector=collector)
+        self.compactor = new_compactor(store, kept=kept, settings=SETTINGS, collector=collector)
 
     def step(self) -> None:
         """Publish the next version, and tell the compactor."""

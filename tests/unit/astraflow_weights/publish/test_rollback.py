@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from astraflow.errors import PreconditionError
-from astraflow_weights.codec.delta import encode_delta
+from astraflow_weights.codec import Array, encode_delta
 from astraflow_weights.codec.digest import model_root
 from astraflow_weights.codec.tensor_hash import tensor_digests
-from astraflow_weights.codec.tensors import Array
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.errors import CorruptManifest, Edge, Fenced
-from astraflow_weights.publish.compactor import Compactor
+from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.rollback import roll_back
 from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.settings import PublishSettings
@@ -26,14 +25,14 @@ from support.published_models import (
     collect_all,
     commit_parts,
     new_collector,
+    new_compactor,
     open_writer,
     publish_all,
     published,
-    pulled,
     read_log,
     steps,
 )
-from support.weight_models import KEYS, POLICY, RUN, FaultyStore, Models, same_model, trained
+from support.weight_models import KEYS, FaultyStore, Models, same_model, trained
 
 SPARSE = PublishSettings(snapshot_every_versions=1000, snapshot_chain_ratio=100)
 
@@ -70,9 +69,7 @@ def test_the_new_version_has_the_old_ones_weights_and_is_of_no_step(store: Fault
     assert not verify_version(store, log, version=6, threads=1).faults
 
 
-def test_the_delta_leads_from_the_newest_version_without_any_model(
-    store: FaultyStore, models: Models
-) -> None:
+def test_the_delta_leads_from_the_newest_version_without_a_model(store: FaultyStore, models: Models) -> None:
     store.gets.clear()
     back(store, 1)
     log = read_log(store)
@@ -84,16 +81,16 @@ def test_the_delta_leads_from_the_newest_version_without_any_model(
     assert log.record(4).num_changed == changed
 
 
-def test_who_holds_the_old_version_is_there_for_next_to_nothing(
-    store: FaultyStore, models: Models, tmp_path: Path
-) -> None:
-    pulled(store, tmp_path / "mirror", 1)
+def test_who_holds_the_old_version_pays_little(store: FaultyStore, models: Models, tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path / "mirror")
+    mirror.advance(store, read_log(store), target=1)
     back(store, 1)
     log = read_log(store)
     plan = plan_pull(log, held=1, target=4)
     assert [step.edge for step in plan.steps] == [Edge(version=4, base_version=1)]
     assert plan.size_bytes < log.record(4).delta_bytes
-    assert same_model(pulled(store, tmp_path / "mirror", 4), models[1])
+    mirror.advance(store, log, target=4)
+    assert same_model(mirror.load(), models[1])
 
 
 def test_deltas_of_classes_of_the_base_are_inverted_with_that_base(store: FaultyStore) -> None:
@@ -153,7 +150,7 @@ def test_a_snapshot_is_offered_where_one_is_due(store: FaultyStore, models: Mode
 
 def test_a_merged_delta_that_is_damaged_is_passed_over(store: FaultyStore) -> None:
     models = published(store, 10, settings=SPARSE)
-    assert Compactor(store, run_id=RUN, policy_id=POLICY, kept=None, settings=SPARSE).compact()
+    assert new_compactor(store, kept=None, settings=SPARSE).compact()
     path = next(path for path in read_log(store).record(8).added if path.base_version == 0)
     for part in path.parts:
         store.put(part.key, b"rotten")
@@ -191,9 +188,7 @@ def test_a_writer_that_was_fenced_goes_nowhere(store: FaultyStore) -> None:
     assert len(read_log(store).records) == 4
 
 
-def test_publishing_goes_on_from_the_weights_that_were_gone_back_to(
-    store: FaultyStore, models: Models
-) -> None:
+def test_publishing_goes_on_from_the_weights_one_went_back_to(store: FaultyStore, models: Models) -> None:
     back(store, 1)
     publisher = ModelPublisher(open_writer(store, 3, settings=SPARSE), base=models[1])
     again = publisher.publish(models[1], step=3)
@@ -230,9 +225,7 @@ def collect(store: ObjectStore, *, pinned: tuple[int, ...] = ()) -> None:
 OFTEN = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
 
 
-def test_a_pinned_version_comes_back_after_collection_and_its_new_version_outlives_it(
-    store: FaultyStore,
-) -> None:
+def test_a_pinned_version_comes_back_after_collection_and_its_new_one_outlives_it(store: FaultyStore) -> None:
     models = published(store, 11, settings=OFTEN)
     collect(store, pinned=(2,))
     back(store, 2, settings=OFTEN)

@@ -39,16 +39,14 @@ def test_snapshots_come_back_at_the_latest_after_the_set_number(store: FaultySto
     assert all(entry.delta_bytes for entry in committed[1:])
 
 
-def test_the_model_may_change_after_the_call(
-    store: FaultyStore, publisher: ModelPublisher, tmp_path: Path
-) -> None:
+def test_the_model_may_change_after_the_call(store: FaultyStore, publisher: ModelPublisher) -> None:
     before, after = steps(2)
     live = copied(before)
     publisher.publish(live, step=0)
     for name, array in after.items():
         live[name][...] = array
     publisher.publish(live, step=1)
-    assert same_model(pulled(store, tmp_path / "mirror", 1), after)
+    assert same_model(pulled(store, 1), after)
 
 
 def test_a_step_that_changes_nothing_is_a_version(publisher: ModelPublisher) -> None:
@@ -79,7 +77,7 @@ def test_a_publication_cut_off_anywhere_is_completed_by_repeating_it(
     assert committed.version == 1
     assert committed.existed is (window == "weights.publish.after_manifest")
     assert publisher.publish(models[2], step=2).version == 2
-    assert same_model(pulled(store, tmp_path / "mirror", 2), models[2])
+    assert same_model(pulled(store, 2), models[2])
 
 
 def test_going_on_after_a_publication_of_unknown_outcome_is_refused(publisher: ModelPublisher) -> None:
@@ -92,20 +90,18 @@ def test_going_on_after_a_publication_of_unknown_outcome_is_refused(publisher: M
         publisher.publish(models[2], step=2)
 
 
-def test_a_resumed_trainer_repeats_its_steps_and_goes_on(
-    store: FaultyStore, publisher: ModelPublisher, tmp_path: Path
-) -> None:
+def test_a_resumed_trainer_repeats_steps_and_goes_on(store: FaultyStore, publisher: ModelPublisher) -> None:
     """Steps 1 and 2 are recomputed: the first gives the same bytes, the second differs."""
     models = steps(3)
     publish_all(publisher, models)
-    resumed = ModelPublisher(open_writer(store, 2), base=pulled(store, tmp_path / "trainer", 2))
+    resumed = ModelPublisher(open_writer(store, 2), base=pulled(store, 2))
     same = resumed.publish(models[1], step=1)
     assert (same.version, same.existed) == (1, True)
     other = trained(models[1], 77)
     different = resumed.publish(other, step=2)
     assert (different.version, different.writer_epoch, different.existed) == (3, 2, False)
     assert different.delta_bytes > 0
-    assert same_model(pulled(store, tmp_path / "node", 3), other)
+    assert same_model(pulled(store, 3), other)
     with pytest.raises(Fenced):
         publisher.publish(trained(other, 5), step=3)
 

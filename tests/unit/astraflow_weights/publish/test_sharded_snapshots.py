@@ -10,11 +10,10 @@ import pytest
 
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.sharded_snapshots import ShardedSnapshots
 from astraflow_weights.settings import PublishSettings
-from support.published_models import pulled, rank_publisher, read_log, steps
+from support.published_models import new_compactor, pulled, rank_publisher, read_log, steps
 from support.rank_threads import PATIENCE_S, RankGone, ThreadRanks, rank_groups, run_ranks
 from support.scripted_batches import eventually
 from support.weight_models import KEYS, POLICY, RUN, FaultyStore, lost, same_model, split_model
@@ -95,9 +94,7 @@ MODELS = steps(4, density=0.05)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_all_processes_stored_is_a_snapshot_of_the_version_that_was_published(
-    store: SlowStore, tmp_path: Path, size: int
-) -> None:
+def test_what_all_processes_stored_is_a_snapshot(store: SlowStore, tmp_path: Path, size: int) -> None:
     def work(one: Process) -> None:
         one.publish(MODELS[0])
         one.snapshots.want()
@@ -113,9 +110,7 @@ def test_what_all_processes_stored_is_a_snapshot_of_the_version_that_was_publish
     assert list(store.list(KEYS.intents)) == []
 
 
-def test_versions_are_published_while_a_snapshot_is_being_stored_and_it_holds_none_of_their_bytes(
-    store: SlowStore, tmp_path: Path
-) -> None:
+def test_versions_published_while_a_snapshot_is_stored_leave_no_byte_in_it(store: SlowStore) -> None:
     def work(one: Process) -> None:
         one.publish(MODELS[0])
         store.gate.clear()
@@ -133,12 +128,10 @@ def test_versions_are_published_while_a_snapshot_is_being_stored_and_it_holds_no
 
     run_processes(store, work)
     assert offering(store) == [0, 1]
-    assert same_model(pulled(store, tmp_path / "mirror", 1), MODELS[1])
+    assert same_model(pulled(store, 1), MODELS[1])
 
 
-def test_a_snapshot_that_one_process_cannot_store_is_dropped_by_all_and_made_when_wanted_again(
-    store: SlowStore,
-) -> None:
+def test_a_snapshot_that_one_process_cannot_store_is_dropped_by_all_and_made_later(store: SlowStore) -> None:
     store.failures = 1
 
     def work(one: Process) -> None:
@@ -174,14 +167,8 @@ def test_a_process_that_is_gone_ends_the_others_at_their_next_call(store: SlowSt
 
 def test_the_first_processs_compactor_asks_for_a_snapshot_when_one_is_due(store: SlowStore) -> None:
     def work(one: Process) -> None:
-        compactor = Compactor(
-            store,
-            run_id=RUN,
-            policy_id=POLICY,
-            kept=None,
-            want_snapshot=one.snapshots.want,
-            settings=EVERY_SECOND,
-        )
+        want = one.snapshots.want
+        compactor = new_compactor(store, kept=None, want_snapshot=want, settings=EVERY_SECOND)
         for model in MODELS:
             one.publish(model)
             if one.ranks.index == 0:

@@ -16,8 +16,7 @@ from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptPart, Fenced, Unavailable
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.versions.log import VersionLog
-from astraflow_weights.versions.manifest import Asset, DeltaRef
+from astraflow_weights.versions.manifest import DeltaRef
 from support.log_records import part_ref
 from support.published_models import open_writer, read_log
 from support.weight_models import KEYS, RUN, FaultyStore, lost, overwrite
@@ -34,8 +33,12 @@ def commit(writer: VersionWriter, value: int, *, step: int | None = None) -> Com
     return writer.commit(step=value if step is None else step, tensors=tensors(value), snapshot=snapshot)
 
 
-def test_versions_and_sequence_numbers_grow_by_one(store: FaultyStore) -> None:
-    writer = open_writer(store, 1)
+@pytest.fixture
+def writer(store: FaultyStore) -> VersionWriter:
+    return open_writer(store, 1)
+
+
+def test_versions_and_sequence_numbers_grow_by_one(store: FaultyStore, writer: VersionWriter) -> None:
     committed = [commit(writer, value) for value in range(3)]
     assert [(entry.version, entry.sequence) for entry in committed] == [(0, 1), (1, 2), (2, 3)]
     log = read_log(store)
@@ -112,9 +115,7 @@ def test_of_racing_epochs_only_the_highest_goes_on(store: FaultyStore, round_num
 
 
 @pytest.mark.parametrize("round_number", range(10))
-def test_a_commit_racing_with_a_fence_is_before_it_or_not_at_all(
-    store: FaultyStore, round_number: int
-) -> None:
+def test_a_commit_racing_a_fence_is_before_it_or_not_at_all(store: FaultyStore, round_number: int) -> None:
     old = open_writer(store, 1)
     committed, new = race([lambda: commit(old, 7), lambda: open_writer(store, 2)])
     assert isinstance(new, VersionWriter)
@@ -127,16 +128,8 @@ def test_a_commit_racing_with_a_fence_is_before_it_or_not_at_all(
 def test_one_writer_per_policy_and_policies_do_not_meet(store: FaultyStore, round_number: int) -> None:
     names = [f"policy-{index}" for index in range(4)]
     race([lambda name=name: VersionWriter.open(store, run_id=RUN, policy_id=name, epoch=1) for name in names])
-    for name in names:
-        log = VersionLog(store, run_id=RUN, policy_id=name)
-        log.refresh()
-        assert log.owner is not None
-        assert log.next_sequence == 1
-
-
-@pytest.fixture
-def writer(store: FaultyStore) -> VersionWriter:
-    return open_writer(store, 1)
+    for log in (read_log(store, name) for name in names):
+        assert (log.owner is None, log.next_sequence) == (False, 1)
 
 
 @pytest.fixture
@@ -165,9 +158,7 @@ def test_a_request_that_never_arrived_can_be_made_again(store: FaultyStore, comm
     assert commit_zero().version == 0
 
 
-def test_a_request_that_arrives_late_is_recognised_as_our_own(
-    store: FaultyStore, commit_zero: Commit
-) -> None:
+def test_a_request_that_arrives_late_is_recognised_as_ours(store: FaultyStore, commit_zero: Commit) -> None:
     """The first PUT is thought lost, lands after the log was refreshed, and carries an older time."""
     late: list[tuple[str, bytes]] = []
 
@@ -184,8 +175,7 @@ def test_a_request_that_arrives_late_is_recognised_as_our_own(
     assert (late, len(read_log(store).records)) == ([], 1)
 
 
-def test_publishing_the_same_step_and_bytes_again_is_success(store: FaultyStore) -> None:
-    writer = open_writer(store, 1)
+def test_publishing_a_step_with_the_same_bytes_is_success(store: FaultyStore, writer: VersionWriter) -> None:
     first = commit(writer, 5)
     commit(writer, 6)
     again = commit(open_writer(store, 2), 5)
@@ -194,8 +184,7 @@ def test_publishing_the_same_step_and_bytes_again_is_success(store: FaultyStore)
     assert len(read_log(store).records) == 2
 
 
-def test_a_new_step_with_the_same_bytes_is_a_new_version(store: FaultyStore) -> None:
-    writer = open_writer(store, 1)
+def test_a_new_step_with_the_same_bytes_is_a_new_version(writer: VersionWriter) -> None:
     assert [commit(writer, 5, step=step).version for step in (1, 2, 3)] == [0, 1, 2]
 
 
@@ -204,23 +193,20 @@ def test_the_same_step_with_other_bytes_is_a_new_version(store: FaultyStore) -> 
     assert commit(open_writer(store, 2), 6, step=1).version == 1
 
 
-def test_a_version_that_contradicts_itself_is_not_written(store: FaultyStore) -> None:
-    writer = open_writer(store, 1)
+def test_a_version_that_contradicts_itself_is_not_written(store: FaultyStore, writer: VersionWriter) -> None:
     with pytest.raises(ValueError, match="neither a snapshot nor a delta"):
         writer.commit(step=0, tensors=tensors(0))
     assert read_log(store).next_sequence == 1
 
 
-def test_the_hint_may_fail_without_hurting_the_commit(store: FaultyStore) -> None:
-    writer = open_writer(store, 1)
+def test_the_hint_may_fail_without_hurting_the_commit(store: FaultyStore, writer: VersionWriter) -> None:
     store.put = lost  # type: ignore[method-assign]
     committed = commit(writer, 0)
     assert not committed.hint_written
     assert read_log(store).refresh() == 0
 
 
-def test_parts_are_named_by_their_content_and_sent_once(store: FaultyStore) -> None:
-    writer = open_writer(store, 1)
+def test_parts_are_named_by_their_content_and_sent_once(store: FaultyStore, writer: VersionWriter) -> None:
     first = writer.uploads.upload_parts([b"one", b"two"])
     again = writer.uploads.upload_parts([b"two", b"one"])
     assert first == again[::-1]
@@ -228,8 +214,7 @@ def test_parts_are_named_by_their_content_and_sent_once(store: FaultyStore) -> N
     assert store.get(first[0].key) == b"one"
 
 
-def test_a_damaged_part_under_its_name_is_reported(store: FaultyStore) -> None:
-    writer = open_writer(store, 1)
+def test_a_damaged_part_under_its_name_is_reported(store: FaultyStore, writer: VersionWriter) -> None:
     (ref,) = writer.uploads.upload_parts([b"content"])
     overwrite(store, ref.key, b"cut")
     with pytest.raises(CorruptPart, match="has 3 bytes instead of 7; delete the damaged object"):
@@ -248,11 +233,11 @@ def test_assets_are_content_named_and_sent_once(store: FaultyStore, tmp_path: Pa
     assert writer.uploads.upload_assets(files) == assets
 
 
-def test_an_asset_cannot_replace_the_weights(store: FaultyStore, tmp_path: Path) -> None:
+def test_an_asset_cannot_replace_the_weights(writer: VersionWriter, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_text("")
     with pytest.raises(ValueError, match="not allowed"):
-        open_writer(store, 1).uploads.upload_assets([path])
+        writer.uploads.upload_assets([path])
 
 
 @pytest.mark.parametrize(
@@ -278,12 +263,3 @@ def test_a_snapshot_is_due_by_bytes_or_by_number(
         delta = DeltaRef(base_version=version - 1, parts=(part_ref(size_bytes),))
         writer.commit(step=version, tensors=tensors(version), deltas=(delta,))
     assert writer.wants_snapshot(delta_bytes=next_delta) is expected
-
-
-def test_assets_travel_in_the_manifest(store: FaultyStore) -> None:
-    writer = open_writer(store, 1)
-    asset = Asset(file_name="config.json", blob=part_ref(2))
-    writer.commit(step=0, tensors=tensors(0), snapshot=(part_ref(1),), assets=(asset,), learning_rate=1e-6)
-    manifest = read_log(store).manifest(0)
-    assert manifest.assets == (asset,)
-    assert manifest.learning_rate == 1e-6

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_weights.codec.delta import encode_delta
-from astraflow_weights.codec.merge import merge_deltas
+from astraflow_weights.codec import encode_delta, merge_deltas
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.tools.verification import Verification, verify_version
@@ -43,9 +42,7 @@ def test_what_was_published_is_whole(store: FaultyStore, version: int) -> None:
 
 @pytest.mark.parametrize("path", ["snapshot", "delta"])
 @pytest.mark.parametrize("damage", ["flip", "delete"])
-def test_a_damaged_part_is_named_although_another_path_is_good(
-    store: FaultyStore, path: str, damage: str
-) -> None:
+def test_a_damaged_part_is_named_beside_another_path(store: FaultyStore, path: str, damage: str) -> None:
     record = read_log(store).record(4)
     key = ((record.snapshot or ()) if path == "snapshot" else record.deltas[0].parts)[0].key
     flip(store, key) if damage == "flip" else store.delete(key)

@@ -21,13 +21,7 @@ from astraflow.recipe.algorithm import (
     ProximalAnchor,
 )
 from astraflow_trainer.ranks.reductions import OneRank
-from astraflow_trainer.step.losses import (
-    LossInputs,
-    LossStatistics,
-    StepRegion,
-    policy_loss,
-    resolve_region,
-)
+from astraflow_trainer.step import losses
 from astraflow_trainer.step.losses.second_moment import MaskAbove
 
 RATIOS = [1.5, 0.5, 1.0, 1.1, 0.7]
@@ -36,32 +30,26 @@ BEHAVIOR = [-2.0, -1.0, -0.5, -3.0, -1.5]
 
 
 def _loss(
-    region: StepRegion | None = None,
+    region: losses.StepRegion | None = None,
     *,
-    ratios: list[float] = RATIOS,
-    advantages: list[float] = ADVANTAGES,
-    behavior: list[float] = BEHAVIOR,
     settings: AlgorithmSettings | None = None,
-    weights: list[float] | None = None,
+    ratios: list[float] = RATIOS,
+    behavior: list[float] = BEHAVIOR,
     rows: list[int] | None = None,
-    proximal: list[float] | None = None,
-    reference: list[float] | None = None,
-) -> tuple[float, list[float], LossStatistics]:
+    **columns: list[float],
+) -> tuple[float, list[float], losses.LossStatistics]:
     """Value, gradient in the log-probs, and statistics; each token weighs 1 unless told."""
+    columns = {"advantage": ADVANTAGES, "weight": [1.0] * len(ratios), "behavior": behavior} | columns
     logprobs = torch.tensor(behavior) + torch.tensor(ratios).log()
     logprobs.requires_grad_()
-    inputs = LossInputs(
+    inputs = losses.LossInputs(
         row_N=torch.tensor(rows or [0] * len(ratios)),
         num_rows=max(rows or [0]) + 1,
-        advantage_N=torch.tensor(advantages),
-        weight_N=torch.tensor(weights or [1.0] * len(ratios)),
-        behavior_N=torch.tensor(behavior),
-        proximal_N=None if proximal is None else torch.tensor(proximal),
-        reference_N=None if reference is None else torch.tensor(reference),
+        **{f"{name}_N": torch.tensor(values) for name, values in columns.items()},
     )
     region = NoTrustRegion() if region is None else region
     settings = settings or AlgorithmSettings(loss=NoTrustRegion())
-    loss, statistics = policy_loss(logprobs, inputs=inputs, region=region, settings=settings)
+    loss, statistics = losses.policy_loss(logprobs, inputs=inputs, region=region, settings=settings)
     loss.backward()
     assert logprobs.grad is not None
     return float(loss.detach()), logprobs.grad.tolist(), statistics
@@ -69,9 +57,9 @@ def _loss(
 
 def _resolved(
     settings: AlgorithmSettings, logprobs: torch.Tensor, behavior: torch.Tensor, advantages: torch.Tensor
-) -> StepRegion:
+) -> losses.StepRegion:
     """The bounds of a step of these tokens."""
-    return resolve_region(
+    return losses.resolve_region(
         logprobs, behavior_N=behavior, advantage_N=advantages, settings=settings, ranks=OneRank()
     )
 
@@ -92,19 +80,16 @@ def test_ppo_clip_cuts_only_the_side_that_moves_away() -> None:
 
 
 def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
-    region = DualClip(low=0.2, high=0.28, cap=3.0)
-    value, gradient, statistics = _loss(
-        region, ratios=[4.0, 2.0], advantages=[-1.0, -1.0], behavior=[-4.0, -4.0]
-    )
+    tokens = {"ratios": [4.0, 2.0], "advantage": [-1.0, -1.0], "behavior": [-4.0, -4.0]}
+    value, gradient, statistics = _loss(DualClip(low=0.2, high=0.28, cap=3.0), **tokens)
     assert value == pytest.approx(3.0 + 2.0)
     assert gradient == pytest.approx([0.0, 2.0])
     assert statistics.metrics().clip_fraction_up == pytest.approx(0.5)
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
-    value, gradient, _ = _loss(
-        Cispo(min_ratio=0.0, max_ratio=5.0), ratios=[8.0, 0.5], advantages=[1.0, -1.0], behavior=[-4.0, -1.0]
-    )
+    tokens = {"ratios": [8.0, 0.5], "advantage": [1.0, -1.0], "behavior": [-4.0, -1.0]}
+    value, gradient, _ = _loss(Cispo(min_ratio=0.0, max_ratio=5.0), **tokens)
     first, second = -4.0 + math.log(8.0), -1.0 + math.log(0.5)
     assert value == pytest.approx(-5.0 * first + 0.5 * second)
     assert gradient == pytest.approx([-5.0, 0.5])
@@ -116,7 +101,7 @@ def test_gspo_clips_the_geometric_mean_of_the_row() -> None:
     value, gradient, statistics = _loss(
         Gspo(low=3e-4, high=4e-4),
         ratios=ratios,
-        advantages=[1.0, 1.0, 2.0, 2.0],
+        advantage=[1.0, 1.0, 2.0, 2.0],
         behavior=[-1.0] * 4,
         rows=[0, 0, 1, 1],
     )
@@ -132,14 +117,16 @@ def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
     logprobs = (behavior + torch.tensor([1e-4, -2e-4, 2e-4])).requires_grad_()
     sequence = (logprobs - behavior).mean().exp() * -1.7
     (expected,) = torch.autograd.grad(sequence, [logprobs])
-    inputs = LossInputs(
+    inputs = losses.LossInputs(
         row_N=torch.zeros(3, dtype=torch.int64),
         num_rows=1,
         advantage_N=torch.full((3,), 1.7),
         weight_N=torch.full((3,), 1 / 3),
         behavior_N=behavior,
     )
-    loss, _ = policy_loss(logprobs, inputs=inputs, region=Gspo(), settings=AlgorithmSettings(loss=Gspo()))
+    loss, _ = losses.policy_loss(
+        logprobs, inputs=inputs, region=Gspo(), settings=AlgorithmSettings(loss=Gspo())
+    )
     (gradient,) = torch.autograd.grad(loss, [logprobs])
     torch.testing.assert_close(gradient, expected)
 
@@ -158,7 +145,7 @@ def test_proximal_anchor_weighs_by_the_bounded_mismatch() -> None:
     value, gradient, _ = _loss(
         region,
         ratios=[4.0 * 1.1, 0.9],
-        advantages=[1.0, 1.0],
+        advantage=[1.0, 1.0],
         behavior=[-2.0, -1.0],
         proximal=[-2.0 + math.log(4.0), -1.0],
         settings=AlgorithmSettings(anchor=ProximalAnchor(weight_cap=2.0), loss=region),
@@ -174,19 +161,19 @@ def test_proximal_anchor_without_its_log_probs_is_refused() -> None:
         _loss(settings=settings)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "estimate", "slope"),
-    [
-        (KlEstimator.K1, -0.5, 1.0),
-        (KlEstimator.K2, 0.125, -0.5),
-        (KlEstimator.K3, math.exp(0.5) - 1.5, 1 - math.exp(0.5)),
-    ],
-)
+KL_TERMS = [
+    (KlEstimator.K1, -0.5, 1.0),
+    (KlEstimator.K2, 0.125, -0.5),
+    (KlEstimator.K3, math.exp(0.5) - 1.5, 1 - math.exp(0.5)),
+]
+
+
+@pytest.mark.parametrize(("estimator", "estimate", "slope"), KL_TERMS)
 def test_kl_term_is_added_with_its_coefficient(estimator: KlEstimator, estimate: float, slope: float) -> None:
     kl = KlSettings(coefficient=0.1, estimator=estimator, reference=KlReference.MODEL)
     value, gradient, statistics = _loss(
         ratios=[1.0],
-        advantages=[1.0],
+        advantage=[1.0],
         behavior=[-2.0],
         reference=[-1.5],
         settings=AlgorithmSettings(loss=NoTrustRegion(), kl=kl),
@@ -197,13 +184,13 @@ def test_kl_term_is_added_with_its_coefficient(estimator: KlEstimator, estimate:
 
 
 def test_weights_scale_each_token() -> None:
-    value, gradient, _ = _loss(weights=[0.5, 0.0, 0.25, 0.0, 0.0])
+    value, gradient, _ = _loss(weight=[0.5, 0.0, 0.25, 0.0, 0.0])
     assert value == pytest.approx(-0.75 - 0.5)
     assert gradient == pytest.approx([-0.75, 0.0, -0.5, 0.0, 0.0])
 
 
 def test_log_ratios_are_clamped_before_the_exponential() -> None:
-    value, gradient, _ = _loss(ratios=[math.exp(25)], advantages=[1.0], behavior=[-30.0])
+    value, gradient, _ = _loss(ratios=[math.exp(25)], advantage=[1.0], behavior=[-30.0])
     assert value == pytest.approx(-math.exp(20), rel=1e-5)
     assert gradient == [0.0]
 
@@ -249,19 +236,19 @@ def test_m2po_takes_bounds_over_tokens_that_moved_away_only() -> None:
     assert region == PpoClip(low=1.0, high=1e5)
 
 
-@pytest.mark.parametrize(
-    ("name", "golden"),
-    [
-        ("none", 1.848),
-        ("ppo_clip", 9.038),
-        ("dual_clip", 7.038),
-        ("m2po", 8.548),
-        ("m2po_clip", 9.994),
-        ("m2po_mask", 1.998),
-        ("gspo", 6.02972),
-        ("cispo", 7.42901),
-    ],
-)
+GOLDEN = [
+    ("none", 1.848),
+    ("ppo_clip", 9.038),
+    ("dual_clip", 7.038),
+    ("m2po", 8.548),
+    ("m2po_clip", 9.994),
+    ("m2po_mask", 1.998),
+    ("gspo", 6.02972),
+    ("cispo", 7.42901),
+]
+
+
+@pytest.mark.parametrize(("name", "golden"), GOLDEN)
 def test_a_loss_by_name_has_its_value_on_a_fixed_batch(name: str, golden: float) -> None:
     """Tokens far off and near, pushed up and down. Other bounds than published ones change it."""
     settings = AlgorithmSettings.model_validate({"loss": name})
@@ -269,6 +256,6 @@ def test_a_loss_by_name_has_its_value_on_a_fixed_batch(name: str, golden: float)
     ratios = [8.0, 1.35, 0.6, 0.999, 4.0]
     logprobs = torch.tensor(behavior) + torch.tensor(ratios).log()
     region = _resolved(settings, logprobs, torch.tensor(behavior), torch.tensor(advantages))
-    tokens = {"ratios": ratios, "advantages": advantages, "behavior": behavior}
+    tokens = {"ratios": ratios, "advantage": advantages, "behavior": behavior}
     value, _, _ = _loss(region, **tokens, rows=[0, 0, 1, 1, 1], settings=settings)
     assert value == pytest.approx(golden, rel=1e-5)
