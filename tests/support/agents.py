@@ -45,9 +45,7 @@ class ScriptedPolicy:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids)).replace(END, "")
 
-    async def chat(
-        self, messages: Sequence[Message], *, max_new_tokens: int | None = None
-    ) -> GenerateResult:
+    async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
         return await self.generate(self.encode(messages), max_new_tokens=max_new_tokens)
 
     async def generate(

@@ -280,8 +280,7 @@ def test_a_body_that_is_no_message_is_named() -> None:
         pytest.param([logprob(9, 0.0)], id="a log-prob of zero is a certain token"),
         pytest.param([logprob(9, -0.0)], id="a log-prob of minus zero is a certain token"),
         pytest.param(
-            [spans((8, 10, 1), (10, 13, 2)), header(min_version=1)],
-            id="two versions and a header that says so",
+            [spans((8, 10, 1), (10, 13, 2)), header(min_version=1)], id="versions as the header says"
         ),
     ],
 )

@@ -64,15 +64,9 @@ def test_only_what_is_new_is_appended(path: Path) -> None:
             observation.versions["solver"].append(version_pb2.Version(version=step))
             metrics.write(observation)
             metrics.write(observation)
-    written = [(line["kind"], line.get("step"), line.get("version")) for line in _lines(path)]
-    assert written == [
-        ("step", 1, None),
-        ("version", 0, 0),
-        ("version", 0, 1),
-        ("evaluation", None, 0),
-        ("step", 2, None),
-        ("version", 0, 2),
-    ]
+    written = [(line["kind"], line.get("version", line.get("step"))) for line in _lines(path)]
+    first = [("step", 1), ("version", 0), ("version", 1), ("evaluation", 0)]
+    assert written == [*first, ("step", 2), ("version", 2)]
 
 
 def test_the_final_evaluation_of_a_version_is_a_line_of_its_own(path: Path) -> None:
@@ -97,15 +91,10 @@ def _written(path: Path, observation: Observation) -> list[StepPoint]:
         return metrics.earlier_steps
 
 
-def _resumable() -> Observation:
+def test_a_resumed_run_writes_nothing_twice(path: Path) -> None:
     observation = _observation(_evaluation(0, 0.5), _evaluation(0, 0.5, final=True))
     observation.steps.append(StepPoint("solver", 1, 2.5, {"reward_mean": 0.5}))
     observation.versions["solver"] = [version_pb2.Version(version=0), version_pb2.Version(version=1, step=1)]
-    return observation
-
-
-def test_a_resumed_run_writes_nothing_twice(path: Path) -> None:
-    observation = _resumable()
     assert _written(path, observation) == []
     before = path.read_text()
     assert _written(path, observation) == observation.steps

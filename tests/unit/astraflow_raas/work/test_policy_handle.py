@@ -68,9 +68,7 @@ async def test_a_chat_is_a_call_with_the_tokens_of_its_messages(
     assert list(engine.requests[-1][-1].prompt_ids) == handle.encode(messages)
 
 
-async def test_a_call_the_engine_gave_up_is_made_again_in_full(
-    handle: PolicyHandle, engine: Aborting
-) -> None:
+async def test_a_call_the_engine_gave_up_is_made_again(handle: PolicyHandle, engine: Aborting) -> None:
     result = await handle.generate([1, 2])
     assert (len(result.token_ids), result.finish_reason) == (5, "stop")
     first, second = (request[0] for request in engine.requests)
@@ -78,9 +76,7 @@ async def test_a_call_the_engine_gave_up_is_made_again_in_full(
     assert first.rid != second.rid
 
 
-async def test_each_call_of_an_episode_has_its_own_seed_and_id(
-    handle: PolicyHandle, engine: Aborting
-) -> None:
+async def test_each_call_of_an_episode_has_its_own_seed(handle: PolicyHandle, engine: Aborting) -> None:
     await handle.generate([1])
     await handle.generate([1])
     calls = [request[0] for request in engine.requests[1:]]
@@ -89,9 +85,7 @@ async def test_each_call_of_an_episode_has_its_own_seed_and_id(
 
 
 @pytest.mark.parametrize(("prompt", "limit"), [([], None), ([1], 0), ([1], SAMPLING.max_new_tokens + 1)])
-async def test_calls_outside_the_recipes_bounds_are_refused(
-    handle: PolicyHandle, prompt: Any, limit: Any
-) -> None:
+async def test_calls_outside_the_bounds_are_refused(handle: PolicyHandle, prompt: Any, limit: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="max_new_tokens"):
         await handle.generate(prompt, max_new_tokens=limit)
 
@@ -101,7 +95,7 @@ async def test_a_call_may_ask_for_less_than_the_recipe_allows(handle: PolicyHand
     assert (len(result.token_ids), result.finish_reason) == (3, "length")
 
 
-async def test_text_and_ids_come_from_the_policys_own_tokenizer(handle: PolicyHandle, tmp_path: Path) -> None:
+async def test_text_and_ids_are_those_of_the_tokenizer(handle: PolicyHandle, tmp_path: Path) -> None:
     ids = handle.encode([Message("user", "3 + 4?")])
     assert ids == list(load_tokenizer(tmp_path).encode((Message("user", "3 + 4?"),)))
     assert "3 + 4?" in handle.decode(ids)

@@ -127,14 +127,11 @@ NONSENSE = plugins.Episode((None,))  # type: ignore[arg-type]
 @pytest.mark.parametrize(
     ("script", "members", "reason", "detail"),
     [
-        pytest.param(
-            [WRONG_ANSWER], [1, 2], "workflow_error", f"member 0: ValueError: {WRONG_ANSWER}", id="raises"
-        ),
-        pytest.param([NONSENSE], [1, 2], "workflow_error", "member 0: ", id="returns nonsense"),
-        pytest.param(
-            [WRONG_ANSWER, UNABLE], [2], "missing_capability", f"member 1: {UNABLE}", id="is for another"
-        ),
+        ([WRONG_ANSWER], [1, 2], "workflow_error", f"member 0: ValueError: {WRONG_ANSWER}"),
+        ([NONSENSE], [1, 2], "workflow_error", "member 0: "),
+        ([WRONG_ANSWER, UNABLE], [2], "missing_capability", f"member 1: {UNABLE}"),
     ],
+    ids=["raises", "returns nonsense", "is for another node"],
 )
 async def test_a_workflow_that_fails_fails_its_own_member_and_no_other(
     setup: Setup, script: list[object], members: list[int], reason: str, detail: str

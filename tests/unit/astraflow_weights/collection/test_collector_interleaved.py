@@ -206,22 +206,19 @@ def present(store: MemoryStore, parts: tuple) -> bool:
 @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1), lossy=st.booleans())
 def test_nothing_needed_is_deleted_and_nothing_else_stays(seed: int, lossy: bool) -> None:
-    world = World(draw=random.Random(seed), lossy=lossy)
-    play(world, turns=200)
-    world.finish()
+    play(seed, lossy=lossy, turns=200)
 
 
 @pytest.mark.ci
 @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), lossy=st.booleans())
 def test_nothing_needed_is_deleted_in_many_orders(seed: int, lossy: bool) -> None:
+    play(seed, lossy=lossy, turns=500)
+
+
+def play(seed: int, *, lossy: bool, turns: int) -> None:
+    """Give turns in bursts, and in between kill, fence, delay, pin and let time pass; in the end all must hold."""
     world = World(draw=random.Random(seed), lossy=lossy)
-    play(world, turns=500)
-    world.finish()
-
-
-def play(world: World, *, turns: int) -> None:
-    """Give turns in bursts, and in between kill, fence, delay, pin and let time pass."""
     draw, stage = world.draw, world.stage
     actors: dict[str, Actor] = {}
     zombies: list[Actor] = []
@@ -245,6 +242,7 @@ def play(world: World, *, turns: int) -> None:
             burst(stage, draw.choice(zombies), draw)
     for actor in [*actors.values(), *zombies]:
         stage.kill(actor)
+    world.finish()
 
 
 def burst(stage: Stage, actor: Actor, draw: random.Random) -> None:
