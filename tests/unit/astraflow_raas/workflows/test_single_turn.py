@@ -19,7 +19,7 @@ class OnePolicy:
 
     name = "solver"
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], **_tools: object) -> list[int]:
         return [1, 2, 3]
 
     def decode(self, token_ids: Sequence[int]) -> str:
