@@ -79,7 +79,7 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
         load_workflow(
             found.run,
-            found.recipe.raas,
+            found.recipe,
             into=folder.code,
             allowed=settings.allow_recipe_code,
             endpoint=Endpoint(),
@@ -114,7 +114,7 @@ async def _join(
     endpoint = Endpoint()
     workflow = load_workflow(
         found.run,
-        found.recipe.raas,
+        found.recipe,
         into=folder.code,
         allowed=settings.allow_recipe_code,
         endpoint=endpoint,

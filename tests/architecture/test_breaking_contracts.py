@@ -90,14 +90,12 @@ def test_on_main_the_commit_before_is_compared_with(repository: Path) -> None:
     ("before", "words"),
     [
         pytest.param(
-            ["switch", "-c", "mine"], "the last commit shared with main", id="a branch, where it left main"
+            ["switch", "-c", "mine"], "the last commit shared with main", id="where a branch left main"
         ),
         pytest.param(["tag", "v0.1.0"], "against release v0.1.0", id="main, with its release"),
     ],
 )
-def test_several_commits_are_compared_with_what_was_shared(
-    repository: Path, before: list[str], words: str
-) -> None:
+def test_commits_are_compared_with_what_was_shared(repository: Path, before: list[str], words: str) -> None:
     git(repository, *before)
     change(repository, ANOTHER_TYPE)
     commit(repository)
@@ -109,9 +107,7 @@ def test_several_commits_are_compared_with_what_was_shared(
     ("depth", "words"),
     [([], "none since the commit before"), (["--depth", "1"], "nothing to compare with")],
 )
-def test_a_clone_compares_with_what_it_has(
-    repository: Path, tmp_path: Path, depth: list[str], words: str
-) -> None:
+def test_a_clone_compares_what_it_has(repository: Path, tmp_path: Path, depth: list[str], words: str) -> None:
     change(repository, ANOTHER_FIELD)
     commit(repository)
     git(tmp_path, "clone", *depth, f"file://{repository}", "clone")

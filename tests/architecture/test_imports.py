@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import itertools
 import subprocess
 import sys
 import tomllib
@@ -62,11 +63,9 @@ def test_the_import_contracts_hold() -> None:
 @pytest.mark.parametrize("library", sorted(ONLY_IMPORTERS))
 def test_a_library_is_imported_only_where_it_belongs(library: str) -> None:
     allowed = ONLY_IMPORTERS[library]
-    strays = [
-        module.name
-        for module in [*source_modules(), *recipe_modules()]
-        if library in top_level(module.imports()) and not matches(module.name, allowed)
-    ]
+    written = [*source_modules(), *recipe_modules()]
+    importers = [module.name for module in written if library in top_level(module.imports())]
+    strays = [name for name in importers if not matches(name, allowed)]
     assert not strays, f"{library} may be imported only by {allowed or 'nobody'}, not by {strays}"
 
 
@@ -124,9 +123,8 @@ def declared_distributions(extras: list[str]) -> set[str]:
     """Normalised names of the base dependencies and those of `extras`."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     roles = [project["optional-dependencies"][extra] for extra in extras]
-    return {
-        normalised(Requirement(line).name) for lines in [project["dependencies"], *roles] for line in lines
-    }
+    lines = itertools.chain(project["dependencies"], *roles)
+    return {normalised(Requirement(line).name) for line in lines}
 
 
 def normalised(distribution: str) -> str:

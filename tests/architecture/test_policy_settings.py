@@ -17,12 +17,8 @@ RESOLVER = "clients/python/astraflow/recipe/settings.py"
 
 
 def test_settings_of_a_policy_are_read_resolved() -> None:
-    wrong = [
-        f"{module.name}:{found}"
-        for module in source_modules()
-        if module.name != RESOLVER
-        for found in direct_reads(module.tree)
-    ]
+    readers = [module for module in source_modules() if module.name != RESOLVER]
+    wrong = [f"{module.name}:{found}" for module in readers for found in direct_reads(module.tree)]
     assert not wrong, f"read these from `recipe.policy(policy_id)`: {wrong}"
 
 
@@ -45,12 +41,8 @@ def third(joined):
 
 def direct_reads(tree: ast.AST) -> Iterator[str]:
     """Line and text of each read of such a key from the recipe's own sections."""
-    sections = {
-        ast.unparse(target): section
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and (section := _section(node.value))
-        for target in node.targets
-    }
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    sections = {ast.unparse(target): _section(node.value) for node in assigned for target in node.targets}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             section = _section(node.value) or sections.get(ast.unparse(node.value), "")

@@ -29,6 +29,7 @@ FILE_NAME = re.compile(r"`((?:\w+/)*\w+\.(?:py|lua|proto|c))`")
 VERBS = "[Cc]alled|[Mm]ade|[Rr]ead|[Rr]un|[Bb]uilt|[Dd]riven|[Uu]sed|[Ss]tarted|[Mm]arked|[Ll]oaded|[Oo]pened"
 NAMES = r"(?:(?:, |,? and (?:by )?)?(?:the )?`[a-z_]\w*(?:\.\w+)*`)+"
 CALLER = re.compile(rf"(?:{VERBS}) by ({NAMES})")
+DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 LISTED = re.compile(r"[\w.:\[\], |]{1,199}")
 NAME = re.compile(r"`([a-z_]\w*(?:\.\w+)*)`")
 EXAMPLES = {"astraflow.NAME.v1", "recipe.py", "name.py"}
@@ -103,13 +104,9 @@ def test_every_module_is_product_code() -> None:
 
 
 def test_every_public_name_is_used_by_the_product() -> None:
-    uses = _uses()
-    unused = [
-        f"{module.name}: {name}"
-        for module in source_modules()
-        for name in _defined(module)
-        if name not in uses | CALLED_BY_LIBRARIES | OBSERVED_IN_TESTS
-    ]
+    uses = _uses() | CALLED_BY_LIBRARIES | OBSERVED_IN_TESTS
+    defined = [(module.name, name) for module in source_modules() for name in _defined(module)]
+    unused = [f"{module}: {name}" for module, name in defined if name not in uses]
     assert not unused, f"only tests use these; delete them or let the product use them: {unused}"
 
 
@@ -179,12 +176,9 @@ def test_file_names_are_those_of_files() -> None:
 
 
 def test_who_a_module_says_calls_it_does() -> None:
-    wrong = [
-        f"{name}: {caller}"
-        for name, module in product().items()
-        for caller in callers_named(ast.get_docstring(module.tree) or "")
-        if not calls(caller, name)
-    ]
+    said = {name: ast.get_docstring(module.tree) or "" for name, module in product().items()}
+    named = [(name, caller) for name, text in said.items() for caller in callers_named(text)]
+    wrong = [f"{name}: {caller}" for name, caller in named if not calls(caller, name)]
     assert not wrong, f"nobody of these names imports the module that says so: {wrong}"
 
 
@@ -196,11 +190,9 @@ def callers_named(docstring: str) -> Iterator[str]:
 
 def calls(caller: str, callee: str) -> bool:
     """Whether a module or room that `caller` names imports `callee`, or uses what it defines (a value passed in)."""
-    return any(
-        callee in imports()[name] or _public(product()[callee]) & _read(product()[name])
-        for name in product()
-        if named_by(caller, name) and name != callee
-    )
+    defined = _public(product()[callee])
+    named = [name for name in product() if named_by(caller, name) and name != callee]
+    return any(callee in imports()[name] or defined & _read(product()[name]) for name in named)
 
 
 def named_by(caller: str, name: str) -> bool:
@@ -213,13 +205,10 @@ def named_by(caller: str, name: str) -> bool:
 
 
 def _public(module: Module) -> set[str]:
-    return {
-        item.name
-        for node in module.tree.body
-        for item in (node, *(node.body if isinstance(node, ast.ClassDef) else ()))
-        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        and not item.name.startswith("_")
-    }
+    classes = [node for node in module.tree.body if isinstance(node, ast.ClassDef)]
+    nodes = [*module.tree.body, *(node for owner in classes for node in owner.body)]
+    names = [node.name for node in nodes if isinstance(node, DEFINITION)]
+    return {name for name in names if not name.startswith("_")}
 
 
 def _read(module: Module) -> set[str]:
@@ -242,7 +231,7 @@ def exists(name: str) -> bool:
 def _attributes(module: Module) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, DEFINITION):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)

@@ -24,6 +24,9 @@ CALLS = {
     },
     "Filter": {"__call__": "(self, group: Group) -> bool"},
     "Policy": {
+        "chat": (
+            "(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult"
+        ),
         "decode": "(self, token_ids: Sequence[int]) -> str",
         "encode": "(self, messages: Sequence[Message] | str, *, tools: Sequence[Tool] = ()) -> list[int]",
         "extend": (
@@ -41,7 +44,7 @@ CALLS = {
     "Workflow": {"run": "(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode"},
 }
 BUILDER = {
-    "__init__": "(self, policy: Policy, *, role: str = , tools: Sequence[Tool] = ()) -> None",
+    "__init__": "(self, policy: Policy, *, tools: Sequence[Tool] = ()) -> None",
     "add_generation": "(self, result: GenerateResult, *, prompt_ids: Sequence[int]) -> None",
     "add_messages": "(self, messages: Sequence[Message]) -> None",
     "add_prompt": "(self, messages: Sequence[Message]) -> None",

@@ -24,6 +24,8 @@ class ScriptedPolicy:
 
     answer: Callable[[str], str]
     name: str = "solver"
+    role: str = "solver"
+    wants_trajectory: bool = True
     version: int = 3
     max_new_tokens: int = 200
     fault: Exception | None = None
@@ -62,6 +64,9 @@ class ScriptedPolicy:
             for index, (name, arguments) in enumerate(calls)
         ]
         return Message("assistant", said, tool_calls=tuple(made))
+
+    async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
+        return await self.generate(self.encode(messages), max_new_tokens=max_new_tokens)
 
     async def generate(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None

@@ -26,6 +26,8 @@ POLICY = PolicyState(
     recent=(),
     unpublished_steps=(),
     last_consumed="",
+    charged=0,
+    no_credit=0,
 )
 AUDIT = Audit(
     now_ms=1000,
@@ -39,6 +41,7 @@ AUDIT = Audit(
     exhausted=False,
     retries=0,
     policies=(POLICY,),
+    admitted=4,
 )
 NODE = NodeStatus(
     node_id="n", incarnation=1, max_concurrent_tasks=1, serving_versions={"p": 0}, connected=True

@@ -66,6 +66,7 @@ def added_path(version: int, *, base: int | None, size_bytes: int, root: bytes =
 def version_record(version: int, *, snapshot: int | None, deltas: Mapping[int, int]) -> VersionRecord:
     """A version by the sizes of its snapshot and of its deltas by base; those from older bases were merged later."""
     merged = {base: size for base, size in deltas.items() if base != version - 1}
+    own = deltas.keys() - merged
     return VersionRecord(
         version=version,
         sequence=version,
@@ -74,9 +75,7 @@ def version_record(version: int, *, snapshot: int | None, deltas: Mapping[int, i
         manifest_sha256=b"m" * 32,
         model_root=ROOT,
         snapshot=None if snapshot is None else (part_ref(snapshot),),
-        deltas=tuple(
-            DeltaRef(base_version=base, parts=(part_ref(deltas[base]),)) for base in deltas.keys() - merged
-        ),
+        deltas=tuple(DeltaRef(base_version=base, parts=(part_ref(deltas[base]),)) for base in own),
         num_changed=0,
         num_elements=1,
         added=tuple(added_path(version, base=base, size_bytes=size) for base, size in merged.items()),

@@ -101,7 +101,7 @@ async def local_node(
             joined=await join_run(client, request, patience_s=5.0),
             client=client,
             workflow=load_workflow(
-                found.run, found.recipe.raas, into=folder / "code", allowed=False, endpoint=endpoint
+                found.run, found.recipe, into=folder / "code", allowed=False, endpoint=endpoint
             ),
             endpoint=endpoint,
             settings=settings,

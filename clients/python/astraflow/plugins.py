@@ -207,6 +207,7 @@ class Trajectory:
     """
 
     policy: str
+    """The policy that sampled it; `role` tells which of its roles, empty where it has one only."""
     token_ids: Sequence[int]
     loss_mask: Sequence[bool]
     logprobs: Sequence[float]
@@ -227,9 +228,16 @@ class Episode:
 
 
 class Policy(Protocol):
-    """A workflow's handle on one policy of the run, bound to the episode and its sampling parameters."""
+    """A workflow's handle on the policy that plays one role, bound to the episode and its sampling parameters."""
 
     name: str
+    """The policy. Two roles may have the same."""
+    role: str
+    """The role, for its trajectories."""
+    wants_trajectory: bool
+    """Whether a trajectory of this role counts in this episode. When it does not, because the role is not trained or
+    its policy has groups enough for now, leave the trajectory out, and skip the calls that serve no other role.
+    """
     max_new_tokens: int
     """The most tokens that one generation may have, by the recipe."""
 
@@ -263,6 +271,9 @@ class Policy(Protocol):
         """Sample one continuation; may span a weight update. Raises when the episode is cancelled or out of
         time."""
 
+    async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
+        """Sample the answer to `messages`: `generate` of what `encode` makes of them."""
+
 
 class TrajectoryBuilder:
     """Builds one policy's trajectory turn by turn: token ids, loss mask, log-probs and spans stay aligned.
@@ -271,8 +282,8 @@ class TrajectoryBuilder:
     policy says. Only what was sampled is trained on. Misuse raises ValueError.
     """
 
-    def __init__(self, policy: Policy, *, role: str = "", tools: Sequence[Tool] = ()) -> None:
-        self._policy, self._role, self._tools = policy, role, tuple(tools)
+    def __init__(self, policy: Policy, *, tools: Sequence[Tool] = ()) -> None:
+        self._policy, self._tools = policy, tuple(tools)
         self._token_ids: list[int] = []
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
@@ -339,7 +350,7 @@ class TrajectoryBuilder:
             logprobs=tuple(self._logprobs),
             version_spans=tuple(self._version_spans),
             reward=reward,
-            role=self._role,
+            role=self._policy.role,
             finish_reason=self._finish_reason,
             metrics=dict(metrics or {}),
             turn_spans=tuple(self._turn_spans),
@@ -387,10 +398,15 @@ class Environment(Protocol):
 @runtime_checkable
 class Workflow(Protocol):
     """Runs one episode of a task against the run's policies; called by a RaaS node, many at a time in one
-    event loop."""
+    event loop.
+
+    An attribute or property `roles: Sequence[str]` may declare the roles that it plays. A node then refuses a recipe
+    that leaves one out or names another.
+    """
 
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
-        """Return the finished episode. Exceptions fail the lease with reason `workflow_error`."""
+        """Return the finished episode; `policies` are by role. Exceptions fail the lease with reason
+        `workflow_error`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,6 +135,10 @@ class Reporting:
                 error=account.conservation_error,
                 drift=drift(audit, trained_in_log=trained),
             )
+        for policy in audit.policies:
+            if policy.outstanding != policy.charged:
+                counts = {"outstanding": policy.outstanding, "charged": policy.charged}
+                log.error("credit.broken", run_id=context.run_id, policy_id=policy.policy_id, **counts)
         self._export(audit, account)
         return audit, account
 
@@ -169,6 +173,8 @@ def policy_message(policy: PolicyState) -> admin_service_pb2.PolicyStatus:
         credit=policy.credit,
         staleness=admin_service_pb2.StalenessSummary(p50=ages.p50, p99=ages.p99, max=ages.largest),
         recent_training_reward=mean_reward(policy.recent),
+        no_credit_trajectories=policy.no_credit,
+        credit_error=policy.outstanding - policy.charged,
     )
 
 

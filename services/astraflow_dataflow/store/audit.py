@@ -37,6 +37,7 @@ class AuditStore:
             exhausted=as_text(reply[6]) == "1",
             retries=as_int(reply[7]),
             policies=tuple(_policy_state(item) for item in as_list(reply[8])),
+            admitted=as_int(reply[9]),
         )
 
     async def trained_in_log(self, run_id: str, policy_id: str, *, through: str) -> int:
@@ -97,6 +98,8 @@ def _policy_state(reply: Reply) -> PolicyState:
         recent=tuple(_recent(as_text(item)) for item in as_list(fields[7])),
         unpublished_steps=tuple(sorted(int(step) for step in as_mapping(fields[8]))),
         last_consumed=as_text(fields[10]),
+        charged=as_int(fields[11]),
+        no_credit=as_int(stored.get("no_credit")),
     )
 
 

@@ -80,7 +80,8 @@ class AgentCalls:
 
     def episode(self, *, reward: float, metrics: Mapping[str, float] | None = None) -> Episode:
         names = {model: policy.name for model, policy in self.policies.items()}
-        trajectories = self._conversations.trajectories(policy_of=names, reward=reward)
+        built = self._conversations.trajectories(policy_of=names, reward=reward)
+        trajectories = tuple(item for item in built if self.policies[item.role].wants_trajectory)
         counted = {"agent_calls": float(self._num_calls), "completion_tokens": float(self._num_sampled)}
         return Episode(trajectories, counted | dict(metrics or {}))
 

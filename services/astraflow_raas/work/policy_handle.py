@@ -1,4 +1,4 @@
-"""The `Policy` that a workflow holds: one policy of the run, bound to one episode.
+"""The `Policy` that a workflow holds: the policy that plays one role, bound to one episode.
 
 Invariant: every call of an episode has its own seed, derived from the lease, so an episode repeats on another
 node as far as its engine is deterministic; a call that the engine lost is made again under the same seed,
@@ -15,6 +15,7 @@ from typing import Protocol
 
 from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import GenerateResult, Message, Tool, ToolCall
+from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
@@ -43,11 +44,11 @@ class Sampler(Protocol):
 
 
 class PolicyHandle:
-    """A policy bound to one member of a lease. Used by one workflow run; not shared."""
+    """A role's policy bound to one member of a lease. Used by one workflow run; not shared."""
 
     def __init__(
         self,
-        name: str,
+        role: ResolvedRole,
         *,
         sampler: Sampler,
         lease: task_pb2.Lease,
@@ -55,10 +56,12 @@ class PolicyHandle:
         episode_id: str,
         batch_key: Callable[[int], Hashable],
     ) -> None:
-        self.name = name
+        self.name = role.policy_id
+        self.role = role.name
+        self.wants_trajectory = role.is_trained and role.name not in lease.uncredited_roles
         self._sampler = sampler
         self._lease = lease
-        self._sampling = lease.sampling[name]
+        self._sampling = lease.sampling[self.name]
         self.max_new_tokens = self._sampling.max_new_tokens
         self._member = member
         self._episode_id = episode_id
@@ -113,6 +116,9 @@ class PolicyHandle:
             finish_reason=generation.finish_reason,
         )
 
+    async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
+        return await self.generate(self.encode(messages), max_new_tokens=max_new_tokens)
+
     def _next_call(self, prompt_ids: Sequence[int], *, max_new_tokens: int | None) -> GenerateCall:
         limit = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         if not prompt_ids or not 1 <= limit <= self._sampling.max_new_tokens:
@@ -124,13 +130,13 @@ class PolicyHandle:
         number, self._num_calls = self._num_calls, self._num_calls + 1
         return GenerateCall(
             # Ends in a sign of its own: SGLang aborts by prefix, and call 1 must not take call 10 along.
-            rid=f"{self._episode_id}-{self.name}-{number};",
+            rid=f"{self._episode_id}-{self.role}-{number};",
             prompt_ids=tuple(prompt_ids),
             max_new_tokens=limit,
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
             top_k=self._sampling.top_k,
-            seed=call_seed(self._lease, member=self._member, policy=self.name, call=number),
+            seed=call_seed(self._lease, member=self._member, role=self.role, call=number),
             stop_token_ids=self._sampler.tokenizer.stop_token_ids,
         )
 

@@ -55,11 +55,8 @@ def bench(tmp_path: Path) -> Bench:
 
 def _differing(left: ShardedModel, right: ShardedModel) -> list[str]:
     assert left.specs == right.specs
-    return [
-        spec.name
-        for spec, shard in left.held()
-        if not np.array_equal(shard.elements, right.shards[spec.name].elements)
-    ]
+    pairs = {name: (shard.elements, right.shards[name].elements) for name, shard in left.shards.items()}
+    return [name for name, (one, other) in pairs.items() if not np.array_equal(one, other)]
 
 
 ALGORITHMS = [

@@ -133,7 +133,12 @@ class Bench:
             claim=claim,
             controls=self.controls,
         )
-        settings = {"first_step": 1, "version": 0, "published": {0: 0}, "checkpoint_every_steps": 100}
+        settings: dict[str, Any] = {
+            "first_step": 1,
+            "version": 0,
+            "published": {0: 0},
+            "checkpoint_every_steps": 100,
+        }
         with worker:
             loop.run(LoopSettings(**(settings | changes)))
 

@@ -16,13 +16,12 @@ from astraflow.trainer.v1 import trainer_service_pb2 as pb
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit import metrics, serve
 from astraflow_kit.settings import DaemonSettings
-from astraflow_trainer.controls import Controls, Orders, RateChange
-from astraflow_trainer.progress import Phase, Progress, StepRecord
+from astraflow_trainer import controls, progress
 from astraflow_trainer.servicer import TrainerServicer
 from support.scripted_dataflow import eventually
 
 METRICS = {"reward_mean": 0.5}
-RECORD = StepRecord(step=1, version=1, finished_at_s=10.5, wait_s=0.25, train_s=2.5, metrics=METRICS)
+RECORD = progress.StepRecord(step=1, version=1, finished_at_s=10.5, wait_s=0.25, train_s=2.5, metrics=METRICS)
 PATIENCE_S = 10.0
 Stub: TypeAlias = "trainer_service_pb2_grpc.TrainerServiceAsyncStub"
 
@@ -37,7 +36,7 @@ class Trainer:
     """What a trainer knows of itself, and the service that tells it."""
 
     def __init__(self) -> None:
-        self.progress, self.controls = Progress(), Controls()
+        self.progress, self.controls = progress.Progress(), controls.Controls()
         self.servicer = TrainerServicer(self.progress, self.controls, run_id="run-1", policy_id="solver")
 
 
@@ -77,8 +76,8 @@ async def test_status_has_no_version_before_the_first_is_published(stub: Stub) -
     assert not (await _status(stub)).HasField("version")
 
 
-@pytest.mark.parametrize("phase", list(Phase))
-async def test_every_phase_has_its_name_in_the_contract(phase: Phase, trainer: Trainer) -> None:
+@pytest.mark.parametrize("phase", list(progress.Phase))
+async def test_every_phase_has_its_name_in_the_contract(phase: progress.Phase, trainer: Trainer) -> None:
     trainer.progress.ended(phase)
     status = await trainer.servicer.Status(pb.StatusRequest(), cast("Any", None))
     assert pb.Phase.Name(status.phase) == f"PHASE_{phase.name}"
@@ -107,12 +106,12 @@ async def test_a_checkpoint_and_a_learning_rate_are_answered_when_made(trainer: 
     async with asyncio.timeout(PATIENCE_S):
         saved = asyncio.ensure_future(stub.Checkpoint(pb.CheckpointRequest()))
         changed = asyncio.ensure_future(stub.SetLearningRate(pb.SetLearningRateRequest(learning_rate=0.5)))
-        both = Orders(checkpoint=True, learning_rate=0.5)
+        both = controls.Orders(checkpoint=True, learning_rate=0.5)
         take = partial(trainer.controls.take, waiting=lambda _: None)
         await eventually(lambda: take() == both, what="both are asked for")
         assert not saved.done()
         trainer.controls.checkpointed(4)
-        trainer.controls.learning_rate_set(0.5, RateChange(first_step=5, previous=0.25))
+        trainer.controls.learning_rate_set(0.5, controls.RateChange(first_step=5, previous=0.25))
         assert (await saved).step == 4
         answer = await changed
     assert (answer.first_step, answer.previous_learning_rate) == (5, 0.25)
@@ -145,7 +144,7 @@ async def test_metrics_come_from_the_asked_step_and_end_with_training(trainer: T
             received.append(message)
             if message.step == 3:
                 trainer.progress.stepped(replace(RECORD, step=4, version=4))
-                trainer.progress.ended(Phase.FINISHED)
+                trainer.progress.ended(progress.Phase.FINISHED)
     assert [message.step for message in received] == [2, 3, 4]
     assert [message.HasField("version") for message in received] == [False, True, True]
     last = received[-1]
@@ -160,7 +159,7 @@ async def test_a_slow_reader_gets_the_steps_that_finished_while_it_was_reading(t
     stream = trainer.servicer.WatchMetrics(pb.WatchMetricsRequest(), cast("Any", None))
     steps = [(await anext(stream)).step]
     trainer.progress.stepped(replace(RECORD, step=2))
-    trainer.progress.ended(Phase.FINISHED)
+    trainer.progress.ended(progress.Phase.FINISHED)
     async with asyncio.timeout(PATIENCE_S):
         steps += [message.step async for message in stream]
     assert steps == [1, 2]

@@ -16,11 +16,10 @@ from pydantic import Field, field_serializer, model_validator
 
 from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow.recipe.roles import PolicyName, ResolvedRole, RoleName, RoleSettings, resolve_roles
 from astraflow.recipe.section import Section, merged
 
 SCHEMA_VERSION = 1
-
-PolicyName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 
 
 class RunSettings(Section):
@@ -170,6 +169,10 @@ class DataflowSettings(BatchSettings):
     """`Curator` plug-ins, asked in order about drawn tasks; each sees what those before it left."""
     selector: PluginSettings | None = None
     """`Selector` plug-in that chooses the groups of a batch; unset: those whose staleness deadline is nearest."""
+    admit: Literal["any", "all"] = "any"
+    """When tasks of several trained roles are leased: while the policy of `any` role has room in its staleness window
+    (leases name the roles without, and workflows skip their trajectories), or only while those of `all` roles have.
+    """
     min_acceptance: float = Field(default=0.1, gt=0, le=1)
     """Floor of the moving average of groups surviving filters, used by admission."""
     lease_ttl_s: float = Field(default=20.0, ge=0.5, le=3600)
@@ -306,6 +309,10 @@ class Recipe(Section):
     """What is trained."""
     policies: dict[PolicyName, PolicySettings] = Field(min_length=1, max_length=64)
     """The policies trained together, by id. Their settings, resolved, are read through `Recipe.policy`."""
+    roles: dict[RoleName, RoleSettings] = Field(default={}, max_length=64)
+    """Which policy plays which role of the workflow. Left out: each policy plays the role of its own name. Resolved,
+    they are read through `Recipe.resolved_roles`.
+    """
     dataflow: DataflowSettings = DataflowSettings()
     """Groups, leases, staleness and evaluation."""
     raas: RaasSettings
@@ -327,13 +334,18 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _policies_fit(self) -> Recipe:
-        _ = self.resolved_policies
+        _ = self.resolved_policies, self.resolved_roles
         return self
 
     @cached_property
     def resolved_policies(self) -> Mapping[str, ResolvedPolicy]:
         """Every policy with its settings, in recipe order."""
         return {policy_id: self._resolve(policy_id) for policy_id in self.policies}
+
+    @cached_property
+    def resolved_roles(self) -> Mapping[str, ResolvedRole]:
+        """Every role with the policy that plays it, in recipe order."""
+        return resolve_roles(self.roles, trained=dict.fromkeys(self.policies, True))
 
     def policy(self, policy_id: str) -> ResolvedPolicy:
         """Return the settings of a policy. Raises KeyError when there is no such policy."""

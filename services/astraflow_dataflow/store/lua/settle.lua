@@ -58,12 +58,13 @@ local function settle(keys, a)
     if verdict == 'ready' then
       make_ready(P, task, gid, policy, n, item.oldest, item.items, item.ids)
     else
+      if verdict == 'no_credit' then call('HINCRBY', K.policy(P, policy), 'no_credit', n) end
       count(P, 'dropped:' .. verdict, n)
       forget(P, split(item.ids))
     end
   end
   count(P, 'assembling', -total)
-  for _, policy in ipairs(policies(P)) do call('SREM', K.outstanding(P, policy), task) end
+  for _, role in ipairs(trained_roles(P)) do call('SREM', K.outstanding(P, role.policy), role.name .. ' ' .. task) end
   leave_lane(P, task)
   call('ZREM', K.settling(P), task)
   entomb(P, task, tonumber(a.tombstone_ms))

@@ -58,7 +58,7 @@ def test_each_reason_has_its_name() -> None:
         ({"ready": 2}, "the trainer takes a batch"),
         ({"unpublished": 2, "unpublished_steps": (1,)}, "the trainer finishes step 1"),
         (
-            {"ready": 2, "unpublished_steps": (1,), "finished_step": 1},
+            {"ready": 2, "unpublished_steps": (1, 2), "finished_step": 1},
             "the trainer announces the version of step 1",
         ),
     ],

@@ -135,9 +135,8 @@ async def test_a_mark_is_told_with_the_identity_of_its_data() -> None:
         durability.note("run", 7)
         await eventually(lambda: told.called, what="the mark")
         mark = durability.watermark("run")
-        assert mark == durability_pb2.Watermark(
-            durable_position=7, durability=durability_pb2.DURABILITY_FSYNCED, data_incarnation="a"
-        )
+        fsynced = {"durability": durability_pb2.DURABILITY_FSYNCED, "data_incarnation": "a"}
+        assert mark == durability_pb2.Watermark(durable_position=7, **fsynced)
         durability.forget("run")
         assert durability.watermark("run") is None
 

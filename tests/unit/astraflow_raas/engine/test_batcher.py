@@ -113,12 +113,9 @@ class _Picky(FakeEngine):
 
 
 async def test_a_refused_request_is_split_so_that_only_the_culprit_fails() -> None:
-    batcher = Setup(_Picky(version=1)).batcher
-    good, bad = await asyncio.gather(
-        batcher.generate(call("good"), key="task"),
-        batcher.generate(call("bad", prompt_ids=(1, 2, 3, 4)), key="task"),
-        return_exceptions=True,
-    )
+    batcher, calls = Setup(_Picky(version=1)).batcher, [call("good"), call("bad", prompt_ids=(1, 2, 3, 4))]
+    answers = (batcher.generate(one, key="task") for one in calls)
+    good, bad = await asyncio.gather(*answers, return_exceptions=True)
     assert isinstance(good, Generation)
     assert isinstance(bad, EngineRefused)
 

@@ -30,11 +30,8 @@ def test_every_engine_listens_on_loopback_under_a_numbered_version(kind: str, mo
 def test_the_embedded_engine_gets_slots_threads_and_seed() -> None:
     argv = command("astraflow_engine", threads=2).argv(model_dir=Path("m"), version=0, port=1)
     options = dict(itertools.pairwise(argv))
-    assert (options["--max-running-requests"], options["--num-threads"], options["--seed"]) == (
-        "128",
-        "2",
-        "7",
-    )
+    asked = options["--max-running-requests"], options["--num-threads"], options["--seed"]
+    assert asked == ("128", "2", "7")
 
 
 def test_a_thread_count_of_zero_is_left_to_the_engine() -> None:

@@ -129,9 +129,7 @@ async def test_without_a_list_of_versions_one_made_all_tokens(engine: HttpEngine
         {"finish_reason": None},
     ],
 )
-async def test_an_answer_that_contradicts_itself_is_refused(
-    engine: HttpEngine, script: Script, meta: Any
-) -> None:
+async def test_contradictory_answers_are_not_believed(engine: HttpEngine, script: Script, meta: Any) -> None:
     script.answer("/generate", [answer(**meta)])
     with pytest.raises(EngineFaulty, match="call r0 is unusable"):
         await engine.generate([CALL])
@@ -150,13 +148,8 @@ async def test_a_logprob_an_ulp_above_zero_is_rounding(engine: HttpEngine, scrip
     assert generation.logprobs[0] == 0.0
 
 
-STATUSES = {
-    400: EngineRefused,
-    422: EngineRefused,
-    429: EngineUnavailable,
-    503: EngineUnavailable,
-    500: EngineFaulty,
-}
+REFUSED, AWAY = EngineRefused, EngineUnavailable
+STATUSES = {400: REFUSED, 422: REFUSED, 429: AWAY, 503: AWAY, 500: EngineFaulty}
 
 
 @pytest.mark.parametrize("status", STATUSES)

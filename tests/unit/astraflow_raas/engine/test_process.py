@@ -1,10 +1,8 @@
 """One run of an engine as a child: healthy, dead early, ended with its whole group. The child is a small stand-in."""
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -26,22 +24,9 @@ DIES = "import sys; print('loading'); sys.exit('no such model')"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HEALTHY
 
 
-@dataclass(frozen=True)
-class StandIn:
-    """Stands where an `EngineCommand` is."""
-
-    program: str
-    kind: str = "stand-in"
-
-    def argv(self, *, model_dir: Path, version: int, port: int) -> list[str]:
-        return [sys.executable, "-c", self.program, str(port)]
-
-    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        return dict(inherited)
-
-
 async def started(program: str, folder: Path) -> EngineProcess:
-    command: Any = StandIn(program)
+    command = Mock(kind="stand-in", environment=dict)
+    command.argv = lambda *, port, **_: [sys.executable, "-c", program, str(port)]
     log_path = folder / "engine.log"
     return await start_engine(command, model_dir=folder, version=0, log_path=log_path, request_timeout_s=5.0)
 

@@ -42,7 +42,7 @@ async def test_a_server_of_other_contracts_is_refused(server: RunningServer, cli
         await find_run(client, "", patience_s=60.0)
 
 
-async def test_a_server_and_a_run_that_come_later_are_waited_for(
+async def test_a_server_and_a_run_that_come_late_are_awaited(
     server: RunningServer, client: AsyncClient
 ) -> None:
     server.script.run_fault = errors.NotFoundError("this server has no run yet")

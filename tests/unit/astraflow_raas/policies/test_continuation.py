@@ -13,7 +13,7 @@ from astraflow.errors import InvalidArgumentError, RecipeError
 from astraflow.plugins import Message, Tool
 from astraflow_raas.policies.tokenizer import load_tokenizer
 from astraflow_raas.work.policy_handle import PolicyHandle
-from support.raas_parts import CHAT_TEMPLATE, leased, write_tokenizer
+from support.raas_parts import CHAT_TEMPLATE, SOLVER, leased, write_tokenizer
 
 END_OF_TURN = 2
 STABLE = {
@@ -74,7 +74,7 @@ def handle_of(tmp_path_factory: pytest.TempPathFactory) -> HandleOf:
         (folder / "chat_template.jinja").write_text(template)
         sampler: Any = SimpleNamespace(tokenizer=load_tokenizer(folder))
         call = {"lease": leased(), "batch_key": lambda _: 0}
-        return PolicyHandle("solver", sampler=sampler, member=0, episode_id="e", **call)
+        return PolicyHandle(SOLVER, sampler=sampler, member=0, episode_id="e", **call)
 
     return make
 

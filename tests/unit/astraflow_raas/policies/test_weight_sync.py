@@ -76,13 +76,6 @@ class Setup:
             self.policy.engine_ready(self.engine, version=loadable.version)
 
 
-@pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
-    store = FileStore(tmp_path / "store")
-    assets = [path for path in write_tokenizer(tmp_path / "tokenizer").iterdir() if path.is_file()]
-    return Trainer(ModelPublisher(open_writer(store), assets=assets))
-
-
 def source_of(store: FileStore, folder: Path) -> MirrorSource:
     """A source over the mirror in a folder; it asks for no second one."""
     log_reader, never = VersionLog(store, run_id=RUN, policy_id=POLICY), Mock(side_effect=AssertionError)
@@ -96,8 +89,10 @@ def evaluation_hold_s() -> float:
 
 
 @pytest.fixture
-async def setup(tmp_path: Path, trainer: Trainer, evaluation_hold_s: float) -> AsyncIterator[Setup]:
+async def setup(tmp_path: Path, evaluation_hold_s: float) -> AsyncIterator[Setup]:
     store = FileStore(tmp_path / "store")
+    assets = [path for path in write_tokenizer(tmp_path / "tokenizer").iterdir() if path.is_file()]
+    trainer = Trainer(ModelPublisher(open_writer(store), assets=assets))
     policy, engine = ServedPolicy(POLICY), FakeEngine()
     source = source_of(store, tmp_path)
     sync = WeightSync(policy, source=source, metrics=Metrics(), evaluation_hold_s=evaluation_hold_s)

@@ -22,7 +22,7 @@ from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.work.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
 from support.fake_engine import FakeEngine
-from support.raas_parts import SAMPLING, ScriptedWorkflow, leased, served_policy
+from support.raas_parts import SAMPLING, SOLVER, ScriptedWorkflow, leased, served_policy
 from support.scripted_dataflow import eventually, result
 
 
@@ -35,7 +35,9 @@ class Setup:
 
     async def run(self, lease: task_pb2.Lease, timeout_s: float = 20, coalesce: int = 128) -> Failure | None:
         bounds = {"episode_timeout_s": timeout_s, "coalesce_max_new_tokens": coalesce}
-        settings = SessionSettings(node_id="node-1", sampling={"solver": SAMPLING}, **bounds)
+        settings = SessionSettings(
+            node_id="node-1", sampling={"solver": SAMPLING}, roles={"solver": SOLVER}, **bounds
+        )
         parts: dict[str, Any] = {"policies": {"solver": self.policy}, "pusher": Mock(push=self.push)}
         session = Session(self.workflow, settings=settings, metrics=Metrics(), **parts)
         failure = await session.run(lease)
@@ -125,14 +127,11 @@ NONSENSE = plugins.Episode((None,))  # type: ignore[arg-type]
 @pytest.mark.parametrize(
     ("script", "members", "reason", "detail"),
     [
-        pytest.param(
-            [WRONG_ANSWER], [1, 2], "workflow_error", f"member 0: ValueError: {WRONG_ANSWER}", id="raises"
-        ),
-        pytest.param([NONSENSE], [1, 2], "workflow_error", "member 0: ", id="returns nonsense"),
-        pytest.param(
-            [WRONG_ANSWER, UNABLE], [2], "missing_capability", f"member 1: {UNABLE}", id="is for another"
-        ),
+        ([WRONG_ANSWER], [1, 2], "workflow_error", f"member 0: ValueError: {WRONG_ANSWER}"),
+        ([NONSENSE], [1, 2], "workflow_error", "member 0: "),
+        ([WRONG_ANSWER, UNABLE], [2], "missing_capability", f"member 1: {UNABLE}"),
     ],
+    ids=["raises", "returns nonsense", "is for another node"],
 )
 async def test_a_workflow_that_fails_fails_its_own_member_and_no_other(
     setup: Setup, script: list[object], members: list[int], reason: str, detail: str

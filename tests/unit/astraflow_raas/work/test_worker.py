@@ -4,7 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from unittest.mock import Mock, call
 
 import grpc
@@ -24,15 +24,13 @@ ME = run_service_pb2.JoinRunRequest(
 )
 
 
-@dataclass
 class ScriptedRunner:
     """Runs a lease until the test ends it, with a failure, an error or nothing."""
 
-    ends: "defaultdict[str, asyncio.Future[Failure | None]]" = field(
-        default_factory=lambda: defaultdict(asyncio.Future)
-    )
-    started: list[str] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.ends: defaultdict[str, asyncio.Future[Failure | None]] = defaultdict(asyncio.Future)
+        self.started: list[str] = []
+        self.cancelled: list[str] = []
 
     async def run(self, leased: task_pb2.Lease) -> Failure | None:
         self.started.append(leased.lease_id)

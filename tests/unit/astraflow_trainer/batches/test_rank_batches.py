@@ -12,8 +12,7 @@ from astraflow.errors import FencedError
 from astraflow_trainer.batches.rank_batches import RankBatches, balanced_shares
 from astraflow_trainer.batches.source import BatchSource, Ledger, StepBatch
 from astraflow_trainer.controls import PAUSED, Controls, Orders
-from support.rank_threads import ThreadRanks, run_ranks
-from support.scripted_batches import ScriptedBatches, serving
+from support import rank_threads, scripted_batches
 from support.scripted_dataflow import POLICY, RUN_ID
 
 T = TypeVar("T")
@@ -24,20 +23,20 @@ class Bench:
     """Ranks of one trainer before a scripted server."""
 
     folder: Path
-    script: ScriptedBatches = field(default_factory=ScriptedBatches)
+    script: scripted_batches.ScriptedBatches = field(default_factory=scripted_batches.ScriptedBatches)
 
     def run(self, work: Callable[[RankBatches, int], T], *, size: int = 2) -> list[T]:
         """Claim once, then call `work(batches, rank)` on every rank."""
-        with serving(self.script) as client:
+        with scripted_batches.serving(self.script) as client:
 
-            def one(ranks: ThreadRanks) -> T:
+            def one(ranks: rank_threads.ThreadRanks) -> T:
                 ledger = Ledger(self.folder / f"{ranks.index}")
                 source = BatchSource(client, run_id=RUN_ID, policy_id=POLICY, trainer_id="t", ledger=ledger)
                 epoch = source.claim().epoch if ranks.index == 0 else 0
                 source.epoch = int(ranks.broadcast(str(epoch).encode()))
                 return work(RankBatches(source, ranks), ranks.index)
 
-            return run_ranks(size, one)
+            return rank_threads.run_ranks(size, one)
 
 
 @pytest.fixture

@@ -83,10 +83,8 @@ def held_by(
 @given(layout=layouts(), ranks=st.integers(1, 4), seed=st.integers(0, 99))
 def test_digests_of_ranks_are_those_of_the_whole_model(layout: ModelLayout, ranks: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    values = {
-        item.name: generator.integers(0, 2**16, math.prod(item.shape)).astype(np.uint16)
-        for item in layout.parameters
-    }
+    sizes = {item.name: math.prod(item.shape) for item in layout.parameters}
+    values = {name: generator.integers(0, 2**16, size, np.uint16) for name, size in sizes.items()}
     expected = whole_tensors(layout, values)
 
     def digests(rank: ThreadRanks) -> object:

@@ -1,5 +1,7 @@
 """Where a trainer goes on: rollbacks that no checkpoint knows of, and those that are behind it."""
 
+from functools import partial
+
 import pytest
 
 from astraflow_trainer.model.checkpoint import Position
@@ -21,10 +23,8 @@ def log(*rollback_of: int | None) -> Versions:
 
 def at(*versions: int, learning_rate: float | None = None) -> list[Position]:
     """Checkpoints of these versions, taken at steps of the same numbers."""
-    return [
-        Position(step=version, version=version, optimizer_steps=version, learning_rate=learning_rate)
-        for version in versions
-    ]
+    position = partial(Position, learning_rate=learning_rate)
+    return [position(step=version, version=version, optimizer_steps=version) for version in versions]
 
 
 PLAIN = log(None, None, None, None)

@@ -131,10 +131,8 @@ def test_known_changes_give_equal_tiles(start: int, context: bool, monkeypatch: 
     after[-1] += 1
     spec = TensorSpec(name="w", dtype="bfloat16", shape=(start + count,))
     pad = start % 4
-    bounds = [
-        start - pad,
-        *range(-(-(start + 1) // MAX_TILE_ELEMENTS) * MAX_TILE_ELEMENTS, start + count, MAX_TILE_ELEMENTS),
-    ]
+    lines = range(-(-(start + 1) // MAX_TILE_ELEMENTS) * MAX_TILE_ELEMENTS, start + count, MAX_TILE_ELEMENTS)
+    bounds = [start - pad, *lines]
     found = []
     for low, high in zip(bounds, [*bounds[1:], start + count], strict=True):
         first = max(low - start, 0)

@@ -1,19 +1,18 @@
 """Versions leave in order beside training, are committed before announced, and failures reach the trainer."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from astraflow.client import Client
 from astraflow.errors import FencedError, InvalidArgumentError, UnavailableError
 from astraflow_trainer.publish.publishing import Announcer, ModelBytes, PublishWorker
-from astraflow_weights.codec.parts.writer import Placed
 from astraflow_weights.codec.peers import OnePeer
-from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
 from astraflow_weights.publish import shard_publisher, version_writer
 from astraflow_weights.store import PutResult, file
@@ -110,18 +109,17 @@ class StalledStore(file.FileStore):
 
 def test_training_neither_opens_encodes_nor_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = StalledStore(tmp_path)
-    encoders: list[str] = []
-    openers: list[str] = []
+    seen: list[tuple[str, str]] = []
 
-    def encode(*args: ShardedModel) -> Iterator[Placed]:
-        encoders.append(threading.current_thread().name)
-        return encode_snapshot_tiles(*args)
+    def noting(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: object) -> Any:
+            seen.append((what, threading.current_thread().name))
+            return call(*args)
 
-    def opened() -> ShardedModel:
-        openers.append(threading.current_thread().name)
-        return scripted_batches.weights_of(0).open()
+        return noted
 
-    monkeypatch.setattr(shard_publisher, "encode_snapshot_tiles", encode)
+    monkeypatch.setattr(shard_publisher, "encode_snapshot_tiles", noting("encode", encode_snapshot_tiles))
+    opened = noting("open", scripted_batches.weights_of(0).open)
     roots: list[bytes] = []
     writer = version_writer.VersionWriter.open(store, run_id="r", policy_id="p", epoch=1)
     publisher = shard_publisher.ShardPublisher(writer, uploads=writer.uploads, peers=OnePeer(), base=None)
@@ -136,7 +134,7 @@ def test_training_neither_opens_encodes_nor_uploads(tmp_path: Path, monkeypatch:
     newest = publisher.newest
     assert newest is not None
     assert roots == [newest.model_root]
-    assert (openers, encoders, store.threads) == (["publish"], ["publish"], {"weights-upload"})
+    assert (seen, store.threads) == ([("open", "publish"), ("encode", "publish")], {"weights-upload"})
 
 
 def test_leaving_waits_for_what_is_queued(bench: Bench) -> None:

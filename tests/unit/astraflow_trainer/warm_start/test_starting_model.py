@@ -18,35 +18,25 @@ from astraflow_trainer.warm_start.starting_model import asset_files, starting_mo
 from support.scripted_dataflow import RECIPE
 
 BUILT = """
-      architecture:
-        hidden_size: 16
-        num_hidden_layers: 1
-        num_attention_heads: 2
-        num_key_value_heads: 1
-        head_dim: 8
-        intermediate_size: 32
+      architecture: {hidden_size: 16, num_hidden_layers: 1, head_dim: 8, intermediate_size: 32,
+                     num_attention_heads: 2, num_key_value_heads: 1}
       tokenizer: {vocab_size: 280, num_texts: 10}
       warm_start: {demonstrations: "recipe:PLUGIN", steps: 2, batch_size: 4}
 """
 PLUGINS = """
+from itertools import count, islice
 from pathlib import Path
 from astraflow.plugins import Demonstration, Message
 
-CALLS = Path(__file__).with_name("calls.txt")
-
-class Endless:
-    def __call__(self, seed: int):
-        with CALLS.open("a") as calls:
-            calls.write(f"{seed}\\n")
-        number = 0
-        while True:
-            number += 1
-            question = Message(role="user", content=f"Say {number}.")
-            yield Demonstration(messages=(question,), completion=f"{number} of {seed}")
+def endless(seed: int):
+    with Path(__file__).with_name("calls.txt").open("a") as calls:
+        calls.write(f"{seed}\\n")
+    for number in count(1):
+        question = Message(role="user", content=f"Say {number}.")
+        yield Demonstration(messages=(question,), completion=f"{number} of {seed}")
 
 def ends_after_five(seed: int):
-    stream = Endless()(seed)
-    return (next(stream) for _ in range(5))
+    return islice(endless(seed), 5)
 
 def wants_no_seed():
     return iter(())
@@ -62,7 +52,7 @@ class Bench:
     shares: list[float] = field(default_factory=list)
     """The progress that was told."""
 
-    def start(self, *, plugin: str = "recipe:Endless", code_sha256: str = "c0de", seed: int = 5) -> Path:
+    def start(self, *, plugin: str = "recipe:endless", code_sha256: str = "c0de", seed: int = 5) -> Path:
         return self.start_from(BUILT.replace("recipe:PLUGIN", plugin), code_sha256=code_sha256, seed=seed)
 
     def start_from(self, model: str, *, code_sha256: str = "", seed: int = 5) -> Path:

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_weights.errors import Edge, NoPath, StoreRefused
+from astraflow_weights import errors, settings
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.mirror.pull_guard import PullGuard
-from astraflow_weights.settings import PublishSettings
 from astraflow_weights.versions.collection_records import PullLease, decode_lease
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import PullPlan, plan_pull
@@ -19,7 +18,7 @@ from support.weight_models import KEYS, FaultyStore
 @pytest.fixture
 def store(store: FaultyStore) -> FaultyStore:
     """Versions 0 to 3, each with a snapshot."""
-    published(store, 4, settings=PublishSettings(snapshot_every_versions=1))
+    published(store, 4, settings=settings.PublishSettings(snapshot_every_versions=1))
     return store
 
 
@@ -33,7 +32,7 @@ def parts_of(plan: PullPlan) -> frozenset[bytes]:
     return frozenset(part.sha256 for step in plan.steps for part in step.parts)
 
 
-def planned(guard: PullGuard, log: VersionLog, *, avoid: frozenset[Edge] = frozenset()) -> PullPlan:
+def planned(guard: PullGuard, log: VersionLog, *, avoid: frozenset[errors.Edge] = frozenset()) -> PullPlan:
     """The plan from version 1 to 3."""
     return guard.plan(lambda avoided: plan_pull(log, held=1, target=3, avoid=avoided), avoid=avoid)
 
@@ -55,7 +54,7 @@ def test_a_plan_with_a_part_about_to_be_collected_is_avoided(store: FaultyStore,
     guard = PullGuard()
     with guard.over(store, log):
         plan = planned(guard, log)
-        assert [step.edge for step in plan.steps] == [Edge(version=3, base_version=None)]
+        assert [step.edge for step in plan.steps] == [errors.Edge(version=3, base_version=None)]
         (lease,) = leases(store)
         assert lease.parts == parts_of(plan), "the lease must name what is fetched, not what was dropped"
 
@@ -70,8 +69,8 @@ def test_where_every_path_is_to_be_collected_one_is_tried_anyway(store: FaultySt
 
 def test_a_target_that_nothing_leads_to_is_told(store: FaultyStore, log: VersionLog) -> None:
     guard = PullGuard()
-    everything = frozenset(Edge(version=3, base_version=base) for base in (None, 2))
-    with guard.over(store, log), pytest.raises(NoPath):
+    everything = frozenset(errors.Edge(version=3, base_version=base) for base in (None, 2))
+    with guard.over(store, log), pytest.raises(errors.NoPath):
         planned(guard, log, avoid=everything)
     assert leases(store) == []
 
@@ -93,7 +92,7 @@ def refusals(store: FaultyStore) -> list[str]:
 
     def refuse(key: str, data: bytes) -> None:
         keys.append(key)
-        raise StoreRefused(f"{len(data)} bytes for {key} are not allowed")
+        raise errors.StoreRefused(f"{len(data)} bytes for {key} are not allowed")
 
     store.before_put = refuse
     return keys

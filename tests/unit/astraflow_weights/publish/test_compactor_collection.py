@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
+from astraflow_weights import errors, settings
 from astraflow_weights.collection.retention import Roots
-from astraflow_weights.errors import Unavailable
-from astraflow_weights.settings import PublishSettings
 from astraflow_weights.tools.verification import verify_version
 from astraflow_weights.versions.inspection import buildable
 from astraflow_weights.versions.log import VersionLog
@@ -12,7 +11,7 @@ from support.published_models import PublishedModels, new_collector, new_compact
 from support.scripted_batches import eventually
 from support.weight_models import FaultyStore
 
-SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
+SETTINGS = settings.PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
 
 
 class Training(PublishedModels):
@@ -59,7 +58,7 @@ def test_without_an_answer_about_pins_all_stays_and_compaction_goes_on(store: Fa
 
     def refuse() -> Roots:
         asked.append(True)
-        raise Unavailable("the server is down")
+        raise errors.Unavailable("the server is down")
 
     training = Training(store, refuse)
     with training.compactor:

@@ -60,7 +60,7 @@ def test_a_version_is_built_bit_by_bit(store: FaultyStore, log: VersionLog, mode
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 6), (6, 2)])
-def test_changes_are_those_between_the_models(
+def test_changes_between_two_versions(
     store: FaultyStore, log: VersionLog, models: Models, first: int, second: int
 ) -> None:
     changes = changes_between(store, log, first=first, second=second, threads=2)
@@ -72,8 +72,6 @@ def test_changes_are_those_between_the_models(
     assert shares["model.empty"] == 0
 
 
-def test_a_version_does_not_differ_from_itself_and_is_not_fetched(
-    store: FaultyStore, log: VersionLog
-) -> None:
+def test_a_version_that_equals_itself_is_not_fetched(store: FaultyStore, log: VersionLog) -> None:
     store.delete(log.record(4).deltas[0].parts[0].key)
     assert {change.num_changed for change in changes_between(store, log, first=4, second=4, threads=2)} == {0}

@@ -7,8 +7,7 @@ import pytest
 
 from astraflow_weights.codec.digest import model_root
 from astraflow_weights.versions.manifest import Manifest, decode_entry, encode_entry
-from support import store_census
-from support.published_models import ModelPublisher, open_writer
+from support import published_models, store_census
 from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, overwrite, trained
 
 Damage = Callable[[FaultyStore, Manifest], None]
@@ -19,8 +18,8 @@ def store(store: FaultyStore) -> FaultyStore:
     """Versions 0 to 2 of two writers, and a part that no manifest names."""
     model = make_model()
     for epoch in (1, 2):
-        writer = open_writer(store, epoch=epoch)
-        publisher = ModelPublisher(writer, base=None if epoch == 1 else model)
+        writer = published_models.open_writer(store, epoch=epoch)
+        publisher = published_models.ModelPublisher(writer, base=None if epoch == 1 else model)
         for step in (0, 1) if epoch == 1 else (2,):
             model = trained(model, step)
             publisher.publish(model, step=step)
