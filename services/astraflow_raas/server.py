@@ -29,7 +29,7 @@ from astraflow_raas.node.folder import NodeFolder, claim_folder
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node
-from astraflow_raas.recipe_code import load_plugins
+from astraflow_raas.recipe_code import load_workflow
 from astraflow_raas.servicers.node_service import NodeServicer, node_status
 from astraflow_raas.settings import NodeSettings
 from astraflow_raas.timeline import Stage, Timeline, process_age_s
@@ -77,9 +77,9 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
     async with _claimed(settings) as folder, _client(settings) as client:
         await require_engine(settings.engine, python=settings.engine_python)
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
-        load_plugins(
+        load_workflow(
             found.run,
-            found.recipe.raas,
+            found.recipe,
             into=folder.code,
             allowed=settings.allow_recipe_code,
             endpoint=Endpoint(),
@@ -112,9 +112,9 @@ async def _join(
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
     endpoint = Endpoint()
-    plugins = load_plugins(
+    workflow = load_workflow(
         found.run,
-        found.recipe.raas,
+        found.recipe,
         into=folder.code,
         allowed=settings.allow_recipe_code,
         endpoint=endpoint,
@@ -130,7 +130,7 @@ async def _join(
         request=request,
         joined=joined,
         client=client,
-        plugins=plugins,
+        workflow=workflow,
         endpoint=endpoint,
         settings=settings,
         metrics=metrics,

@@ -77,11 +77,12 @@ async def test_trajectories_of_a_policy_without_credit_end_as_no_credit(world: W
 
 
 async def test_groups_are_per_policy_and_role(world: World) -> None:
-    trainer, node = await world.started(dataset="Counting", groups_per_step=2, group_size=2)
+    roles = {"planner": "solver", "coder": "solver"}
+    trainer, node = await world.started(dataset="Counting", groups_per_step=2, roles=roles)
     (lease,) = await node.lease()
     for member in lease.members:
         episode = node.episode(lease, member, policies=("solver", "solver"))
-        for number, role in enumerate(("planner", "coder")):
+        for number, role in enumerate(roles):
             spoken = make_trajectory(f"{episode.episode_id}.{role}", role=role)
             episode.trajectories[number].CopyFrom(spoken)
         await node.push(episode)

@@ -43,6 +43,7 @@ RECIPE = """
 run: {{name: {name}, dataset: "{dataset}"}}
 policies:
 {policies}
+roles: {{{roles}}}
 dataflow: {{{dataflow}}}
 raas: {{{raas}}}
 """
@@ -110,10 +111,12 @@ def recipe_text(
     name: str = "run",
     dataset: str = "Empty",
     policies: Sequence[str] = ("solver",),
+    roles: Mapping[str, str] | None = None,
+    frozen: Sequence[str] = (),
     raas: Mapping[str, object] | None = None,
     **dataflow: object,
 ) -> str:
-    """A recipe with small groups; `dataflow` and `raas` override single keys."""
+    """A recipe with small groups; `frozen` policies are not trained, `dataflow` and `raas` override single keys."""
     sizes = {"group_size": 2, "groups_per_step": 2, "max_staleness": 1, "lease_ttl_s": 20, "max_attempts": 3}
     merged = sizes | {"evaluation": "{every_versions: 0, num_samples: 2, final_samples: 2}"} | dataflow
     work = {"reward": f"{__name__}:Zero", **(raas or {})}
@@ -121,10 +124,16 @@ def recipe_text(
         name=name,
         dataset=dataset if ":" in dataset else f"{__name__}:{dataset}",
         policies="\n".join(POLICY.format(name=policy) for policy in policies),
-        dataflow=", ".join(f"{key}: {value}" for key, value in merged.items()),
-        raas=", ".join(f"{key}: {value}" for key, value in work.items()),
+        roles=_flow(roles or {}),
+        dataflow=_flow(merged),
+        raas=_flow(work),
     )
-    return parse_recipe(text).yaml_text
+    overrides = [f"policies.{policy}.train=false" for policy in frozen]
+    return parse_recipe(text, overrides=overrides).yaml_text
+
+
+def _flow(mapping: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in mapping.items())
 
 
 def bundle_of(source: str) -> run_pb2.CodeBundle:

@@ -26,7 +26,7 @@ from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
-from astraflow_raas.recipe_code import load_plugins
+from astraflow_raas.recipe_code import load_workflow
 from astraflow_raas.settings import NodeSettings
 from astraflow_raas.timeline import Timeline
 from astraflow_weights.errors import VerificationFailed
@@ -100,8 +100,8 @@ async def local_node(
             request=request,
             joined=await join_run(client, request, patience_s=5.0),
             client=client,
-            plugins=load_plugins(
-                found.run, found.recipe.raas, into=folder / "code", allowed=False, endpoint=endpoint
+            workflow=load_workflow(
+                found.run, found.recipe, into=folder / "code", allowed=False, endpoint=endpoint
             ),
             endpoint=endpoint,
             settings=settings,

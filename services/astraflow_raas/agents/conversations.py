@@ -128,15 +128,14 @@ def _trajectory(leaf: Turn, trained: set[Turn], *, policy_of: dict[str, str], re
         logprobs += result.logprobs if is_new else [0.0] * len(result.token_ids)
         version_spans += _shifted(result.version_spans, by=start)
         trained.add(turn)
-    policy = policy_of[leaf.model]
     return Trajectory(
-        policy=policy,
+        policy=policy_of[leaf.model],
         token_ids=token_ids,
         loss_mask=loss_mask,
         logprobs=logprobs,
         version_spans=version_spans,
         reward=reward,
-        role="" if leaf.model == policy else leaf.model,
+        role=leaf.model,
         finish_reason=leaf.result.finish_reason,
         turn_spans=turn_spans,
     )

@@ -32,7 +32,7 @@ from astraflow_raas.push.journal import PushJournal
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
-from astraflow_raas.recipe_code import NodePlugins
+from astraflow_raas.recipe_code import RecipeWorkflow
 from astraflow_raas.settings import NodeSettings
 from astraflow_raas.timeline import Timeline
 from astraflow_raas.work.session import Session, SessionSettings
@@ -52,7 +52,7 @@ class NodeInputs:
     request: run_service_pb2.JoinRunRequest
     joined: run_service_pb2.JoinRunResponse
     client: AsyncClient
-    plugins: NodePlugins
+    workflow: RecipeWorkflow
     endpoint: Endpoint
     settings: NodeSettings
     metrics: Metrics
@@ -92,7 +92,7 @@ def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -
         node_id=inputs.request.node_id,
         policies=policies,
         endpoint=inputs.endpoint,
-        scorer=inputs.plugins.scorer,
+        scorer=inputs.workflow.scorer,
         session=session,
         pusher=pusher,
         worker=worker,
@@ -105,11 +105,11 @@ def _session(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher) -> Sessi
         episode_timeout_s=inputs.found.recipe.raas.episode_timeout_s,
         coalesce_max_new_tokens=inputs.settings.coalesce_max_new_tokens,
         sampling=inputs.found.sampling,
+        roles=inputs.workflow.roles,
     )
     served = {name: part.policy for name, part in policies.parts.items()}
-    return Session(
-        inputs.plugins.workflow, policies=served, pusher=pusher, settings=settings, metrics=inputs.metrics
-    )
+    workflow = inputs.workflow.workflow
+    return Session(workflow, policies=served, pusher=pusher, settings=settings, metrics=inputs.metrics)
 
 
 def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: Session) -> Worker:

@@ -86,7 +86,7 @@ def test_whatever_a_workflow_adds_the_columns_stay_aligned_and_pass_the_checker(
     prompt: int, turns: list[tuple[int, int, int]]
 ) -> None:
     policy = ScriptedPolicy(sampled=[(num, newer) for num, newer, _ in turns])
-    builder = plugins.TrajectoryBuilder(policy, role="player")
+    builder = plugins.TrajectoryBuilder(policy)
     builder.add_prompt([plugins.Message("user", "x" * prompt)])
     for _, _, observed in turns:
         asyncio.run(builder.generate())
@@ -135,15 +135,17 @@ SAMPLED = 100
 class ScriptedPolicy:
     """One token for each character of a message; samples new tokens, as many as the script says."""
 
-    name = "solver"
+    name, role, wants_trajectory = "solver", "player", True
 
     def __init__(self, *, sampled: list[tuple[int, int]]) -> None:
         self.script, self.version_of = sampled, dict[int, int]()
 
-    def encode(self, messages: Sequence[plugins.Message]) -> list[int]:
+    def encode(self, messages: Sequence[plugins.Message], **_tools: object) -> list[int]:
         return [1 for message in messages for _ in message.content]
 
-    def extend(self, token_ids: Sequence[int], messages: Sequence[plugins.Message]) -> list[int]:
+    def extend(
+        self, token_ids: Sequence[int], messages: Sequence[plugins.Message], **_tools: object
+    ) -> list[int]:
         return [*token_ids, *self.encode(messages)]
 
     def decode(self, token_ids: Sequence[int]) -> str:

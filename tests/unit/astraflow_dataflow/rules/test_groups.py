@@ -50,7 +50,7 @@ def test_a_good_group_is_ready_with_the_items_of_its_trajectories() -> None:
 
 def test_groups_are_per_policy_and_role() -> None:
     headers = header("a", role="x"), header("b", role="y"), header("c", policy_id="q")
-    task = complete(*headers, credited=frozenset({"p", "q"}))
+    task = complete(*headers, credited=frozenset({"x", "y", "q"}))
     assert [group.group_id for group in task.groups] == ["t/p/x", "t/p/y", "t/q"]
     assert judge(task, NO_RULES) == ["ready"] * 3
 
@@ -59,7 +59,7 @@ def test_a_task_without_trajectories_has_no_groups() -> None:
     assert judge(complete(), NO_RULES) == []
 
 
-def test_a_policy_that_was_not_charged_ends_as_no_credit_without_being_judged() -> None:
+def test_a_role_that_was_not_charged_ends_as_no_credit_without_being_judged() -> None:
     assert judge(complete(ONE, credited=frozenset({"q"})), NO_RULES) == ["no_credit"]
     assert not was_judged("no_credit")
 
@@ -129,7 +129,7 @@ def test_a_filter_sees_the_whole_group_and_its_task() -> None:
     spec = task_pb2.Task(task_id="t", source="gsm8k", data_json=b'{"gold": 3}').SerializeToString()
     facts = header("a", role="x", num_tokens=9, finish_reason="length", metrics={"turns": 2})
     see = Mock(return_value=True)
-    judge(complete(facts, spec=spec), rules(filters=(("see", see),)))
+    judge(complete(facts, spec=spec, credited=frozenset({"x"})), rules(filters=(("see", see),)))
     (group,) = see.call_args.args
     assert (group.policy, group.role, group.group_id, group.verdict) == ("p", "x", "t/p/x", "")
     assert (group.task.source, dict(group.task.data)) == ("gsm8k", {"gold": 3})

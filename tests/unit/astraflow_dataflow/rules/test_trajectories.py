@@ -18,7 +18,7 @@ from astraflow_dataflow.rules.trajectories import Expectation, check_episode, un
 from support.dataflow_world import make_episode, make_trajectory
 
 PREFIX = blob_prefix("s3://bucket", "run")
-KNOWN = Expectation(newest_versions={"solver": 3}, blob_prefix=PREFIX)
+KNOWN = Expectation(newest_versions={"solver": 3}, roles={"solver": "solver"}, blob_prefix=PREFIX)
 
 
 @dataclass
@@ -298,7 +298,11 @@ def test_bfloat16_log_probs_are_read_and_checked(bits: int, slug: str) -> None:
 
 
 def test_an_evaluation_may_be_greedy() -> None:
-    demand = Expectation(newest_versions={"solver": 3}, demand=Demand(policy_id="solver", version=2))
+    demand = Expectation(
+        newest_versions={"solver": 3},
+        roles={"solver": "solver"},
+        demand=Demand(policy_id="solver", version=2),
+    )
     assert refusal(spoiled(temperature(0.0)), demand) == ""
 
 
@@ -307,7 +311,15 @@ def test_an_evaluation_may_be_greedy() -> None:
 )
 def test_an_evaluation_demands_its_version_of_its_policy_only(policy: str, version: int, slug: str) -> None:
     demand = Demand(policy_id=policy, version=version)
-    assert refusal(good(), Expectation(newest_versions={"solver": 3, "verifier": 9}, demand=demand)) == slug
+    assert (
+        refusal(
+            good(),
+            Expectation(
+                newest_versions={"solver": 3, "verifier": 9}, roles={"solver": "solver"}, demand=demand
+            ),
+        )
+        == slug
+    )
 
 
 @pytest.mark.parametrize(("newest", "may_come"), [(3, False), (2, False), (1, True), (-1, True)])

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from astraflow import plugins
 from astraflow.columns import decode_columns
 from astraflow.plugins import VersionSpan
+from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow.trajectories import BadTrajectory
 from astraflow_raas.work.episode import EpisodeIds, VersionMoved, build_episode
-from support.raas_parts import SAMPLING, leased
+from support.raas_parts import SAMPLING, SOLVER, leased
 
 IDS = EpisodeIds(episode_id="episode-1", node_id="node-1", member=3)
 GOOD = plugins.Trajectory(
@@ -36,7 +37,39 @@ FIRST_TOKEN_TRAINED = {
 
 
 def build(*trajectories: plugins.Trajectory, **lease: Any) -> trajectory_pb2.Episode:
-    return build_episode(plugins.Episode(trajectories, {"turns": 1.0}), lease=leased(**lease), ids=IDS)
+    return build_episode(
+        plugins.Episode(trajectories, {"turns": 1.0}),
+        lease=leased(**lease),
+        ids=IDS,
+        roles={"solver": SOLVER},
+    )
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [("plan", "plan"), ("work", "work"), ("judge", None), ("", BadTrajectory), ("stranger", BadTrajectory)],
+)
+def test_a_trajectory_is_of_a_role_of_its_policy_and_pushed_when_the_role_is_trained(
+    named: str, expected: str | type[BadTrajectory] | None
+) -> None:
+    roles = {
+        name: ResolvedRole(name, "solver", is_trained=name != "judge") for name in ("plan", "work", "judge")
+    }
+    episode = plugins.Episode((replace(GOOD, role=named),))
+    if expected is BadTrajectory:
+        with pytest.raises(BadTrajectory, match="unknown_role"):
+            build_episode(episode, lease=leased(), ids=IDS, roles=roles)
+        return
+    message = build_episode(episode, lease=leased(), ids=IDS, roles=roles)
+    assert [item.header.role for item in message.trajectories] == [expected] * (expected is not None)
+    assert f"{named}.length" in message.metrics
+
+
+def test_a_workflow_s_own_name_for_the_only_role_becomes_the_run_s() -> None:
+    for named in ("", "player", "solver"):
+        episode = plugins.Episode((replace(GOOD, role=named),))
+        message = build_episode(episode, lease=leased(), ids=IDS, roles={"player": SOLVER})
+        assert [item.header.role for item in message.trajectories] == ["solver"]
 
 
 def test_a_finished_episode_carries_its_ids_header_and_exact_columns() -> None:

@@ -1,18 +1,21 @@
 """What a workflow holds: bounded calls, own seeds, repetition of lost calls, and nothing cut short by chance."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import Message, VersionSpan
+from astraflow.recipe import ResolvedRole
 from astraflow_raas.engine.base import GenerateCall, Generation
 from astraflow_raas.policies.tokenizer import load_tokenizer
 from astraflow_raas.work.policy_handle import PolicyHandle
 from support.fake_engine import FakeEngine
-from support.raas_parts import SAMPLING, leased, served_policy
+from support.raas_parts import SAMPLING, SOLVER, leased, served_policy
 
 
 class Aborting(FakeEngine):
@@ -35,8 +38,34 @@ def engine() -> Aborting:
 async def handle(tmp_path: Path, engine: Aborting) -> AsyncIterator[PolicyHandle]:
     policy = await served_policy(tmp_path, engine)
     sampling = {"sampler": policy, "lease": leased(), "batch_key": lambda _max_new_tokens: "all"}
-    yield PolicyHandle("solver", member=0, episode_id="e0", **sampling)
+    yield PolicyHandle(SOLVER, member=0, episode_id="e0", **sampling)
     await policy.close()
+
+
+@pytest.mark.parametrize(
+    ("role", "uncredited", "wanted"),
+    [
+        (SOLVER, [], True),
+        (SOLVER, ["critic"], True),
+        (SOLVER, ["solver"], False),
+        (replace(SOLVER, is_trained=False), [], False),
+    ],
+)
+def test_a_trajectory_is_wanted_of_roles_that_are_trained_and_have_credit(
+    role: ResolvedRole, uncredited: list[str], wanted: bool
+) -> None:
+    lease, sampler = leased(), Mock()
+    lease.uncredited_roles.extend(uncredited)
+    handle = PolicyHandle(role, sampler=sampler, lease=lease, member=0, episode_id="e", batch_key=Mock())
+    assert (handle.name, handle.role, handle.wants_trajectory) == ("solver", "solver", wanted)
+
+
+async def test_a_chat_is_a_call_with_the_tokens_of_its_messages(
+    handle: PolicyHandle, engine: Aborting
+) -> None:
+    messages = [Message("user", "3 + 4?")]
+    assert (await handle.chat(messages, max_new_tokens=3)).text
+    assert list(engine.requests[-1][-1].prompt_ids) == handle.encode(messages)
 
 
 async def test_a_call_the_engine_gave_up_is_made_again(handle: PolicyHandle, engine: Aborting) -> None:

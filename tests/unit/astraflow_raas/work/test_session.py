@@ -22,7 +22,7 @@ from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.work.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
 from support.fake_engine import FakeEngine
-from support.raas_parts import SAMPLING, ScriptedWorkflow, leased, served_policy
+from support.raas_parts import SAMPLING, SOLVER, ScriptedWorkflow, leased, served_policy
 from support.scripted_dataflow import eventually, result
 
 
@@ -35,7 +35,9 @@ class Setup:
 
     async def run(self, lease: task_pb2.Lease, timeout_s: float = 20, coalesce: int = 128) -> Failure | None:
         bounds = {"episode_timeout_s": timeout_s, "coalesce_max_new_tokens": coalesce}
-        settings = SessionSettings(node_id="node-1", sampling={"solver": SAMPLING}, **bounds)
+        settings = SessionSettings(
+            node_id="node-1", sampling={"solver": SAMPLING}, roles={"solver": SOLVER}, **bounds
+        )
         parts: dict[str, Any] = {"policies": {"solver": self.policy}, "pusher": Mock(push=self.push)}
         session = Session(self.workflow, settings=settings, metrics=Metrics(), **parts)
         failure = await session.run(lease)

@@ -21,7 +21,7 @@ ANSWER = GenerateResult((8, 9), (-0.5, -0.25), SPANS, r"\boxed{7}", "length")
 
 def one_policy() -> Mock:
     """Answers every prompt with the same two tokens, sampled under two versions."""
-    policy = Mock(encode=lambda messages: [1, 2, 3], generate=AsyncMock(return_value=ANSWER))
+    policy = Mock(encode=lambda messages, tools: [1, 2, 3], generate=AsyncMock(return_value=ANSWER))
     policy.name = "solver"
     return policy
 
@@ -37,5 +37,5 @@ def test_a_single_turn_trains_on_the_completion_alone() -> None:
 
 
 def test_a_single_turn_does_not_guess_among_policies() -> None:
-    with pytest.raises(RecipeError, match="exactly one policy"):
+    with pytest.raises(RecipeError, match="exactly one role"):
         asyncio.run(SingleTurn(reward=BOXED).run(TASK, {"a": one_policy(), "b": one_policy()}))
