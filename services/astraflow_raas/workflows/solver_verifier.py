@@ -31,14 +31,14 @@ Solve the problem again."""
 
 @dataclass(frozen=True, kw_only=True)
 class _Judged:
-    """One verdict: whether it approves (None: it says neither), and whether the answer was right."""
+    """One verdict: whether it approves (None: it says neither), and whether the answer was correct."""
 
     approves: bool | None
-    answer_is_right: bool
+    answer_is_correct: bool
 
     @property
     def is_right(self) -> bool:
-        return self.approves is self.answer_is_right
+        return self.approves is self.answer_is_correct
 
 
 class SolverVerifier:
@@ -47,8 +47,8 @@ class SolverVerifier:
     `retry` says what a rejected solver sees: `feedback`, its answer with `retry_prompt` (place `{verdict}`), or
     `fresh`, the problem alone. The verifier sees `verifier_prompt` (places `{problem}` and `{answer}`); of an answer it
     sees the last match of the regular expression `answer_shown`, or of its group, and all where nothing matches. Of the
-    words `approve` and `reject`, whole and in any case, the last in its text is the verdict. An answer is right if its
-    reward is at least `right_from`. A right approval earns 1, a right rejection `rejection_reward`.
+    words `approve` and `reject`, whole and in any case, the last in its text is the verdict. An answer is correct if its
+    reward is at least `correct_from`. A right approval earns 1, a right rejection `rejection_reward`.
     """
 
     roles = ("solver", "verifier")
@@ -64,7 +64,7 @@ class SolverVerifier:
         answer_shown: str = "",
         approve: str = "approve",
         reject: str = "reject",
-        right_from: float = 1.0,
+        correct_from: float = 1.0,
         rejection_reward: float = 1.0,
     ) -> None:
         if not 0 <= max_retries <= _MAX_RETRIES:
@@ -82,7 +82,7 @@ class SolverVerifier:
         self._answer_shown = re.compile(answer_shown) if answer_shown else None
         self._approve = approve.lower()
         self._verdict = re.compile(rf"(?<!\w)({re.escape(approve)}|{re.escape(reject)})(?!\w)", re.IGNORECASE)
-        self._right_from = right_from
+        self._correct_from = correct_from
         self._rejection_reward = rejection_reward
 
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
@@ -121,7 +121,7 @@ class SolverVerifier:
     def _judge(self, verdict: str, *, answer_reward: float) -> _Judged:
         words = self._verdict.findall(verdict)
         approves = words[-1].lower() == self._approve if words else None
-        return _Judged(approves=approves, answer_is_right=answer_reward >= self._right_from)
+        return _Judged(approves=approves, answer_is_correct=answer_reward >= self._correct_from)
 
     def _earned(self, judged: _Judged) -> float:
         if not judged.is_right:
@@ -145,8 +145,8 @@ def _metrics(rewards: Sequence[float], verdicts: Sequence[_Judged]) -> Mapping[s
     shares = {
         "approve": [judged.approves is not False for judged in verdicts],
         "unparsable": [judged.approves is None for judged in verdicts],
-        "right_approved": [judged.is_right for judged in verdicts if judged.answer_is_right],
-        "wrong_rejected": [judged.is_right for judged in verdicts if not judged.answer_is_right],
+        "correct_approved": [judged.is_right for judged in verdicts if judged.answer_is_correct],
+        "wrong_rejected": [judged.is_right for judged in verdicts if not judged.answer_is_correct],
     }
     counted = {name: fmean(cases) for name, cases in shares.items() if cases}
     return {"team": rewards[-1], "first": rewards[0], "retry": len(rewards) - 1.0, **counted}
