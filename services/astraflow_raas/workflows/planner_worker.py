@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping
 from statistics import fmean
 
-from astraflow.plugins import Episode, Message, Policy, Reward, TaskSpec, TrajectoryBuilder
+from astraflow.plugins import Episode, Message, Policy, Scorer, TaskSpec, TrajectoryBuilder
 from astraflow_raas.workflows.prompts import fill, problem_of, require_places
 
 _PLANNER_PROMPT = """\
@@ -34,7 +34,7 @@ class PlannerWorker:
     def __init__(
         self,
         *,
-        reward: Reward,
+        reward: Scorer,
         answers: int = 1,
         planner_prompt: str = _PLANNER_PROMPT,
         worker_prompt: str = _WORKER_PROMPT,
@@ -60,7 +60,8 @@ class PlannerWorker:
         for answer in answers:
             answer.add_prompt(prompt)
         results = await asyncio.gather(*(answer.generate() for answer in answers))
-        rewards = [self._reward(task, result.text) for result in results]
+        scored = (self._reward(task, result.text, policies=policies) for result in results)
+        rewards = [score.reward for score in await asyncio.gather(*scored)]
         trajectories = [planning.build(reward=fmean(rewards))] if planner.wants_trajectory else []
         if worker.wants_trajectory:
             trajectories += [

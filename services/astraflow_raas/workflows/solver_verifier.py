@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from astraflow.plugins import Episode, Message, Policy, Reward, TaskSpec, Trajectory, TrajectoryBuilder
+from astraflow.plugins import Episode, Message, Policy, Scorer, TaskSpec, Trajectory, TrajectoryBuilder
 from astraflow_raas.workflows.prompts import fill, problem_of, require_places
 
 _VERIFIER_PROMPT = """\
@@ -47,8 +47,8 @@ class SolverVerifier:
     `retry` says what a rejected solver sees: `feedback`, its answer with `retry_prompt` (place `{verdict}`), or
     `fresh`, the problem alone. The verifier sees `verifier_prompt` (places `{problem}` and `{answer}`); of an answer it
     sees the last match of the regular expression `answer_shown`, or of its group, and all where nothing matches. Of the
-    words `approve` and `reject`, whole and in any case, the last in its text is the verdict. An answer is correct if its
-    reward is at least `correct_from`. A right approval earns 1, a right rejection `rejection_reward`.
+    words `approve` and `reject`, whole and in any case, the last in its text is the verdict. An answer is correct if
+    its reward is at least `correct_from`. A right approval earns 1, a right rejection `rejection_reward`.
     """
 
     roles = ("solver", "verifier")
@@ -56,7 +56,7 @@ class SolverVerifier:
     def __init__(
         self,
         *,
-        reward: Reward,
+        reward: Scorer,
         max_retries: int = 1,
         retry: Literal["feedback", "fresh"] = "feedback",
         verifier_prompt: str = _VERIFIER_PROMPT,
@@ -95,7 +95,8 @@ class SolverVerifier:
         rewards, verdicts = list[float](), list[_Judged]()
         while True:
             answering, answer = await _ask(solver, messages)
-            rewards.append(self._reward(task, answer))
+            score = await self._reward(task, answer, policies=policies)
+            rewards.append(score.reward)
             if solver.wants_trajectory:
                 trajectories.append(answering.build(reward=rewards[-1]))
             is_last = len(rewards) > self._max_retries
@@ -110,7 +111,7 @@ class SolverVerifier:
             if self._shows_feedback:
                 rejection = Message("user", fill(self._retry_prompt, verdict=verdict))
                 messages = (*task.messages, Message("assistant", answer), rejection)
-        return Episode(tuple(trajectories), _metrics(rewards, verdicts))
+        return Episode(tuple(trajectories), {**score.metrics, **_metrics(rewards, verdicts)})
 
     def _verifier_messages(self, task: TaskSpec, answer: str) -> Sequence[Message]:
         matches = list(self._answer_shown.finditer(answer)) if self._answer_shown else []

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from astraflow.plugins import Episode, Message, TaskSpec
+from astraflow_raas.grading.scoring import RewardScorer
 from astraflow_raas.workflows.planner_worker import PlannerWorker
 from support.agents import ScriptedPolicy
 
@@ -13,7 +14,7 @@ TASK = TaskSpec("t", (Message("user", "3 + 4?"),), {"answer": "7"})
 
 def play(planner: ScriptedPolicy, worker: ScriptedPolicy, *, answers: int = 1) -> Episode:
     workflow = PlannerWorker(
-        reward=lambda task, completion: float(completion == task.data["answer"]),
+        reward=RewardScorer(lambda task, completion: float(completion == task.data["answer"])),
         answers=answers,
         planner_prompt="plan {problem}",
         worker_prompt="{problem} by {plan}",
@@ -54,4 +55,4 @@ def test_settings_that_cannot_work_are_refused_when_the_node_starts(
     settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        PlannerWorker(reward=lambda task, completion: 0.0, **settings)  # type: ignore[arg-type]
+        PlannerWorker(reward=RewardScorer(lambda task, completion: 0.0), **settings)  # type: ignore[arg-type]

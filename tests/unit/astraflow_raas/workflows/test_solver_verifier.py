@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from astraflow.plugins import Episode, Message, TaskSpec
+from astraflow_raas.grading.scoring import RewardScorer
 from astraflow_raas.workflows.solver_verifier import SolverVerifier
 from support.agents import ScriptedPolicy
 
@@ -23,7 +24,7 @@ def play(solver: ScriptedPolicy, verifier: ScriptedPolicy, **settings: Any) -> E
     def reward(task: TaskSpec, completion: str) -> float:
         return float(completion.endswith(task.data["answer"]))
 
-    workflow = SolverVerifier(reward=reward, **settings)
+    workflow = SolverVerifier(reward=RewardScorer(reward), **settings)
     return asyncio.run(workflow.run(TASK, {"solver": solver, "verifier": verifier}))
 
 
@@ -122,4 +123,4 @@ def test_settings_that_cannot_work_are_refused_when_the_node_starts(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        SolverVerifier(reward=lambda task, completion: 0.0, **settings)
+        SolverVerifier(reward=RewardScorer(lambda task, completion: 0.0), **settings)
