@@ -1,6 +1,7 @@
 """What tests of the endpoint need: a policy of one token a character that says what a script says, and a client."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -8,9 +9,10 @@ from dataclasses import dataclass, field
 from openai import AsyncOpenAI
 
 from astraflow.agents import AgentLimits
-from astraflow.plugins import GenerateResult, Message, Trajectory, VersionSpan
+from astraflow.plugins import GenerateResult, Message, Tool, ToolCall, Trajectory, VersionSpan
 from astraflow_raas.agents.calls import AgentCalls
 from astraflow_raas.agents.endpoint import Endpoint
+from astraflow_raas.policies.tool_calls import reader_of
 
 END = "¶"
 """The stop token; the policy ends its turns with it."""
@@ -34,16 +36,34 @@ class ScriptedPolicy:
     def __post_init__(self) -> None:
         self.may_answer.set()
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message] | str, *, tools: Sequence[Tool] = ()) -> list[int]:
+        if isinstance(messages, str):
+            return [ord(character) for character in messages]
+        listed = "".join(f"<tool {tool.name}>{END}" for tool in tools)
         written = "".join(f"<{message.role}>{message.content}{END}" for message in messages)
-        return [ord(character) for character in f"{written}<assistant>"]
+        return [ord(character) for character in f"{listed}{written}<assistant>"]
 
-    def extend(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(
+        self, token_ids: Sequence[int], messages: Sequence[Message], *, tools: Sequence[Tool] = ()
+    ) -> list[int]:
         is_ended = token_ids[-1] == ord(END)
         return [*token_ids, *([] if is_ended else [ord(END)]), *self.encode(messages)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids)).replace(END, "")
+
+    def read(
+        self, token_ids: Sequence[int], *, tools: Sequence[Tool] = (), prompt_ids: Sequence[int] = ()
+    ) -> Message:
+        text = self.decode(token_ids)
+        reader = reader_of("<tool_call>")
+        assert reader is not None
+        said, calls = reader(text, tools) if tools else (text, [])
+        made = [
+            ToolCall(f"{len(prompt_ids)}.{index}", name, json.dumps(arguments))
+            for index, (name, arguments) in enumerate(calls)
+        ]
+        return Message("assistant", said, tool_calls=tuple(made))
 
     async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
         return await self.generate(self.encode(messages), max_new_tokens=max_new_tokens)

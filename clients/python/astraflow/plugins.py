@@ -37,6 +37,7 @@ __all__ = [
     "Selector",
     "StepRequest",
     "TaskSpec",
+    "Tool",
     "ToolCall",
     "TrainedTokens",
     "Trajectory",
@@ -55,6 +56,21 @@ class ToolCall:
     id: str
     name: str
     arguments: str
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that an assistant may call; `parameters` is a JSON schema as text."""
+
+    name: str
+    description: str = ""
+    parameters: str = '{"type": "object", "properties": {}}'
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the mapping that chat templates take."""
+        schema = json.loads(self.parameters)
+        described = {"name": self.name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": described}
 
 
 @dataclass(frozen=True)
@@ -225,10 +241,12 @@ class Policy(Protocol):
     max_new_tokens: int
     """The most tokens that one generation may have, by the recipe."""
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Return the prompt's token ids, chat template applied, generation prompt added."""
+    def encode(self, messages: Sequence[Message] | str, *, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the prompt's token ids, chat template applied, generation prompt added; those of a text as it is."""
 
-    def extend(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(
+        self, token_ids: Sequence[int], messages: Sequence[Message], *, tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """Return `token_ids`, which end with an assistant's turn as it was sampled, followed by `messages` and the
         generation prompt.
 
@@ -238,6 +256,14 @@ class Policy(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled ids, special tokens removed."""
+
+    def read(
+        self, token_ids: Sequence[int], *, tools: Sequence[Tool] = (), prompt_ids: Sequence[int] = ()
+    ) -> Message:
+        """Return what sampled ids say: text and, with `tools`, the calls in the format of the chat template.
+
+        A malformed call is left in the text. Ids of calls are derived from all token ids given.
+        """
 
     async def generate(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None
@@ -256,8 +282,8 @@ class TrajectoryBuilder:
     policy says. Only what was sampled is trained on. Misuse raises ValueError.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, *, tools: Sequence[Tool] = ()) -> None:
+        self._policy, self._tools = policy, tuple(tools)
         self._token_ids: list[int] = []
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
@@ -279,13 +305,13 @@ class TrajectoryBuilder:
         """Begin with `messages`, which are not trained on."""
         if self._token_ids:
             raise ValueError("the prompt comes first, and once; add_messages adds what follows a generation")
-        self._add_given(self._policy.encode(messages), messages)
+        self._add_given(self._policy.encode(messages, tools=self._tools), messages)
 
     def add_messages(self, messages: Sequence[Message]) -> None:
         """Add what follows a generation and is not trained on."""
         if not self._finish_reason:
             raise ValueError("messages follow a generation; give all that stand before it to add_prompt")
-        extended = self._policy.extend(self._token_ids, messages)
+        extended = self._policy.extend(self._token_ids, messages, tools=self._tools)
         if extended[: len(self._token_ids)] != self._token_ids:
             raise ValueError("the policy's extend changed tokens that were sampled; it may only append")
         self._add_given(extended[len(self._token_ids) :], messages)

@@ -36,7 +36,9 @@ def chat_events(request: ChatRequest, answers: Answers, policy: Policy) -> Itera
     head = _head("chat.completion.chunk", answers)
     for index, choice in enumerate(answers.choices):
         logprobs = _logprobs(choice, policy) if request.logprobs else None
-        first = {"index": index, "delta": _message(choice), "logprobs": logprobs, "finish_reason": None}
+        calls = [{"index": number, **call} for number, call in enumerate(_calls(choice))]
+        delta = _message(choice) | ({"tool_calls": calls} if calls else {})
+        first = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
         yield from (_event({**head, "choices": [part]}) for part in (first, last))
     if request.stream_options.include_usage:
@@ -66,8 +68,19 @@ def _head(kind: str, answers: Answers) -> Json:
     }
 
 
-def _message(choice: Choice) -> Json:
-    return {"role": "assistant", "content": choice.message.content, "refusal": None}
+def _message(choice: Choice) -> dict[str, Any]:
+    calls = _calls(choice)
+    content = choice.message.content or (None if calls else "")
+    return {"role": "assistant", "content": content, "refusal": None} | (
+        {"tool_calls": calls} if calls else {}
+    )
+
+
+def _calls(choice: Choice) -> list[Json]:
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in choice.message.tool_calls
+    ]
 
 
 def _logprobs(choice: Choice, policy: Policy) -> Json:

@@ -13,7 +13,7 @@ from functools import partial
 
 from astraflow.agents import AgentLimits
 from astraflow.errors import RecipeError, RequestError
-from astraflow.plugins import Episode, GenerateResult, Message, Policy
+from astraflow.plugins import Episode, GenerateResult, Message, Policy, Tool
 from astraflow_kit.log import get_logger
 from astraflow_raas.agents.api_errors import ApiError, over_limit, refused_call, unauthorised
 from astraflow_raas.agents.conversations import Conversations, Turn, ends_of
@@ -42,7 +42,7 @@ class Choice:
     @property
     def finish_reason(self) -> str:
         """Why it ended, in the words of the OpenAI API."""
-        return self.result.finish_reason
+        return "tool_calls" if self.message.tool_calls else self.result.finish_reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,31 +133,36 @@ class AgentCalls:
         raise complaint
 
     async def _chat(self, policy: Policy, request: ChatRequest) -> Answers:
-        messages = request.conversation
-        parent, prompt_ids = await self._prompt(policy, request.model, messages)
+        messages, tools = request.conversation, request.offered
+        # Tools are part of a conversation's beginning: templates write them in front.
+        head = repr((request.model, tools))
+        parent, prompt_ids = await self._prompt(policy, messages, tools, head=head)
         given_ids = tuple(prompt_ids[parent.num_tokens if parent else 0 :])
         with self._conversations.room_for(request.n, after=parent):
             results = await self._sample(policy, prompt_ids, request)
-        choices = [Choice(message=Message("assistant", result.text), result=result) for result in results]
+        callable_tools = () if request.tool_choice == "none" else tools
+        choices = [_choice(policy, result, prompt_ids, callable_tools) for result in results]
         for choice in choices:
             turn = Turn(request.model, parent, given_ids, messages[-1].role, choice.result)
-            self._conversations.add(turn, end=ends_of(request.model, (*messages, choice.message))[-1])
+            self._conversations.add(turn, end=ends_of(head, (*messages, choice.message))[-1])
         self.answer = choices[-1].message.content
         return Answers(model=request.model, num_prompt_tokens=len(prompt_ids), choices=choices)
 
     async def _prompt(
-        self, policy: Policy, model: str, messages: Sequence[Message]
+        self, policy: Policy, messages: Sequence[Message], tools: Sequence[Tool], *, head: str
     ) -> tuple[Turn | None, list[int]]:
         """The turn that the messages continue, if any, and all tokens to sample after."""
-        found = self._conversations.continued(ends_of(model, messages))
+        found = self._conversations.continued(ends_of(head, messages))
         with self._judged():
             if found is not None:
                 turn, length = found
                 try:
-                    return turn, await _tokens(partial(policy.extend, turn.token_ids()), messages[length:])
+                    return turn, await _tokens(
+                        partial(policy.extend, turn.token_ids(), tools=tools), messages[length:]
+                    )
                 except (RecipeError, ValueError) as error:
-                    log.info("agent.not_continued", model=model, why=str(error))
-            return None, await _tokens(policy.encode, messages)
+                    log.info("agent.not_continued", policy_id=policy.name, why=str(error))
+            return None, await _tokens(partial(policy.encode, tools=tools), messages)
 
     async def _sample(
         self, policy: Policy, prompt_ids: Sequence[int], request: ChatRequest
@@ -189,6 +194,14 @@ class AgentCalls:
             raise ApiError(
                 500, "the policy cannot answer; the episode is over", code="episode_failed"
             ) from error
+
+
+def _choice(
+    policy: Policy, result: GenerateResult, prompt_ids: Sequence[int], tools: Sequence[Tool]
+) -> Choice:
+    message = policy.read(result.token_ids, tools=tools, prompt_ids=prompt_ids)
+    # A text that ended at a stop leaves it out.
+    return Choice(message=message if message.tool_calls else Message("assistant", result.text), result=result)
 
 
 async def _tokens(encode: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message]) -> list[int]:

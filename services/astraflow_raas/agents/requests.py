@@ -4,13 +4,14 @@ Invariant: a field is honoured, ignored by name, or refused; docs/agents.md has 
 `plugins`, so that equal messages compare equal however a client writes them. Pure; called by `app`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from astraflow.plugins import Message, ToolCall
+from astraflow.plugins import Message, Tool, ToolCall
 from astraflow_raas.agents.api_errors import ApiError, refused_body
 
 IGNORED = frozenset(
@@ -39,6 +40,21 @@ class _Text(BaseModel):
 class _Function(BaseModel):
     name: str
     arguments: str
+
+
+class _Declared(BaseModel):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def plain(self) -> Tool:
+        schema = self.parameters or {"type": "object", "properties": {}}
+        return Tool(self.name, self.description or "", json.dumps(schema))
+
+
+class _WrittenTool(BaseModel):
+    type: Literal["function"]
+    function: _Declared
 
 
 class _WrittenCall(BaseModel):
@@ -95,11 +111,18 @@ class ChatRequest(_Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Literal[0] = 0
+    tools: Annotated[list[_WrittenTool], Field(max_length=128)] = []
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
 
     @property
     def conversation(self) -> tuple[Message, ...]:
         """The messages as plug-ins see them."""
         return tuple(message.plain() for message in self.messages)
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools as plug-ins see them."""
+        return tuple(tool.function.plain() for tool in self.tools)
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -119,9 +142,14 @@ def read(body: bytes, kind: type[RequestT]) -> tuple[RequestT, Sequence[str]]:
     if not isinstance(fields, Mapping):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
     given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
-    ignored = sorted(given.keys() & IGNORED)
+    ignored = sorted(name for name, value in given.items() if _is_ignored(name, value))
     try:
         wanted = {name: value for name, value in given.items() if name not in IGNORED}
         return kind.model_validate(wanted), ignored
     except ValidationError as error:
         raise refused_body(error) from error
+
+
+def _is_ignored(name: str, value: object) -> bool:
+    # Nothing can make a policy call a tool: it is sampled freely, and what it does is what it is trained on.
+    return name in IGNORED or (name == "tool_choice" and value not in ("none", "auto"))

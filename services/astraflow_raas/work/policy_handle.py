@@ -6,12 +6,15 @@ because nothing of it was used. Made by `session` for each episode; called by wo
 """
 
 import asyncio
+import hashlib
+import json
+from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from astraflow.errors import InvalidArgumentError
-from astraflow.plugins import GenerateResult, Message
+from astraflow.plugins import GenerateResult, Message, Tool, ToolCall
 from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
@@ -67,22 +70,37 @@ class PolicyHandle:
         self.waiting_for_engine = False
         """True while a call waits for an engine that is down: then a timeout is the engine's fault."""
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        return list(self._sampler.tokenizer.encode(messages))
+    def encode(self, messages: Sequence[Message] | str, *, tools: Sequence[Tool] = ()) -> list[int]:
+        return list(self._sampler.tokenizer.encode(messages, tools))
 
-    def extend(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(
+        self, token_ids: Sequence[int], messages: Sequence[Message], *, tools: Sequence[Tool] = ()
+    ) -> list[int]:
         if not token_ids or not messages:
             raise InvalidArgumentError(
                 f"policy {self.name!r}: extend needs tokens that end with an assistant's turn (got {len(token_ids)}) "
                 f"and messages (got {len(messages)}); encode the first prompt"
             )
-        added = self._sampler.tokenizer.continuation(messages)
+        added = self._sampler.tokenizer.continuation(messages, tools)
         # The policy has ended its turn itself unless it ran out of tokens.
         is_ended = token_ids[-1] == added[0] and added[0] in self._sampler.tokenizer.stop_token_ids
         return [*token_ids, *added[is_ended:]]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._sampler.tokenizer.decode(token_ids)
+
+    def read(
+        self, token_ids: Sequence[int], *, tools: Sequence[Tool] = (), prompt_ids: Sequence[int] = ()
+    ) -> Message:
+        said, calls = self._sampler.tokenizer.read(token_ids, tools)
+        if not calls:
+            return Message("assistant", said)
+        whole = array("q", (*prompt_ids, *token_ids)).tobytes()
+        made = tuple(
+            ToolCall(_call_id(whole, index), name, json.dumps(arguments))
+            for index, (name, arguments) in enumerate(calls)
+        )
+        return Message("assistant", said, tool_calls=made)
 
     async def generate(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None
@@ -141,3 +159,8 @@ class PolicyHandle:
             wait_s = min(2 * wait_s, _MAX_RETRY_S)
             # The engine may still run the lost call: its id must not be used twice.
             call = replace(call, rid=f"{call.rid.partition(';')[0]};{repeats};")
+
+
+def _call_id(whole: bytes, index: int) -> str:
+    """Equal on every node, and of nine letters and digits: some chat templates take nothing else."""
+    return hashlib.blake2b(whole, salt=index.to_bytes(8, "big"), digest_size=8).hexdigest()[:9]

@@ -140,10 +140,12 @@ class ScriptedPolicy:
     def __init__(self, *, sampled: list[tuple[int, int]]) -> None:
         self.script, self.version_of = sampled, dict[int, int]()
 
-    def encode(self, messages: Sequence[plugins.Message]) -> list[int]:
+    def encode(self, messages: Sequence[plugins.Message], **_tools: object) -> list[int]:
         return [1 for message in messages for _ in message.content]
 
-    def extend(self, token_ids: Sequence[int], messages: Sequence[plugins.Message]) -> list[int]:
+    def extend(
+        self, token_ids: Sequence[int], messages: Sequence[plugins.Message], **_tools: object
+    ) -> list[int]:
         return [*token_ids, *self.encode(messages)]
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -49,6 +49,30 @@ async def test_a_stream_says_the_same_as_the_whole_answer() -> None:
     assert len(episode.trajectories) == 2
 
 
+async def test_a_streamed_tool_call_is_the_whole_one() -> None:
+    said = 'So:<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    tool: Any = {"type": "function", "function": {"name": "add"}}
+    async with opened(ScriptedPolicy(lambda _: said)) as (_calls, client):
+        asked: dict[str, Any] = {"model": "solver", "messages": [user("sum")], "tools": [tool]}
+        whole = (await client.chat.completions.create(**asked)).choices[0]
+        async with client.chat.completions.stream(**asked) as stream:
+            streamed = (await stream.get_final_completion()).choices[0]
+    for choice in (whole, streamed):
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "So:")
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+
+
+async def test_a_choice_of_tools_is_not_forced() -> None:
+    tool: Any = {"type": "function", "function": {"name": "add"}}
+    async with opened(ScriptedPolicy(echo)) as (_calls, client):
+        answer = await client.chat.completions.with_raw_response.create(
+            model="solver", messages=[user("hi")], tools=[tool], tool_choice="required"
+        )
+    assert answer.headers["x-astraflow-ignored"] == "tool_choice"
+    assert answer.parse().choices[0].message.content == "HI"
+
+
 async def test_an_answer_ends_before_a_stop_and_its_tokens_with_it() -> None:
     long = "x" * 100 + "Observation: made up"
     async with opened(ScriptedPolicy(lambda _: long)) as (calls, client):

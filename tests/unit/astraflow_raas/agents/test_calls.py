@@ -121,7 +121,7 @@ async def test_an_answer_cut_by_its_length_is_ended_before_it_goes_on() -> None:
 
 async def test_a_template_that_cannot_continue_makes_a_trajectory_of_each_call() -> None:
     class Rewrites(ScriptedPolicy):
-        def extend(self, token_ids: object, messages: object) -> list[int]:
+        def extend(self, token_ids: object, messages: object, *, tools: object = ()) -> list[int]:
             raise RecipeError("the template rewrites what stands before")
 
     async with opened(Rewrites(counting)) as (calls, client):
@@ -136,6 +136,45 @@ async def test_text_parts_and_developer_turns_are_what_templates_know() -> None:
     async with opened(policy) as (_calls, client):
         await said(client, [{"role": "developer", "content": "brief"}, {"role": "user", "content": parts}])
     assert policy.prompts == ["<system>brief¶<user>one¶<assistant>"]
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def calling(prompt: str) -> str:
+    """A call first, then an answer."""
+    return "it is 3" if "<tool>" in prompt else f"Let me see.{CALL}"
+
+
+async def test_a_loop_of_tool_calls_is_one_trajectory() -> None:
+    async with opened(ScriptedPolicy(calling)) as (calls, client):
+        chat = await said(client, [user("1 + 2?")], tools=[ADD])
+        (call,) = chat[-1]["tool_calls"]
+        # Clients write arguments anew.
+        call["function"]["arguments"] = '{"b":[2],"a":1}'
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+        chat = await said(client, [*chat, result], tools=[ADD])
+        (trajectory,) = calls.episode(reward=1.0).trajectories
+    assert (chat[1]["content"], chat[-1]["content"]) == ("Let me see.", "it is 3")
+    assert trained_text(trajectory) == [f"Let me see.{CALL}¶", "it is 3¶"]
+    assert whole_text(trajectory).startswith("<tool add>¶<user>1 + 2?¶")
+
+
+async def test_other_tools_begin_another_trajectory() -> None:
+    other = {"type": "function", "function": {"name": "mul"}}
+    async with opened(ScriptedPolicy(counting)) as (calls, client):
+        chat = await said(client, [user("one")], tools=[ADD])
+        await said(client, [*chat, user("two")], tools=[other])
+        assert len(calls.episode(reward=1.0).trajectories) == 2
+
+
+async def test_calls_are_text_to_an_agent_that_wants_none() -> None:
+    async with opened(ScriptedPolicy(calling)) as (_calls, client):
+        plain = await said(client, [user("1 + 2?")])
+        refused = await said(client, [user("1 + 2?")], tools=[ADD], tool_choice="none")
+    assert plain[-1]["content"] == refused[-1]["content"] == f"Let me see.{CALL}"
+    assert not plain[-1]["tool_calls"]
 
 
 async def test_the_newest_answer_is_the_episodes() -> None:

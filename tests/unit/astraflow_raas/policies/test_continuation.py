@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow.errors import InvalidArgumentError, RecipeError
-from astraflow.plugins import Message
+from astraflow.plugins import Message, Tool
 from astraflow_raas.policies.tokenizer import load_tokenizer
 from astraflow_raas.work.policy_handle import PolicyHandle
 from support.raas_parts import CHAT_TEMPLATE, SOLVER, leased, write_tokenizer
@@ -100,15 +100,16 @@ def test_what_was_sampled_is_kept_whatever_follows(
 
 @pytest.mark.parametrize("name", sorted(set(STABLE) - {"no_end_of_turn"}))
 @pytest.mark.parametrize("is_ended", [True, False])
+@pytest.mark.parametrize("tools", [(), (Tool("add"), Tool("mul", "Multiply."))])
 def test_a_conversation_that_was_extended_is_the_one_the_template_writes(
-    handle_of: HandleOf, name: str, is_ended: bool
+    handle_of: HandleOf, name: str, is_ended: bool, tools: tuple[Tool, ...]
 ) -> None:
     handle = handle_of(STABLE[name])
     chat = [Message("user", "What is 3 + 4?")]
     following = [Message("tool", "7", tool_call_id="c1"), Message("tool", "8"), Message("user", "Sure?")]
-    whole = handle.encode([*chat, Message("assistant", "7 or so"), *following])
-    num_sampled = whole.index(END_OF_TURN, len(handle.encode(chat))) + is_ended
-    assert handle.extend(whole[:num_sampled], following) == whole
+    whole = handle.encode([*chat, Message("assistant", "7 or so"), *following], tools=tools)
+    num_sampled = whole.index(END_OF_TURN, len(handle.encode(chat, tools=tools))) + is_ended
+    assert handle.extend(whole[:num_sampled], following, tools=tools) == whole
 
 
 @pytest.mark.parametrize("name", UNSTABLE)

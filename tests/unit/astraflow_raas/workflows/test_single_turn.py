@@ -19,7 +19,7 @@ ANSWER = GenerateResult((8, 9), (-0.5, -0.25), SPANS, r"\boxed{7}", "length")
 
 def one_policy() -> Mock:
     """Answers every prompt with the same two tokens, sampled under two versions."""
-    policy = Mock(encode=lambda messages: [1, 2, 3], generate=AsyncMock(return_value=ANSWER))
+    policy = Mock(encode=lambda messages, tools: [1, 2, 3], generate=AsyncMock(return_value=ANSWER))
     policy.name = "solver"
     return policy
 
