@@ -23,7 +23,7 @@ from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
 from astraflow_raas.engine.command import require_engine
 from astraflow_raas.loops import LoopService
-from astraflow_raas.node.assembly import NodeInputs, assemble_node
+from astraflow_raas.node.assembly import NodeInputs, assemble_node, gpus_of
 from astraflow_raas.node.folder import NodeFolder, claim_folder
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.node.mirror_folders import MirrorFolders
@@ -76,6 +76,7 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
     async with _claimed(settings) as folder, _client(settings) as client:
         await require_engine(settings.engine, python=settings.engine_python)
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
+        gpus_of(settings, found.recipe.policies)
         load_workflow(found.run, found.recipe.raas, into=folder.code, allowed=settings.allow_recipe_code)
         store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     return {
@@ -104,6 +105,7 @@ async def _join(
     found = await find_run(client, settings.run_id, patience_s=settings.join_timeout_s)
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
+    gpus_of(settings, found.recipe.policies)
     workflow = load_workflow(
         found.run, found.recipe.raas, into=folder.code, allowed=settings.allow_recipe_code
     )
