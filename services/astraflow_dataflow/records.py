@@ -42,7 +42,7 @@ class CompleteTask:
     why: str
     """Empty when all members came; else why it was closed: `dead_letter`, `expired`, `run_finished`."""
     credited: frozenset[str] | None
-    """Policies that were charged for it; None when it was never leased, and then every policy counts as charged."""
+    """Roles that were charged for it; None when it was never leased, and then every role counts as charged."""
     group_size: int
     num_finished: int
     groups: Sequence[Group]
@@ -112,6 +112,8 @@ class PolicyState:
     """One policy inside an audit."""
 
     policy_id: str
+    frozen: bool
+    """Not trained."""
     outstanding: int
     ready: int
     unpublished: int
@@ -133,6 +135,16 @@ class PolicyState:
     unpublished_steps: tuple[int, ...]
     last_consumed: str
     """Id of the newest entry of the consumed log at the time of the audit; empty when there is none."""
+    charged: int
+    """`outstanding`, counted again from the tasks that are not settled."""
+    no_credit: int
+    """Trajectories dropped as `no_credit` so far."""
+    settled: int
+    """Trajectories of complete tasks so far."""
+    trainer: str
+    """Who claimed it last."""
+    heard_ms: int
+    """When that trainer last called; 0 when nobody holds the policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +162,13 @@ class Audit:
     exhausted: bool
     retries: int
     policies: tuple[PolicyState, ...]
+    admitted: int
+    """Training tasks that the windows have room for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supply:
-    """What the curator needs to know: how many tasks wait unleased, and how many could be leased now."""
+    """What the curator needs to know: how many tasks wait unleased, and how many (`credit`) could be leased now."""
 
     cursor: int
     exhausted: bool

@@ -1,24 +1,54 @@
 """The recipe's workflow and reward on this node, made once, before it joins.
 
-Invariant: what it returns satisfies the plug-in Protocols and has its settings; code of the recipe itself is written
-and run only with leave. Called by `server`.
+Invariant: what it returns satisfies the plug-in Protocols, has its settings, and plays the roles that the recipe gives
+to policies; code of the recipe itself is written and run only with leave. Called by `server`.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from astraflow.agents import AgentEndpoint
 from astraflow.dataflow.v1 import run_pb2
+from astraflow.errors import RecipeError
 from astraflow.plugins import Reward, Workflow
-from astraflow.recipe import RaasSettings
+from astraflow.recipe import Recipe, ResolvedRole, workflow_roles
+from astraflow.recipe.file import place_of
 from astraflow_kit.plugins import RecipeSource, make
 from astraflow_kit.recipe_code import install_code
 
 
-def load_workflow(run: run_pb2.Run, settings: RaasSettings, *, into: Path, allowed: bool) -> Workflow:
-    """Make the recipe's workflow with its reward. The run's own code lies below `into`, when it is `allowed`.
+@dataclass(frozen=True, kw_only=True)
+class RecipeWorkflow:
+    """A run's workflow, made."""
 
-    Raises PluginError naming the plug-in and the remedy.
+    workflow: Workflow
+    roles: Mapping[str, ResolvedRole]
+    """The run's roles by the names that the workflow uses."""
+
+
+def load_workflow(
+    run: run_pb2.Run, recipe: Recipe, *, into: Path, allowed: bool, endpoint: AgentEndpoint
+) -> RecipeWorkflow:
+    """Make the recipe's workflow with its reward, and with the node's `endpoint` if it names that.
+
+    The run's own code lies below `into`, when it is `allowed`.
+
+    Raises PluginError naming the plug-in, RecipeError for roles that do not fit; both with the remedy.
     """
     folder = install_code(run.code, into=into, allowed=allowed)
     source = RecipeSource(name=f"recipe of run {run.run_id}", text=run.recipe_yaml, folder=folder)
+    settings = recipe.raas
     reward = make(settings.reward, protocol=Reward, source=source)
-    return make(settings.workflow, protocol=Workflow, source=source, reward=reward)
+    workflow = make(settings.workflow, protocol=Workflow, source=source, reward=reward, endpoint=endpoint)
+    declared = getattr(workflow, "roles", None)
+    try:
+        if isinstance(declared, str):
+            raise ValueError(
+                f"`roles` is the text {declared!r}, not a sequence of names; write ({declared!r},)"
+            )
+        roles = workflow_roles(declared, roles=recipe.resolved_roles, are_given=bool(recipe.roles))
+    except (TypeError, ValueError) as error:
+        place = place_of(settings.workflow, source.text, source=source.name)
+        raise RecipeError(f"{place}: {settings.workflow.use}: {error}") from error
+    return RecipeWorkflow(workflow=workflow, roles=roles)

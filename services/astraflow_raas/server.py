@@ -21,6 +21,7 @@ from astraflow_kit.metrics import Metrics
 from astraflow_kit.rpc_contracts import Registration
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
+from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.command import require_engine
 from astraflow_raas.loops import LoopService
 from astraflow_raas.node.assembly import NodeInputs, assemble_node, gpus_of
@@ -77,7 +78,13 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
         await require_engine(settings.engine, python=settings.engine_python)
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
         gpus_of(settings, found.recipe.policies)
-        load_workflow(found.run, found.recipe.raas, into=folder.code, allowed=settings.allow_recipe_code)
+        load_workflow(
+            found.run,
+            found.recipe,
+            into=folder.code,
+            allowed=settings.allow_recipe_code,
+            endpoint=Endpoint(),
+        )
         store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     return {
         "run": found.run.run_id,
@@ -106,8 +113,13 @@ async def _join(
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
     gpus_of(settings, found.recipe.policies)
+    endpoint = Endpoint()
     workflow = load_workflow(
-        found.run, found.recipe.raas, into=folder.code, allowed=settings.allow_recipe_code
+        found.run,
+        found.recipe,
+        into=folder.code,
+        allowed=settings.allow_recipe_code,
+        endpoint=endpoint,
     )
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     request = join_request(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
@@ -121,6 +133,7 @@ async def _join(
         joined=joined,
         client=client,
         workflow=workflow,
+        endpoint=endpoint,
         settings=settings,
         metrics=metrics,
         timeline=timeline,

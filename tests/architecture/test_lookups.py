@@ -25,18 +25,16 @@ def rooms() -> dict[str, set[str]]:
     return found
 
 
-def look_ups() -> list[re.Match[str]]:
-    return list(LOOK_UP.finditer(PAGE.read_text().partition("## Look-ups")[2].partition("\n## ")[0]))
+TABLE = PAGE.read_text().partition("## Look-ups")[2].partition("\n## ")[0]
+LOOK_UPS = list(LOOK_UP.finditer(TABLE))
 
 
 def folders(package: str) -> set[str]:
     """The folders with code right below a package."""
-    inside = (path.relative_to(REPOSITORY / package) for path in tracked_files() if _in(path, package))
+    code = [path for path in tracked_files() if path.suffix in (".py", ".pyi", ".lua", ".c")]
+    root = REPOSITORY / package
+    inside = [path.relative_to(root) for path in code if path.is_relative_to(root)]
     return {f"{path.parts[0]}/" for path in inside if len(path.parts) > 1}
-
-
-def _in(path: Path, package: str) -> bool:
-    return (REPOSITORY / package) in path.parents and path.suffix in (".py", ".pyi", ".lua", ".c")
 
 
 def test_every_package_has_a_table() -> None:
@@ -57,12 +55,11 @@ def test_modules_beside_the_rooms_exist() -> None:
 
 
 def test_there_are_enough_look_ups() -> None:
-    assert len(look_ups()) >= 20
-    rows = PAGE.read_text().partition("## Look-ups")[2].partition("\n## ")[0].count("\n| ") - 1
-    assert len(look_ups()) == rows, "a row is not `| question? | `path` `name` |`"
+    assert len(LOOK_UPS) >= 20
+    assert len(LOOK_UPS) == TABLE.count("\n| ") - 1, "a row is not `| question? | `path` `name` |`"
 
 
-@pytest.mark.parametrize("row", look_ups(), ids=lambda row: row["question"])
+@pytest.mark.parametrize("row", LOOK_UPS, ids=lambda row: row["question"])
 def test_a_look_up_resolves_by_the_room_tables(row: re.Match[str]) -> None:
     path, name = REPOSITORY / row["path"], row["name"]
     assert path.is_file()

@@ -10,71 +10,42 @@ import pytest
 from support.source_tree import REPOSITORY
 
 REMEDY = "sudo apt-get install -y python3 python3-venv make git"
-TARGETS = [
-    "run",
-    "test",
-    "unit",
-    "check",
-    "soak",
-    "study",
-    "proto",
-    "breaking",
-    "lint",
-    "types",
-    "clean",
-    "help",
-]
+WORK = ["run", "test", "unit", "check", "soak", "study"]
+UPKEEP = ["proto", "breaking", "lint", "types", "clean", "help"]
 
 
-def make(*targets: str, folder: Path, path: str) -> subprocess.CompletedProcess[str]:
-    tool = shutil.which("make")
-    assert tool
-    environment = {"PATH": path, "HOME": str(folder)}
-    return subprocess.run(
-        [tool, *targets], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+def make(target: str, *, folder: Path, path: str) -> subprocess.CompletedProcess[str]:
+    command, environment = [str(shutil.which("make")), target], {"PATH": path, "HOME": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
+    """A clone beside `bin`, all the tools of its machine."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(REPOSITORY / name, tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def bare_path(tmp_path: Path) -> Path:
-    folder = tmp_path / "bin"
-    folder.mkdir()
+    (tmp_path / "bin").mkdir()
     for tool in ("cat", "cksum", "cut", "git"):
-        (folder / tool).symlink_to(str(shutil.which(tool)))
-    return folder
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    return tmp_path
 
 
 def test_help_lists_every_target() -> None:
     listed = make("help", folder=REPOSITORY, path=os.environ["PATH"]).stdout
-    assert [target for target in TARGETS if f"  make {target} " not in listed] == []
+    assert [target for target in WORK + UPKEEP if f"  make {target} " not in listed] == []
 
 
 @pytest.mark.parametrize("target", ["run", "test"])
-def test_a_machine_without_python_gets_the_one_line(clone: Path, bare_path: Path, target: str) -> None:
-    finished = make(target, folder=clone, path=str(bare_path))
+def test_a_machine_without_python_gets_the_one_line(clone: Path, target: str) -> None:
+    finished = make(target, folder=clone, path=str(clone / "bin"))
     assert finished.returncode != 0
     assert finished.stdout.splitlines() == [REMEDY]
 
 
-@pytest.mark.parametrize(
-    ("python_says", "missing"),
-    [
-        pytest.param(1, "python3-venv", id="a Python without venv or too old"),
-        pytest.param(0, "git", id="no git"),
-    ],
-)
-def test_a_machine_that_lacks_one_tool_gets_the_one_line(
-    clone: Path, bare_path: Path, python_says: int, missing: str
-) -> None:
-    (bare_path / missing).unlink(missing_ok=True)
-    stub = bare_path / "python3"
+@pytest.mark.parametrize(("python_says", "missing"), [(1, "python3-venv"), (0, "git")])
+def test_a_machine_that_lacks_one_tool_gets_the_one_line(clone: Path, python_says: int, missing: str) -> None:
+    (clone / "bin" / missing).unlink(missing_ok=True)
+    stub = clone / "bin" / "python3"
     stub.write_text(f"#!/bin/sh\nexit {python_says}\n")
     stub.chmod(0o755)
-    assert make("run", folder=clone, path=str(bare_path)).stdout.splitlines() == [REMEDY]
+    assert make("run", folder=clone, path=str(clone / "bin")).stdout.splitlines() == [REMEDY]

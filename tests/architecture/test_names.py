@@ -16,18 +16,14 @@ def test_no_module_has_a_vague_name() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [
-        module.name for module in [*source_modules(), *recipe_modules()] if not ast.get_docstring(module.tree)
-    ]
+    written = [*source_modules(), *recipe_modules()]
+    silent = [module.name for module in written if not ast.get_docstring(module.tree)]
     assert not silent, f"open these with what they own, the invariant they keep and who calls them: {silent}"
 
 
 def test_every_unit_test_mirrors_a_module() -> None:
-    lost = [
-        str(path.relative_to(REPOSITORY))
-        for path in unit_tests()
-        if not mirrored(path.relative_to(TESTS / "unit"))
-    ]
+    tests = [path.relative_to(TESTS / "unit") for path in (TESTS / "unit").rglob("test_*.py")]
+    lost = [str(test) for test in tests if not mirrored(test)]
     assert not lost, f"no module of that name exists beside these tests' roots: {lost}"
 
 
@@ -48,11 +44,6 @@ def words(path: Path) -> set[str]:
     return set(re.split(r"[_/.]", path.relative_to(REPOSITORY).with_suffix("").as_posix()))
 
 
-def unit_tests() -> list[Path]:
-    """All unit test modules."""
-    return sorted((TESTS / "unit").rglob("test_*.py"))
-
-
 def mirrored(test: Path) -> bool:
     """Whether `<root>/<folders>/test_<module>[_<aspect>].py` has its module, or its recipe folder."""
     subject = test.stem.removeprefix("test_")
@@ -60,12 +51,10 @@ def mirrored(test: Path) -> bool:
     if root == "recipes":
         return any(found(subject, name.name) for name in (REPOSITORY / "recipes" / Path(*folders)).glob("*"))
     folder = ((CLIENT_ROOT if root == "astraflow" else SERVICES) / root).joinpath(*folders)
-    return any(
-        found(subject, path.stem.lstrip("_")) for path in folder.glob("*") if path.suffix in ("", ".py")
-    )
+    modules = [path.stem.lstrip("_") for path in folder.glob("*") if path.suffix in ("", ".py")]
+    return any(found(subject, name) for name in modules)
 
 
 def found(subject: str, name: str) -> bool:
     """Whether a test subject is `name` itself or one aspect of it."""
-    stem = name.removesuffix(".py")
-    return bool(stem) and (subject == stem or subject.startswith(f"{stem}_"))
+    return bool(name) and f"{subject}_".startswith(f"{name}_")

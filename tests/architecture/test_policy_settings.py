@@ -1,6 +1,7 @@
 """What a policy may set for itself is read through `Recipe.policy`, so that no daemon takes the run's value for it."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from astraflow.recipe import BatchSettings, TrainerSettings
@@ -16,12 +17,8 @@ RESOLVER = "clients/python/astraflow/recipe/settings.py"
 
 
 def test_settings_of_a_policy_are_read_resolved() -> None:
-    wrong = [
-        f"{module.name}:{found}"
-        for module in source_modules()
-        if module.name != RESOLVER
-        for found in direct_reads(module.tree)
-    ]
+    readers = [module for module in source_modules() if module.name != RESOLVER]
+    wrong = [f"{module.name}:{found}" for module in readers for found in direct_reads(module.tree)]
     assert not wrong, f"read these from `recipe.policy(policy_id)`: {wrong}"
 
 
@@ -38,37 +35,22 @@ def second(loaded):
 def third(joined):
     return joined.policy.trainer.optimizer, joined.recipe.policy("p").trainer.publish
 """
-    assert list(direct_reads(ast.parse(text))) == [
-        "3 context.recipe.dataflow.max_staleness",
-        "8 flow.groups_per_step",
-        "8 loaded.recipe.run.steps",
-        "8 training.optimizer",
-    ]
+    by_name = ["8 flow.groups_per_step", "8 loaded.recipe.run.steps", "8 training.optimizer"]
+    assert list(direct_reads(ast.parse(text))) == ["3 context.recipe.dataflow.max_staleness", *by_name]
 
 
 def direct_reads(tree: ast.AST) -> Iterator[str]:
     """Line and text of each read of such a key from the recipe's own sections."""
-    sections = {
-        target.id: node.value.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and _is_section(node.value)
-        for target in node.targets
-        if isinstance(target, ast.Name) and isinstance(node.value, ast.Attribute)
-    }
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    sections = {ast.unparse(target): _section(node.value) for node in assigned for target in node.targets}
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Attribute):
-            continue
-        owner = node.value
-        section = owner.attr if isinstance(owner, ast.Attribute) and _is_section(owner) else None
-        if isinstance(owner, ast.Name):
-            section = sections.get(owner.id)
-        if section is not None and node.attr in RESOLVED[section]:
-            yield f"{node.lineno} {ast.unparse(node)}"
+        if isinstance(node, ast.Attribute):
+            section = _section(node.value) or sections.get(ast.unparse(node.value), "")
+            if node.attr in RESOLVED.get(section, ()):
+                yield f"{node.lineno} {ast.unparse(node)}"
 
 
-def _is_section(node: ast.AST) -> bool:
-    """Whether an expression is `….recipe.<section>` or `recipe.<section>`."""
-    if not isinstance(node, ast.Attribute) or node.attr not in RESOLVED:
-        return False
-    owner = node.value
-    return (owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", None)) == "recipe"
+def _section(node: ast.AST) -> str:
+    """Which section `….recipe.<section>` or `recipe.<section>` is; empty when an expression is something else."""
+    found = re.fullmatch(rf"(?:.*\.)?recipe\.({'|'.join(RESOLVED)})", ast.unparse(node))
+    return found[1] if found else ""

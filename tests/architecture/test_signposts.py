@@ -6,22 +6,11 @@ says who calls it when nobody of that name does.
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
-import pytest
-
 from astraflow import cli
-from support.source_tree import (
-    CLIENT_ROOT,
-    REPOSITORY,
-    SERVICES,
-    Module,
-    docstrings,
-    source_modules,
-    tracked_files,
-)
+from support.source_tree import REPOSITORY, SERVICES, Module, docstrings, source_modules, tracked_files
 
 # Rooms whose modules a recipe names; the built-ins that a recipe may choose are imported by nobody.
 PLUGIN_ROOMS = ("astraflow_dataflow.plugins", "astraflow_raas.workflows", "astraflow_raas.rewards")
@@ -40,6 +29,8 @@ FILE_NAME = re.compile(r"`((?:\w+/)*\w+\.(?:py|lua|proto|c))`")
 VERBS = "[Cc]alled|[Mm]ade|[Rr]ead|[Rr]un|[Bb]uilt|[Dd]riven|[Uu]sed|[Ss]tarted|[Mm]arked|[Ll]oaded|[Oo]pened"
 NAMES = r"(?:(?:, |,? and (?:by )?)?(?:the )?`[a-z_]\w*(?:\.\w+)*`)+"
 CALLER = re.compile(rf"(?:{VERBS}) by ({NAMES})")
+DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+LISTED = re.compile(r"[\w.:\[\], |]{1,199}")
 NAME = re.compile(r"`([a-z_]\w*(?:\.\w+)*)`")
 EXAMPLES = {"astraflow.NAME.v1", "recipe.py", "name.py"}
 EXAMPLES |= {"services/astraflow_x/foo.py", "tests/unit/astraflow_x/test_foo.py"}
@@ -47,9 +38,8 @@ EXAMPLES |= {"services/astraflow_x/foo.py", "tests/unit/astraflow_x/test_foo.py"
 
 def dotted(module: Module) -> str:
     """The name by which a module is imported."""
-    root = SERVICES if SERVICES in module.path.parents else CLIENT_ROOT
-    parts = module.path.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    path = module.name.removeprefix("services/").removeprefix("clients/python/")
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 @cache
@@ -95,21 +85,17 @@ def reachable() -> frozenset[str]:
         name = todo.pop()
         if name not in seen:
             seen.add(name)
-            todo += [
-                *imports()[name],
-                *(parent for parent in [name.rpartition(".")[0]] if parent in product()),
-            ]
+            todo += imports()[name] | {name.rpartition(".")[0]} & product().keys()
     return frozenset(seen)
 
 
 def pages() -> list[tuple[str, str]]:
     """(name, text) of README, docs and everything that a docstring says."""
-    written = [path for path in tracked_files() if path.suffix == ".md" and "results" not in path.parts]
+    old = {"results", "CHANGELOG.md"}
+    written = [path for path in tracked_files() if path.suffix == ".md" and old.isdisjoint(path.parts)]
     texts = [(path.relative_to(REPOSITORY).as_posix(), path.read_text()) for path in written]
-    texts = [(name, text) for name, text in texts if name != "CHANGELOG.md"]
-    return texts + [
-        (module.name, str(doc.value)) for module in source_modules() for doc in docstrings(module.tree)
-    ]
+    said = [(module.name, str(doc.value)) for module in source_modules() for doc in docstrings(module.tree)]
+    return texts + said
 
 
 def test_every_module_is_product_code() -> None:
@@ -118,29 +104,18 @@ def test_every_module_is_product_code() -> None:
 
 
 def test_every_public_name_is_used_by_the_product() -> None:
-    uses = _uses()
-    unused = [
-        f"{module.name}: {name}"
-        for module in source_modules()
-        for name in _defined(module)
-        if uses[name] == 0 and name not in CALLED_BY_LIBRARIES | OBSERVED_IN_TESTS
-    ]
+    uses = _uses() | CALLED_BY_LIBRARIES | OBSERVED_IN_TESTS
+    defined = [(module.name, name) for module in source_modules() for name in _defined(module)]
+    unused = [f"{module}: {name}" for module, name in defined if name not in uses]
     assert not unused, f"only tests use these; delete them or let the product use them: {unused}"
 
 
-def _uses() -> Counter[str]:
-    """How often a name is read anywhere in the product, in strings too (annotations, `__all__`, plug-in names)."""
-    uses: Counter[str] = Counter()
+def _uses() -> set[str]:
+    """Names that are read anywhere in the product, in strings too (annotations, `__all__`, plug-in names)."""
+    uses = set[str]().union(*map(_read, source_modules()))
     for module in source_modules():
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Name):
-                uses[node.id] += 1
-            elif isinstance(node, ast.Attribute):
-                uses[node.attr] += 1
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
-                uses.update(
-                    re.findall(r"\w+", node.value) if re.fullmatch(r"[\w.:\[\], |]+", node.value) else ()
-                )
+        texts = (str(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Constant))
+        uses.update(name for text in texts if LISTED.fullmatch(text) for name in re.findall(r"\w+", text))
     return uses
 
 
@@ -191,24 +166,19 @@ def test_dotted_names_lead_somewhere() -> None:
 
 def test_file_names_are_those_of_files() -> None:
     known = [path.relative_to(REPOSITORY).as_posix() for path in tracked_files()]
+    named = {(page, name) for page, text in pages() for name in FILE_NAME.findall(text) if "_pb2" not in name}
     wrong = {
         f"{page}: {name}"
-        for page, text in pages()
-        for name in FILE_NAME.findall(text)
-        if not any(f"/{path}".endswith(f"/{name}") for path in known)
-        and name not in EXAMPLES
-        and "_pb2" not in name
+        for page, name in named
+        if name not in EXAMPLES and not any(f"/{path}".endswith(f"/{name}") for path in known)
     }
     assert not wrong, f"no file ends with these names: {sorted(wrong)}"
 
 
 def test_who_a_module_says_calls_it_does() -> None:
-    wrong = [
-        f"{name}: {caller}"
-        for name, module in product().items()
-        for caller in callers_named(ast.get_docstring(module.tree) or "")
-        if not calls(caller, name)
-    ]
+    said = {name: ast.get_docstring(module.tree) or "" for name, module in product().items()}
+    named = [(name, caller) for name, text in said.items() for caller in callers_named(text)]
+    wrong = [f"{name}: {caller}" for name, caller in named if not calls(caller, name)]
     assert not wrong, f"nobody of these names imports the module that says so: {wrong}"
 
 
@@ -220,11 +190,9 @@ def callers_named(docstring: str) -> Iterator[str]:
 
 def calls(caller: str, callee: str) -> bool:
     """Whether a module or room that `caller` names imports `callee`, or uses what it defines (a value passed in)."""
-    return any(
-        callee in imports()[name] or _public(product()[callee]) & _read(product()[name])
-        for name in product()
-        if named_by(caller, name) and name != callee
-    )
+    defined = _public(product()[callee])
+    named = [name for name in product() if named_by(caller, name) and name != callee]
+    return any(callee in imports()[name] or defined & _read(product()[name]) for name in named)
 
 
 def named_by(caller: str, name: str) -> bool:
@@ -237,30 +205,21 @@ def named_by(caller: str, name: str) -> bool:
 
 
 def _public(module: Module) -> set[str]:
-    return {
-        item.name
-        for node in module.tree.body
-        for item in (node, *(node.body if isinstance(node, ast.ClassDef) else ()))
-        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        and not item.name.startswith("_")
-    }
+    classes = [node for node in module.tree.body if isinstance(node, ast.ClassDef)]
+    nodes = [*module.tree.body, *(node for owner in classes for node in owner.body)]
+    names = [node.name for node in nodes if isinstance(node, DEFINITION)]
+    return {name for name in names if not name.startswith("_")}
 
 
 def _read(module: Module) -> set[str]:
-    nodes = list(ast.walk(module.tree))
-    return {node.id for node in nodes if isinstance(node, ast.Name)} | {
-        node.attr for node in nodes if isinstance(node, ast.Attribute)
-    }
+    names = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
+    return names | {node.attr for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)}
 
 
 def exists(name: str) -> bool:
     """Whether a dotted name is a module, or something that a module defines or imports."""
-    if (
-        name in product()
-        or "_pb2" in name
-        or re.match(r"astraflow\.\w+\.v1\.", name)
-        or (SERVICES / name.replace(".", "/")).is_dir()
-    ):
+    is_generated = re.match(r"astraflow\.\w+\.v1\.|.*_pb2", name)
+    if is_generated or name in product() or (SERVICES / name.replace(".", "/")).is_dir():
         return True
     module, _, attribute = name.rpartition(".")
     if module in product():
@@ -272,7 +231,7 @@ def exists(name: str) -> bool:
 def _attributes(module: Module) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, DEFINITION):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
@@ -281,20 +240,14 @@ def _attributes(module: Module) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["astraflow.errors.NotFoundError", "astraflow_kit.nearest", "astraflow.cli"])
-def test_names_that_exist_are_found(name: str) -> None:
-    assert exists(name)
-
-
 def test_a_wrong_caller_is_seen() -> None:
-    assert list(callers_named("Loads things. Called by `session` and `worker.py`; never blocks.")) == [
-        "session",
-        "worker",
-    ]
+    said = "Loads things. Called by `session` and `worker.py`; never blocks."
+    assert list(callers_named(said)) == ["session", "worker"]
     assert not calls("no_such_module", "astraflow_kit.nearest")
     assert calls("lifecycle", "astraflow_kit.parent")
 
 
 def test_a_name_without_a_module_is_seen() -> None:
+    assert all(map(exists, ["astraflow.errors.NotFoundError", "astraflow_kit.nearest", "astraflow.cli"]))
     assert not exists("astraflow_kit.nearest.no_such_function")
     assert not exists("astraflow_nowhere.module")

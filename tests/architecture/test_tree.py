@@ -8,10 +8,9 @@ import pytest
 from support.source_tree import REPOSITORY, tracked_files
 
 # Written as patterns so that this file does not match itself.
+MACHINE = r"(?<![\w.~}/-])/(?:work|root|opt/pypi|opt/wheels|home/\w+|Users/\w+)(?:/|\b)"
 PRIVATE = {
-    "a path of one machine": re.compile(
-        r"(?<![\w.~}/-])/(?:work|root|opt/pypi|opt/wheels|home/\w+|Users/\w+)(?:/|\b)"
-    ),
+    "a path of one machine": re.compile(MACHINE),
     "a document outside the repository": re.compile(
         r"\bshared[/](?:reference|design|protocol|data)|\bbrief[.]md"
     ),

@@ -2,9 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -29,47 +29,41 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def _redis_of(files: RunFiles) -> Iterator[redis.Redis]:
-    server = ValkeyServer(files.data_dir / "redis")
-    server.start()
-    try:
-        with redis.Redis(port=server.port) as client:
-            yield client
-    finally:
-        server.kill()
+def _in_redis(damage: Callable[[Any], object]) -> Damage:
+    """Damage done by a client of the run's Redis."""
+
+    def done(files: RunFiles) -> None:
+        server = ValkeyServer(files.data_dir / "redis")
+        server.start()
+        try:
+            with redis.Redis(port=server.port) as client:
+                damage(client)
+        finally:
+            server.kill()
+
+    return done
 
 
-def _ready_groups(client: redis.Redis) -> list[str]:
-    found: list[bytes] = client.zrange(KEYS.of("ready", POLICY), 0, -1)  # type: ignore[assignment]
-    return [group.decode() for group in found]
+def _lose_a_payload(client: Any) -> None:
+    client.unlink(next(client.scan_iter(match=f"*{KEYS.of('payload', '*', '*').partition('}')[2]}")))
 
 
-def _lose_a_payload(files: RunFiles) -> None:
-    with _redis_of(files) as client:
-        client.unlink(next(client.scan_iter(match=f"*{KEYS.of('payload', '*', '*').partition('}')[2]}")))
+def _lose_a_group(client: Any) -> str:
+    [group, *_] = client.zrange(KEYS.of("ready", POLICY), 0, -1)
+    client.zrem(KEYS.of("ready", POLICY), group)
+    return str(group.decode())
 
 
-def _lose_a_group(files: RunFiles) -> None:
-    with _redis_of(files) as client:
-        client.zrem(KEYS.of("ready", POLICY), _ready_groups(client)[0])
+def _lose_a_group_and_count_it_nowhere(client: Any) -> None:
+    group = client.hgetall(KEYS.of("group", _lose_a_group(client)))
+    client.hdel(KEYS.of("owners"), *group[b"ids"].split(b"\n"))
+    for counter in ("ingested", "ready"):
+        client.hincrby(KEYS.of("counters"), counter, -int(group[b"n"]))
 
 
-def _lose_a_group_and_count_it_nowhere(files: RunFiles) -> None:
-    with _redis_of(files) as client:
-        group = _ready_groups(client)[0]
-        num_members = int(client.hget(KEYS.of("group", group), "n"))  # type: ignore[arg-type]
-        client.zrem(KEYS.of("ready", POLICY), group)
-        for item in client.hget(KEYS.of("group", group), "ids").decode().split("\n"):  # type: ignore[union-attr]
-            client.hdel(KEYS.of("owners"), item)
-        for counter in ("ingested", "ready"):
-            client.hincrby(KEYS.of("counters"), counter, -num_members)
-
-
-def _forget_a_step(files: RunFiles) -> None:
-    with _redis_of(files) as client:
-        [first, *_] = client.xrange(KEYS.of("consumed", POLICY))  # type: ignore[misc]
-        client.xdel(KEYS.of("consumed", POLICY), first[0])
+def _forget_a_step(client: Any) -> None:
+    [first, *_] = client.xrange(KEYS.of("consumed", POLICY))
+    client.xdel(KEYS.of("consumed", POLICY), first[0])
 
 
 def _train_twice(files: RunFiles) -> None:
@@ -97,10 +91,10 @@ def test_a_run_without_faults_passes(ended: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_lose_a_payload, "without a payload"),
-        (_lose_a_group, "conservation error"),
-        (_lose_a_group_and_count_it_nowhere, "dropped after they were kept"),
-        (_forget_a_step, "committed steps are not 1, 2, 3"),
+        (_in_redis(_lose_a_payload), "without a payload"),
+        (_in_redis(_lose_a_group), "conservation error"),
+        (_in_redis(_lose_a_group_and_count_it_nowhere), "dropped after they were kept"),
+        (_in_redis(_forget_a_step), "committed steps are not 1, 2, 3"),
         (_train_twice, "trained twice"),
         (_tear_a_part, "the store"),
     ],

@@ -1,8 +1,10 @@
 """Collectors beside publishers, in processes, over a folder and over S3: together, and killed in their windows."""
 
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,20 +14,10 @@ from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.tools.verification import verify_version
 from astraflow_weights.versions.inspection import buildable
+from support import weight_processes as processes
 from support.s3_server import S3Server
 from support.weight_models import POLICY, RUN, same_model
-from support.weight_processes import (
-    MANY,
-    PATIENCE_S,
-    PINNED,
-    collect,
-    model_of,
-    publish,
-    read_log,
-    require_killed,
-    root_of,
-    start,
-)
+from support.weight_processes import publish, read_log
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
 
@@ -49,6 +41,10 @@ class Place:
     uri: str
     environment: Mapping[str, str]
 
+    def start(self, task: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
+        """A process that works on it."""
+        return processes.start(task, self.uri, folder, environment=self.environment, **options)
+
 
 @pytest.fixture(params=["file", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
@@ -58,17 +54,15 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield Place(store=open_store(uri), uri=uri, environment={})
         return
     with S3Server(tmp_path) as server:
-        uri = f"s3://{server.create_bucket('weights')}"
-        store = open_store(uri, settings=server.settings(max_attempts=6))
-        yield Place(store=store, uri=uri, environment=server.environment)
+        store = server.store(server.create_bucket("weights"), max_attempts=6)
+        yield Place(store=store, uri="s3://weights", environment=server.environment)
 
 
 def test_publishers_and_collectors_work_at_the_same_time(place: Place, tmp_path: Path) -> None:
-    processes = [
-        start(task, place.uri, tmp_path, number=1, versions=VERSIONS, environment=place.environment)
-        for task in ("publish", "collect", "collect")
+    running = [
+        place.start(task, tmp_path, number=1, versions=VERSIONS) for task in ("publish", "collect", "collect")
     ]
-    assert [process.wait(PATIENCE_S) for process in processes] == [0, 0, 0]
+    assert [process.wait(processes.PATIENCE_S) for process in running] == [0, 0, 0]
     check(place.store, tmp_path)
 
 
@@ -79,16 +73,9 @@ def test_whoever_is_killed_in_its_window_is_followed_up_by_the_next(place: Place
         folder.mkdir()
         if task == "collect":  # something to collect
             publish(place.store, epoch=epoch, versions=len(read_log(place.store).records) + 9)
-        process = start(
-            task,
-            place.uri,
-            folder,
-            number=epoch + 1,
-            versions=MANY if task == "publish" else 0,
-            environment=place.environment,
-            spec=spec,
-        )
-        require_killed(process, folder)
+        versions = processes.MANY if task == "publish" else 0
+        process = place.start(task, folder, number=epoch + 1, versions=versions, spec=spec)
+        processes.require_killed(process, folder)
     publish(place.store, epoch=1000, versions=len(read_log(place.store).records) + 1, collecting=True)
     check(place.store, tmp_path)
 
@@ -97,18 +84,18 @@ def check(store: ObjectStore, folder: Path) -> None:
     """What is retained or pinned is whole and exact; nothing else is in the store."""
     newest = len(read_log(store).records) - 1
     publish(store, epoch=2000, versions=newest + 2, collecting=True)
-    collect(store, versions=0)
+    processes.collect(store, versions=0)
     log = read_log(store)
     kept = buildable(log)
-    assert {PINNED, newest, newest + 1} <= kept
+    assert {processes.PINNED, newest, newest + 1} <= kept
     # How many stay depends on when snapshots were made beside the publishers.
     assert len(kept) < len(log.records), "nothing was collected"
     for version in kept:
-        assert log.record(version).model_root == root_of(version)
+        assert log.record(version).model_root == processes.root_of(version)
         assert verify_version(store, log, version=version, threads=2).faults == ()
     named = {part.key for record in log.records for _, parts in paths_of(record) for part in parts}
     assert {info.key for info in store.list(KEYS.parts)} == named
     assert list(store.list(KEYS.intents)) == []
     mirror = Mirror(folder / "cold")
     mirror.advance(store, log, target=newest)
-    assert same_model(mirror.load(), model_of(newest))
+    assert same_model(mirror.load(), processes.model_of(newest))

@@ -4,7 +4,7 @@ Each run of the matrix is lived once, by the first of its cells that asks; the o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.ci, pytest.mark.timeout(600)]
 CELLS = [pytest.param(name, kill, id=f"{name}: {kill}") for name, kills in MATRIX.items() for kill in kills]
 
 
-@dataclass(frozen=True)
-class Lived:
+class Lived(NamedTuple):
     """A run of the matrix that has ended."""
 
     story: Story

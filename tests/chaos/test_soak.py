@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from astraflow.client import Client, RetryPolicy
-from astraflow.dataflow.v1 import admin_service_pb2
+from astraflow.dataflow.v1.admin_service_pb2 import StatusRequest
 from astraflow.errors import AstraflowError
 from astraflow_kit.lifecycle import read_address_file
 from support.audit import Audit, audit
@@ -29,6 +30,17 @@ SEEDS = (1, 2, 3, 4, 5)
 KILLS_PER_SEED = 60
 RESTARTS = 20
 _RESULTS = ROOT / "docs" / "results" / "chaos.md"
+
+
+ABOUT = """# Random kills: is anything lost?
+
+Written by `make soak T=tests/chaos`. Each seed is one run of the quickstart's loop in small, whose
+processes were SIGKILLed at random instants; a quarter of Valkey's kills also cut one byte,
+another quarter 400 bytes, off the end of its append-only file. Columns with a process's name
+count its kills, `restarts` the processes started beyond the first of each role, `replayed` the
+steps taken again after a resume. The audit compares the nodes' journals, Redis, the trainer's
+ledger, the accounts and the store.
+"""
 
 
 @dataclass
@@ -54,35 +66,20 @@ class Report:
 
     def text(self) -> str:
         """The page."""
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        )
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True)
         waits = sorted(self.restart_s)
         columns = ["seed", *ROLES, "kills", "restarts", "steps", "replayed", "pushed", "trained", "dropped"]
         columns += ["versions", "violations", "wall s"]
-        return "\n".join(
-            [
-                "# Random kills: is anything lost?",
-                "",
-                "Written by `make soak T=tests/chaos`. Each seed is one run of the quickstart's loop in small, whose",
-                "processes were SIGKILLed at random instants; a quarter of Valkey's kills also cut one byte,",
-                "another quarter 400 bytes, off the end of its append-only file. Columns with a process's name",
-                "count its kills, `restarts` the processes started beyond the first of each role, `replayed` the",
-                "steps taken again after a resume. The audit compares the nodes' journals, Redis, the trainer's",
-                "ledger, the accounts and the store.",
-                "",
-                f"* machine: {platform.machine()}, Python {platform.python_version()}",
-                f"* date: {datetime.now(tz=UTC):%Y-%m-%d}, commit {commit.stdout.strip()}",
-                f"* kills: {self.kills.total()} at random instants; violations: {self.violations}",
-                f"* a killed dataflow server answered `Status` again after p50 {waits[len(waits) // 2]:.2f} s, "
-                f"max {waits[-1]:.2f} s ({len(waits)} kills, restarted by the launcher)",
-                "",
-                f"| {' | '.join(columns)} |",
-                f"|{'---|' * len(columns)}",
-                *self.rows,
-                "",
-            ]
-        )
+        facts = [
+            f"machine: {platform.machine()}, Python {platform.python_version()}",
+            f"date: {datetime.now(tz=UTC):%Y-%m-%d}, commit {commit.stdout.strip()}",
+            f"kills: {self.kills.total()} at random instants; violations: {self.violations}",
+            f"a killed dataflow server answered `Status` again after p50 {waits[len(waits) // 2]:.2f} s, "
+            f"max {waits[-1]:.2f} s ({len(waits)} kills, restarted by the launcher)",
+        ]
+        table = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *self.rows]
+        return "\n".join([ABOUT, *(f"* {fact}" for fact in facts), "", *table, ""])
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +119,7 @@ def test_how_soon_a_killed_dataflow_server_answers_again_is_reported(
         for _ in range(RESTARTS):
             time.sleep(
                 6.0
-            )  # one that had run steadily: another kill at once would meet the launcher's backoff
+            )  # as one that had run steadily: another kill at once would meet the launcher's backoff
             assert monkey.kill("dataflow")
             report.restart_s.append(_seconds_until_answering(addresses.grpc))
         launcher.send_signal(signal.SIGINT)
@@ -136,12 +133,8 @@ def _seconds_until_answering(address: str) -> float:
     started_s = time.monotonic()
     with Client(address, retry=RetryPolicy(total_s=0.0)) as client:
         while True:
-            try:
-                client.call(
-                    client.admin.Status, admin_service_pb2.StatusRequest(run_id=RUN_ID), timeout_s=2.0
-                )
-            except AstraflowError:
-                assert time.monotonic() - started_s < 60, "the server does not come back"
-                time.sleep(0.02)
-            else:
+            with suppress(AstraflowError):
+                client.call(client.admin.Status, StatusRequest(run_id=RUN_ID), timeout_s=2.0)
                 return time.monotonic() - started_s
+            assert time.monotonic() - started_s < 60, "the server does not come back"
+            time.sleep(0.02)

@@ -29,10 +29,9 @@ def parts_without_version(store: FileStore) -> int:
     """Parts that no version or added path names yet: what a publisher or its compactor leaves that is killed
     between upload and commit.
     """
-    refs = [
-        ref for record in read_log(store).records for parts in parts_by_base(record).values() for ref in parts
-    ]
-    return len({info.key for info in store.list(PolicyKeys(RUN, POLICY).parts)} - {ref.key for ref in refs})
+    paths = [parts for record in read_log(store).records for parts in parts_by_base(record).values()]
+    named = {ref.key for parts in paths for ref in parts}
+    return len({info.key for info in store.list(PolicyKeys(RUN, POLICY).parts)} - named)
 
 
 def holds(store: FileStore, versions: int) -> bool:
@@ -45,14 +44,8 @@ def kill_publishers(folder: Path, *, times: int, seed: int) -> int:
     """
     draw, store, met = random.Random(seed), FileStore(folder / "store"), 0
     for number in range(times):
-        wanted = len(read_log(store).records) + (number % 2 == 0)
-        kill_after(
-            folder,
-            "publish-only",
-            number + 1,
-            once=partial(holds, store, wanted),
-            delay_s=draw.random() * MAX_DELAY_S,
-        )
+        held = partial(holds, store, len(read_log(store).records) + (number % 2 == 0))
+        kill_after(folder, "publish-only", number + 1, once=held, delay_s=draw.random() * MAX_DELAY_S)
         for record in read_log(store).records:
             assert (record.step, record.model_root) == (record.version, root_of(record.version))
         met += parts_without_version(store) > 0

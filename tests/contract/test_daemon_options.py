@@ -36,25 +36,14 @@ def options(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", DAEMONS)
-def test_every_setting_is_an_option_named_like_it(name: str) -> None:
-    found = {setting: option.opts for setting, option in options(name).items() if setting != "check"}
-    assert found == {
+def test_every_setting_is_an_option_named_like_it_explained_in_a_panel_and_shown(name: str) -> None:
+    found = options(name)
+    assert {setting: option.opts for setting, option in found.items() if setting != "check"} == {
         setting: OTHER_NAMES.get((name, setting), [f"--{setting.replace('_', '-')}"])
         for setting in DAEMONS[name].model_fields
     }
-
-
-@pytest.mark.parametrize("name", DAEMONS)
-def test_only_failpoints_are_hidden(name: str) -> None:
-    assert {setting for setting, option in options(name).items() if option.hidden} == HIDDEN
-
-
-@pytest.mark.parametrize("name", DAEMONS)
-def test_every_option_is_explained_in_a_panel(name: str) -> None:
-    bare = [
-        key for key, option in options(name).items() if len(option.help) < 8 or not option.rich_help_panel
-    ]
-    assert bare == []
+    assert {setting for setting, option in found.items() if option.hidden} == HIDDEN
+    assert [key for key, option in found.items() if len(option.help) < 8 or not option.rich_help_panel] == []
 
 
 @pytest.mark.parametrize("name", DAEMONS)

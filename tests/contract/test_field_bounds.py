@@ -4,6 +4,7 @@ are refused, or cut where the contract says so. A bounded field of a served rpc 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -100,9 +101,8 @@ def values(row: Row) -> Values:
     made = [([*row.inside], [*row.outside]), _items(bounds, described, row.element)]
     if not row.inside:
         made += [_numbers(bounds, described), _texts(bounds, described)]
-    return [value for inside, _ in made for value in inside], [
-        value for _, outside in made for value in outside
-    ]
+    insides, outsides = zip(*made, strict=True)
+    return [*chain.from_iterable(insides)], [*chain.from_iterable(outsides)]
 
 
 def _items(bounds: Any, described: FieldDescriptor, element: Callable[[int], Any]) -> Values:
@@ -134,9 +134,8 @@ def _texts(bounds: Any, described: FieldDescriptor) -> Values:
 
 
 def created(request: runs.CreateRunRequest) -> Message:
-    request.run.code.sha256 = bundle_digest(
-        [CodeFile(file.path, file.content) for file in request.run.code.files]
-    )
+    code = request.run.code
+    code.sha256 = bundle_digest([CodeFile(file.path, file.content) for file in code.files])
     return request
 
 
@@ -145,10 +144,8 @@ def create(**fields: Any) -> Message:
 
 
 def submit() -> Message:
-    task = task_pb2.Task(
-        task_id="t", messages=[task_pb2.Message(role="user", tool_calls=[task_pb2.ToolCall()])]
-    )
-    return tasks.SubmitTasksRequest(run_id="run", tasks=[task])
+    message = task_pb2.Message(role="user", tool_calls=[task_pb2.ToolCall()])
+    return tasks.SubmitTasksRequest(run_id="run", tasks=[task_pb2.Task(task_id="t", messages=[message])])
 
 
 def push() -> trajectories.PushEpisodeRequest:
@@ -296,9 +293,8 @@ async def test_values_inside_are_taken_and_values_outside_refused_or_cut(world: 
         clamped = described.GetOptions().Extensions[options_pb2.bounds].clamped
         inside, outside = values(row)
         assert inside + outside, row.path
-        for value, wanted in [(value, False) for value in inside] + [
-            (value, not clamped) for value in outside
-        ]:
+        tried = [(value, False) for value in inside] + [(value, not clamped) for value in outside]
+        for value, wanted in tried:
             is_long_poll = row.path == "wait_duration" and not wanted
             if await refused(world, row, value, timeout_s=0.3 if is_long_poll else 20.0) is not wanted:
                 verb = "takes" if wanted else "refuses"

@@ -24,11 +24,19 @@ CALLS = {
     },
     "Filter": {"__call__": "(self, group: Group) -> bool"},
     "Policy": {
+        "chat": (
+            "(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult"
+        ),
         "decode": "(self, token_ids: Sequence[int]) -> str",
-        "encode": "(self, messages: Sequence[Message]) -> list[int]",
-        "extend": "(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]",
+        "encode": "(self, messages: Sequence[Message] | str, *, tools: Sequence[Tool] = ()) -> list[int]",
+        "extend": (
+            "(self, token_ids: Sequence[int], messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> list[int]"
+        ),
         "generate": (
             "(self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None) -> GenerateResult"
+        ),
+        "read": (
+            "(self, token_ids: Sequence[int], *, tools: Sequence[Tool] = (), prompt_ids: Sequence[int] = ()) -> Message"
         ),
     },
     "Reward": {"__call__": "(self, task: TaskSpec, completion: str) -> float"},
@@ -36,7 +44,7 @@ CALLS = {
     "Workflow": {"run": "(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode"},
 }
 BUILDER = {
-    "__init__": "(self, policy: Policy, *, role: str = ) -> None",
+    "__init__": "(self, policy: Policy, *, tools: Sequence[Tool] = ()) -> None",
     "add_generation": "(self, result: GenerateResult, *, prompt_ids: Sequence[int]) -> None",
     "add_messages": "(self, messages: Sequence[Message]) -> None",
     "add_prompt": "(self, messages: Sequence[Message]) -> None",

@@ -5,13 +5,8 @@ from support.source_tree import REPOSITORY
 from support.weight_models import make_model, same_model, trained
 
 NAMES = [
-    "apply_delta",
-    "decode_snapshot",
-    "encode_delta",
-    "encode_snapshot",
-    "invert_delta",
-    "merge_deltas",
-    "summarize_delta",
+    *("apply_delta", "decode_snapshot", "encode_delta", "encode_snapshot"),
+    *("invert_delta", "merge_deltas", "summarize_delta"),
 ]
 
 

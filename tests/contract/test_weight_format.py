@@ -16,16 +16,8 @@ from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.codec.tiles.grid import TileCodec
-from astraflow_weights.versions.manifest import (
-    Asset,
-    DeltaRef,
-    Entry,
-    Fence,
-    Manifest,
-    PartRef,
-    decode_entry,
-    encode_entry,
-)
+from astraflow_weights.versions import manifest as entries
+from astraflow_weights.versions.manifest import PartRef, decode_entry, encode_entry
 from support.weight_models import same_model
 
 VECTORS = Path(__file__).parent / "weight_format"
@@ -82,34 +74,28 @@ def ref(name: str, size_bytes: int) -> PartRef:
     return PartRef(key=key, size_bytes=size_bytes, sha256=bytes.fromhex(name * 32))
 
 
-TENSORS = tensor_digests(BASE)
-MANIFEST = Manifest(
-    run_id="run-1",
-    policy_id="solver",
+TENSORS, NONCE = tensor_digests(BASE), bytes(range(16))
+WRITER = {"run_id": "run-1", "policy_id": "solver"}
+MANIFEST = entries.Manifest(
+    **WRITER,
     version=2,
     sequence=4,
     writer_epoch=3,
-    writer_nonce=bytes(range(16)),
+    writer_nonce=NONCE,
     step=7,
     parent_version=1,
     snapshot=(ref("aa", 1000),),
-    deltas=(DeltaRef(base_version=1, parts=(ref("bb", 10), ref("cc", 20))),),
+    deltas=(entries.DeltaRef(base_version=1, parts=(ref("bb", 10), ref("cc", 20))),),
     tensors=TENSORS,
     model_root=model_root(TENSORS),
-    assets=(Asset(file_name="config.json", blob=ref("dd", 2)),),
+    assets=(entries.Asset(file_name="config.json", blob=ref("dd", 2)),),
     num_changed=12,
     num_elements=1219,
     learning_rate=1e-6,
     created_time_s=1_767_225_600.5,
 )
-FENCE = Fence(
-    run_id="run-1",
-    policy_id="solver",
-    sequence=3,
-    epoch=3,
-    nonce=bytes(range(16)),
-    previous_epoch=1,
-    created_time_s=1_767_225_599.25,
+FENCE = entries.Fence(
+    **WRITER, sequence=3, epoch=3, nonce=NONCE, previous_epoch=1, created_time_s=1_767_225_599.25
 )
 
 
@@ -121,17 +107,11 @@ def codecs(part: bytes) -> dict[str, TileCodec]:
     return {tile.spec.name: tile.codec for tile in open_part(part).tiles}
 
 
-def test_the_delta_vector_is_what_the_encoder_makes() -> None:
+def test_the_delta_vector_is_what_the_encoder_makes_and_leads_to_the_target() -> None:
     assert encode_delta(BASE, target(), base_version=1, target_version=2) == [vector("delta.hex")]
-
-
-def test_the_delta_vector_turns_the_base_into_the_target() -> None:
     mirror = {name: array.copy() for name, array in BASE.items()}
     apply_delta(mirror, [vector("delta.hex")])
     assert same_model(mirror, target())
-
-
-def test_the_delta_vector_shows_the_encodings_that_need_no_base() -> None:
     assert codecs(vector("delta.hex")) == {
         "codes": TileCodec.RAW,
         "large": TileCodec.RICE,
@@ -164,7 +144,7 @@ def test_compressed_vectors_unfold_to_their_models() -> None:
 
 
 @pytest.mark.parametrize(("name", "entry"), [("manifest.hex", MANIFEST), ("fence.hex", FENCE)])
-def test_entry_vectors_are_what_is_written_and_read(name: str, entry: Entry) -> None:
+def test_entry_vectors_are_what_is_written_and_read(name: str, entry: entries.Entry) -> None:
     assert encode_entry(entry).hex() == vector(name).hex()
     assert decode_entry(vector(name)) == entry
 

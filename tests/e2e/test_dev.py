@@ -38,8 +38,15 @@ class Run:
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl of one kind."""
-        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [line for line in lines if line["kind"] == kind]
+        return [line for line in json_lines(self.folder / "metrics.jsonl") if line["kind"] == kind]
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """What the trainer recorded that it took."""
+        return json_lines(self.folder / "work" / "trainer-solver" / "ledger.jsonl")
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +58,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def dev(folder: Path, *arguments: str) -> Run:
     """Run `astraflow dev recipes/quickstart --json` in `folder` to its end."""
     command = [sys.executable, "-m", "astraflow.cli", "dev", str(ROOT / "recipes" / "quickstart"), "--json"]
-    done = subprocess.run(
-        [*command, "--data-dir", str(folder), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command += ["--data-dir", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, f"{done.stderr}\n{_logs(folder)}"
     return Run(json.loads(done.stdout), folder, done.stderr)
 
@@ -78,9 +80,8 @@ def test_nothing_is_lost(run: Run) -> None:
 
 
 def test_every_trained_trajectory_is_in_the_trainers_own_ledger_exactly_once(run: Run) -> None:
-    lines = (run.folder / "work" / "trainer-solver" / "ledger.jsonl").read_text().splitlines()
-    stages = {stage: [] for stage in ("TRAINED", "SKIPPED")}  # type: dict[str, list[str]]
-    for line in map(json.loads, lines):
+    stages: dict[str, list[str]] = {"TRAINED": [], "SKIPPED": []}
+    for line in run.ledger():
         stages[line["stage"]] += line["trajectory_ids"]
     assert max(Counter(stages["TRAINED"] + stages["SKIPPED"]).values()) == 1
     assert len(stages["TRAINED"]) == run.summary["trajectories"]["trained"]
@@ -118,21 +119,14 @@ def test_the_nodes_weights_are_the_published_bytes(run: Run, tmp_path: Path) -> 
         np.testing.assert_array_equal(served[name], array, err_msg=name)
 
 
-def test_ids_lead_from_task_to_trajectory_to_step(run: Run) -> None:
-    first = json.loads((run.folder / "work" / "trainer-solver" / "ledger.jsonl").read_text().splitlines()[0])
-    [trajectory_id, *_] = first["trajectory_ids"]
+def test_ids_lead_from_task_to_trajectory_to_step_and_correlate_the_logs_of_all_daemons(run: Run) -> None:
+    first = run.ledger()[0]
     pushed = _log_lines(run, "node-1", event="episode.pushed")
-    [episode] = [line for line in pushed if trajectory_id in line["trajectory_ids"]]
-    assert episode["task_id"].startswith("train-")
-    assert episode["outcome"] == "accepted"
+    [episode] = [line for line in pushed if first["trajectory_ids"][0] in line["trajectory_ids"]]
+    task_id = episode["task_id"]
+    assert (task_id.startswith("train-"), episode["outcome"]) == (True, "accepted")
     [step] = _log_lines(run, "trainer-solver", event="step.finished", batch_id=first["batch_id"])
     assert step["step"] == first["step"] == 1
-
-
-def test_one_correlation_id_finds_a_task_and_a_step_in_the_logs_of_all_daemons(run: Run) -> None:
-    first = json.loads((run.folder / "work" / "trainer-solver" / "ledger.jsonl").read_text().splitlines()[0])
-    pushed = _log_lines(run, "node-1", event="episode.pushed", outcome="accepted")
-    task_id = next(line["task_id"] for line in pushed if first["trajectory_ids"][0] in line["trajectory_ids"])
     assert _log_lines(run, "dataflow", event="group.settled", correlation_id=task_id)
     assert _log_lines(run, "node-1", correlation_id=task_id)
 
@@ -154,12 +148,8 @@ def test_the_run_leaves_a_summary_curves_and_a_log_per_process(run: Run) -> None
 
 
 def test_no_process_is_left_behind(run: Run) -> None:
-    left = [
-        process.info["cmdline"]
-        for process in psutil.process_iter(["cmdline"])
-        if any(str(run.folder) in part for part in process.info["cmdline"] or ())
-    ]
-    assert left == []
+    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert [command for command in commands if str(run.folder) in command] == []
 
 
 def test_a_finished_run_is_resumed_without_training_again(run: Run) -> None:
@@ -170,9 +160,8 @@ def test_a_finished_run_is_resumed_without_training_again(run: Run) -> None:
 
 
 def _log_lines(run: Run, process: str, **fields: object) -> list[dict[str, Any]]:
-    lines = (run.folder / "logs" / f"{process}.log").read_text().splitlines()
-    parsed = [json.loads(line) for line in lines if line.startswith("{")]
-    return [line for line in parsed if fields.items() <= line.items()]
+    lines = json_lines(run.folder / "logs" / f"{process}.log")
+    return [line for line in lines if fields.items() <= line.items()]
 
 
 def _logs(folder: Path) -> str:

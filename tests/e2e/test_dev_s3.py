@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
 from support.development import POLICY, RUN_ID, RunFiles, dev, finish
 from support.s3_server import S3Server
@@ -32,7 +32,7 @@ def test_a_run_learns_from_and_publishes_to_a_bucket(s3_server: S3Server, tmp_pa
     with dev(tmp_path, "--steps", f"{STEPS}", "--store", URI) as launcher:
         summary = finish(launcher, tmp_path)
     assert (summary["steps"], summary["conservation_error"]) == (STEPS, 0)
-    store = open_store(URI, settings=s3_server.settings())
+    store = s3_server.store("weights/some/prefix")
     log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
     newest = log.refresh()
     trained = [
@@ -47,13 +47,10 @@ def assert_node_holds(folder: Path, store: ObjectStore, log: VersionLog, *, vers
     """The node's mirror is the published version, bit by bit; the bucket gives the same to anybody."""
     state = next((folder / "run" / "work" / "node-1").rglob("state.json"))
     named = json.loads(state.read_text())["held"]
-    assert (named["version"], named["manifest_sha256"]) == (
-        version,
-        log.record(version).manifest_sha256.hex(),
-    )
+    sha256 = log.record(version).manifest_sha256.hex()
+    assert (named["version"], named["manifest_sha256"]) == (version, sha256)
     mirror = Mirror(folder / "mirror")
     mirror.advance(store, log, target=version)
     assert mirror.directory is not None
-    assert (mirror.directory / "model.safetensors").read_bytes() == (
-        state.parent / "checkpoint" / "model.safetensors"
-    ).read_bytes()
+    held, given = (folder / "model.safetensors" for folder in (state.parent / "checkpoint", mirror.directory))
+    assert held.read_bytes() == given.read_bytes()

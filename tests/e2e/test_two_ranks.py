@@ -18,7 +18,7 @@ from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
 from support.development import POLICY, RUN_ID, RunFiles, dev, finish, wait_for
 
@@ -36,18 +36,14 @@ class Run:
     summary: dict[str, Any]
 
     @cached_property
-    def store(self) -> ObjectStore:
-        return open_store((self.files.data_dir / "store").as_uri())
+    def store(self) -> FileStore:
+        return FileStore(self.files.data_dir / "store")
 
     @cached_property
     def log(self) -> VersionLog:
-        return read_versions(self.store)
-
-
-def read_versions(store: ObjectStore) -> VersionLog:
-    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
-    log.refresh()
-    return log
+        log = VersionLog(self.store, run_id=RUN_ID, policy_id=POLICY)
+        log.refresh()
+        return log
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +136,11 @@ def test_torchrun_starts_the_ranks_of_a_trainer(tmp_path: Path) -> None:
         )
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         with (tmp_path / "torchrun").open("w") as output:
-            started = subprocess.run(
-                command, env=environment, stdout=output, stderr=output, timeout=300, check=False
-            )
-        assert started.returncode == 0, (tmp_path / "torchrun").read_text()[-4000:]
-        lines = (tmp_path / "torchrun").read_text().splitlines()
-        assert sum('"step.finished"' in line or "step.finished" in line for line in lines) == 2 * 2
+            both = {"stdout": output, "stderr": output}
+            started = subprocess.run(command, env=environment, timeout=300, check=False, **both)
+        said = (tmp_path / "torchrun").read_text()
+        assert started.returncode == 0, said[-4000:]
+        assert sum("step.finished" in line for line in said.splitlines()) == 2 * 2
         launcher.send_signal(signal.SIGINT)
         assert finish(launcher, tmp_path, timeout_s=120)["conservation_error"] == 0
-    assert read_versions(open_store((files.data_dir / "store").as_uri())).records
+    assert Run(files, {}).log.records

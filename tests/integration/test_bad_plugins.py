@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow.errors import PluginError
 from support.broken_plugins import Data
-from support.dataflow_world import World, until
+from support.dataflow_world import World
 from support.raas_node import local_node
 from support.redis_content import redis_content
 
@@ -16,44 +15,29 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 async def test_a_data_set_that_raises_stops_leasing_by_name_until_it_is_mended(world: World) -> None:
     Data.mended = False
-    await world.create_run(dataset="support.broken_plugins:Data")
-    trainer, node = await world.trainer(), await world.node()
-    for lease in await node.lease(2):
-        await node.complete(lease)
-
-    async def waits() -> list[tuple[str, str]]:
-        return [(wait.reason, wait.detail) for wait in (await world.status()).waits]
-
-    async def is_told() -> bool:
-        return any(reason == "dataset_failed" for reason, _ in await waits())
-
-    await until(is_told)
-    (detail,) = [text for reason, text in await waits() if reason == "dataset_failed"]
+    trainer, node = await world.started(dataset="support.broken_plugins:Data")
+    await node.work(2)
+    await world.until(lambda status: "dataset_failed" in {wait.reason for wait in status.waits})
+    wait = (await world.waits())["dataset_failed"]
     for words in ("support.broken_plugins.Data.train", "index 2: OSError", "the disk with the tasks is gone"):
-        assert words in detail, detail
+        assert words in wait.detail, wait
+    assert (wait.stage, wait.HasField("since_time"), wait.released_by != "") == ("lease", True, True)
     # What is there is trained on meanwhile.
     assert len((await trainer.train(1, base_version=0)).items) == 4
-    assert (await world.status()).trajectories.conservation_error == 0
+    await world.has_account()
     Data.mended = True
     assert await node.lease(1)
+    await world.until(lambda status: "dataset_failed" not in {wait.reason for wait in status.waits})
 
 
 async def test_a_filter_that_raises_drops_the_group_under_its_own_reason(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await world.create_run(filters='["support.broken_plugins:Filter"]')
-    await world.trainer()
-    node = await world.node()
+    _, node = await world.started(filters='["support.broken_plugins:Filter"]')
     await world.submit("t1")
-    (lease,) = await node.lease()
-    assert await node.complete(lease) == ["ACCEPTED", "ACCEPTED"]
-
-    async def is_dropped() -> bool:
-        return bool((await world.status()).trajectories.dropped)
-
-    await until(is_dropped)
-    account = (await world.status()).trajectories
-    assert (dict(account.dropped), account.conservation_error) == ({"filter_failed": 2}, 0)
+    await node.work()
+    await world.until(lambda status: bool(status.trajectories.dropped))
+    await world.has_account(dropped={"filter_failed": 2})
     assert "no reward was above zero" in capsys.readouterr().out
 
 
@@ -81,18 +65,12 @@ async def test_a_task_no_node_can_finish_ends_as_a_letter_that_says_why(
     await world.create_run(raas=raas, max_attempts=2)
     await world.trainer()
     await world.submit("t1")
-
-    async def is_dead() -> bool:
-        return (await world.status()).dead_letters == 1
-
     async with local_node(world.address, tmp_path):
-        await until(is_dead)
-    request = admin_service_pb2.ListDeadLettersRequest(run_id="run")
-    (letter,) = (await world.client.call(world.client.admin.ListDeadLetters, request)).dead_letters
+        await world.until(lambda status: status.dead_letters == 1)
+    (letter,) = (await world.dead_letters()).dead_letters
     assert (letter.task_id, letter.reason, letter.attempt) == ("t1", "workflow_error", tries)
     assert [word for word in words if word not in letter.detail] == [], letter.detail
-    account = (await world.status()).trajectories
-    assert (account.ingested, account.conservation_error) == (0, 0)
+    await world.has_account(ingested=0)
 
 
 @pytest.mark.parametrize(

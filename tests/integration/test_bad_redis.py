@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -36,21 +36,8 @@ def after(*commands: tuple[str | int, ...]) -> Spoil:
     return spoil
 
 
-def pretending(**info: str) -> Spoil:
-    """Another server, which only says what it is."""
-
-    @asynccontextmanager
-    async def spoil(_: ValkeyServer) -> AsyncIterator[str]:
-        async with fake_redis(info) as url:
-            yield url
-
-    return spoil
-
-
-@asynccontextmanager
-async def nothing_there(_: ValkeyServer) -> AsyncIterator[str]:
-    """An address where nobody listens."""
-    yield "redis://user:secret@127.0.0.1:1/0"
+OLD = {"redis_version": "6.2.14", "maxmemory_policy": "noeviction", "aof_enabled": "1"}
+NOWHERE = "redis://user:secret@127.0.0.1:1/0"
 
 
 FORGET = (("FLUSHALL",), ("FUNCTION", "FLUSH"))
@@ -68,7 +55,7 @@ ROWS: dict[str, tuple[Spoil, tuple[str, ...], ExitCode]] = {
         ExitCode.SUPERSEDED,
     ),
     "too old": (
-        pretending(redis_version="6.2.14", maxmemory_policy="noeviction", aof_enabled="1"),
+        lambda _: fake_redis(OLD),
         ("Redis 6.2.14 at redis://127.0.0.1:", "is too old; install 7.0 or newer"),
         ExitCode.SUPERSEDED,
     ),
@@ -88,7 +75,7 @@ ROWS: dict[str, tuple[Spoil, tuple[str, ...], ExitCode]] = {
         ExitCode.UNAVAILABLE,
     ),
     "is not there": (
-        nothing_there,
+        lambda _: nullcontext(NOWHERE),
         ("no usable Redis at redis://127.0.0.1:1/0", "start one, or give another --redis"),
         ExitCode.UNAVAILABLE,
     ),
@@ -122,8 +109,11 @@ async def test_a_redis_that_cannot_hold_the_data_is_refused(own_valkey: ValkeySe
     assert "secret" not in ended.stderr
 
 
-async def test_the_server_itself_ends_with_the_status_of_its_check(own_valkey: ValkeyServer) -> None:
-    spoil, words, status = ROWS["evicts"]
+@pytest.mark.parametrize("row", ["evicts", "is not there"])
+async def test_the_server_itself_ends_with_the_status_of_its_check(
+    own_valkey: ValkeyServer, row: str
+) -> None:
+    spoil, words, status = ROWS[row]
     async with spoil(own_valkey) as url:
         ended = await server_command("--redis", url)
     assert ended.returncode == status
@@ -140,10 +130,8 @@ async def test_a_full_redis_refuses_pushes_and_lets_the_trainer_make_room(
     own_valkey: ValkeyServer, tmp_path: Path
 ) -> None:
     async with served(own_valkey.url, tmp_path) as world:
-        await world.create_run(dataset="Counting")
-        trainer, node = await world.trainer(), await world.node()
-        for lease in await node.lease(2):
-            await node.complete(lease)
+        trainer, node = await world.started(dataset="Counting")
+        await node.work(2)
         (late, *_) = await node.lease(2)
         await world.dataflow.connection.raw("CONFIG", "SET", "maxmemory", 1)
         with pytest.raises(AstraflowError, match=r"Redis is full \(maxmemory\); let trainers") as refused:
@@ -161,4 +149,4 @@ async def test_a_full_redis_refuses_pushes_and_lets_the_trainer_make_room(
         assert await trainer.mark_durable(1) in (0, 4)  # the run loop releases too, and may be first
         await world.dataflow.connection.raw("CONFIG", "SET", "maxmemory", 0)
         assert await node.complete(late) == ["ACCEPTED", "ACCEPTED"]
-        assert (await world.status()).trajectories.conservation_error == 0
+        await world.has_account()

@@ -1,14 +1,9 @@
 """The codecs take no more memory than promised beside the model and their output, however large the model is."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from astraflow_weights.codec import kernel
-from support.source_tree import REPOSITORY
+from support.measured import measured
 
 MIB = 2**20
 BOUND = (64 + 16) * MIB
@@ -27,13 +22,6 @@ def test_scratch_of_every_operation_stays_below_its_bound(
     """The models are 256 and 128 MiB: what grew with one would be seen."""
     if path == "kernel" and kernel.active() is None:
         pytest.skip(kernel.describe())
-    found = subprocess.run(
-        [sys.executable, "-m", "support.codec_memory", path, str(density), str(num_elements)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(REPOSITORY / "tests")])},
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=580,
-    )
-    scratch = json.loads(found.stdout)
+    scratch = measured("support.codec_memory", path, str(density), str(num_elements))
     assert len(scratch) == 8
     assert {name: size // MIB for name, size in scratch.items() if size > BOUND} == {}

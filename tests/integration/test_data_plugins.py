@@ -63,9 +63,8 @@ async def test_curators_that_skip_everything_are_named_and_block_nothing_else(wo
 
 
 async def test_a_data_set_with_a_length_ends_there(world: World) -> None:
-    await world.create_run(dataset=f"{OURS}:FourTasks", max_staleness=8)
-    await world.trainer()
-    assert await (await world.node()).work(9) == [f"train-{index}" for index in range(4)]
+    _, node = await world.started(dataset=f"{OURS}:FourTasks", max_staleness=8)
+    assert await node.work(9) == [f"train-{index}" for index in range(4)]
 
 
 async def test_a_stateful_filter_goes_on_where_another_server_left_it(redis_url: str, tmp_path: Path) -> None:
@@ -77,20 +76,13 @@ async def test_a_stateful_filter_goes_on_where_another_server_left_it(redis_url:
         for number, world in enumerate([first, second] * 3):
             await first.submit(f"t{number}")
             await (await world.node(f"n{number}")).work(1)
-
-            async def is_settled(groups: int = number + 1) -> bool:
-                account = (await first.status()).trajectories
-                return account.ready + sum(account.dropped.values()) == 2 * groups
-
-            await until(is_settled)
-        account = (await first.status()).trajectories
-    assert (account.ready, dict(account.dropped), account.conservation_error) == (6, {"filtered": 6}, 0)
+            await first.until(lambda status: not status.trajectories.assembling)
+        await first.has_account(ready=6, dropped={"filtered": 6})
 
 
 async def test_a_selector_chooses_the_groups_of_a_batch_and_may_wait_for_others(world: World) -> None:
     selector = f'{{use: "{OURS}:LastFirst", with: {{at_least: 3}}}}'
-    trainer, node = await world.started(selector=selector, max_staleness=8)
-    await world.submit("t1", "t2", "t3")
+    trainer, node = await world.started("t1", "t2", "t3", selector=selector, max_staleness=8)
     await node.work(2)
     reply = await trainer.acquire(1, wait_s=0.1)
     assert reply.waiting_for == "selector"
@@ -104,8 +96,8 @@ async def test_a_selector_chooses_the_groups_of_a_batch_and_may_wait_for_others(
 
 
 async def test_two_trainers_that_race_for_a_step_bind_one_batch(world: World) -> None:
-    trainer, node = await world.started(selector=f'"{OURS}:LastFirst"', max_staleness=8)
-    await world.submit("t1", "t2", "t3")
+    selector = f'"{OURS}:LastFirst"'
+    trainer, node = await world.started("t1", "t2", "t3", selector=selector, max_staleness=8)
     await node.work(3)
     replies = await asyncio.gather(*(trainer.acquire(1) for _ in range(8)))
     assert len({reply.batch.batch_id for reply in replies}) == 1
@@ -114,9 +106,8 @@ async def test_two_trainers_that_race_for_a_step_bind_one_batch(world: World) ->
 
 async def test_plugins_that_raise_are_named_and_cost_only_what_they_were_asked(world: World) -> None:
     broken = "support.broken_plugins"
-    trainer, node = await world.started(
-        dataset="Unevaluated", curators=f'["{broken}:Curator"]', selector=f'"{broken}:Selector"'
-    )
+    plugins = {"curators": f'["{broken}:Curator"]', "selector": f'"{broken}:Selector"'}
+    trainer, node = await world.started(dataset="Unevaluated", **plugins)
     assert await node.work(2) == ["train-0", "train-1"]
     batch = (await trainer.acquire(1)).batch
     assert [item.task_id for item in batch.items] == ["train-0", "train-0", "train-1", "train-1"]

@@ -29,13 +29,10 @@ class Seeded:
         await self._raw("HSET", f"{prefix}unpublished:solver", 1, unpublished)
         await self._raw("HSET", f"{prefix}policy:solver", "acceptance", repr(acceptance))
 
-    def fits(
-        self, *, outstanding: int, ready: int, unpublished: int, acceptance: float, lag: int = 0
-    ) -> bool:
-        """The equation; a node `lag` versions behind has the window of a smaller staleness."""
-        window = self.window.groups - lag * self.window.groups_per_step
+    def fits(self, *, outstanding: int, ready: int, unpublished: int, acceptance: float) -> bool:
+        """The equation."""
         survives = max(acceptance, self.window.min_acceptance)
-        return outstanding + (ready + unpublished - window) / survives <= _SLACK
+        return outstanding + (ready + unpublished - self.window.groups) / survives <= _SLACK
 
     async def credit(self) -> int:
         """What may be leased now."""
@@ -46,15 +43,15 @@ class Seeded:
     params=[(0, 3, 0.1), (2, 16, 0.25), (8, 7, 1.0)], ids=["on policy", "two behind", "eight behind"]
 )
 async def seeded(world: World, request: pytest.FixtureRequest) -> Seeded:
-    max_staleness, groups_per_step, floor = request.param
-    bounds = {
-        "max_staleness": max_staleness,
-        "groups_per_step": groups_per_step,
-        "min_acceptance": floor,
-    }
-    await world.create_run(**bounds)
+    return await of_window(world, *request.param)
+
+
+async def of_window(world: World, max_staleness: int, groups_per_step: int, min_acceptance: float) -> Seeded:
+    """A run with version 0 and this window."""
+    shape = {"max_staleness": max_staleness, "groups_per_step": groups_per_step}
+    await world.create_run(**shape, min_acceptance=min_acceptance)
     await world.trainer()
-    return Seeded(world, Window(policy_id="solver", **bounds))
+    return Seeded(world, Window(policy_id="solver", **shape, min_acceptance=min_acceptance))
 
 
 async def test_what_is_free_fits_the_window_and_one_more_does_not(seeded: Seeded) -> None:
@@ -85,27 +82,20 @@ async def test_a_node_behind_leases_within_the_window_of_a_smaller_staleness(
 
 
 async def test_rounding_of_the_average_costs_no_group(world: World) -> None:
-    await world.create_run(max_staleness=0, groups_per_step=3, min_acceptance=0.1)
-    await world.trainer()
-    seeded = Seeded(world, Window(policy_id="solver", max_staleness=0, groups_per_step=3, min_acceptance=0.1))
+    seeded = await of_window(world, 0, 3, 0.1)
     await seeded.fill(outstanding=0, ready=0, unpublished=0, acceptance=0.1 + 0.2)
     assert await seeded.credit() == 10
 
 
 async def test_the_acceptance_average_stays_a_share(world: World) -> None:
     dropping = "[astraflow_dataflow.plugins.drop_zero_advantage:DropZeroAdvantage]"
-    await world.create_run(filters=dropping, groups_per_step=1, max_staleness=1, min_acceptance=0.05)
-    await world.trainer()
-    node, rng, seen = await world.node(), random.Random(7), set()
+    _, node = await world.started(filters=dropping, groups_per_step=1, max_staleness=1, min_acceptance=0.05)
+    raw, rng, seen = world.dataflow.connection.raw, random.Random(7), set()
     for number in range(24):
         await world.submit(f"t{number}")
-        (lease,) = await node.lease()
         kept = rng.random() < 0.3
-        await node.complete(lease, **({} if kept else {"reward": 1.0}))
-        acceptance = float(
-            await world.dataflow.connection.raw("HGET", "af:{run}:policy:solver", "acceptance")
-        )  # type: ignore[arg-type]
-        assert 0.0 <= acceptance <= 1.0
-        seen.add(acceptance)
-        await world.dataflow.connection.raw("DEL", "af:{run}:ready:solver")
+        await node.work(**({} if kept else {"reward": 1.0}))
+        seen.add(float(await raw("HGET", "af:{run}:policy:solver", "acceptance")))  # type: ignore[arg-type]
+        await raw("DEL", "af:{run}:ready:solver")
+    assert 0.0 <= min(seen) <= max(seen) <= 1.0
     assert len(seen) > 8, "the average moved"

@@ -7,39 +7,24 @@ from functools import partial
 import pytest
 
 from astraflow import errors
-from astraflow.dataflow.v1 import batch_service_pb2 as pb
+from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_INTENT as INTENT
+from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_SKIPPED as SKIPPED
+from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
 from support.dataflow_world import World, served, until_equal
 
-INTENT, TRAINED, SKIPPED = pb.BATCH_STAGE_INTENT, pb.BATCH_STAGE_TRAINED, pb.BATCH_STAGE_SKIPPED
 
-
-async def test_the_same_step_always_returns_the_same_batch(world: World) -> None:
-    trainer, _, first = await world.bound(groups=4)
-    assert (await trainer.acquire(1)).batch == first
-    assert len({item.task_id for item in first.items}) == 2
-
-
-async def test_a_batch_carries_the_digest_of_its_trajectory_ids(world: World) -> None:
-    _, _, batch = await world.bound()
+async def test_the_same_step_always_returns_the_same_batch_with_the_digest_of_its_ids(world: World) -> None:
+    trainer, _, batch = await world.bound(groups=4)
+    assert (await trainer.acquire(1)).batch == batch
+    assert len({item.task_id for item in batch.items}) == 2
     lines = "".join(f"{item.trajectory_id}\n" for item in batch.items)
     assert batch.digest == hashlib.sha256(lines.encode()).digest()
 
 
-async def test_a_newer_epoch_fences_every_call_and_gets_the_same_batch(world: World) -> None:
+async def test_a_newer_epoch_gets_the_same_batch(world: World) -> None:
     trainer, _, batch = await world.bound()
     await trainer.ack(batch, INTENT)
-    successor = await world.trainer()
-    for call in (
-        trainer.acquire(1),
-        trainer.fetch(1),
-        trainer.ack(batch, TRAINED),
-        trainer.nack(1),
-        trainer.publish(version=1, step=1),
-        trainer.mark_durable(0),
-    ):
-        with pytest.raises(errors.FencedError):
-            await call
-    again = await successor.acquire(1)
+    again = await (await world.trainer()).acquire(1)
     assert (again.batch, again.stage) == (batch, INTENT)
 
 
@@ -58,20 +43,13 @@ async def test_payloads_come_back_byte_for_byte_in_the_order_asked(world: World)
     assert len(await trainer.fetch(1)) == len(batch.items)
 
 
-async def test_a_stranger_in_a_fetch_is_refused(world: World) -> None:
-    trainer, _, _ = await world.bound()
-    with pytest.raises(errors.InvalidArgumentError, match="are not in batch"):
-        await trainer.fetch(1, "stranger")
-
-
 async def test_groups_are_taken_in_the_order_of_their_staleness_deadline(world: World) -> None:
     trainer, node = await world.started(dataset="Counting", max_staleness=8, groups_per_step=2)
     old = await node.lease(4)
     await node.work(2)
     await trainer.train(1, base_version=0)
     await node.work(2, version=1)
-    for lease in old[:2]:
-        await node.complete(lease)
+    await node.complete_all(old[:2])
     batch = (await trainer.acquire(2, base_version=1)).batch
     # Two groups of version 1 arrived before two groups of version 0: the older version goes first.
     assert {item.min_version for item in batch.items} == {0}
@@ -80,13 +58,11 @@ async def test_groups_are_taken_in_the_order_of_their_staleness_deadline(world: 
 async def test_groups_too_old_for_the_step_are_dropped_as_stale_and_free_their_payloads(world: World) -> None:
     trainer, node = await world.started(dataset="Counting", max_staleness=1)
     old = await node.lease(4)
-    for lease in old[:2]:
-        await node.complete(lease, version=0)
+    await node.complete_all(old[:2])
     await trainer.train(1, base_version=0)
     await node.work(2, version=1)
     await trainer.train(2, base_version=1)
-    for lease in old[2:]:
-        await node.complete(lease, version=0)
+    await node.complete_all(old[2:])
     reply = await trainer.acquire(3, base_version=2, wait_s=0)
     assert (reply.HasField("batch"), reply.waiting_for) == (False, "ready_groups")
     await world.has_account(dropped={"stale": 4}, ready=0)
@@ -100,11 +76,10 @@ async def count_keys(world: World, kind: str) -> int:
 
 
 async def test_staleness_is_judged_against_the_version_the_step_starts_from(world: World) -> None:
-    trainer, node = await world.started(dataset="Counting", max_staleness=1)
-    await node.make_ready(4)
-    await trainer.train(1, base_version=0)
-    batch = (await trainer.acquire(2, base_version=1)).batch
-    assert len(batch.items) == 4
+    trainer, _, batch = await world.bound(groups=4)
+    await trainer.ack(batch, TRAINED)
+    await trainer.publish(version=1, step=1)
+    assert len((await trainer.acquire(2, base_version=1)).batch.items) == 4
     staleness = (await world.status()).policies[0].staleness
     assert (staleness.p50, staleness.p99, staleness.max) == (0, 1, 1)
 
@@ -120,28 +95,15 @@ async def test_a_returned_batch_keeps_the_place_of_its_groups(world: World) -> N
         await trainer.ack(first, TRAINED)
 
 
-async def test_a_trained_batch_cannot_be_given_back(world: World) -> None:
+async def test_stages_only_move_forward_and_a_trained_batch_cannot_be_given_back(world: World) -> None:
     trainer, _, batch = await world.bound()
-    await trainer.ack(batch, TRAINED)
-    with pytest.raises(errors.PreconditionError):
-        await trainer.nack(1)
-
-
-async def test_stages_only_move_forward(world: World) -> None:
-    trainer, _, batch = await world.bound()
-    assert await trainer.ack(batch, INTENT) == INTENT
-    assert await trainer.ack(batch, TRAINED) == TRAINED
-    assert await trainer.ack(batch, TRAINED) == TRAINED
-    assert await trainer.ack(batch, INTENT) == TRAINED
+    told = [await trainer.ack(batch, stage) for stage in (INTENT, TRAINED, TRAINED, INTENT)]
+    assert told == [INTENT, TRAINED, TRAINED, TRAINED]
     with pytest.raises(errors.ConflictError):
         await trainer.ack(batch, SKIPPED)
+    with pytest.raises(errors.PreconditionError):
+        await trainer.nack(1)
     await world.has_account(trained=4, in_batch=0)
-
-
-async def test_another_digest_is_a_conflict(world: World) -> None:
-    trainer, _, batch = await world.bound()
-    with pytest.raises(errors.ConflictError, match="digest"):
-        await trainer.ack(batch, TRAINED, digest=b"x" * 32)
 
 
 async def test_a_skipped_step_publishes_no_version_and_frees_the_window(world: World) -> None:
@@ -200,7 +162,7 @@ async def test_a_step_is_replayed_verbatim_until_it_is_durable(world: World) -> 
     await world.has_account(ingested=8, trained=8)
 
 
-async def test_durability_never_moves_back_nor_ahead_of_training(world: World) -> None:
+async def test_durability_moves_neither_back_nor_ahead_and_leaves_nothing_of_a_step(world: World) -> None:
     trainer, node = await world.started(dataset="Counting")
     await node.make_ready(2)
     await trainer.train(1, base_version=0)
@@ -209,13 +171,6 @@ async def test_durability_never_moves_back_nor_ahead_of_training(world: World) -
     await trainer.mark_durable(1)
     await trainer.mark_durable(0)
     assert (await trainer.claim()).last_durable_step == 1
-
-
-async def test_released_steps_leave_nothing_behind(world: World) -> None:
-    trainer, node = await world.started(dataset="Counting")
-    await node.make_ready(2)
-    await trainer.train(1, base_version=0)
-    await trainer.mark_durable(1)
     for kind in ("payload:", "group:", "batch:"):
         assert await count_keys(world, kind) == 0, kind
     assert await world.dataflow.connection.raw("HLEN", "af:{run}:owners") == 0
@@ -239,8 +194,7 @@ async def test_the_window_closes_at_equation_5_1_and_opens_on_publish(world: Wor
     trainer, node = await world.started(dataset="Counting", max_staleness=1, groups_per_step=2)
     leases = await node.lease(16)
     assert len(leases) == 4  # (1 + 1) · 2
-    for lease in leases[:2]:
-        await node.complete(lease)
+    await node.complete_all(leases[:2])
     assert (await node.lease_reply()).waiting_for == "staleness_window"  # 2 outstanding + 2 ready
     batch = (await trainer.acquire(1)).batch
     assert (await node.lease_reply()).waiting_for == "staleness_window"  # 2 outstanding + 2 unpublished
@@ -250,10 +204,12 @@ async def test_the_window_closes_at_equation_5_1_and_opens_on_publish(world: Wor
     assert len(await node.lease(16)) == 2
 
 
-async def test_a_claim_is_above_every_epoch_that_the_trainer_knows_of(world: World) -> None:
+async def test_a_claim_is_above_every_epoch_the_trainer_knows_of_and_names_redis_life(world: World) -> None:
     trainer, _ = await world.started()
     assert (await trainer.claim(known_epoch=7)).trainer_epoch == 8
-    assert (await trainer.claim(known_epoch=3)).trainer_epoch == 9
+    claim = await trainer.claim(known_epoch=3)
+    assert claim.trainer_epoch == 9
+    assert claim.data_incarnation == await world.dataflow.connection.data_incarnation()
 
 
 async def test_a_trainer_claims_again_only_when_no_other_has_a_newer_epoch(world: World) -> None:
@@ -267,9 +223,3 @@ async def test_a_trainer_claims_again_only_when_no_other_has_a_newer_epoch(world
     with pytest.raises(errors.FencedError, match="of trainer test"):
         await trainer.claim(trainer_id="frozen", held_epoch=held + 2)
     assert (await world.status()).policies[0].trainer_epoch == held + 6
-
-
-async def test_a_claim_says_which_life_of_redis_it_belongs_to(world: World) -> None:
-    trainer, _ = await world.started()
-    claim = await trainer.claim()
-    assert claim.data_incarnation == await world.dataflow.connection.data_incarnation()

@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 
 from astraflow.dataflow.v1 import run_service_pb2 as pb
-from astraflow.dataflow.v1.admin_service_pb2 import StatusResponse
 from astraflow.errors import AstraflowError, InvalidArgumentError, NotFoundError, PreconditionError
 from astraflow_dataflow.store.replies import as_list, as_text
 from astraflow_kit.failpoints import read_hits
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import World, served, until
-from support.valkey import ValkeyServer
 from support.work_stream import working
 
 SERVERS_OWN = {"af:schema", "af:incarnation", "af:beat"}
@@ -31,11 +29,10 @@ async def keys(world: World) -> set[str]:
 
 async def lived(world: World) -> None:
     """A run that trained a step, holds a batch, ready groups, half a group, dead letters, pins and refusals."""
-    trainer, node = await world.started(max_attempts=1, groups_per_step=1, max_staleness=4)
-    await world.submit("t1", "t2", "t3", "t4", "t5", "t6")
+    task_ids = ("t1", "t2", "t3", "t4", "t5", "t6")
+    trainer, node = await world.started(*task_ids, max_attempts=1, groups_per_step=1, max_staleness=4)
     leases = await node.lease(5)
-    for lease in leases[:3]:
-        await node.complete(lease)
+    await node.complete_all(leases[:3])
     await node.push(node.episode(leases[3], 0))
     await node.push(node.episode(leases[3], 1, reward=float("nan")))
     await node.fail(leases[4], "workflow_error")
@@ -58,15 +55,10 @@ async def test_a_deleted_run_leaves_no_key_and_a_whole_account(world: World) -> 
 async def test_a_run_that_is_worked_on_is_deleted_only_by_force(world: World) -> None:
     await world.started()
     async with working(world):
-        await world.until(is_connected)
+        await world.until(lambda status: status.nodes[0].connected)
         with pytest.raises(PreconditionError, match=r"node n1 is connected.*force"):
             await delete(world)
     assert (await world.status()).run_id == "run"
-
-
-def is_connected(status: StatusResponse) -> bool:
-    """Whether any node is."""
-    return any(node.connected for node in status.nodes)
 
 
 async def test_a_run_that_nobody_works_on_needs_no_force(world: World) -> None:
@@ -104,7 +96,7 @@ async def test_an_open_session_ends_when_its_run_is_deleted(world: World) -> Non
     await world.started()
     async with working(world) as session:
         await session.credits(1, solver=0)
-        await world.until(is_connected)
+        await world.until(lambda status: status.nodes[0].connected)
         await delete(world, force=True)
         assert (await session.call.code()).name == "NOT_FOUND"
     assert await keys(world) <= SERVERS_OWN
@@ -148,19 +140,15 @@ async def test_a_run_to_delete_is_always_named(world: World) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(90)
 async def test_a_deletion_that_was_cut_off_is_finished_by_the_next_server(
-    valkey: ValkeyServer, redis_url: str, tmp_path: Path
+    process: DataflowProcess, redis_url: str, tmp_path: Path
 ) -> None:
-    process = DataflowProcess(redis_url, tmp_path)
-    try:
-        process.start(failpoints="dataflow.deleted=kill")
-        async with process.world() as world:
-            await lived(world)
-            with pytest.raises(AstraflowError):
-                await delete(world, force=True)
-        process.wait_until_ended()
-        assert [hit.name for hit in read_hits(process.failpoints_log)] == ["dataflow.deleted"]
-    finally:
-        process.kill()
+    process.start(failpoints="dataflow.deleted=kill")
+    async with process.world() as world:
+        await lived(world)
+        with pytest.raises(AstraflowError):
+            await delete(world, force=True)
+    process.wait_until_ended()
+    assert [hit.name for hit in read_hits(process.failpoints_log)] == ["dataflow.deleted"]
     async with served(redis_url, tmp_path) as world:
         world.run_id = "run"
         with pytest.raises(NotFoundError):

@@ -1,30 +1,22 @@
 """Leases on their way: none is lost between the server and its node, and none is held by two."""
 
 import asyncio
-import hashlib
 import random
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import AsyncExitStack
 
 import pytest
 
-from astraflow.client import AsyncClient, RetryPolicy, typed_stream
-from astraflow.dataflow.v1 import admin_service_pb2
-from astraflow.dataflow.v1 import task_service_pb2 as pb
-from astraflow.dataflow.v1.admin_service_pb2 import StatusResponse
-from astraflow.errors import AstraflowError, FencedError, NotFoundError
+from astraflow.dataflow.v1.admin_service_pb2 import DrainNodeRequest, StatusResponse
 from astraflow_dataflow.run_loop import SWEEP_S
 from astraflow_dataflow.store.tasks import TaskStore
-from support.dataflow_world import World, served, until
+from support.dataflow_world import Node, World, until
 from support.work_stream import soon, working
 
 
-async def started(world: World, *node_ids: str, **recipe: object) -> None:
-    """A run with version 0 and nodes; leases last a minute, so what comes back sooner was given back."""
-    await world.create_run(lease_ttl_s=60, **recipe)
-    await world.trainer()
-    for node_id in node_ids or ("n1",):
-        await world.node(node_id)
+async def started(world: World, *task_ids: str, **recipe: object) -> Node:
+    """A run's node, and tasks or `t1`; leases last a minute, so what comes back sooner was given back."""
+    return (await world.started(*(task_ids or ["t1"]), lease_ttl_s=60, **recipe))[1]
 
 
 def holding(num_leases: int) -> Callable[[StatusResponse], bool]:
@@ -33,20 +25,17 @@ def holding(num_leases: int) -> Callable[[StatusResponse], bool]:
 
 
 async def test_a_lease_that_was_not_confirmed_comes_back_when_the_stream_breaks(world: World) -> None:
-    await started(world, "n1", "n2", max_attempts=1)
-    await world.submit("t1")
+    await started(world, max_attempts=1)
+    other = await world.node("n2")
     async with working(world) as session:
         first = await session.leased()
-    other = await world.node("n2")
     (lease,) = await other.lease(wait_s=20)
     assert (lease.task.task_id, first.attempt, lease.attempt) == ("t1", 1, 2)
     assert await other.complete(lease) == ["ACCEPTED", "ACCEPTED"]
 
 
 async def test_a_confirmed_lease_stays_with_its_node_over_streams(world: World) -> None:
-    await started(world)
-    await world.submit("t1")
-    node = await world.node()
+    node = await started(world)
     async with working(world) as session:
         lease = await session.leased()
         await session.receipt(lease.lease_id)
@@ -60,9 +49,8 @@ async def test_a_confirmed_lease_stays_with_its_node_over_streams(world: World) 
 
 
 async def test_a_node_that_opens_a_session_names_what_it_holds_and_the_rest_comes_back(world: World) -> None:
-    await started(world, "n1", "n2", max_attempts=1)
-    await world.submit("t1", "t2")
-    node, other = await world.node(), await world.node("n2")
+    node = await started(world, "t1", "t2", max_attempts=1)
+    other = await world.node("n2")
     held, lost = await node.lease(2)
     async with working(world, held=[held.lease_id, "t9#1"]) as session:
         assert (await soon(session.cancels)).lease_id == "t9#1"
@@ -72,16 +60,14 @@ async def test_a_node_that_opens_a_session_names_what_it_holds_and_the_rest_come
 
 
 async def test_whatever_the_moment_a_stream_breaks_its_leases_come_back(world: World) -> None:
-    await started(world, "n1", "n2", max_attempts=1, groups_per_step=8)
     names = [f"t{number}" for number in range(8)]
-    await world.submit(*names)
+    await started(world, *names, max_attempts=1, groups_per_step=8)
     rng = random.Random(5)
     for _ in range(15):
         async with working(world) as session:
             await session.credits(8, solver=0)
             await asyncio.sleep(rng.random() * 0.02)
-    other = await world.node("n2")
-    found: set[str] = set()
+    other, found = await world.node("n2"), set[str]()
 
     async def all_came() -> bool:
         found.update(lease.task.task_id for lease in await other.lease(8, wait_s=0))
@@ -91,7 +77,7 @@ async def test_whatever_the_moment_a_stream_breaks_its_leases_come_back(world: W
 
 
 async def test_a_newer_stream_of_a_node_takes_the_session_over(world: World) -> None:
-    await started(world)
+    await world.started(lease_ttl_s=60)
     async with working(world) as older:
         await older.credits(1, solver=0)
         await world.until(holding(0))
@@ -106,8 +92,7 @@ async def test_a_newer_stream_of_a_node_takes_the_session_over(world: World) -> 
 
 async def test_a_drain_order_reaches_an_open_session_and_one_that_opens_later(world: World) -> None:
     await started(world)
-    await world.submit("t1")
-    request = admin_service_pb2.DrainNodeRequest(run_id="run", node_id="n1", reason="maintenance")
+    request = DrainNodeRequest(run_id="run", node_id="n1", reason="maintenance")
     async with working(world) as session:
         await world.until(holding(0))
         reply = await world.client.call(world.client.admin.DrainNode, request)
@@ -122,8 +107,7 @@ async def test_a_drain_order_reaches_an_open_session_and_one_that_opens_later(wo
 async def test_news_of_one_task_makes_one_session_ask_and_not_all(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = [f"n{number}" for number in range(8)]
-    await started(world, *names)
+    await world.started(lease_ttl_s=60)
     asked: list[str] = []
     lease = TaskStore.lease
 
@@ -131,41 +115,28 @@ async def test_news_of_one_task_makes_one_session_ask_and_not_all(
         asked.append(str(arguments["node_id"]))
         return await lease(self, run_id, **arguments)
 
-    async with asyncio.TaskGroup() as group:
-        done = asyncio.Event()
-        leased: asyncio.Queue[str] = asyncio.Queue()
-
-        async def hold(name: str) -> None:
-            async with working(world, name) as session:
-                await session.credits(4, solver=0)
-                while not done.is_set():
-                    lease_of = asyncio.create_task(session.leases.get())
-                    ended = asyncio.create_task(done.wait())
-                    await asyncio.wait({lease_of, ended}, return_when=asyncio.FIRST_COMPLETED)
-                    ended.cancel()
-                    if lease_of.done():
-                        leased.put_nowait(name)
-                    lease_of.cancel()
-
-        for name in names:
-            group.create_task(hold(name))
-
+    async with AsyncExitStack() as stack:
+        sessions = []
+        for number in range(1, 9):
+            await world.node(f"n{number}")
+            sessions.append(await stack.enter_async_context(working(world, f"n{number}")))
+            await sessions[-1].credits(4, solver=0)
         await world.until(lambda now: all(node.connected and node.serving_versions for node in now.nodes))
         await asyncio.sleep(0.3)  # the sessions have asked once for their credits and sleep
         monkeypatch.setattr(TaskStore, "lease", counted)
         await world.submit("t1")
-        await asyncio.wait_for(leased.get(), 20)
+        waiting = [asyncio.create_task(session.leases.get()) for session in sessions]
+        leased, others = await asyncio.wait(waiting, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        assert leased
         # A heartbeat of some session may fall in between; before, each of the eight asked at once.
         assert len(asked) <= 4, asked
-        for number in range(2, 10):
-            await world.submit(f"t{number}")
-        done.set()
+        for other in others:
+            other.cancel()
 
 
 async def test_a_frozen_node_overwrites_nothing_when_it_goes_on(world: World) -> None:
-    _, frozen = await world.started(lease_ttl_s=0.5)
+    _, frozen = await world.started("t1", lease_ttl_s=0.5)
     other = await world.node("n2")
-    await world.submit("t1")
     (old,) = await frozen.lease()
     (again,) = await other.lease(wait_s=20)
     await other.push(other.episode(again, 0, reward=0.25))
@@ -181,9 +152,8 @@ async def test_a_frozen_node_overwrites_nothing_when_it_goes_on(world: World) ->
 async def test_the_work_of_a_node_that_died_is_given_back_by_the_first_sweep_after_its_lease(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, dead = await world.started(lease_ttl_s=2)
+    _, dead = await world.started("t1", lease_ttl_s=2)
     other = await world.node("n2")
-    await world.submit("t1")
     await dead.lease()
     end_ms = (await world.why("t1")).task.leases[0].deadline_time.ToMilliseconds()
     sweep, swept = TaskStore.sweep, []
@@ -203,38 +173,3 @@ async def test_the_work_of_a_node_that_died_is_given_back_by_the_first_sweep_aft
     assert first.outcome == "lease_expired"
     assert second.lease_time.ToMilliseconds() >= end_ms
     assert SWEEP_S <= 2 / 2, "leases come back within one and a half times their length"
-
-
-async def test_a_node_of_an_unknown_run_is_told_so(world: World) -> None:
-    await started(world)
-    world.run_id = "nope"
-    with pytest.raises(NotFoundError, match="no run 'nope'"):
-        await world.node()
-    async with working(world) as session:
-        assert (await session.call.code()).name == "NOT_FOUND"
-
-
-async def test_a_node_is_told_which_stream_error_it_met(world: World) -> None:
-    await started(world)
-    call = world.client.open(world.client.tasks.Work)
-    await call.write(pb.WorkRequest(hello=pb.Hello(run_id="run", node_id="n1", incarnation=99)))
-    with pytest.raises(FencedError, match="incarnation"):
-        async for _ in typed_stream(call):
-            pass
-
-
-async def test_a_wrong_token_and_a_wrong_role_are_told_apart(redis_url: str, tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    lines = [
-        f"{name} {role} sha256:{hashlib.sha256(name.encode()).hexdigest()}"
-        for name, role in [("op", "operator"), ("viewer", "viewer")]
-    ]
-    tokens.write_text("\n".join(lines) + "\n")
-    tokens.chmod(0o600)
-    async with served(redis_url, tmp_path, tokens_file=tokens) as world:
-        for token, reason in [("wrong", "UNAUTHENTICATED"), ("viewer", "PERMISSION_DENIED")]:
-            async with AsyncClient(world.address, token=token, retry=RetryPolicy(total_s=0)) as client:
-                world.client, world.run_id = client, "run"
-                with pytest.raises(AstraflowError) as raised:
-                    await world.node()
-                assert raised.value.reason == reason

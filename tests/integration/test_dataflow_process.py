@@ -11,10 +11,9 @@ import pytest
 
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.errors import PluginError
-from astraflow.recipe.file import CodeFile, bundle_digest
 from astraflow_kit.lifecycle import Addresses, ExitCode, read_address_file
 from support.dataflow_process import DataflowProcess
-from support.dataflow_world import recipe_text, served
+from support.dataflow_world import bundle_of, recipe_text, served
 
 MODULE = [sys.executable, "-m", "astraflow_dataflow"]
 
@@ -57,23 +56,6 @@ def test_check_reports_a_usable_redis_and_starts_nothing(redis_url: str) -> None
     assert "redis: usable" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "word"),
-    [
-        ((), ExitCode.USAGE, "REDIS"),
-        (("--redis", "localhost"), ExitCode.USAGE, "redis"),
-        (("--redis", "redis://127.0.0.1:1", "--check"), ExitCode.UNAVAILABLE, "another --redis"),
-        (("--redis", "redis://127.0.0.1:1"), ExitCode.UNAVAILABLE, "another --redis"),
-        (("--redis", "redis://127.0.0.1:1", "--host", "0.0.0.0"), ExitCode.USAGE, "reachable"),
-    ],
-)
-def test_a_wrong_start_ends_with_one_sentence_and_its_code(
-    arguments: tuple[str, ...], code: int, word: str
-) -> None:
-    result = finished(*arguments)
-    assert (result.returncode, word in result.stderr) == (code, True), result.stderr
-
-
 async def test_pages_show_what_the_contract_says(serving: DataflowProcess) -> None:
     async with serving.world() as world:
         await world.create_run()
@@ -95,18 +77,14 @@ def test_sigterm_ends_the_server_with_status_zero(serving: DataflowProcess) -> N
 
 
 async def test_a_run_with_code_of_its_own_needs_leave(redis_url: str, tmp_path: Path) -> None:
-    source = b"""
+    source = """
 class Data:
     def __init__(self, seed): pass
     def train(self, index): return None
     def heldout(self, index): return None
 """
-    code = run_pb2.CodeBundle(
-        files=[run_pb2.CodeFile(path="recipe.py", content=source)],
-        sha256=bundle_digest([CodeFile("recipe.py", source)]),
-    )
-    text = recipe_text().replace("support.dataflow_world:Empty", "recipe:Data")
-    request = run_service_pb2.CreateRunRequest(run=run_pb2.Run(run_id="own", recipe_yaml=text, code=code))
+    run = run_pb2.Run(run_id="own", recipe_yaml=recipe_text(dataset="recipe:Data"), code=bundle_of(source))
+    request = run_service_pb2.CreateRunRequest(run=run)
     async with served(redis_url, tmp_path) as world:
         with pytest.raises(PluginError, match="--allow-recipe-code"):
             await world.client.call(world.client.runs.CreateRun, request)

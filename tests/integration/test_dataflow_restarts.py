@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from astraflow.client import AsyncClient, RetryPolicy
-from astraflow.dataflow.v1 import batch_service_pb2
+from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
 from astraflow.errors import ConflictError, UnavailableError
 from astraflow_kit.failpoints import read_hits
 from support.dataflow_process import DataflowProcess
@@ -16,7 +17,6 @@ from support.dataflow_world import World, answered, served
 from support.valkey import ValkeyServer
 from support.work_stream import working
 
-TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 Result = TypeVar("Result")
 
 
@@ -52,17 +52,13 @@ async def test_a_server_killed_at_a_named_moment_loses_and_doubles_nothing(
         leases = []
         while len(leases) < 2:
             leases += await surviving(process, lambda: node.lease(2, wait_s=2)) or []
-        for lease in leases:
-            for member in lease.members:
-                episode = node.episode(lease, member, reward=float(member))
-                await surviving(process, lambda episode=episode: node.push(episode))  # type: ignore[misc]
+        for episode in [node.episode(lease, member) for lease in leases for member in lease.members]:
+            await surviving(process, partial(node.push, episode))
         batch = (await surviving(process, lambda: trainer.acquire(1))).batch  # type: ignore[union-attr]
         assert len(batch.items) == 4
         await surviving(process, lambda: trainer.ack(batch, TRAINED))
         await surviving(process, lambda: trainer.publish(version=1, step=1))
-        account = (await world.status()).trajectories
-        assert (account.ingested, account.trained, account.conservation_error) == (4, 4, 0)
-        assert not account.dropped
+        await world.has_account(ingested=4, trained=4, dropped={})
     hit = read_hits(process.failpoints_log)[skip - 1]
     assert (hit.name, hit.acted) == (f"dataflow.{moment}", True)
 
@@ -88,8 +84,7 @@ async def own_world(own_valkey: ValkeyServer, tmp_path: Path) -> AsyncIterator[W
 async def test_a_killed_redis_is_unavailable_and_then_goes_on(
     own_valkey: ValkeyServer, own_world: World
 ) -> None:
-    world = own_world
-    trainer, node = await world.started(dataset="Counting")
+    trainer, node = await own_world.started(dataset="Counting")
     leases = await node.lease(2)
     await node.push(node.episode(leases[0], 0))
     await asyncio.sleep(1.2)  # beyond appendfsync everysec, though SIGKILL keeps the page cache anyway
@@ -100,7 +95,7 @@ async def test_a_killed_redis_is_unavailable_and_then_goes_on(
     await answered(lambda: node.push(node.episode(leases[0], 1)))
     await answered(lambda: node.complete(leases[1]))
     assert len((await answered(lambda: trainer.acquire(1))).batch.items) == 4
-    await world.has_account()
+    await own_world.has_account()
 
 
 async def test_a_redis_that_lost_its_last_second_gets_the_episodes_again(

@@ -6,51 +6,50 @@ import grpc
 import pytest
 
 from astraflow._status import from_rpc_error
-from astraflow.dataflow.v1 import batch_service_pb2, run_pb2, version_pb2
+from astraflow.dataflow.v1 import run_pb2, version_pb2
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.errors import AstraflowError, FencedError, InvalidArgumentError, NotFoundError
 from support.dataflow_world import World, until
-from support.work_stream import soon, working
+from support.work_stream import Session, soon, working
 
-TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+
+async def two_leases(session: Session, *, given: int = 2) -> list[str]:
+    """The tasks of two leases, after which no further one comes."""
+    await session.credits(given, solver=0)
+    leases = [await soon(session.leases), await soon(session.leases)]
+    await nothing_comes(session)
+    return [lease.task.task_id for lease in leases]
+
+
+async def nothing_comes(session: Session) -> None:
+    """No lease for a while."""
+    await asyncio.sleep(0.3)
+    assert session.leases.empty()
 
 
 async def test_leases_follow_credits_and_never_exceed_them(world: World) -> None:
     await world.started(dataset="Counting", groups_per_step=8)
     async with working(world) as session:
-        await session.credits(2, solver=0)
-        first = [await soon(session.leases), await soon(session.leases)]
-        await asyncio.sleep(0.3)
-        assert session.leases.empty()
-        third = await session.leased()
-        names = {lease.task.task_id for lease in [*first, third]}
-        assert len(names) == 3
+        first = await two_leases(session)
+        assert len({*first, (await session.leased()).task.task_id}) == 3
 
 
 async def test_leases_that_cross_credits_on_the_wire_are_not_granted_twice(world: World) -> None:
     await world.started(dataset="Counting", groups_per_step=8)
     async with working(world) as session:
-        await session.credits(2, solver=0)
-        first = [await soon(session.leases), await soon(session.leases)]
+        first = await two_leases(session)
         # Sent by a node of two places that had seen one of its two leases: the other takes the place.
         await session.credits(1, leases_received=1, solver=0)
-        await asyncio.sleep(0.3)
-        assert session.leases.empty()
+        await nothing_comes(session)
         await session.credits(1, leases_received=2, solver=0)
-        names = {lease.task.task_id for lease in [*first, await soon(session.leases)]}
-        assert len(names) == 3
+        assert len({*first, (await soon(session.leases)).task.task_id}) == 3
 
 
 async def test_a_node_never_holds_more_than_it_joined_for(world: World) -> None:
-    await world.create_run(dataset="Counting", groups_per_step=8)
-    await world.trainer()
+    await world.started(dataset="Counting", groups_per_step=8)
     await world.node(max_tasks=2)
     async with working(world) as session:
-        await session.credits(64, solver=0)
-        await soon(session.leases)
-        await soon(session.leases)
-        await asyncio.sleep(0.3)
-        assert session.leases.empty()
+        await two_leases(session, given=64)
 
 
 async def test_work_that_appears_later_reaches_a_waiting_session(world: World) -> None:
@@ -73,8 +72,7 @@ async def test_versions_are_announced_at_the_start_and_as_they_come(world: World
 
 
 async def test_an_expired_lease_is_cancelled_on_its_node(world: World) -> None:
-    await world.started(lease_ttl_s=0.5)
-    await world.submit("t1")
+    await world.started("t1", lease_ttl_s=0.5)
     async with working(world) as session:
         lease = await session.leased()
         cancel = await soon(session.cancels)
@@ -82,8 +80,7 @@ async def test_an_expired_lease_is_cancelled_on_its_node(world: World) -> None:
 
 
 async def test_renewals_over_the_stream_keep_a_lease_and_name_a_lost_one(world: World) -> None:
-    await world.started(lease_ttl_s=0.6)
-    await world.submit("t1")
+    await world.started("t1", lease_ttl_s=0.6)
     async with working(world) as session:
         lease = await session.leased()
         for _ in range(6):
@@ -95,9 +92,8 @@ async def test_renewals_over_the_stream_keep_a_lease_and_name_a_lost_one(world: 
 
 
 async def test_a_failure_over_the_stream_gives_the_task_to_another_node(world: World) -> None:
-    await world.started()
+    await world.started("t1")
     other = await world.node("n2")
-    await world.submit("t1")
     async with working(world) as session:
         lease = await session.leased()
         failure = pb.LeaseFailure(lease_id=lease.lease_id, reason="drain", retryable=True)
@@ -106,8 +102,7 @@ async def test_a_failure_over_the_stream_gives_the_task_to_another_node(world: W
 
 
 async def test_a_new_stream_of_the_same_incarnation_goes_on_with_its_leases(world: World) -> None:
-    _, node = await world.started()
-    await world.submit("t1")
+    _, node = await world.started("t1")
     async with working(world) as session:
         lease = await session.leased()
         # A lease that is not confirmed goes back with its stream. The answer about the lost one says it was read.

@@ -26,30 +26,11 @@ async def test_the_same_version_again_is_success_and_keeps_its_time(world: World
     assert again == first
 
 
-async def test_other_content_under_a_known_number_is_a_conflict(world: World) -> None:
-    trainer, _ = await world.started()
-    with pytest.raises(errors.ConflictError, match="next free number"):
-        await trainer.publish(version=0, step=0, content=b"other")
-
-
 async def test_a_gap_in_the_numbers_is_refused_naming_the_newest_known_version(world: World) -> None:
     trainer = await train_one(world)
     with pytest.raises(errors.VersionGapError, match="next number is 1") as refused:
         await trainer.publish(version=2, step=1)
     assert refused.value.metadata["newest_version"] == "0"
-
-
-async def test_an_older_epoch_publishes_nothing(world: World) -> None:
-    trainer = await train_one(world)
-    await world.trainer()
-    with pytest.raises(errors.FencedError):
-        await trainer.publish(version=1, step=1)
-
-
-async def test_a_step_that_is_not_trained_publishes_nothing(world: World) -> None:
-    trainer, _ = await world.started()
-    with pytest.raises(errors.InvalidArgumentError, match="not finished"):
-        await trainer.publish(version=1, step=1)
 
 
 async def test_one_epoch_publishes_one_version_per_step_and_a_newer_one_may_repeat_it(world: World) -> None:
@@ -71,18 +52,12 @@ async def test_only_version_zero_belongs_to_step_zero(world: World, version: int
 
 async def test_a_watcher_hears_the_newest_version_and_every_later_one(world: World) -> None:
     trainer = await train_one(world)
-    heard: asyncio.Queue[int] = asyncio.Queue()
-
-    async def watch() -> None:
-        request = version_service_pb2.WatchRequest(run_id="run")
-        async for response in world.client.stream(world.client.versions.Watch, request):
-            heard.put_nowait(response.version.version)
-
-    watching = asyncio.create_task(watch())
-    assert await asyncio.wait_for(heard.get(), 10) == 0
-    await trainer.publish(version=1, step=1)
-    assert await asyncio.wait_for(heard.get(), 10) == 1
-    watching.cancel()
+    request = version_service_pb2.WatchRequest(run_id="run")
+    watched = world.client.stream(world.client.versions.Watch, request)
+    async with asyncio.timeout(20):
+        assert (await anext(watched)).version.version == 0
+        await trainer.publish(version=1, step=1)
+        assert (await anext(watched)).version.version == 1
 
 
 async def test_versions_are_listed_newest_first_in_pages(world: World) -> None:
@@ -96,14 +71,6 @@ async def test_versions_are_listed_newest_first_in_pages(world: World) -> None:
     assert second.next_page_token == ""
 
 
-async def test_a_push_under_a_version_not_announced_yet_is_retryable_and_never_poison(world: World) -> None:
-    _, node = await world.started(dataset="Counting")
-    (lease,) = await node.lease()
-    with pytest.raises(errors.UnknownVersionError, match="newest announced here is 0"):
-        await node.push(node.episode(lease, 0, version=1))
-    await world.has_account(ingested=0)
-
-
 async def test_a_push_waits_a_moment_for_an_announcement_on_its_way(world: World) -> None:
     trainer = await train_one(world)
     node = await world.node()
@@ -112,12 +79,6 @@ async def test_a_push_waits_a_moment_for_an_announcement_on_its_way(world: World
     await asyncio.sleep(0.1)
     await trainer.publish(version=1, step=1)
     assert (await pushing).reason == ""
-
-
-async def test_a_version_that_cannot_exist_is_poison(world: World) -> None:
-    _, node = await world.started(dataset="Counting")
-    (lease,) = await node.lease()
-    assert (await node.push(node.episode(lease, 0, version=1000))).reason == "future_version"
 
 
 async def test_a_version_of_an_older_epoch_that_redis_forgot_is_announced_again(world: World) -> None:
@@ -150,15 +111,10 @@ async def test_a_rollback_takes_no_step_and_gives_back_the_credit_of_steps_it_gi
     assert (await back.publish(version=3, step=2)).version == 3
 
 
-async def test_the_step_before_a_rollback_keeps_its_version(world: World) -> None:
-    trainer = await train_one(world)
-    await trainer.publish(version=1, step=1)
-    back = await world.trainer()
-    await back.publish(version=2, step=1, rollback_of=0)
-    assert await world.dataflow.versions.store.versions.of_steps("run", "solver", [1]) == {1: 1}
-
-
-async def test_a_rollback_goes_back(world: World) -> None:
+async def test_a_rollback_goes_back_and_the_step_before_it_keeps_its_version(world: World) -> None:
     trainer = await train_one(world)
     with pytest.raises(errors.InvalidArgumentError, match="not older"):
         await trainer.publish(version=1, step=1, rollback_of=1)
+    await trainer.publish(version=1, step=1)
+    await (await world.trainer()).publish(version=2, step=1, rollback_of=0)
+    assert await world.dataflow.versions.store.versions.of_steps("run", "solver", [1]) == {1: 1}

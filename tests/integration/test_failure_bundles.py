@@ -30,8 +30,6 @@ def test_that_passes(run):
 def test_of_a_run_that_fails(run):
     assert "this run" == "a good run"
 
-def test_without_daemons():
-    assert False
 """
 CONFTEST = """
 from support.failure_bundles import pytest_runtest_makereport, pytest_runtest_setup, pytest_terminal_summary
@@ -47,18 +45,21 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (project / "pytest.ini").write_text("[pytest]\nmarkers =\n    e2e: x\n    chaos: x\n")
     (project / "conftest.py").write_text(CONFTEST)
     (project / "e2e").mkdir()
-    (project / "e2e" / "test_run.py").write_text(FAILING.partition("def test_without_daemons")[0])
+    (project / "e2e" / "test_run.py").write_text(FAILING)
     (project / "test_plain.py").write_text("def test_without_daemons():\n    assert False\n")
     paths = os.pathsep.join([str(REPOSITORY / "tests"), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(project / "tmp")],
-        cwd=project,
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--basetemp",
+        str(project / "tmp"),
+    ]
+    place = {"cwd": project, "env": os.environ | {"PYTHONPATH": paths}}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **place)
     assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     return project, done.stdout
 

@@ -21,7 +21,7 @@ from astraflow_raas.work.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
 from support import misbehaving_engine as bad
 from support.misbehaving_engine import MisbehavingEngine, Misbehaviour
-from support.raas_parts import SAMPLING, leased, write_tokenizer
+from support.raas_parts import SAMPLING, SOLVER, leased, write_tokenizer
 from support.scripted_dataflow import result
 
 pytestmark = pytest.mark.integration
@@ -44,6 +44,7 @@ class Node:
         settings = SessionSettings(
             node_id="node-1",
             sampling={"solver": SAMPLING},
+            roles={"solver": SOLVER},
             episode_timeout_s=30.0,
             coalesce_max_new_tokens=128,
         )

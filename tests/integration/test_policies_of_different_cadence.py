@@ -43,18 +43,12 @@ async def test_policies_train_side_by_side_to_their_own_number_of_steps(world: W
     model = str(tiny_model(tmp_path))
     overrides = [override.replace("MODEL", model) for override in OVERRIDES]
     run = await create_run(world, folder=tmp_path, steps=STEPS["solver"], overrides=overrides)
-    trainers = {
-        policy: TrainerProcess(world.address, tmp_path, name=policy, policy=policy) for policy in STEPS
-    }
-
-    async def all_have_versions() -> bool:
-        return all(item.HasField("version") for item in (await world.status()).policies)
-
+    trainers = {name: TrainerProcess(world.address, tmp_path, name=name, policy=name) for name in STEPS}
     playing = None
     try:
         for trainer in trainers.values():
             trainer.start()
-        await until(all_have_versions, within_s=90)
+        await world.until(lambda now: all(item.HasField("version") for item in now.policies), within_s=90)
         playing = asyncio.create_task(_play_node(world))
         for trainer in trainers.values():
             await trainer.exits_with(0)
@@ -68,7 +62,7 @@ async def test_policies_train_side_by_side_to_their_own_number_of_steps(world: W
     assert {item.policy_id: item.version.version for item in status.policies} == STEPS
     for policy, trainer in trainers.items():
         assert len(audit(trainer.ledger).step_of) == STEPS[policy] * GROUPS[policy] * 2
-    assert status.trajectories.conservation_error == 0
+    await world.has_account()
     staleness = {item.policy_id: item.staleness.max for item in status.policies}
     assert staleness["critic"] == 0
     assert staleness["solver"] <= 2

@@ -9,7 +9,7 @@ import torch
 
 from astraflow.recipe import OptimizerSettings
 from astraflow_engine.model_config import load_model_config
-from astraflow_engine.weights import Weights, load_weights
+from astraflow_engine.weights import load_weights
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.published import WeightCopies
@@ -65,7 +65,6 @@ def test_the_engine_computes_with_the_published_bytes_by_snapshot_and_by_delta(t
     with running_engine(by_snapshot.directory, "--weight-version", "0", folder=tmp_path) as engine:
         assert_same_bits(by_snapshot.directory, first)
         assert_samples_like(engine.url, by_snapshot.directory, version="0")
-
         trained.step()
         second = trained.publish(1)
         log.refresh()
@@ -95,30 +94,27 @@ def assert_samples_like(url: str, directory: Path, *, version: str) -> None:
     np.testing.assert_allclose(logprobs, expected, atol=1e-4)
 
 
+LAYER = {
+    "qkv_DC": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output_QD": ("self_attn.o_proj",),
+    "gate_up_DC": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_FD": ("mlp.down_proj",),
+    "attention_norm_D": ("input_layernorm",),
+    "mlp_norm_D": ("post_attention_layernorm",),
+}
+"""The engine's arrangement of a decoder layer: matrices transposed, some of them side by side."""
+
+
 def assert_same_bits(directory: Path, published: dict[str, Array]) -> None:
     """What the engine loads from the folder is what was published, put in the engine's own arrangement."""
-    config = load_model_config(directory)
-    loaded = load_weights(directory, config=config)
+    loaded = load_weights(directory, config=load_model_config(directory))
     floats = {name: widened(bits) for name, bits in published.items()}
     assert torch.equal(loaded.embedding_VD, floats["model.embed_tokens.weight"])
     assert torch.equal(loaded.norm_D, floats["model.norm.weight"])
-    for index in range(config.num_layers):
-        assert_same_layer(loaded, floats, index=index)
-
-
-def assert_same_layer(loaded: Weights, floats: dict[str, torch.Tensor], *, index: int) -> None:
-    """One decoder layer."""
-    layer, at = loaded.layers[index], f"model.layers.{index}."
-    for name, names in {
-        "qkv_DC": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "output_QD": ("self_attn.o_proj",),
-        "gate_up_DC": ("mlp.gate_proj", "mlp.up_proj"),
-        "down_FD": ("mlp.down_proj",),
-    }.items():
-        expected = torch.cat([floats[f"{at}{part}.weight"] for part in names]).t()
-        assert torch.equal(getattr(layer, name), expected), f"layer {index}: {name}"
-    assert torch.equal(layer.attention_norm_D, floats[f"{at}input_layernorm.weight"])
-    assert torch.equal(layer.mlp_norm_D, floats[f"{at}post_attention_layernorm.weight"])
+    for index, layer in enumerate(loaded.layers):
+        for name, parts in LAYER.items():
+            expected = torch.cat([floats[f"model.layers.{index}.{part}.weight"] for part in parts])
+            assert torch.equal(getattr(layer, name), expected.mT if expected.ndim > 1 else expected), name
 
 
 def widened(bits: Array) -> torch.Tensor:

@@ -2,12 +2,14 @@
 over a real Valkey, real weights; one engine that somebody else runs serves the nodes of a test."""
 
 import asyncio
+import operator
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -23,19 +25,18 @@ from astraflow_dataflow.store.replies import as_list, as_text
 from astraflow_kit import failpoints
 from astraflow_raas.push.spool_files import SpoolFiles
 from astraflow_raas.timeline import Stage
-from support.dataflow_world import Trainer, World, until
+from support.dataflow_world import Trainer, World, until_equal
 from support.node_process import NodeProcess, WeightPublisher, announce, node_of, started
-from support.run_status import serves, status_where
+from support.run_status import serves
 from support.scripted_dataflow import eventually
 
 # The other Redis has the dataflow server's own tests: nodes never see it.
 ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), ONE_REDIS]
 
-PATIENCE_S = 60.0
+happens = partial(eventually, patience_s=60.0)
 GATED = {"workflow": "support.node_plugins:Gated", "max_concurrent_tasks": 2, "episode_timeout_s": 600}
 RUN = "run"
-Start = Callable[..., Awaitable["Elastic"]]
 
 
 @dataclass
@@ -60,17 +61,14 @@ class Elastic:
         """Variables that arm failpoints in a node and its engine."""
         return {"ASTRAFLOW_FAILPOINTS": spec, "ASTRAFLOW_FAILPOINTS_LOG": str(self.hits)}
 
+    def acted(self) -> list[str]:
+        """The failpoints that acted."""
+        return [hit.name for hit in failpoints.read_hits(self.hits) if hit.acted]
+
     def node(self, name: str, *options: str, **variables: str) -> AbstractAsyncContextManager[NodeProcess]:
         (self.folder / name).mkdir(exist_ok=True)
-        return node_of(
-            self.world.address,
-            self.folder / name,
-            *("--engine", self.engine),
-            *options,
-            node_id=name,
-            TEST_GATE=str(self.gate),
-            **variables,
-        )
+        told, variables = ("--engine", self.engine, *options), {"TEST_GATE": str(self.gate)} | variables
+        return node_of(self.world.address, self.folder / name, *told, node_id=name, **variables)
 
     async def train(self, step: int) -> batch_pb2.Batch:
         """One whole step with real weights at its end."""
@@ -85,10 +83,8 @@ class Elastic:
         return batch
 
     async def held_by(self, name: str, number: int) -> None:
-        await status_where(
-            self.world,
-            lambda status: any(node.node_id == name and node.leases == number for node in status.nodes),
-            what=f"{name} holds {number} leases",
+        await self.world.until(
+            lambda now: (name, number) in {(node.node_id, node.leases) for node in now.nodes}
         )
 
     async def stored(self, command: str, *key: str, fields: Sequence[str] = ()) -> object:
@@ -97,17 +93,12 @@ class Elastic:
 
     async def renewed_by(self, name: str, number: int, *, ttl_s: float) -> dict[str, int]:
         """Wait until a node renewed its leases, so that it surely has them; when, by the server's clock."""
-        given = as_list(await self.stored("SMEMBERS", "node_leases", name))
+        given = [as_text(task) for task in as_list(await self.stored("SMEMBERS", "node_leases", name))]
         assert len(given) == number
-        first = {as_text(task): await self.leased_at_ms(as_text(task), ttl_s=ttl_s) for task in given}
-        latest = dict(first)
-
-        async def renewed() -> bool:
-            latest.update({task: await self.leased_at_ms(task, ttl_s=ttl_s) for task in first})
-            return all(latest[task] > first[task] for task in first)
-
-        await until(renewed, within_s=PATIENCE_S)
-        return latest
+        first = latest = [await self.leased_at_ms(task, ttl_s=ttl_s) for task in given]
+        while not all(map(operator.lt, first, latest)):
+            latest = [await self.leased_at_ms(task, ttl_s=ttl_s) for task in given]
+        return dict(zip(given, latest, strict=True))
 
     async def task(self, task_id: str, *fields: str) -> list[str]:
         """Fields of a stored task, the server's own ledger."""
@@ -115,11 +106,7 @@ class Elastic:
 
     async def becomes(self, task_id: str, **fields: str) -> None:
         """Wait until a stored task has these fields."""
-
-        async def so() -> bool:
-            return await self.task(task_id, *fields) == list(fields.values())
-
-        await until(so, within_s=PATIENCE_S)
+        await until_equal(partial(self.task, task_id, *fields), list(fields.values()))
 
     async def attempts(self) -> dict[str, int]:
         """Attempt of every task that was leased and is still known."""
@@ -134,29 +121,22 @@ class Elastic:
 
 
 @pytest.fixture
-def start(world: World, checkpoint: Path, shared_engine: str, tmp_path: Path) -> Start:
-    """Starts a run with these settings and version 0."""
-
-    async def started(**recipe: object) -> Elastic:
-        store = tmp_path / "store"
-        settings = {"dataset": "Unevaluated", "raas": GATED} | recipe
-        await world.create_run(store_uri=store.as_uri(), **settings)
-        trainer = await world.trainer(publish_first=False)
-        weights = WeightPublisher.open(store, run_id=RUN, policy_id="solver", checkpoint=checkpoint)
-        await announce(trainer, weights, step=0)
-        return Elastic(world, trainer, weights, shared_engine, tmp_path)
-
-    return started
+async def run(
+    request: pytest.FixtureRequest, world: World, checkpoint: Path, shared_engine: str, tmp_path: Path
+) -> Elastic:
+    """A run with version 0; a test may parametrize it with settings of its own."""
+    store = tmp_path / "store"
+    settings = {"dataset": "Unevaluated", "raas": GATED} | getattr(request, "param", {})
+    await world.create_run(store_uri=store.as_uri(), **settings)
+    trainer = await world.trainer(publish_first=False)
+    weights = WeightPublisher.open(store, run_id=RUN, policy_id="solver", checkpoint=checkpoint)
+    await announce(trainer, weights, step=0)
+    return Elastic(world, trainer, weights, shared_engine, tmp_path)
 
 
-@pytest.fixture
-async def run(start: Start) -> Elastic:
-    return await start()
-
-
-def own_places(folder: Path) -> dict[str, str]:
-    """The environment of a node that is told no folder: what it keeps stays with the test."""
-    return {"HOME": str(folder / "home"), "ASTRAFLOW_MIRROR_DIR": str(folder / "mirrors")}
+def of_run(**settings: object) -> pytest.MarkDecorator:
+    """The settings of a test's run."""
+    return pytest.mark.parametrize("run", [settings], indirect=True, ids=["run"])
 
 
 async def test_a_second_node_joins_mid_run_with_one_command_and_is_trained_on(
@@ -165,9 +145,11 @@ async def test_a_second_node_joins_mid_run_with_one_command_and_is_trained_on(
     run.gate.touch()
     command = [sys.executable, "-m", "astraflow.cli", "raas", "--join", run.world.address]
     (tmp_path / "late").mkdir()
+    # It is told no folder: what it keeps stays with the test all the same.
+    places = {"HOME": str(tmp_path / "home"), "ASTRAFLOW_MIRROR_DIR": str(tmp_path / "mirrors")}
     async with run.node("early"):
         await run.train(1)
-        async with started(command, tmp_path / "late", **own_places(tmp_path)) as late:
+        async with started(command, tmp_path / "late", **places) as late:
             trained: set[str] = set()
             for step in range(2, 200):
                 trained |= trajectories_of(await run.train(step))
@@ -181,7 +163,7 @@ async def test_a_second_node_joins_mid_run_with_one_command_and_is_trained_on(
     reached = [float(str(report[f"{stage.value}_s"])) for stage in stages]
     assert reached == sorted(reached)
     assert 0 < float(str(report["besides_engine_s"])) < float(str(report["first_lease_s"]))
-    assert (await run.world.status()).trajectories.conservation_error == 0
+    await run.world.has_account()
 
 
 def trajectories_of(batch: batch_pb2.Batch) -> set[str]:
@@ -192,6 +174,9 @@ def pushed_by(node: NodeProcess, *, outcome: str = "") -> set[str]:
     """Trajectories that a node pushed, by its own log: all, or those with one outcome."""
     lines = [line for line in node.events("episode.pushed") if outcome in ("", line["outcome"])]
     return {str(name) for line in lines for name in cast("list[object]", line["trajectory_ids"])}
+
+
+Drain = Callable[[Elastic, NodeProcess], Awaitable[None]]
 
 
 async def by_signal(run: Elastic, node: NodeProcess) -> None:
@@ -211,24 +196,22 @@ async def by_rpc(run: Elastic, node: NodeProcess) -> None:
 
 
 @pytest.mark.parametrize("drain", [by_signal, by_rpc, by_the_server])
-async def test_a_drain_within_its_time_costs_no_task_a_second_lease(run: Elastic, drain: object) -> None:
+async def test_a_drain_within_its_time_costs_no_task_a_second_lease(run: Elastic, drain: Drain) -> None:
     async with run.node("leaving") as node:
         await run.held_by("leaving", 2)
-        await drain(run, node)  # type: ignore[operator]
-        await status_where(
-            run.world, lambda status: status.nodes[0].waiting_for == "drain", what="the drain is reported"
-        )
+        await drain(run, node)
+        await run.world.until(lambda now: now.nodes[0].waiting_for == "drain")
         assert node.process.returncode is None
         run.gate.touch()
         assert await node.ends_with() == 0
-    status = await status_where(run.world, lambda now: not now.nodes[0].connected, what="the node is gone")
+    status = await run.world.until(lambda now: not now.nodes[0].connected)
     assert (status.nodes[0].leases, status.policies[0].ready_groups) == (0, 2)
     assert await run.attempts() == {"train-0": 1, "train-1": 1}
 
 
-async def test_a_killed_nodes_work_is_leased_again_once_its_leases_have_ended(start: Start) -> None:
+@of_run(lease_ttl_s=2.0)
+async def test_a_killed_nodes_work_is_leased_again_once_its_leases_have_ended(run: Elastic) -> None:
     ttl_s = 2.0
-    run = await start(lease_ttl_s=ttl_s)
     async with run.node("doomed") as node:
         await run.held_by("doomed", 2)
         renewed_ms = await run.renewed_by("doomed", 2, ttl_s=ttl_s)
@@ -242,13 +225,14 @@ async def test_a_killed_nodes_work_is_leased_again_once_its_leases_have_ended(st
         assert await run.task(task_id, "attempt", "tries") == ["2", "2"]
 
 
-async def test_a_node_frozen_for_three_leases_overwrites_nothing_and_goes_on(start: Start) -> None:
+@of_run(lease_ttl_s=1.0, max_attempts=10)
+async def test_a_node_frozen_for_three_leases_overwrites_nothing_and_goes_on(run: Elastic) -> None:
     ttl_s = 1.0
-    run = await start(lease_ttl_s=ttl_s, max_attempts=10)
     async with run.node("frozen", **run.armed("raas.spooled=stop@1")) as node:
         run.gate.touch()
-        await eventually(lambda: is_stopped(node), what="the node is frozen", patience_s=PATIENCE_S)
-        assert [hit.name for hit in failpoints.read_hits(run.hits) if hit.acted] == ["raas.spooled"]
+        process = psutil.Process(node.process.pid)
+        await happens(lambda: process.status() == psutil.STATUS_STOPPED, what="the node is frozen")
+        assert run.acted() == ["raas.spooled"]
         frozen_s = time.monotonic()
         other, taken = await run.world.node("other"), dict[str, task_pb2.Lease]()
         while len(taken) < 2:
@@ -260,28 +244,18 @@ async def test_a_node_frozen_for_three_leases_overwrites_nothing_and_goes_on(sta
             theirs |= {f"{other.episode(lease, member).episode_id}.solver" for member in lease.members}
         await asyncio.sleep(frozen_s + 3 * ttl_s - time.monotonic())
         node.send(signal.SIGCONT)
-        await eventually(
-            lambda: "fenced" in outcomes_of(node), what="its late push is answered", patience_s=PATIENCE_S
-        )
+        await happens(lambda: "fenced" in outcomes_of(node), what="its late push is answered")
         assert trajectories_of(await run.train(1)) == theirs
         assert trajectories_of(await run.train(2)) <= pushed_by(node, outcome="accepted")
-        assert {f"{task_id}#1" for task_id in taken} <= dropped_by(node)
+        given_up = {line["lease_id"] for line in node.events("lease.cancelled")}
+        assert {f"{task_id}#1" for task_id in taken} <= given_up
         assert node.process.returncode is None
-    assert (await run.world.status()).trajectories.conservation_error == 0
-
-
-def is_stopped(node: NodeProcess) -> bool:
-    return psutil.Process(node.process.pid).status() == psutil.STATUS_STOPPED
+    await run.world.has_account()
 
 
 def outcomes_of(node: NodeProcess) -> set[str]:
     """What the server answered to its pushes."""
     return {str(line["outcome"]) for line in node.events("episode.pushed")}
-
-
-def dropped_by(node: NodeProcess) -> set[str]:
-    """Leases that it gave up because the server said so."""
-    return {str(line["lease_id"]) for line in node.events("lease.cancelled")}
 
 
 async def test_what_a_killed_node_finished_is_pushed_by_its_next_process_and_not_sampled_again(
@@ -290,20 +264,17 @@ async def test_what_a_killed_node_finished_is_pushed_by_its_next_process_and_not
     run.gate.touch()
     async with run.node("node", **run.armed("raas.spooled=kill@4")) as node:
         assert await node.ends_with() == -signal.SIGKILL
-        kept = {
-            item.header.trajectory_id
-            for _, episode in SpoolFiles(run.folder / "node" / "work" / "node" / "spool" / RUN).recover()
-            for item in episode.trajectories
-        }
+        spooled = SpoolFiles(run.folder / "node" / "work" / "node" / "spool" / RUN).recover()
+        kept = {item.header.trajectory_id for _, episode in spooled for item in episode.trajectories}
     assert kept, "the episode of the failpoint is on disk"
     async with run.node("node") as node:
         assert kept <= trajectories_of(await run.train(1))
         assert node.process.returncode is None
-    assert (await run.world.status()).trajectories.conservation_error == 0
+    await run.world.has_account()
 
 
-async def test_a_task_that_a_node_cannot_run_goes_to_one_that_can_and_loses_no_attempt(start: Start) -> None:
-    run = await start(raas={"workflow": "support.node_plugins:NeedsSandbox", "max_concurrent_tasks": 2})
+@of_run(raas={"workflow": "support.node_plugins:NeedsSandbox", "max_concurrent_tasks": 2})
+async def test_a_task_that_a_node_cannot_run_goes_to_one_that_can_and_loses_no_attempt(run: Elastic) -> None:
     async with run.node("bare") as bare:
         await run.becomes("train-0", state="retry", attempt="1", tries="0")
         (reason,) = {str(line["reason"]) for line in bare.events("lease.given_back")}
@@ -325,49 +296,37 @@ async def test_an_engine_that_a_killed_node_left_paused_serves_the_next_one(run:
         await eventually(lambda: trained <= pushed_by(node), what="the node's log of its pushes")
 
 
-WINDOWS = {
-    "raas.joined": 1,
-    "raas.leased": 2,
-    "raas.generating": 3,
-    "raas.spooled": 2,
-    "raas.push": 3,
-    "raas.pushed": 2,
-    "raas.activate": 1,
-    "raas.activated": 1,
-    "raas.draining": 1,
-}
+WINDOWS = (
+    *("raas.joined@1", "raas.leased@2", "raas.generating@3", "raas.spooled@2", "raas.push@3"),
+    *("raas.pushed@2", "raas.activate@1", "raas.activated@1", "raas.draining@1"),
+)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("moment", WINDOWS)
+@pytest.mark.parametrize("window", WINDOWS)
 async def test_a_node_killed_in_a_window_comes_back_and_nothing_is_lost_or_trained_twice(
-    run: Elastic, moment: str
+    run: Elastic, window: str
 ) -> None:
     run.gate.touch()
-    arming = run.armed(f"{moment}=kill@{WINDOWS[moment]}")
+    arming, moment = run.armed(window.replace("@", "=kill@")), window.partition("@")[0]
     training = asyncio.create_task(three_steps(run))
     try:
         async with run.node("node", **arming) as node:
             if moment == "raas.draining":
-                await eventually(lambda: pushed_by(node), what="it works", patience_s=PATIENCE_S)
+                await happens(lambda: pushed_by(node), what="it works")
                 node.send(signal.SIGTERM)
             assert await node.ends_with() == -signal.SIGKILL
         async with run.node("node", **arming) as node:
             trained = await training
-            assert {hit.name for hit in failpoints.read_hits(run.hits) if hit.acted} == {moment}
+            assert set(run.acted()) == {moment}
             # All may have been done before it died: a drain is asked of the node that came back, not of its start.
-            await status_where(
-                run.world,
-                lambda status: status.nodes[0].restarts == 1 and status.nodes[0].connected,
-                what="it is back",
-            )
+            await run.world.until(lambda now: now.nodes[0].restarts == 1 and now.nodes[0].connected)
             node.send(signal.SIGTERM)
             assert await node.ends_with() == 0
     finally:
         training.cancel()
     assert len(trained) == len(set(trained)) == 3 * 2 * 2
-    status = await run.world.status()
-    assert (status.trajectories.conservation_error, status.trajectories.trained) == (0, len(trained))
+    await run.world.has_account(trained=len(trained))
 
 
 @pytest.mark.ci
@@ -381,12 +340,12 @@ async def test_an_engine_killed_in_a_window_costs_no_episode_and_no_version(
         trained = await three_steps(run)
         await serves(run.world, 3)
         status = await node.status()
-        assert {hit.name for hit in failpoints.read_hits(run.hits) if hit.acted} == {moment}
+        assert set(run.acted()) == {moment}
         assert (status.engine_restarts, status.policies[0].verification_failures) == (1, 0)
         await eventually(lambda: set(trained) <= pushed_by(node, outcome="accepted"), what="its log")
         assert outcomes_of(node) == {"accepted"}
     assert len(trained) == len(set(trained)) == 3 * 2 * 2
-    assert (await run.world.status()).trajectories.conservation_error == 0
+    await run.world.has_account()
 
 
 async def three_steps(run: Elastic) -> list[str]:

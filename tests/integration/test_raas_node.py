@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -13,27 +14,19 @@ import pytest
 
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import task_service_pb2
-from astraflow.raas.v1 import (
-    environment_service_pb2,
-    environment_service_pb2_grpc,
-    node_service_pb2,
-    node_service_pb2_grpc,
-)
-from astraflow.rollout.v1 import trajectory_pb2
+from astraflow.raas.v1 import environment_service_pb2 as environments
+from astraflow.raas.v1 import node_service_pb2 as nodes
+from astraflow.raas.v1.environment_service_pb2_grpc import EnvironmentServiceStub
+from astraflow.raas.v1.node_service_pb2_grpc import NodeServiceStub
+from astraflow.rollout.v1.trajectory_pb2 import Episode, Trajectory
 from astraflow_kit import failpoints
 from astraflow_raas.engine.base import GenerateCall
 from astraflow_raas.engine.http import HttpEngine
 from support.node_process import START_S, NodeProcess, WeightPublisher, node_of
 from support.raas_parts import generate_call
-from support.scripted_dataflow import (
-    POLICY,
-    RUN_ID,
-    RunningServer,
-    ScriptedDataflow,
-    eventually,
-    lease,
-    running,
-)
+from support.scripted_dataflow import POLICY, RUN_ID, ScriptedDataflow, eventually, lease
+from support.scripted_dataflow import RunningServer as Server
+from support.scripted_dataflow import running as serving
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -44,24 +37,30 @@ def trainer(checkpoint: Path, tmp_path: Path) -> WeightPublisher:
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
-    async with running(ScriptedDataflow(store_uri=(tmp_path / "store").as_uri())) as running_server:
-        yield running_server
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serving(ScriptedDataflow(store_uri=(tmp_path / "store").as_uri())) as server:
+        yield server
 
 
 async def ready(script: ScriptedDataflow, version: int) -> None:
-    await eventually(
-        lambda: script.credits and script.credits[-1].serving_versions.get(POLICY) == version,
-        what=f"version {version} serves",
-        patience_s=START_S,
-    )
+    def serves() -> bool:
+        return bool(script.credits) and script.credits[-1].serving_versions.get(POLICY) == version
+
+    await eventually(serves, what=f"version {version} serves", patience_s=START_S)
+
+
+async def pushed(script: ScriptedDataflow, task: str, number: int) -> Sequence[Episode]:
+    """Hand out a task; its four episodes, once so many were pushed in all."""
+    script.send(lease=lease(task))
+    await eventually(lambda: len(script.pushes) == number, what=f"{number} episodes", patience_s=START_S)
+    return script.pushes[-4:]
 
 
 Working = Callable[..., AbstractAsyncContextManager[NodeProcess]]
 
 
 @pytest.fixture
-def working(server: RunningServer, trainer: WeightPublisher, shared_engine: str, tmp_path: Path) -> Working:
+def working(server: Server, trainer: WeightPublisher, shared_engine: str, tmp_path: Path) -> Working:
     """Starts a node that serves version 0 by the shared engine."""
 
     @asynccontextmanager
@@ -75,21 +74,20 @@ def working(server: RunningServer, trainer: WeightPublisher, shared_engine: str,
 
 
 @pytest.fixture
-async def holding(server: RunningServer, working: Working) -> AsyncIterator[NodeProcess]:
+async def holding(server: Server, working: Working) -> AsyncIterator[NodeProcess]:
     """A node that holds a lease whose four episodes are pushed and not acknowledged."""
     server.script.ack = asyncio.Event()
     async with working() as node:
-        server.script.send(lease=lease("held"))
-        await eventually(lambda: len(server.script.pushes) == 4, what="four episodes")
+        await pushed(server.script, "held", 4)
         yield node
 
 
-def versions_of(pushed: Sequence[trajectory_pb2.Episode]) -> set[int]:
-    return {item.header.min_version for episode in pushed for item in episode.trajectories}
+def versions_of(episodes: Sequence[Episode]) -> set[int]:
+    return {item.header.min_version for episode in episodes for item in episode.trajectories}
 
 
 async def test_a_nodes_life_from_joining_to_leaving(
-    server: RunningServer, trainer: WeightPublisher, tmp_path: Path
+    server: Server, trainer: WeightPublisher, tmp_path: Path
 ) -> None:
     script = server.script
     async with node_of(server.address, tmp_path) as node:
@@ -99,49 +97,38 @@ async def test_a_nodes_life_from_joining_to_leaving(
         await ready(script, 0)
         assert script.credits[-1].tasks == 2
 
-        script.send(lease=lease("first"))
-        await eventually(lambda: len(script.pushes) == 4, what="four episodes")
-        for episode in script.pushes:
+        for episode in await pushed(script, "first", 4):
             (item,) = episode.trajectories
-            columns = decode_columns(trajectory_pb2.Trajectory.FromString(item.body))
+            columns = decode_columns(Trajectory.FromString(item.body))
             assert item.header.num_trainable_tokens == columns.loss_mask.sum() <= 8
             assert (columns.logprobs[columns.loss_mask] < 0).all()
             assert {version for _, _, version in columns.version_spans} == {0}
 
         script.send(version=trainer.publish())
         await ready(script, 1)
-        script.send(lease=lease("second"))
-        await eventually(lambda: len(script.pushes) == 8, what="eight episodes")
-        assert versions_of(script.pushes[4:]) == {1}
+        assert versions_of(await pushed(script, "second", 8)) == {1}
 
         assert await node.versions() == {1: (True, True, True)}
+        unknown = nodes.ListVersionsRequest(policy_id="nobody")
         foreign = await node.refuses(
-            lambda channel: node_service_pb2_grpc.NodeServiceStub(channel).ListVersions(
-                node_service_pb2.ListVersionsRequest(policy_id="nobody"), timeout=10
-            )
+            lambda channel: NodeServiceStub(channel).ListVersions(unknown, timeout=10)
         )
         assert (foreign.reason, POLICY in foreign.message) == ("NOT_FOUND", True)
         missing = await node.refuses(
-            lambda channel: environment_service_pb2_grpc.EnvironmentServiceStub(channel).Reset(
-                environment_service_pb2.ResetRequest(), timeout=10
-            )
+            lambda channel: EnvironmentServiceStub(channel).Reset(environments.ResetRequest(), timeout=10)
         )
         assert (missing.reason, missing.metadata["capability"]) == ("UNIMPLEMENTED", "environment_sessions")
 
         for engine in node.engines:
             engine.kill()
-        script.send(lease=lease("third"))
-        await eventually(lambda: len(script.pushes) == 12, what="twelve episodes", patience_s=START_S)
-        assert versions_of(script.pushes[8:]) == {1}
+        assert versions_of(await pushed(script, "third", 12)) == {1}
         while (status := await node.status()).episodes_unacked:
             pass  # the answers to the last pushes are on their way
         assert (status.engine_restarts, status.draining) == (1, False)
         (served,) = status.policies
         assert (served.version, served.snapshots_fetched, served.deltas_fetched) == (1, 1, 1)
-        assert status.tokens == sum(
-            item.header.num_trainable_tokens for pushed in script.pushes for item in pushed.trajectories
-        )
-
+        trajectories = [item.header for episode in script.pushes for item in episode.trajectories]
+        assert status.tokens == sum(header.num_trainable_tokens for header in trajectories)
         node.process.send_signal(signal.SIGTERM)
         assert await node.ends_with() == 0
         assert not node.engines
@@ -149,7 +136,7 @@ async def test_a_nodes_life_from_joining_to_leaving(
 
 
 async def test_on_sigterm_a_node_finishes_and_pushes_what_it_holds(
-    server: RunningServer, holding: NodeProcess
+    server: Server, holding: NodeProcess
 ) -> None:
     script = server.script
     holding.send(signal.SIGTERM)
@@ -162,7 +149,7 @@ async def test_on_sigterm_a_node_finishes_and_pushes_what_it_holds(
 
 
 async def test_an_operators_drain_is_obeyed_also_by_a_node_that_stays(
-    server: RunningServer, working: Working
+    server: Server, working: Working
 ) -> None:
     async with working("--stay") as node:
         server.script.send(drain=task_service_pb2.Drain(reason="run_finished"))
@@ -172,11 +159,12 @@ async def test_an_operators_drain_is_obeyed_also_by_a_node_that_stays(
 
 
 async def test_a_node_without_its_server_keeps_what_it_has_says_so_and_goes_on(
-    server: RunningServer, holding: NodeProcess
+    server: Server, holding: NodeProcess
 ) -> None:
     script = server.script
     await server.stop()
-    await eventually(lambda: waits_of(holding)[-1:] == [("server", 1, 4)], what="the wait is in the log")
+    waits = {"waiting_for": "server", "leases": 1, "episodes_kept": 4}.items()
+    await eventually(lambda: waits <= (holding.events("node.waits") or [{}])[-1].items(), what="it is logged")
     assert (await holding.status()).waiting_for == "server"
     await server.restart()
     await eventually(lambda: len(script.hellos) == 2, what="a new session")
@@ -185,17 +173,13 @@ async def test_a_node_without_its_server_keeps_what_it_has_says_so_and_goes_on(
     script.ack.set()
     await eventually(lambda: len(script.pushes) == 8, what="the four again")
     await eventually(lambda: script.credits[-1].tasks == 2, what="the lease is finished")
-    first, again = ({pushed.episode_id for pushed in half} for half in (script.pushes[:4], script.pushes[4:]))
+    first, again = (
+        {episode.episode_id for episode in half} for half in (script.pushes[:4], script.pushes[4:])
+    )
     assert first == again
 
 
-def waits_of(node: NodeProcess) -> list[tuple[object, object, object]]:
-    """What it said it waits for, with the leases and episodes it kept."""
-    lines = node.events("node.waits")
-    return [(line["waiting_for"], line["leases"], line["episodes_kept"]) for line in lines]
-
-
-async def test_a_second_signal_ends_the_node_at_once(server: RunningServer, holding: NodeProcess) -> None:
+async def test_a_second_signal_ends_the_node_at_once(server: Server, holding: NodeProcess) -> None:
     holding.send(signal.SIGTERM)
     await eventually(lambda: server.script.credits[-1].waiting_for == "drain", what="the drain")
     holding.send(signal.SIGTERM)
@@ -239,7 +223,7 @@ def calls(number: int, name: str) -> list[GenerateCall]:
 
 
 async def test_a_killed_node_takes_its_engine_along_and_comes_back_with_its_mirror(
-    server: RunningServer, trainer: WeightPublisher, tmp_path: Path
+    server: Server, trainer: WeightPublisher, tmp_path: Path
 ) -> None:
     script = server.script
     script.versions = [trainer.publish()]
@@ -251,8 +235,7 @@ async def test_a_killed_node_takes_its_engine_along_and_comes_back_with_its_mirr
         assert engines
         script.send(lease=lease("doomed"))
         assert await node.ends_with() == -signal.SIGKILL
-        gone, _ = psutil.wait_procs(engines, timeout=START_S)
-        assert len(gone) == len(engines)
+        assert psutil.wait_procs(engines, timeout=START_S)[1] == [], "all engines are gone"
     assert [hit.name for hit in failpoints.read_hits(hits) if hit.acted] == ["raas.pushed"]
     async with node_of(server.address, tmp_path) as node:
         await eventually(lambda: len(script.hellos) == 2, what="the node is back", patience_s=START_S)
@@ -264,7 +247,7 @@ async def test_a_killed_node_takes_its_engine_along_and_comes_back_with_its_mirr
 
 
 async def test_wrong_circumstances_end_with_the_exit_code_that_says_so(
-    server: RunningServer, tmp_path: Path
+    server: Server, tmp_path: Path
 ) -> None:
     server.script.recipe_yaml = server.script.recipe_yaml.replace(
         "astraflow_raas.rewards.boxed_match:BoxedMatch", "recipe:Own"
@@ -277,14 +260,9 @@ async def test_wrong_circumstances_end_with_the_exit_code_that_says_so(
         assert await node.ends_with() == 75
 
 
-async def test_check_says_what_the_node_would_run(server: RunningServer, tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "astraflow_raas", "--join", server.address, "--work-dir", str(tmp_path)),
-        "--check",
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), START_S)
-    assert process.returncode == 0
-    assert f"run: {RUN_ID}" in output.decode()
+async def test_check_says_what_the_node_would_run(server: Server, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "astraflow_raas", "--join", server.address, "--check"]
+    command += ["--work-dir", str(tmp_path)]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=START_S, check=True)
+    assert f"run: {RUN_ID}" in done.stdout.decode()
     assert server.script.joins == []

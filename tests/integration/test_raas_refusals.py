@@ -1,19 +1,16 @@
 """A node that cannot work says so: exit status, one line with the remedy, and a server that never counted on it."""
 
-import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import redis
 
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
-from astraflow.recipe.file import CodeFile, bundle_digest
-from support.dataflow_world import World, recipe_text, served
+from support.dataflow_world import World, bundle_of, recipe_text, served, tokens_file
 from support.node_process import NodeProcess, WeightPublisher, node_of, tiny_policy
+from support.redis_content import redis_content
 from support.scripted_daemons import ScriptedNode, serving
 from support.scripted_dataflow import POLICY, RUN_ID, ScriptedDataflow, running
 
@@ -34,7 +31,6 @@ class Case:
     options: tuple[str, ...] = ()
     token: str | None = "node"
     runs: tuple[str, ...] = ("run",)
-    code_expected: int = 2
     says: tuple[str, ...]
 
 
@@ -79,10 +75,8 @@ CASES = {
     ),
 }
 QUICK = {
-    "a plug-in is not installed",
-    "the engine is not installed",
-    "the run does not exist",
-    "the token is missing",
+    *("a plug-in is not installed", "the engine is not installed"),
+    *("the run does not exist", "the token is missing"),
 }
 """The kinds of refusal, one each, for every run of the tests; the whole table is for .ci/run."""
 
@@ -90,12 +84,8 @@ QUICK = {
 @pytest.fixture
 async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
     """A server that asks for tokens; its client is the operator."""
-    lines = [
-        f"{who} {role} sha256:{hashlib.sha256(who.encode()).hexdigest()}" for who, role in TOKENS.items()
-    ]
-    await asyncio.to_thread((tmp_path / "tokens").write_text, "\n".join(lines))
     async with (
-        served(redis_url, tmp_path, tokens_file=tmp_path / "tokens") as world,
+        served(redis_url, tmp_path, tokens_file=tokens_file(tmp_path, **TOKENS)) as world,
         AsyncClient(world.address, token="ops") as client,
     ):
         world.client = client
@@ -112,37 +102,26 @@ async def test_a_node_that_cannot_work_says_why_and_leaves_no_trace(
     case = CASES[name]
     for run_id in case.runs:
         await create(world, run_id, case)
-    before = await asyncio.to_thread(stored, redis_url)
+    before = redis_content(redis_url)
     options = list(case.options)
     if case.token is not None:
         (tmp_path / "token").write_text(case.token)
         options += ["--token-file", str(tmp_path / "token")]
     async with node_of(world.address, tmp_path, *options) as node:
-        assert await node.ends_with() == case.code_expected
-        assert_says(node, *case.says)
-    assert await asyncio.to_thread(stored, redis_url) == before
+        await refuses(node, 2, *case.says)
+    assert redis_content(redis_url) == before
 
 
 async def create(world: World, run_id: str, case: Case) -> None:
-    files = [CodeFile("recipe.py", case.code.encode())] if case.code else []
-    bundle = run_pb2.CodeBundle(
-        files=[run_pb2.CodeFile(path=file.path, content=file.content) for file in files],
-        sha256=bundle_digest(files) if files else b"",
-    )
-    run = run_pb2.Run(
-        run_id=run_id, recipe_yaml=recipe_text(name=run_id, raas=case.raas), code=bundle, store_uri=case.store
-    )
+    code = bundle_of(case.code) if case.code else None
+    text = recipe_text(name=run_id, raas=case.raas)
+    run = run_pb2.Run(run_id=run_id, recipe_yaml=text, code=code, store_uri=case.store)
     await world.client.call(world.client.runs.CreateRun, run_service_pb2.CreateRunRequest(run=run))
 
 
-def stored(url: str) -> dict[bytes, bytes]:
-    """Everything the server keeps."""
-    with redis.Redis.from_url(url) as client:
-        return {key: client.dump(key) or b"" for key in client.scan_iter("*")}
-
-
-def assert_says(node: NodeProcess, *fragments: str) -> None:
-    """The last word of the node is one line with all of these."""
+async def refuses(node: NodeProcess, status: int, *fragments: str) -> None:
+    """It ends with this status, and its last word is one line with all of these."""
+    assert await node.ends_with() == status
     (failure,) = node.events("daemon.failed")
     line = f"{failure.get('reason')}: {failure.get('message')}"
     assert [fragment for fragment in fragments if fragment not in line] == [], line
@@ -152,8 +131,7 @@ async def test_a_recipe_of_a_newer_release_is_refused(tmp_path: Path) -> None:
     script = ScriptedDataflow()
     script.recipe_yaml = f"schema_version: 2\n{script.recipe_yaml}"
     async with running(script) as server, node_of(server.address, tmp_path) as node:
-        assert await node.ends_with() == 2
-        assert_says(node, "INVALID_RECIPE", "schema_version")
+        await refuses(node, 2, "INVALID_RECIPE", "schema_version")
     assert script.joins == []
 
 
@@ -166,8 +144,7 @@ async def test_weights_of_a_newer_release_end_a_node_that_serves_nothing_yet(
     )
     script = ScriptedDataflow(store_uri=(tmp_path / "store").as_uri(), versions=[weights.publish()])
     async with running(script) as server, node_of(server.address, tmp_path) as node:
-        assert await node.ends_with() == 3
-        assert_says(node, "INCOMPATIBLE", "schema version 99", "run the release that wrote it")
+        await refuses(node, 3, "INCOMPATIBLE", "schema version 99", "run the release that wrote it")
     assert all(offered.tasks == 0 for offered in script.credits)
 
 
@@ -177,12 +154,10 @@ async def test_a_node_whose_name_is_taken_ends_and_disturbs_nobody(redis_url: st
         await world.create_run()
         await world.node("node-1", incarnation=2**62)
         async with node_of(world.address, tmp_path) as node:
-            assert await node.ends_with() == 3
-            assert_says(node, "FENCED", "node-1", "choose another --node-id")
+            await refuses(node, 3, "FENCED", "node-1", "choose another --node-id")
         assert (await world.status()).nodes[0].restarts == 0
 
 
 async def test_an_address_that_is_no_dataflow_server_is_named(tmp_path: Path) -> None:
     async with serving(ScriptedNode()) as address, node_of(address, tmp_path) as node:
-        assert await node.ends_with() == 2
-        assert_says(node, "UNIMPLEMENTED", "is no dataflow server", "check --join")
+        await refuses(node, 2, "UNIMPLEMENTED", "is no dataflow server", "check --join")

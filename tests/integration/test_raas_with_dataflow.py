@@ -9,32 +9,34 @@ import pytest
 import redis
 
 from astraflow.columns import decode_columns
-from astraflow.dataflow.v1 import batch_service_pb2, run_pb2
+from astraflow.dataflow.v1.admin_service_pb2 import StatusResponse
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import as_list, as_text
 from astraflow_raas.push.spool import SpoolLimits
 from support.chaos import cut_tail
-from support.dataflow_world import World, served
+from support.dataflow_world import Trainer, World, served
 from support.docs_code import code_of
 from support.raas_node import local_node
-from support.run_status import Status, status_where
 from support.scripted_dataflow import eventually
 from support.valkey import ValkeyServer
 
 pytestmark = pytest.mark.integration
 
-TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
+
+async def started(world: World, **recipe: object) -> Trainer:
+    """A run with an endless data set, and its trainer."""
+    await world.create_run(**({"dataset": "Counting"} | recipe))
+    return await world.trainer()
 
 
-async def window_full(world: World) -> Status:
-    """Wait until as many groups are ready as may be."""
-    return await status_where(world, lambda now: now.policies[0].ready_groups == 4, what="the window is full")
+def has_full_window(status: StatusResponse) -> bool:
+    """Whether as many groups are ready as may be."""
+    return status.policies[0].ready_groups == 4
 
 
 async def test_a_node_feeds_a_trainer_step_after_step(world: World, tmp_path: Path) -> None:
-    await world.create_run(dataset="Counting", max_staleness=1)
-    trainer = await world.trainer()
+    trainer = await started(world)
     async with local_node(world.address, tmp_path) as local:
         for step in range(1, 4):
             batch = await trainer.train(step, base_version=step - 1)
@@ -42,15 +44,12 @@ async def test_a_node_feeds_a_trainer_step_after_step(world: World, tmp_path: Pa
         bodies = await trainer.fetch(3)
         columns = decode_columns(trajectory_pb2.Trajectory.FromString(bodies[0].body))
         assert columns.loss_mask.any()
-        await eventually(
-            lambda: local.node.policies.parts["solver"].policy.version == 3, what="version 3 serves"
-        )
+        policy = local.node.policies.parts["solver"].policy
+        await eventually(lambda: policy.version == 3, what="version 3 serves")
         assert [version for _, version in local.engines["solver"].swaps] == [0, 1, 2, 3]
-    status = await world.status()
-    assert status.trajectories.trained == 12
-    assert status.trajectories.conservation_error == 0
-    assert status.trajectories.ingested == status.nodes[0].trajectories
-    assert (status.nodes[0].node_id, status.nodes[0].restarts) == ("node-1", 0)
+    (node,) = (await world.status()).nodes
+    assert (node.node_id, node.restarts) == ("node-1", 0)
+    await world.has_account(trained=12, ingested=node.trajectories)
 
 
 async def test_a_workflow_of_two_turns_feeds_a_training_step(
@@ -60,8 +59,7 @@ async def test_a_workflow_of_two_turns_feeds_a_training_step(
     monkeypatch.setitem(sys.modules, page.__name__, page)
     exec(code_of("plugins/workflow.md"), vars(page))  # noqa: S102 - what readers copy
     workflow = '{use: "workflow_page:Retries", with: {max_turns: 2}}'
-    await world.create_run(dataset="Counting", raas={"workflow": workflow})
-    trainer = await world.trainer()
+    trainer = await started(world, raas={"workflow": workflow})
     async with local_node(world.address, tmp_path) as local:
         await trainer.train(1, base_version=0)
         calls = {call.rid: call for request in local.engines["solver"].requests for call in request}
@@ -74,23 +72,7 @@ async def test_a_workflow_of_two_turns_feeds_a_training_step(
         # The second call continued the very tokens of the first, and what stands between them.
         second = tuple(columns.token_ids[: message.turn_spans[3].start].tolist())
         assert second in {call.prompt_ids for call in calls.values()}
-    assert (await world.status()).trajectories.conservation_error == 0
-
-
-async def test_a_drained_node_leaves_no_lease_behind_and_costs_no_attempt(
-    world: World, tmp_path: Path
-) -> None:
-    await world.create_run(dataset="Counting")
-    await world.trainer()
-    async with local_node(world.address, tmp_path) as local:
-        await eventually(
-            lambda: local.node.pusher.num_unacked or local.engines["solver"].requests, what="work"
-        )
-    status = await status_where(world, lambda now: not now.nodes[0].leases, what="no lease is held")
-    assert status.dead_letters == 0
-    async with local_node(world.address, tmp_path, incarnation=2):
-        status = await window_full(world)
-    assert status.trajectories.conservation_error == 0
+    await world.has_account()
 
 
 async def test_what_a_drain_cannot_finish_goes_to_another_node_at_no_cost(
@@ -98,8 +80,7 @@ async def test_what_a_drain_cannot_finish_goes_to_another_node_at_no_cost(
 ) -> None:
     monkeypatch.setenv("TEST_GATE", str(tmp_path / "never"))
     held = {"workflow": "support.node_plugins:Gated", "max_concurrent_tasks": 2, "episode_timeout_s": 600}
-    await world.create_run(dataset="Unevaluated", raas=held)
-    await world.trainer()
+    await started(world, dataset="Unevaluated", raas=held)
     async with local_node(world.address, tmp_path, node_id="leaving") as local:
         await eventually(lambda: local.node.worker.num_held == 2, what="the node holds two tasks")
         await local.drain(deadline_s=0.2)
@@ -108,54 +89,28 @@ async def test_what_a_drain_cannot_finish_goes_to_another_node_at_no_cost(
     for task_id in ("train-0", "train-1"):
         stored = as_list(await connection.raw("HMGET", Keys("run").of("task", task_id), "state", "tries"))
         assert [as_text(field) for field in stored] == ["retry", "0"]
-    other = await world.node("other")
-    leases = await other.lease(2)
+    leases = await (await world.node("other")).lease(2)
     assert {(lease.task.task_id, lease.attempt) for lease in leases} == {("train-0", 2), ("train-1", 2)}
 
 
 async def test_every_version_due_is_evaluated_at_exactly_that_version(world: World, tmp_path: Path) -> None:
-    await world.create_run(
-        dataset="Counting", evaluation="{every_versions: 1, num_samples: 6, final_samples: 8}"
-    )
-    trainer = await world.trainer()
+    trainer = await started(world, evaluation="{every_versions: 1, num_samples: 6, final_samples: 8}")
     async with local_node(world.address, tmp_path):
         await trainer.train(1, base_version=0)
-        status = await status_where(
-            world,
-            lambda now: len(now.evaluations) == 2 and all(e.complete for e in now.evaluations),
-            what="two evaluations",
-        )
-    # Read again: the accounts of one status may be older than its evaluations.
-    status = await world.status()
+        status = await world.until(lambda now: [e.complete for e in now.evaluations] == [True, True])
     assert [(e.version, e.num_samples) for e in status.evaluations] == [(0, 8), (1, 6)]
-    assert status.trajectories.evaluated == 14
-    assert status.trajectories.conservation_error == 0
-
-
-async def test_a_finished_run_sends_its_node_away(world: World, tmp_path: Path) -> None:
-    await world.create_run(dataset="Counting")
-    trainer = await world.trainer()
-    async with local_node(world.address, tmp_path) as local:
-        await trainer.train(1, base_version=0)
-        await world.finish()
-        await eventually(local.drain_requested.is_set, what="the order to drain")
-    status = await world.status()
-    assert status.state == run_pb2.RUN_STATE_FINISHED
-    assert status.evaluations[-1].final
-    assert status.evaluations[-1].complete
-    assert status.trajectories.conservation_error == 0
+    # Read again: the accounts of one status may be older than its evaluations.
+    await world.has_account(evaluated=14)
 
 
 # Redis says how far its disk is from 7.2 on; before that, what is durable is not measured.
 @pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True)
 async def test_the_spool_empties_as_the_servers_disk_catches_up(world: World, tmp_path: Path) -> None:
-    await world.create_run(dataset="Counting")
-    await world.trainer()
+    await started(world)
     async with local_node(world.address, tmp_path) as local:
-        await window_full(world)
-        kept = tmp_path / "spool" / "node-1"
+        await world.until(has_full_window)
         await eventually(lambda: not local.node.pusher.num_kept, what="all is durable")
-        assert list(kept.iterdir()) == []
+        assert list((tmp_path / "spool" / "node-1").iterdir()) == []
 
 
 @pytest.fixture
@@ -171,18 +126,17 @@ async def test_what_redis_lost_is_pushed_again_and_not_sampled_again(
     world_without_watermark: World, own_valkey: ValkeyServer, tmp_path: Path
 ) -> None:
     world = world_without_watermark
-    await world.create_run(dataset="Unevaluated")
-    trainer = await world.trainer()
+    trainer = await started(world, dataset="Unevaluated")
     keep = SpoolLimits(retain_acked_s=3600.0)
     async with local_node(world.address, tmp_path / "node", limits=keep) as local:
-        await window_full(world)
+        await world.until(has_full_window)
         calls = sum(len(request) for request in local.engines["solver"].requests)
         own_valkey.kill()
         cut_tail(own_valkey.folder, 4000)
         own_valkey.start()
-        status = await window_full(world)
+        await world.until(has_full_window)
         batch = (await trainer.acquire(1)).batch
         await eventually(lambda: local.node.waiting_for == "", what="the node works again")
         assert sum(len(request) for request in local.engines["solver"].requests) == calls == 8
     assert len({item.trajectory_id for item in batch.items}) == 4
-    assert (status.trajectories.ingested, status.trajectories.conservation_error) == (8, 0)
+    await world.has_account(ingested=8)

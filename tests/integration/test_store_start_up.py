@@ -35,12 +35,8 @@ class Row:
 
 
 NAMES = (
-    "ignores create-only",
-    "bucket missing",
-    "credentials missing",
-    "unreachable",
-    "folder in the way",
-    "no store",
+    *("ignores create-only", "bucket missing", "credentials missing"),
+    *("unreachable", "folder in the way", "no store"),
 )
 
 

@@ -9,17 +9,10 @@ import pytest
 
 from astraflow_kit.failpoints import read_hits
 from astraflow_kit.lifecycle import ExitCode
+from support import trainer_process as trainers
 from support.dataflow_world import World
 from support.ledger_audit import audit
-from support.trainer_process import (
-    TrainerProcess,
-    census_of,
-    create_run,
-    forking,
-    recorded,
-    require_trained,
-    valkey,
-)
+from support.trainer_process import TrainerProcess, census_of, forking, valkey
 
 __all__ = ["forking", "valkey"]
 
@@ -42,10 +35,11 @@ pytestmark = [pytest.mark.slow]
 async def test_a_frozen_trainer_that_was_replaced_changes_nothing_and_says_who_has_its_policy(
     world: World, tmp_path: Path, window: str, last_writer: int
 ) -> None:
-    run = await create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=STEPS)
-    zombie = TrainerProcess(world.address, tmp_path, name="zombie")
-    successor = TrainerProcess(world.address, tmp_path, name="successor")
-    async with recorded(world, zombie, successor, steps=STEPS):
+    run = await trainers.create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=STEPS)
+    zombie, successor = (
+        TrainerProcess(world.address, tmp_path, name=name) for name in ("zombie", "successor")
+    )
+    async with trainers.recorded(world, zombie, successor, steps=STEPS):
         zombie.start(failpoints=window.replace("@", "=stop@"))
         await zombie.frozen()
         successor.start()
@@ -59,4 +53,4 @@ async def test_a_frozen_trainer_that_was_replaced_changes_nothing_and_says_who_h
     assert after.records == before.records
     assert (after.steps[-1], after.epochs[-1]) == (STEPS, last_writer)
     assert audit(zombie.ledger, successor.ledger).last_step == STEPS
-    await require_trained(world, steps=STEPS)
+    await trainers.require_trained(world, steps=STEPS)

@@ -5,7 +5,7 @@ a power loss would; server and trainer are real.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,61 +15,39 @@ from astraflow.client import RetryPolicy
 from astraflow.dataflow.v1 import run_pb2, version_service_pb2
 from astraflow_kit.failpoints import read_hits
 from astraflow_kit.lifecycle import ExitCode
+from support import trainer_process as trainers
 from support.dataflow_process import DataflowProcess
-from support.dataflow_world import World, until
+from support.dataflow_world import World
 from support.ledger_audit import audit
-from support.trainer_process import (
-    GROUPS_PER_STEP,
-    POLICY,
-    TrainerProcess,
-    census_of,
-    create_run,
-    forking,
-    push_groups,
-    require_trained,
-)
+from support.scripted_dataflow import eventually
+from support.trainer_process import TrainerProcess, forking
 from support.valkey import ValkeyServer
 
 __all__ = ["forking"]
 
 STEPS = 3
 PATIENT = RetryPolicy(total_s=60)
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture
-def losing(tmp_path: Path) -> Iterator[ValkeyServer]:
-    """A Valkey of this test alone, to be killed."""
-    server = ValkeyServer(tmp_path / "own")
-    server.start()
-    yield server
-    server.kill()
-
-
-def append_only_file(server: ValkeyServer) -> Path:
-    """The file that the server appends to."""
-    return max(server.folder.glob("**/*.incr.aof"), key=lambda path: path.stat().st_mtime)
+ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), ONE_REDIS]
 
 
 def lose_all_after(server: ValkeyServer, *, size: int) -> None:
     """Kill the server, cut its file to `size` bytes, start it again."""
     server.kill()
-    path = append_only_file(server)
-    assert path.stat().st_size > size, "nothing to lose"
-    with path.open("r+b") as file:
-        file.truncate(size)
+    assert server.log_bytes > size, "nothing to lose"
+    server.truncate_log(size)
     server.start()
 
 
 async def size_once_settled(server: ValkeyServer) -> int:
     """Size of the file when the server has written out what it answered."""
     await asyncio.sleep(1.5)
-    return append_only_file(server).stat().st_size
+    return server.log_bytes
 
 
 async def announced(world: World) -> list[int]:
     """Announced versions, oldest first."""
-    request = version_service_pb2.ListVersionsRequest(run_id=world.run_id, policy_id=POLICY)
+    request = version_service_pb2.ListVersionsRequest(run_id=world.run_id, policy_id=trainers.POLICY)
     response = await world.client.call(world.client.versions.ListVersions, request, retry=PATIENT)
     return [version.version for version in reversed(response.versions)]
 
@@ -88,25 +66,26 @@ class Scene:
     async def require_whole(self, *ledgers: Path) -> None:
         """Everything is announced, trained once and counted once."""
         assert await announced(self.world) == list(range(STEPS + 1))
-        assert census_of(self.run).steps == list(range(STEPS + 1))
+        assert trainers.census_of(self.run).steps == list(range(STEPS + 1))
         assert audit(*ledgers, redis_lost_data=True).last_step == STEPS
-        await require_trained(self.world, steps=STEPS)
+        await trainers.require_trained(self.world, steps=STEPS)
 
 
 @pytest.fixture
-async def scene(losing: ValkeyServer, tmp_path: Path) -> AsyncIterator[Scene]:
+async def scene(own_valkey: ValkeyServer, tmp_path: Path) -> AsyncIterator[Scene]:
     """Nothing is started but Redis and the server."""
-    server = DataflowProcess(losing.url, tmp_path)
+    server = DataflowProcess(own_valkey.url, tmp_path)
     server.start()
-    trainers = [TrainerProcess(server.address, tmp_path, name=name) for name in ("trainer", "successor")]
+    both = [TrainerProcess(server.address, tmp_path, name=name) for name in ("trainer", "successor")]
     try:
         async with server.world(retry_s=60) as world:
-            run = await create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=STEPS)
-            recording = asyncio.create_task(push_groups(world, count=STEPS * GROUPS_PER_STEP))
-            yield Scene(losing, world, run, *trainers, recording)
+            run = await trainers.create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=STEPS)
+            pushing = trainers.push_groups(world, count=STEPS * trainers.GROUPS_PER_STEP)
+            recording = asyncio.create_task(pushing)
+            yield Scene(own_valkey, world, run, *both, recording)
             recording.cancel()
     finally:
-        for trainer in trainers:
+        for trainer in both:
             trainer.kill()
         server.kill()
 
@@ -128,7 +107,6 @@ async def test_what_redis_forgot_is_told_again_or_done_again(
     size = await size_once_settled(scene.redis)
     scene.trainer.go_on()
     await hits(scene.trainer, 2)
-    await scene.trainer.frozen()
     lose_all_after(scene.redis, size=size)
     scene.trainer.go_on()
     await scene.trainer.exits_with(0)
@@ -145,7 +123,6 @@ async def lose_its_claim(scene: Scene) -> None:
     size = await size_once_settled(scene.redis)
     scene.trainer.start(failpoints="trainer.intent_recorded=stop@2")
     await hits(scene.trainer, 2)
-    await scene.trainer.frozen()
     lose_all_after(scene.redis, size=size)
 
 
@@ -171,9 +148,10 @@ async def test_a_trainer_whose_claim_was_lost_stops_when_another_has_claimed_sin
 
 
 async def hits(trainer: TrainerProcess, number: int) -> None:
-    """Wait until so many failpoints acted."""
+    """Wait until so many failpoints acted, and the last froze it."""
 
-    async def acted() -> bool:
+    def acted() -> bool:
         return sum(hit.acted for hit in read_hits(trainer.failpoints_log)) >= number
 
-    await until(acted, within_s=120)
+    await eventually(acted, what=f"{number} failpoints acted", patience_s=120)
+    await trainer.frozen()

@@ -13,24 +13,14 @@ import torch
 
 from astraflow_kit.failpoints import read_hits
 from support import store_census
+from support import trainer_process as trainers
 from support.dataflow_world import World
 from support.ledger_audit import LedgerAudit, audit
-from support.trainer_process import (
-    KILLED,
-    TrainerProcess,
-    census_of,
-    create_run,
-    forking,
-    newest_checkpoint,
-    recorded,
-    require_trained,
-    tiny_model,
-    valkey,
-)
+from support.trainer_process import KILLED, TrainerProcess, census_of, forking, valkey
 
 __all__ = ["forking", "valkey"]
 
-STEPS, CHECKPOINT_EVERY = 6, 2
+STEPS = 6
 pytestmark = [pytest.mark.slow]
 
 
@@ -45,19 +35,17 @@ class Ending:
 
 async def run_to_the_end(world: World, folder: Path, *, failpoints: str = "", name: str = "run") -> Ending:
     """Train all steps, in two lives when a failpoint kills the first."""
-    run = await create_run(
-        world, folder=folder, name=name, steps=STEPS, checkpoint_every_steps=CHECKPOINT_EVERY
-    )
+    run = await trainers.create_run(world, folder=folder, name=name, steps=STEPS, checkpoint_every_steps=2)
     trainer = TrainerProcess(world.address, folder, run_id=name)
-    async with recorded(world, trainer, steps=STEPS):
+    async with trainers.recorded(world, trainer, steps=STEPS):
         if failpoints:
             trainer.start(failpoints=failpoints)
             await trainer.exits_with(KILLED)
         trainer.start()
         await trainer.exits_with(0)
-    step, checkpoint = newest_checkpoint(trainer.work_dir)
+    step, checkpoint = trainers.newest_checkpoint(trainer.work_dir)
     assert step == STEPS
-    await require_trained(world, steps=STEPS)
+    await trainers.require_trained(world, steps=STEPS)
     return Ending(checkpoint, census_of(run), audit(trainer.ledger))
 
 
@@ -74,26 +62,16 @@ async def undisturbed(world: World, tmp_path: Path) -> Ending:
     return _undisturbed[0]
 
 
-SOME = [
-    "trainer.step_taken@4",
-    "weights.publish.before_manifest@4",
-    "trainer.committed@4",
-    "trainer.checkpoint_half_written@2",
-]
-ALL = [
-    "trainer.intent_recorded@1",
-    "trainer.intent_recorded@4",
-    "trainer.step_acked@4",
-    "trainer.before_publish@1",
-    "trainer.before_publish@4",
-    "weights.publish.parts_uploaded@4",
-    "weights.publish.after_manifest@1",
-    "weights.publish.after_manifest@4",
-    "trainer.announced@4",
-    "trainer.checkpoint_half_written@1",
-    "trainer.checkpoint_written@1",
-    "trainer.checkpoint_written@3",
-]
+SOME = (
+    *("trainer.step_taken@4", "weights.publish.before_manifest@4"),
+    *("trainer.committed@4", "trainer.checkpoint_half_written@2"),
+)
+ALL = (
+    *("trainer.intent_recorded@1", "trainer.intent_recorded@4", "trainer.step_acked@4"),
+    *("trainer.before_publish@1", "trainer.before_publish@4", "weights.publish.parts_uploaded@4"),
+    *("weights.publish.after_manifest@1", "weights.publish.after_manifest@4", "trainer.announced@4"),
+    *("trainer.checkpoint_half_written@1", "trainer.checkpoint_written@1", "trainer.checkpoint_written@3"),
+)
 WINDOWS = [*SOME, *(pytest.param(window, marks=pytest.mark.ci) for window in ALL)]
 
 
@@ -104,16 +82,13 @@ async def test_a_trainer_killed_in_any_window_ends_with_the_same_bits(
 ) -> None:
     resumed = await run_to_the_end(world, tmp_path, failpoints=window.replace("@", "=kill@"))
     assert [hit for hit in read_hits(tmp_path / "trainer.failpoints.jsonl") if hit.acted], window
-    differing = [
-        key
-        for key, value in undisturbed.checkpoint.items()
-        if not torch.equal(value, resumed.checkpoint[key])
-    ]
-    assert resumed.checkpoint.keys() == undisturbed.checkpoint.keys()
-    assert not differing
-    assert [record.model_root for record in resumed.census.records] == [
-        record.model_root for record in undisturbed.census.records
-    ]
+    ended, expected = resumed.checkpoint, undisturbed.checkpoint
+    assert ended.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(expected[key], ended[key])] == []
+    roots, wanted = (
+        [record.model_root for record in ending.census.records] for ending in (resumed, undisturbed)
+    )
+    assert roots == wanted
     assert resumed.census.steps == list(range(STEPS + 1))
     assert resumed.ledger.step_of == undisturbed.ledger.step_of
     assert resumed.ledger.last_step == STEPS
@@ -124,13 +99,13 @@ async def test_a_replay_with_other_bytes_publishes_them_under_the_next_number(
     world: World, tmp_path: Path
 ) -> None:
     """As on a GPU that rounds otherwise the second time: here the model under the replay is another one."""
-    run = await create_run(world, folder=tmp_path, steps=3, checkpoint_every_steps=3)
+    run = await trainers.create_run(world, folder=tmp_path, steps=3, checkpoint_every_steps=3)
     trainer = TrainerProcess(world.address, tmp_path)
-    async with recorded(world, trainer, steps=3):
+    async with trainers.recorded(world, trainer, steps=3):
         trainer.start(failpoints="trainer.committed=kill@2")
         await trainer.exits_with(KILLED)
         shutil.rmtree(tmp_path / "model")
-        tiny_model(tmp_path, seed=1)
+        trainers.tiny_model(tmp_path, seed=1)
         trainer.start()
         await trainer.exits_with(0)
     # The census rebuilds each version by its delta: version 2 stands on version 1, not on what the replay began with.

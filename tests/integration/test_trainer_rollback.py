@@ -4,7 +4,6 @@ Real trainer processes over a real dataflow server, and the real command between
 """
 
 import asyncio
-import io
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,44 +11,27 @@ import numpy as np
 import pytest
 import torch
 
-from astraflow_kit import log
 from astraflow_kit.failpoints import read_hits
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.store import open_store
 from astraflow_weights.versions.inspection import build_version
 from astraflow_weights.versions.log import VersionLog
 from support import cli
+from support import trainer_process as trainers
 from support.dataflow_world import World
 from support.ledger_audit import audit
-from support.trainer_process import (
-    KILLED,
-    POLICY,
-    TrainerProcess,
-    census_of,
-    create_run,
-    forking,
-    newest_checkpoint,
-    recorded,
-    require_trained,
-    valkey,
-)
+from support.trainer_process import KILLED, TrainerProcess, census_of, forking, newest_checkpoint, valkey
 
 __all__ = ["forking", "valkey"]
 
 STEPS = 6
-pytestmark = [pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    """The server shares this process: its log must not be taken for what a command prints."""
-    log.configure("test", stream=io.StringIO())
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 def weights_of(store_uri: str, version: int) -> dict[str, Array]:
     """A version as a node would get it."""
     store = open_store(store_uri)
-    found = VersionLog(store, run_id="run", policy_id=POLICY)
+    found = VersionLog(store, run_id="run", policy_id=trainers.POLICY)
     found.refresh()
     return build_version(store, found, target=version, threads=2)
 
@@ -83,9 +65,9 @@ def moments(checkpoint: Mapping[str, torch.Tensor]) -> float:
 async def test_a_trainer_goes_on_from_the_weights_that_were_gone_back_to(
     world: World, tmp_path: Path, death: str, back_to: int, optimizer: str
 ) -> None:
-    run = await create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=2)
+    run = await trainers.create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=2)
     trainer = TrainerProcess(world.address, tmp_path)
-    async with recorded(world, trainer, steps=STEPS):
+    async with trainers.recorded(world, trainer, steps=STEPS):
         trainer.start(failpoints=death.replace("@", "=kill@"))
         await trainer.exits_with(KILLED)
         finished = (await world.status()).policies[0].last_finished_step
@@ -112,9 +94,8 @@ async def test_a_trainer_goes_on_from_the_weights_that_were_gone_back_to(
         trainer.start()
         await trainer.exits_with(0)
     census = census_of(run)
-    assert [record.rollback_of for record in census.records[number_of:]] == [back_to] + [None] * (
-        STEPS - finished
-    )
+    rollbacks = [record.rollback_of for record in census.records[number_of:]]
+    assert rollbacks == [back_to] + [None] * (STEPS - finished)
     assert census.steps[number_of + 1 :] == list(range(finished + 1, STEPS + 1))
     given_up = {record.model_root for record in census.records[back_to + 1 : number_of]}
     assert given_up.isdisjoint(record.model_root for record in census.records[number_of:])
@@ -122,16 +103,16 @@ async def test_a_trainer_goes_on_from_the_weights_that_were_gone_back_to(
     status = await world.status()
     assert status.policies[0].version.version == len(census.records) - 1
     assert status.policies[0].unpublished_groups == 0
-    await require_trained(world, steps=STEPS)
+    await trainers.require_trained(world, steps=STEPS)
 
 
 @pytest.mark.timeout(240)
 async def test_a_trainer_that_ended_lets_go_and_resumes_after_a_rollback_without_replaying(
     world: World, tmp_path: Path
 ) -> None:
-    run = await create_run(world, folder=tmp_path, steps=4, checkpoint_every_steps=2)
+    run = await trainers.create_run(world, folder=tmp_path, steps=4, checkpoint_every_steps=2)
     trainer = TrainerProcess(world.address, tmp_path)
-    async with recorded(world, trainer, steps=4):
+    async with trainers.recorded(world, trainer, steps=4):
         trainer.start()
         await trainer.exits_with(0)
         told = await asyncio.to_thread(cli.run, "weights", "rollback", "2", "--join", world.address, "--json")

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,9 @@ def test_nothing_is_left_of_a_run_that_was_stopped(tmp_path: Path, how: signal.S
         for line in process.stdout:
             if b"starting the store" in line:
                 break
-        wait_for(lambda: any(is_named(child, "ceph-mon") for child in children(process.pid)))
-        started = children(process.pid)
+        children = partial(psutil.Process(process.pid).children, recursive=True)
+        wait_for(lambda: any(is_named(child, "ceph-mon") for child in children()))
+        started = children()
         process.send_signal(how)
         assert process.wait(timeout=DEADLINE_S) != 0
     finally:
@@ -125,12 +127,8 @@ def test_a_toy_run_reports_every_field_that_is_documented(tmp_path: Path) -> Non
 
 def shape(value: dict[str, Any]) -> dict[str, Any]:
     """Names of the fields, section by section."""
-    return {
-        name: sorted(inner[0] if isinstance(inner, list) else inner)
-        if isinstance(inner, dict | list)
-        else None
-        for name, inner in value.items()
-    }
+    sections = {name: inner[0] if isinstance(inner, list) else inner for name, inner in value.items()}
+    return {name: sorted(inner) if isinstance(inner, dict) else None for name, inner in sections.items()}
 
 
 @contextmanager
@@ -149,16 +147,9 @@ def measured(
     sender = network.start(Place.STORE, sys.executable, "-m", module, "send", str(PORT), stdout=None)
     try:
         wait_for(lambda: f":{PORT:04X} " in network.run(Place.STORE, "cat", "/proc/net/tcp"))
-        roles.start(
-            "probe",
-            place,
-            "raw_transfer",
-            address=link_to(network.plan, place).store_address,
-            port=PORT,
-            connections=connections,
-            warm_up_s=warm_up_s,
-            measure_s=1.0,
-        )
+        address = link_to(network.plan, place).store_address
+        load = {"connections": connections, "warm_up_s": warm_up_s, "measure_s": 1.0}
+        roles.start("probe", place, "raw_transfer", address=address, port=PORT, **load)
         return roles.wait("probe", "measured")
     finally:
         sender.kill()
@@ -171,14 +162,8 @@ def wan(*options: str) -> list[str]:
 
 
 def run_to_end(*options: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        wan(*options),
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=2 * DEADLINE_S,
-        check=False,
-    )
+    told = {"env": environment(folder), "timeout": 2 * DEADLINE_S}
+    return subprocess.run(wan(*options), capture_output=True, text=True, check=False, **told)
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -186,13 +171,7 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {"TMPDIR": str(folder)}
 
 
-def children(pid: int) -> list[psutil.Process]:
-    """All processes below one, whatever depth."""
-    return psutil.Process(pid).children(recursive=True)
-
-
 def is_named(process: psutil.Process, name: str) -> bool:
-    try:
+    with suppress(psutil.NoSuchProcess):
         return process.name() == name
-    except psutil.NoSuchProcess:
-        return False
+    return False

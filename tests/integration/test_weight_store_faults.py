@@ -3,6 +3,8 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,7 +13,7 @@ import pytest
 from astraflow_weights.errors import CorruptManifest, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.store import ObjectInfo, ObjectStore, open_store
+from astraflow_weights.store import ObjectInfo, ObjectStore
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
@@ -27,49 +29,37 @@ T = TypeVar("T")
 VERSIONS = 5
 SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
 # What a store or the path to it does to one request. A stall costs real seconds and is drawn less often.
-FAULTS: list[Fault | int] = [
-    500,
-    503,
-    429,
-    Fault.RESET,
-    Fault.LOST,
-    Fault.CUT,
-    Fault.WRONG,
-    Fault.GARBAGE,
-] * 3
-FAULTS += [Fault.STALL, Fault.LATE]
+OFTEN: list[Fault | int] = [500, 503, 429, Fault.RESET, Fault.LOST, Fault.CUT, Fault.WRONG, Fault.GARBAGE]
+FAULTS = [*OFTEN * 3, Fault.STALL, Fault.LATE]
 PASSING = (Unavailable, VerificationFailed, CorruptManifest)
 
 
-def until_it_works(operation: Callable[[], T], ended: list[str]) -> T:
+def until_it_works(operation: Callable[[], T]) -> T:
     """What a trainer or node does: call again after a fault that may pass. Faults run out, so this ends."""
     while True:
-        try:
+        with suppress(*PASSING):
             return operation()
-        except PASSING as error:
-            ended.append(type(error).__name__)
 
 
 def publish_and_pull(
     store: ObjectStore, honest: ObjectStore, proxy: StoreProxy, folder: Path, seed: int
 ) -> int:
     """Returns how many faults were met."""
-    draw, ended = random.Random(seed), list[str]()
+    draw = random.Random(seed)
     models = steps(VERSIONS, density=0.1, seed=seed)
     proxy.faults = [draw.choice(FAULTS) for _ in range(60)]
-    writer = until_it_works(lambda: open_writer(store, epoch=1, settings=SETTINGS), ended)
+    writer = until_it_works(lambda: open_writer(store, epoch=1, settings=SETTINGS))
     publisher, mirror = ModelPublisher(writer), Mirror(folder / "mirror")
     log = VersionLog(store, run_id=RUN, policy_id=POLICY)
     for step, model in enumerate(models):
-        until_it_works(lambda model=model, step=step: publisher.publish(model, step=step), ended)  # type: ignore[misc]
-        until_it_works(log.refresh, ended)
+        until_it_works(partial(publisher.publish, model, step=step))
+        until_it_works(log.refresh)
         held = mirror.version
         while mirror.version != step:
-            try:
+            with suppress(*PASSING):
                 mirror.advance(store, log, target=step)
-            except PASSING as error:
-                ended.append(type(error).__name__)
-                assert mirror.version == held, "a failed pull changed what is held"
+                break
+            assert mirror.version == held, "a failed pull changed what is held"
         assert same_model(mirror.load(), model)
     met = 60 - len(proxy.faults)
     proxy.faults = []
@@ -84,10 +74,8 @@ def met_over_seeds(s3_server: S3Server, folder: Path, seeds: range) -> int:
     for seed in seeds:
         bucket = s3_server.create_bucket(f"faults-{seed}")
         with StoreProxy(s3_server.url) as proxy:
-            settings = s3_server.settings(endpoint_url=proxy.url, read_timeout_s=0.4)
-            faulty = open_store(f"s3://{bucket}", settings=settings)
-            honest = open_store(f"s3://{bucket}", settings=s3_server.settings())
-            met += publish_and_pull(faulty, honest, proxy, folder / str(seed), seed)
+            faulty = s3_server.store(bucket, endpoint_url=proxy.url, read_timeout_s=0.4)
+            met += publish_and_pull(faulty, s3_server.store(bucket), proxy, folder / str(seed), seed)
     return met
 
 

@@ -37,39 +37,41 @@ def stored_bytes(store: FileStore) -> int:
     return sum(info.size_bytes for info in store.list(PolicyKeys(RUN, POLICY).parts))
 
 
+def collected(ask: Ask, *options: str) -> Ended:
+    """Collect at once, whatever is pinned."""
+    return ask("gc", "--ignore-pins", "--grace", "0", *options)
+
+
 def test_without_a_server_pins_must_be_given_up_in_words(ask: Ask, weight_store: FileStore) -> None:
     refused = ask("gc", "--grace", "0")
-    assert refused.status == 2
-    assert "--ignore-pins" in refused.errors
+    assert (refused.status, "--ignore-pins" in refused.errors) == (2, True)
     assert kept(weight_store) == set(range(8))
 
 
 def test_what_is_not_kept_is_deleted_and_told(ask: Ask, weight_store: FileStore) -> None:
     before = stored_bytes(weight_store)
     tried = ask("gc", "--dry-run", "--json")
-    assert (tried.status, tried.json["state"], stored_bytes(weight_store)) == (0, "dry run", before), (
-        tried.errors
-    )
-    done = ask("gc", "--ignore-pins", "--grace", "0", "--json")
+    assert tried.status == 0, tried.errors
+    assert (tried.json["state"], stored_bytes(weight_store)) == ("dry run", before)
+    done = collected(ask, "--json")
     assert (done.status, done.json["state"]) == (0, "done"), done.errors
     assert done.json["swept_bytes"] == tried.json["garbage_bytes"] == before - stored_bytes(weight_store) > 0
     assert done.json["horizon"] == 4
     assert kept(weight_store) == {4, 5, 6, 7} < set(range(8))
-    told = ask("gc", "--ignore-pins", "--grace", "0")
+    told = collected(ask)
     assert "kept: newest 2 snapshots and all after" in told.output
     assert "0 parts of 0 bytes were deleted" in told.output
 
 
 def test_more_snapshots_keep_more(ask: Ask, weight_store: FileStore) -> None:
-    ask("gc", "--ignore-pins", "--grace", "0", "--keep-snapshots", "3")
+    collected(ask, "--keep-snapshots", "3")
     assert kept(weight_store) == set(range(2, 8))
 
 
 def test_a_collected_version_is_told_by_verify_and_list(ask: Ask) -> None:
-    ask("gc", "--ignore-pins", "--grace", "0")
+    collected(ask)
     ended = ask("verify", "1")
-    assert ended.status == 1
-    assert "were collected" in ended.output + ended.errors
+    assert (ended.status, "were collected" in ended.output + ended.errors) == (1, True)
     rows = ask("list", "--json").json
     assert [row["version"] for row in rows if row["collected"]] == [3, 2, 1, 0]
     assert len(rows) == 8
@@ -86,25 +88,18 @@ async def test_a_server_is_asked_for_pins_and_for_what_nodes_serve(
     async with working(world, "n1") as session:
         await session.credits(0, solver=0)
         await serves(world, 0)
-        done = await _collect_asking(world)
-    assert _reasons(done) >= {"pinned", "the path of nodes to the newest version"}
+        assert await reasons(world) >= {"pinned", "the path of nodes to the newest version"}
     assert kept(weight_store) >= {0, 4, 5, 6, 7}
     await ask_server(world, "unpin", "0")
-    assert _reasons(await _collect_asking(world)) >= {
-        "newest announced",
-        "the path of nodes to the newest version",
-    }
+    assert await reasons(world) >= {"newest announced", "the path of nodes to the newest version"}
     assert kept(weight_store) >= {0, 4, 5, 6, 7}
 
 
-async def _collect_asking(world: World) -> Ended:
+async def reasons(world: World) -> set[str]:
+    """Collect; why what is kept is."""
     done = await ask_server(world, "gc", "--grace", "0", "--json")
     assert done.status == 0, done.errors
-    return done
-
-
-def _reasons(ended: Ended) -> set[str]:
-    return {share["why"] for share in ended.json["kept"]}
+    return {share["why"] for share in done.json["kept"]}
 
 
 def test_a_round_that_was_begun_is_finished_by_the_next_command(
@@ -113,9 +108,9 @@ def test_a_round_that_was_begun_is_finished_by_the_next_command(
     monkeypatch.setattr("astraflow_weights.tools.collection_command._WRITERS_S", 0)
     intents = UploadIntents(weight_store, keys=PolicyKeys(RUN, POLICY), clock=SystemClock())
     intents.open(epoch=1)
-    blocked = ask("gc", "--ignore-pins", "--grace", "0", "--json")
+    blocked = collected(ask, "--json")
     assert (blocked.json["state"], blocked.json["swept_parts"]) == ("waits for a writer", 0)
     assert len(kept(weight_store)) == 8
     intents.close()
-    done = ask("gc", "--ignore-pins", "--grace", "0", "--json")
+    done = collected(ask, "--json")
     assert done.json["swept_parts"] == blocked.json["garbage_parts"]

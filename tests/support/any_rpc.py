@@ -10,6 +10,7 @@ from astraflow._contract import read_contract
 from astraflow.client import typed_stream
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as trajectories
+from astraflow.errors import AstraflowError
 from support.dataflow_world import ATTRIBUTES, World
 
 INVALID, MISSING, STATE = "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"
@@ -54,6 +55,16 @@ async def in_a_session(world: World, request: tasks.WorkRequest) -> object:
         yield request
 
     return [item async for item in typed_stream(world.client.open(world.client.tasks.Work, requests()))]
+
+
+def assert_refused(error: AstraflowError, reason: str, *, by_rpc: bool = True) -> None:
+    """It has this reason and its status code, and the contract of the rpc that refused lists the reason."""
+    assert (error.code, error.reason) == (CODES[reason], reason), error.message
+    if not by_rpc:  # the message was too large to reach one
+        return
+    _, service, name = error.metadata["rpc"].split("/")
+    method = descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
+    assert read_contract(method).may_answer(reason), f"{error.metadata['rpc']} does not list {reason}"
 
 
 def rpc_of(request: Message) -> tuple[str, Any]:

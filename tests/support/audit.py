@@ -33,19 +33,13 @@ class Pushed:
 
     def kept(self, *, evaluations: bool) -> set[str]:
         """Ids whose last answer said that they are kept."""
-        return {
-            item
-            for item, answers in self.answers.items()
-            if answers[-1] in _KEPT and _is_evaluation(self.task_of[item]) is evaluations
-        }
+        kept = [item for item, answers in self.answers.items() if answers[-1] in _KEPT]
+        return {item for item in kept if _is_evaluation(self.task_of[item]) is evaluations}
 
     def unanswered(self, *, evaluations: bool) -> set[str]:
         """Ids sent whose answer nobody read: the node died."""
-        return {
-            item
-            for item, task in self.task_of.items()
-            if item not in self.answers and _is_evaluation(task) is evaluations
-        }
+        unanswered = self.task_of.keys() - self.answers.keys()
+        return {item for item in unanswered if _is_evaluation(self.task_of[item]) is evaluations}
 
 
 @dataclass
@@ -117,10 +111,9 @@ def _check_steps(found: Audit, census: Census, ledger: Sequence[dict[str, Any]])
         found.require(len(digests) == 1, f"step {step} was trained on several batches", digests)
     step_of: dict[str, int] = {}
     for line in ledger:
-        twice = [
-            item for item in line["trajectory_ids"] if step_of.setdefault(item, line["step"]) != line["step"]
-        ]
-        found.refuse(f"trained twice, in step {line['step']} and before", twice)
+        step, items = line["step"], line["trajectory_ids"]
+        twice = [item for item in items if step_of.setdefault(item, step) != step]
+        found.refuse(f"trained twice, in step {step} and before", twice)
     for entry in census.consumed:
         lines = [line for line in by_step.get(entry.step, ()) if line["digest"] == entry.digest]
         found.require(bool(lines), f"step {entry.step} is committed and not in the trainer's ledger")
@@ -164,18 +157,16 @@ def _check_accounts(found: Audit, census: Census, trained: dict[str, int]) -> No
     num_trained = len(trained) - skipped
     held = num_trained + sum(live.values()) + sum(census.dropped.values()) + counters.get("evaluated", 0)
     error = counters.get("ingested", 0) - held
-    found.require(
-        error == 0, f"conservation error {error}: counters {counters}, trained {num_trained}, {live}"
-    )
+    figures = f"counters {counters}, trained {num_trained}, {live}"
+    found.require(error == 0, f"conservation error {error}: {figures}")
     found.require(census.dropped.get("skipped", 0) == skipped, f"{skipped} skipped, counted {census.dropped}")
 
 
 def _check_nothing_lost(found: Audit, census: Census, pushed: Pushed, trained: dict[str, int]) -> None:
     """What producers were told is kept, is trained, held, or dropped for a counted reason."""
     gone = pushed.kept(evaluations=False) - trained.keys() - census.live
-    dropped = sum(
-        count for name, count in census.dropped.items() if name not in _AT_THE_DOOR and name != "skipped"
-    )
+    apart = {*_AT_THE_DOOR, "skipped"}
+    dropped = sum(count for name, count in census.dropped.items() if name not in apart)
     # An episode whose answer nobody read may have been kept and dropped later.
     unknown = len(pushed.unanswered(evaluations=False) - trained.keys() - census.live)
     found.require(
@@ -188,9 +179,8 @@ def _check_nothing_lost(found: Audit, census: Census, pushed: Pushed, trained: d
 def _check_evaluations(found: Audit, census: Census, pushed: Pushed) -> None:
     told, evaluated = len(pushed.kept(evaluations=True)), census.counters.get("evaluated", 0)
     unknown = len(pushed.unanswered(evaluations=True))
-    found.require(
-        told <= evaluated <= told + unknown, f"{evaluated} evaluated, the nodes say {told} (+ {unknown})"
-    )
+    figures = f"{evaluated} evaluated, the nodes say {told} (+ {unknown})"
+    found.require(told <= evaluated <= told + unknown, figures)
 
 
 def _check_store(found: Audit, census: Census, store: Path) -> None:

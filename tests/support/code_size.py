@@ -39,9 +39,8 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
 
 def product_modules() -> list[Module]:
     """What a user runs: every root but the benchmarks."""
-    return [
-        module for name, folder in roots().items() if name != "astraflow_bench" for module in modules(folder)
-    ]
+    folders = [folder for name, folder in roots().items() if name != "astraflow_bench"]
+    return [module for folder in folders for module in modules(folder)]
 
 
 def suite_modules() -> list[Module]:

@@ -39,10 +39,8 @@ def make_models(num_elements: int, *, density: float, seed: int) -> list[dict[st
     later = after.copy()
     later[np.roll(moved, 1)] += 1
     size = num_elements // _TENSORS
-    return [
-        {f"t{number}": np.resize(block, size) for number in range(_TENSORS)}
-        for block in (before, after, later)
-    ]
+    names = [f"t{number}" for number in range(_TENSORS)]
+    return [{name: np.resize(block, size) for name in names} for block in (before, after, later)]
 
 
 def scratch(work: Callable[[], object]) -> int:

@@ -8,6 +8,7 @@ from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluatio
 
 POLICY = PolicyState(
     policy_id="p",
+    frozen=False,
     outstanding=0,
     ready=0,
     unpublished=0,
@@ -26,6 +27,11 @@ POLICY = PolicyState(
     recent=(),
     unpublished_steps=(),
     last_consumed="",
+    charged=0,
+    no_credit=0,
+    settled=0,
+    trainer="t",
+    heard_ms=1000,
 )
 AUDIT = Audit(
     now_ms=1000,
@@ -39,6 +45,7 @@ AUDIT = Audit(
     exhausted=False,
     retries=0,
     policies=(POLICY,),
+    admitted=4,
 )
 NODE = NodeStatus(
     node_id="n", incarnation=1, max_concurrent_tasks=1, serving_versions={"p": 0}, connected=True

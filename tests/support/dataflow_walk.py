@@ -146,11 +146,9 @@ class Walk:
 
     async def give_back(self) -> None:
         assert self.trainer is not None
-        try:
+        with contextlib.suppress(PreconditionError):
             await self.trainer.nack(self.step)
-        except PreconditionError:
-            return
-        self.batch = None
+            self.batch = None
 
     async def void(self) -> None:
         """An operator takes the bound batch away."""
@@ -182,10 +180,8 @@ class Walk:
 
     async def durable(self) -> None:
         assert self.trainer is not None
-        try:
+        with contextlib.suppress(InvalidArgumentError):
             await self.trainer.mark_durable(self.rng.randrange(self.step + 1))
-        except InvalidArgumentError:
-            return
 
     async def check(self) -> None:
         """The server's account balances, its counters agree with a recount, and the journal agrees with both."""
@@ -227,10 +223,10 @@ class Walk:
         kept = {name for name, outcome in self.outcomes.items() if outcome in KEPT}
         accepted = {f"{name}.solver" for name in kept - self.retired}
         assert set(used) <= accepted
-        tasks = {episode.episode_id: episode.task_id for _, episode in self.pushed}
-        members = Counter(tasks[name.removesuffix(".solver")] for name in accepted)
+        task_of = {f"{episode.episode_id}.solver": episode.task_id for _, episode in self.pushed}
+        members = Counter(task_of[name] for name in accepted)
         for ids in [*self.trained.values(), *self.skipped.values()]:
-            for task, size in Counter(tasks[item.removesuffix(".solver")] for item in ids).items():
+            for task, size in Counter(task_of[item] for item in ids).items():
                 assert size == members[task], f"group of {task} was served in part"
 
 

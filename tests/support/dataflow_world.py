@@ -7,11 +7,12 @@ Used by the integration and contract tests of the dataflow server.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +33,7 @@ from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
 from astraflow.dataflow.v1 import version_service_pb2 as versions
 from astraflow.errors import UnavailableError
 from astraflow.plugins import TaskSpec
-from astraflow.recipe.file import parse_recipe
+from astraflow.recipe.file import CodeFile, bundle_digest, parse_recipe
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.server import Dataflow, RunKeeper
 from astraflow_dataflow.settings import DataflowServerSettings
@@ -42,6 +43,7 @@ RECIPE = """
 run: {{name: {name}, dataset: "{dataset}"}}
 policies:
 {policies}
+roles: {{{roles}}}
 dataflow: {{{dataflow}}}
 raas: {{{raas}}}
 """
@@ -92,17 +94,6 @@ class Empty(Unevaluated):
     num_train = 0
 
 
-class Breaking(Counting):
-    """A data set that fails until a test mends it."""
-
-    mended = False
-
-    def train(self, index: int) -> TaskSpec | None:
-        if not Breaking.mended:
-            raise RuntimeError("the file is gone")
-        return super().train(index)
-
-
 class Zero:
     """A reward nobody calls."""
 
@@ -120,22 +111,44 @@ def recipe_text(
     name: str = "run",
     dataset: str = "Empty",
     policies: Sequence[str] = ("solver",),
+    roles: Mapping[str, str] | None = None,
+    frozen: Sequence[str] = (),
     raas: Mapping[str, object] | None = None,
     **dataflow: object,
 ) -> str:
-    """A recipe with small groups; `dataflow` and `raas` override single keys."""
+    """A recipe with small groups; `frozen` policies are not trained, `dataflow` and `raas` override single keys."""
     sizes = {"group_size": 2, "groups_per_step": 2, "max_staleness": 1, "lease_ttl_s": 20, "max_attempts": 3}
     merged = sizes | {"evaluation": "{every_versions: 0, num_samples: 2, final_samples: 2}"} | dataflow
+    work = {"reward": f"{__name__}:Zero", **(raas or {})}
     text = RECIPE.format(
         name=name,
         dataset=dataset if ":" in dataset else f"{__name__}:{dataset}",
         policies="\n".join(POLICY.format(name=policy) for policy in policies),
-        dataflow=", ".join(f"{key}: {value}" for key, value in merged.items()),
-        raas=", ".join(
-            f"{key}: {value}" for key, value in {"reward": f"{__name__}:Zero", **(raas or {})}.items()
-        ),
+        roles=_flow(roles or {}),
+        dataflow=_flow(merged),
+        raas=_flow(work),
     )
-    return parse_recipe(text).yaml_text
+    overrides = [f"policies.{policy}.train=false" for policy in frozen]
+    return parse_recipe(text, overrides=overrides).yaml_text
+
+
+def _flow(mapping: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in mapping.items())
+
+
+def bundle_of(source: str) -> run_pb2.CodeBundle:
+    """The code of a recipe whose only file is `recipe.py`."""
+    file = CodeFile("recipe.py", source.encode())
+    files = [run_pb2.CodeFile(path=file.path, content=file.content)]
+    return run_pb2.CodeBundle(files=files, sha256=bundle_digest([file]))
+
+
+def tokens_file(folder: Path, **roles: str) -> Path:
+    """A server's file of tokens; each name is a token of its role."""
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in roles}
+    path = folder / "tokens"
+    path.write_text("".join(f"{name} {role} sha256:{digests[name]}\n" for name, role in roles.items()))
+    return path
 
 
 @dataclass
@@ -165,10 +178,13 @@ class World:
         run = run_pb2.Run(run_id=self.run_id, recipe_yaml=text, store_uri=store_uri)
         return (await self.ask(runs.CreateRunResponse, run=run)).run
 
-    async def started(self, **recipe: object) -> tuple[Trainer, Node]:
-        """A new run with version 0, its trainer and a node."""
+    async def started(self, *task_ids: str, **recipe: object) -> tuple[Trainer, Node]:
+        """A new run with version 0, its trainer and a node, and these tasks."""
         await self.create_run(**recipe)  # type: ignore[arg-type]
-        return await self.trainer(), await self.node()
+        trainer, node = await self.trainer(), await self.node()
+        if task_ids:
+            await self.submit(*task_ids)
+        return trainer, node
 
     async def bound(self, *, groups: int = 2, **recipe: object) -> tuple[Trainer, Node, batch_pb2.Batch]:
         """A new run that finished `groups` groups, and whose trainer holds the batch of step 1."""
@@ -233,13 +249,17 @@ class World:
             found["dropped"] = dict(account.dropped)
         assert (found, account.conservation_error) == (expected, 0), account
 
-    async def until(self, holds: Callable[[admin.StatusResponse], bool], *, within_s: float = 60.0) -> None:
-        """Wait until something holds of the status: for what the server does on its own."""
-
-        async def condition() -> bool:
-            return holds(await self.status())
-
-        await until(condition, within_s=within_s)
+    async def until(
+        self, holds: Callable[[admin.StatusResponse], bool], *, within_s: float = 60.0
+    ) -> admin.StatusResponse:
+        """The status as soon as this holds of it: for what the server, or a node, does on its own."""
+        deadline_s, seen = time.monotonic() + within_s, None
+        while seen is None or not holds(seen):
+            assert time.monotonic() < deadline_s, f"still not so after {within_s:g} s; last status:\n{seen}"
+            with suppress(UnavailableError):  # Redis is being restarted
+                seen = await self.status()
+            await asyncio.sleep(0.02)
+        return seen
 
     async def is_finished(self) -> bool:
         """Whether the run has ended."""
@@ -322,11 +342,15 @@ class Node:
             outcomes.append(await self.outcome(self.episode(lease, member, **(reward | changes))))
         return outcomes
 
+    async def complete_all(self, leases: Sequence[task_pb2.Lease], **changes: object) -> None:
+        """Push all missing members of these leases."""
+        for lease in leases:
+            await self.complete(lease, **changes)
+
     async def work(self, count: int = 1, **changes: object) -> list[str]:
         """Lease up to `count` tasks and complete them; return their ids."""
         leases = await self.lease(count)
-        for lease in leases:
-            await self.complete(lease, **changes)
+        await self.complete_all(leases, **changes)
         return [lease.task.task_id for lease in leases]
 
     async def make_ready(self, groups: int, **changes: object) -> None:

@@ -75,9 +75,8 @@ class EngineUnderTest:
         assert error_message(response.json()), what
 
     def load(self, folder: Path, version: str, **body: object) -> httpx.Response:
-        return self.post(
-            "/update_weights_from_disk", {"model_path": str(folder), "weight_version": version, **body}
-        )
+        named = {"model_path": str(folder), "weight_version": version}
+        return self.post("/update_weights_from_disk", named | body)
 
     def version(self) -> str:
         return str(self.get("/model_info").json()["weight_version"])
@@ -211,10 +210,9 @@ def check_requests_wait_while_paused(engine: EngineUnderTest) -> None:
 
 
 def check_abort_request(engine: EngineUnderTest) -> None:
-    abort = partial(engine.accepts, "/abort_request", {"rid": "contract-abort"})
-    answer = _while_running(
-        engine, abort, met=lambda meta: meta["finish_reason"]["type"] == "abort", rid="contract-abort"
-    )
+    rid = "contract-abort"
+    abort = partial(engine.accepts, "/abort_request", {"rid": rid})
+    answer = _while_running(engine, abort, met=lambda meta: meta["finish_reason"]["type"] == "abort", rid=rid)
     assert len(answer["output_ids"]) < LONG
 
 

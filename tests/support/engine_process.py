@@ -54,8 +54,7 @@ def _address(address_file: Path, process: "subprocess.Popen[bytes]", log: Path) 
         if addresses is not None:
             return addresses.http
         if process.poll() is not None:
-            raise RuntimeError(
-                f"the engine ended with {process.returncode} before it listened:\n{log.read_text()}"
-            )
+            ended = f"the engine ended with {process.returncode}"
+            raise RuntimeError(f"{ended} before it listened:\n{log.read_text()}")
         time.sleep(0.05)
     raise RuntimeError(f"the engine did not listen within {START_DEADLINE_S} s:\n{log.read_text()}")

@@ -75,12 +75,8 @@ class WeightPublisher:
                 flat[:: max(1, flat.size // 40)] ^= np.uint16(1)
         self.version += 1
         committed = self.publisher.publish(self.model, step=self.version)
-        return version_pb2.Version(
-            policy_id=self.policy_id,
-            version=committed.version,
-            sequence=committed.sequence,
-            manifest_sha256=committed.manifest_sha256,
-        )
+        named = {name: getattr(committed, name) for name in ("version", "sequence", "manifest_sha256")}
+        return version_pb2.Version(policy_id=self.policy_id, **named)
 
 
 async def announce(trainer: Trainer, weights: WeightPublisher, *, step: int) -> None:

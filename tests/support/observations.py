@@ -1,5 +1,6 @@
 """What the launcher has observed of a run, made by hand."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
@@ -13,7 +14,7 @@ def evaluation(version: int, reward: float, *, policy: str = "solver", **fields:
 
 
 def observed(
-    *evaluations: admin.Evaluation, policies: tuple[str, ...] = ("solver",), **fields: Any
+    *evaluations: admin.Evaluation, policies: Sequence[str] = ("solver",), **fields: Any
 ) -> Observation:
     """A run with these policies and evaluations."""
     statuses = [admin.PolicyStatus(policy_id=policy) for policy in policies]

@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ MEMORY_BYTES = 64 * 2**20
 _BATCH, _BATCH_S = 100, 120.0
 _INSIDE = re.compile(r"^[A-Z_]+ tile \[")
 
+_captured = partial(subprocess.run, capture_output=True, text=True, check=False)
 Paths = Sequence[Isa | None]
 ALL_PATHS: Paths = (None, *Isa)
 
@@ -286,9 +288,7 @@ def run(
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "PYTHONMALLOC": "malloc",
         }
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    done = _captured(command, env=environment, timeout=timeout_s)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -296,9 +296,7 @@ def run(
 
 def sanitizer_library() -> str:
     """Path of the compiler's libasan, "" where it has none."""
-    answer = subprocess.run(
-        ["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    answer = _captured(["cc", "-print-file-name=libasan.so"]).stdout.strip()
     return str(Path(answer).resolve()) if Path(answer).is_absolute() else ""
 
 

@@ -51,21 +51,10 @@ class ModelPublisher(ShardPublisher):
 
 def committed(version: int, **changes: object) -> CommittedVersion:
     """What a writer says of a version that changed one of four elements, of the step of its number."""
-    known: dict[str, object] = {
-        "version": version,
-        "sequence": version,
-        "manifest_sha256": bytes(32),
-        "model_root": b"",
-        "writer_epoch": 3,
-        "step": version,
-        "snapshot_bytes": 0,
-        "delta_bytes": 8,
-        "num_changed": 1,
-        "num_elements": 4,
-        "rollback_of": None,
-        "existed": False,
-    }
-    return CommittedVersion(**(known | changes))  # type: ignore[arg-type]
+    known: dict[str, Any] = dict.fromkeys(("version", "sequence", "step"), version)
+    known |= {"manifest_sha256": bytes(32), "model_root": b"", "writer_epoch": 3, "rollback_of": None}
+    known |= {"snapshot_bytes": 0, "delta_bytes": 8, "num_changed": 1, "num_elements": 4, "existed": False}
+    return CommittedVersion(**(known | changes))
 
 
 class PublishedModels:
@@ -197,10 +186,15 @@ def bury(store: ObjectStore, number: int, *names: bytes) -> None:
 
 
 def new_collector(
-    store: ObjectStore, clock: Clock, roots: Callable[[], Roots], *, keep_snapshots: int = 2
+    store: ObjectStore,
+    clock: Clock | None,
+    roots: Callable[[], Roots],
+    *,
+    keep_snapshots: int = 2,
+    grace_s: float = GRACE_S,
 ) -> Collector:
-    """A collector of the policy whose grace is `GRACE_S`."""
-    settings = CollectionSettings(keep_snapshots=keep_snapshots, grace_s=GRACE_S)
+    """A collector of the policy."""
+    settings = CollectionSettings(keep_snapshots=keep_snapshots, grace_s=grace_s)
     return Collector(store, run_id=RUN, policy_id=POLICY, roots=roots, settings=settings, clock=clock)
 
 

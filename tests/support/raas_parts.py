@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from astraflow.plugins import Episode, Policy, TaskSpec
+from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2
 from astraflow_raas.engine.base import GenerateCall
 from astraflow_raas.policies.served_policy import ServedPolicy
@@ -20,11 +21,15 @@ from support.scripted_dataflow import POLICY, lease
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n"
+    "{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}"
-    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SOLVER = ResolvedRole("solver", "solver", is_trained=True)
 SAMPLING = task_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8)
 
 

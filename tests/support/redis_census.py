@@ -57,11 +57,8 @@ class Census:
     @property
     def dropped(self) -> dict[str, int]:
         """Counted drops by reason."""
-        return {
-            name.removeprefix(_DROPPED): count
-            for name, count in self.counters.items()
-            if name.startswith(_DROPPED) and count
-        }
+        counts = {name: count for name, count in self.counters.items() if name.startswith(_DROPPED)}
+        return {name.removeprefix(_DROPPED): count for name, count in counts.items() if count}
 
 
 def take_census(data: Path, run_id: str, policy: str, *, scratch: Path) -> Census:
@@ -92,6 +89,7 @@ class _Counter:
         payloads = self._payloads()
         stored = {f"{episode}:{item}": item for item, episode in owners.items()}
         in_batch, retained = self._bound()
+        versions = self._hash("versions", self._policy)
         return Census(
             counters={_text(name): int(value) for name, value in self._hash("counters").items()},
             consumed=self._consumed(),
@@ -101,10 +99,7 @@ class _Counter:
             with_payload={item for name, item in stored.items() if name in payloads},
             expiring={item for name, item in stored.items() if payloads.get(name, -1) >= 0},
             orphans={name for name, ttl in payloads.items() if name not in stored and ttl < 0},
-            announced={
-                int(number): _text(body.split(b" ", 2)[1])
-                for number, body in self._hash("versions", self._policy).items()
-            },
+            announced={int(number): _text(body.split(b" ", 2)[1]) for number, body in versions.items()},
         )
 
     def _hash(self, kind: str, *parts: str) -> dict[bytes, bytes]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import boto3
 
 from astraflow_weights.settings import StoreSettings
+from astraflow_weights.store import ObjectStore, open_store
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -63,6 +64,10 @@ class S3Server:
         merged: dict[str, Any] = {"max_attempts": 3, "backoff_s": 0.001} | changes
         merged |= {"region": "us-east-1", "credentials_file": self.credentials_file}
         return StoreSettings(endpoint_url=endpoint_url or self.url, **merged)
+
+    def store(self, path: str, **settings: Any) -> ObjectStore:
+        """The store below a bucket, or a prefix in one."""
+        return open_store(f"s3://{path}", settings=self.settings(**settings))
 
     def client(self) -> S3Client:
         """A client of its own, to be closed."""

@@ -22,7 +22,7 @@ from astraflow.columns import Columns, encode_columns
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import admin_service_pb2_grpc as admin_grpc
 from astraflow.dataflow.v1 import batch_pb2, run_pb2, version_pb2
-from astraflow.dataflow.v1 import batch_service_pb2 as batches
+from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1 import batch_service_pb2_grpc as batches_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import run_service_pb2_grpc as runs_grpc
@@ -41,11 +41,6 @@ from support.scripted_dataflow import POLICY, RECIPE, RUN_ID, duration, register
 PATIENCE_S = 15.0
 FAST = RetryPolicy(total_s=10.0, first_wait_s=0.01, max_wait_s=0.05)
 BATCH_SIZE = 2
-_STAGES = {
-    batches.BATCH_STAGE_INTENT: "intent",
-    batches.BATCH_STAGE_TRAINED: "trained",
-    batches.BATCH_STAGE_SKIPPED: "skipped",
-}
 
 
 def eventually(holds: Callable[[], object], *, what: str, patience_s: float = PATIENCE_S) -> None:
@@ -86,10 +81,10 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
     """What was asked and told, in order."""
     base_versions: list[int] = field(default_factory=list)
     """Of each request for a batch."""
-    acks: list[batches.AckBatchRequest] = field(default_factory=list)
+    acks: list[pb.AckBatchRequest] = field(default_factory=list)
     announced: list[version_pb2.Version] = field(default_factory=list)
-    renewals: list[batches.RenewBatchRequest] = field(default_factory=list)
-    holds: list[batches.HoldPolicyRequest] = field(default_factory=list)
+    renewals: list[pb.RenewBatchRequest] = field(default_factory=list)
+    holds: list[pb.HoldPolicyRequest] = field(default_factory=list)
     fetched: list[list[str]] = field(default_factory=list)
     """Trajectories that each fetch named."""
     epochs: set[int] = field(default_factory=set)
@@ -101,10 +96,10 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
 
     # ------------------------------------------------------------------ the contract
 
-    def ClaimPolicy(self, request: batches.ClaimPolicyRequest, context: Any) -> batches.ClaimPolicyResponse:
+    def ClaimPolicy(self, request: pb.ClaimPolicyRequest, context: Any) -> pb.ClaimPolicyResponse:
         self._act("ClaimPolicy", context)
         self.events.append(f"claim {request.run_id} {request.policy_id} {request.trainer_id}")
-        return batches.ClaimPolicyResponse(
+        return pb.ClaimPolicyResponse(
             trainer_epoch=self.epoch,
             last_finished_step=self.last_finished_step,
             last_durable_step=self.last_durable_step,
@@ -113,23 +108,19 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
             data_incarnation=self.data_incarnation,
         )
 
-    def AcquireBatch(
-        self, request: batches.AcquireBatchRequest, context: Any
-    ) -> batches.AcquireBatchResponse:
+    def AcquireBatch(self, request: pb.AcquireBatchRequest, context: Any) -> pb.AcquireBatchResponse:
         self.on_acquire(request.step)
         self._act("AcquireBatch", context, epoch=request.trainer_epoch)
         self.base_versions.append(request.base_version)
         if self.empty_polls:
-            return batches.AcquireBatchResponse(waiting_for=self.empty_polls.popleft())
+            return pb.AcquireBatchResponse(waiting_for=self.empty_polls.popleft())
         self.events.append(f"acquire {request.step}")
         finished = request.step <= self.last_finished_step
-        stage = batches.BATCH_STAGE_TRAINED if finished else batches.BATCH_STAGE_UNSPECIFIED
+        stage = pb.BATCH_STAGE_TRAINED if finished else pb.BATCH_STAGE_UNSPECIFIED
         batch = batch_of(request.step, base_version=request.base_version)
-        return batches.AcquireBatchResponse(batch=batch, stage=stage)
+        return pb.AcquireBatchResponse(batch=batch, stage=stage)
 
-    def FetchBatch(
-        self, request: batches.FetchBatchRequest, context: Any
-    ) -> Iterator[batches.FetchBatchResponse]:
+    def FetchBatch(self, request: pb.FetchBatchRequest, context: Any) -> Iterator[pb.FetchBatchResponse]:
         self._act("FetchBatch", context, epoch=request.trainer_epoch)
         self.events.append(f"fetch {request.step}")
         self.fetched.append(list(request.trajectory_ids))
@@ -137,35 +128,34 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
         chosen = [name for name in known if not request.trajectory_ids or name in request.trajectory_ids]
         # In another order than the batch's: rows must not depend on how payloads travel.
         for name in reversed(chosen[: BATCH_SIZE - self.num_lost]):
-            yield batches.FetchBatchResponse(trajectory_id=name, body=_payload(name))
+            yield pb.FetchBatchResponse(trajectory_id=name, body=_payload(name))
 
-    def AckBatch(self, request: batches.AckBatchRequest, context: Any) -> batches.AckBatchResponse:
+    def AckBatch(self, request: pb.AckBatchRequest, context: Any) -> pb.AckBatchResponse:
         self._act("AckBatch", context, epoch=request.trainer_epoch)
         self.acks.append(request)
-        self.events.append(f"{_STAGES[request.stage]} {request.step}")
-        return batches.AckBatchResponse(stage=request.stage)
+        stage = pb.BatchStage.Name(request.stage).removeprefix("BATCH_STAGE_").lower()
+        self.events.append(f"{stage} {request.step}")
+        return pb.AckBatchResponse(stage=request.stage)
 
-    def RenewBatch(self, request: batches.RenewBatchRequest, context: Any) -> batches.RenewBatchResponse:
+    def RenewBatch(self, request: pb.RenewBatchRequest, context: Any) -> pb.RenewBatchResponse:
         self.renewals.append(request)
         self._act("RenewBatch", context, epoch=request.trainer_epoch)
-        return batches.RenewBatchResponse()
+        return pb.RenewBatchResponse()
 
-    def HoldPolicy(self, request: batches.HoldPolicyRequest, context: Any) -> batches.HoldPolicyResponse:
+    def HoldPolicy(self, request: pb.HoldPolicyRequest, context: Any) -> pb.HoldPolicyResponse:
         self.holds.append(request)
         self._act("HoldPolicy", context)
-        return batches.HoldPolicyResponse()
+        return pb.HoldPolicyResponse()
 
-    def ReleasePolicy(
-        self, request: batches.ReleasePolicyRequest, context: Any
-    ) -> batches.ReleasePolicyResponse:
+    def ReleasePolicy(self, request: pb.ReleasePolicyRequest, context: Any) -> pb.ReleasePolicyResponse:
         self._act("ReleasePolicy", context)
         self.events.append(f"release {request.trainer_epoch}")
-        return batches.ReleasePolicyResponse()
+        return pb.ReleasePolicyResponse()
 
-    def MarkDurable(self, request: batches.MarkDurableRequest, context: Any) -> batches.MarkDurableResponse:
+    def MarkDurable(self, request: pb.MarkDurableRequest, context: Any) -> pb.MarkDurableResponse:
         self._act("MarkDurable", context, epoch=request.trainer_epoch)
         self.events.append(f"durable {request.step}")
-        return batches.MarkDurableResponse()
+        return pb.MarkDurableResponse()
 
     def GetServerInfo(self, request: admin.GetServerInfoRequest, context: Any) -> admin.GetServerInfoResponse:
         return admin.GetServerInfoResponse(server=self.info)

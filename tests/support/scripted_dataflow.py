@@ -59,9 +59,8 @@ def accepted(_episode: trajectory_pb2.Episode) -> trajectories.PushResult:
 
 def result(outcome: trajectories.Outcome.ValueType, *, reason: str = "") -> trajectories.PushResult:
     """An answer kept in memory."""
-    return trajectories.PushResult(
-        outcome=outcome, reason=reason, durability=durability_pb2.DURABILITY_MEMORY
-    )
+    in_memory = durability_pb2.DURABILITY_MEMORY
+    return trajectories.PushResult(outcome=outcome, reason=reason, durability=in_memory)
 
 
 def lease(
@@ -269,9 +268,9 @@ class ScriptedDataflow(
                 kept[kind].append(said)
 
     def _run(self) -> run_pb2.Run:
-        return run_pb2.Run(
-            run_id=RUN_ID, recipe_yaml=self.recipe_yaml, code=self.code, store_uri=self.store_uri
-        )
+        run = run_pb2.Run(recipe_yaml=self.recipe_yaml, code=self.code, store_uri=self.store_uri)
+        run.run_id = RUN_ID
+        return run
 
 
 @dataclass

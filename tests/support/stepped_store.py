@@ -69,23 +69,28 @@ class MemoryStore:
 
 
 class Actor:
-    """Somebody who works on the store: a thread, and what the store knows of it."""
+    """Somebody who works on the store: a thread, and the store as it sees it.
 
-    def __init__(self, stage: Stage, name: str, work: Callable[[SteppedStore], object]) -> None:
+    `lose` says of a key that is to be created whether its answer is lost and it arrives later.
+    """
+
+    uri = MemoryStore.uri
+
+    def __init__(self, stage: Stage, name: str, work: Callable[[Actor], object]) -> None:
         self.name = name
         self.done = False
         self.killed = False
         self.waiting = 0
         self.permits = 0
         self.failure: BaseException | None = None
-        self.store = SteppedStore(stage, self)
+        self.lose: Callable[[str], bool] = lambda key: False
         self._stage = stage
         self._work = work
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:
         try:
-            self._work(self.store)
+            self._work(self)
         except Killed:
             pass
         except BaseException as error:  # noqa: BLE001 - raised by the test's thread
@@ -93,6 +98,40 @@ class Actor:
         with self._stage.turn:
             self.done = True
             self._stage.turn.notify_all()
+
+    def put_if_absent(self, key: str, data: bytes) -> PutResult:
+        """Create, or give up before it arrives."""
+        inner = self._stage.store
+
+        def put() -> PutResult | None:
+            if self.lose(key):
+                self._stage.late.append(lambda: inner.put_if_absent(key, data))
+                return None
+            return inner.put_if_absent(key, data)
+
+        result = self._on_turn(put)
+        if result is None:
+            raise Unavailable(f"no answer to the PUT of {key}")
+        return result
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(self._stage.store, name)
+        return lambda *args, **options: self._on_turn(lambda: operation(*args, **options))
+
+    def _on_turn(self, operation: Callable[[], T]) -> T:
+        turn = self._stage.turn
+        with turn:
+            self.waiting += 1
+            turn.notify_all()
+            turn.wait_for(lambda: self.permits > 0 or self.killed)
+            self.waiting -= 1
+            if self.killed:
+                raise Killed
+            self.permits -= 1
+            try:
+                return operation()
+            finally:
+                turn.notify_all()
 
 
 class Stage:
@@ -104,7 +143,7 @@ class Stage:
         self.late: list[Callable[[], object]] = []
         """PUTs that were given up by their callers and have not arrived yet."""
 
-    def start(self, name: str, work: Callable[[SteppedStore], object]) -> Actor:
+    def start(self, name: str, work: Callable[[Actor], object]) -> Actor:
         """Let an actor run up to its first operation."""
         actor = Actor(self, name, work)
         actor.thread.start()
@@ -135,50 +174,3 @@ class Stage:
     def _settle(self, actor: Actor) -> None:
         ready = lambda: actor.done or (actor.waiting > 0 and actor.permits == 0)  # noqa: E731
         assert self.turn.wait_for(ready, _PATIENCE_S), f"{actor.name} does not reach its next operation"
-
-
-class SteppedStore:
-    """The store as one actor sees it. `lose` says of a key that is to be created whether its answer is lost and
-    it arrives later.
-    """
-
-    uri = MemoryStore.uri
-
-    def __init__(self, stage: Stage, actor: Actor) -> None:
-        self._stage = stage
-        self._actor = actor
-        self.lose: Callable[[str], bool] = lambda key: False
-
-    def put_if_absent(self, key: str, data: bytes) -> PutResult:
-        """Create, or give up before it arrives."""
-        inner = self._stage.store
-
-        def put() -> PutResult | None:
-            if self.lose(key):
-                self._stage.late.append(lambda: inner.put_if_absent(key, data))
-                return None
-            return inner.put_if_absent(key, data)
-
-        result = self._on_turn(put)
-        if result is None:
-            raise Unavailable(f"no answer to the PUT of {key}")
-        return result
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        operation = getattr(self._stage.store, name)
-        return lambda *args, **options: self._on_turn(lambda: operation(*args, **options))
-
-    def _on_turn(self, operation: Callable[[], T]) -> T:
-        actor, turn = self._actor, self._stage.turn
-        with turn:
-            actor.waiting += 1
-            turn.notify_all()
-            turn.wait_for(lambda: actor.permits > 0 or actor.killed)
-            actor.waiting -= 1
-            if actor.killed:
-                raise Killed
-            actor.permits -= 1
-            try:
-                return operation()
-            finally:
-                turn.notify_all()

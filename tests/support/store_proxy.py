@@ -21,13 +21,8 @@ STALL_S = 1.0
 """How long a stalled answer lets its client wait; clients under test give up after less."""
 _DROP_S = 0.02
 _SIP_BYTES = 256
-_CODES = {
-    403: "AccessDenied",
-    404: "NoSuchUpload",
-    409: "ConditionalRequestConflict",
-    429: "SlowDown",
-    501: "NotImplemented",
-}
+_CODES = {403: "AccessDenied", 404: "NoSuchUpload", 409: "ConditionalRequestConflict"}
+_CODES |= {429: "SlowDown", 500: "InternalError", 501: "NotImplemented"}
 
 
 class Fault(Enum):
@@ -210,6 +205,6 @@ def _with_a_wrong_byte(answer: Answer) -> Answer:
 
 
 def _error(status: int) -> Answer:
-    code = _CODES.get(status, "InternalError" if status == 500 else "ServiceUnavailable")
+    code = _CODES.get(status, "ServiceUnavailable")
     body = f"<Error><Code>{code}</Code><Message/></Error>".encode()
     return Answer(status, [("Content-Type", "application/xml")], body)

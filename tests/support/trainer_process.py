@@ -181,19 +181,11 @@ async def create_run(
     overrides: Sequence[str] = (),
 ) -> run_pb2.Run:
     """Create a run over the tiny model of `folder`, with a store of its own."""
-    text = RECIPE.format(
-        name=name,
-        steps=steps,
-        model=tiny_model(folder),
-        group_size=GROUP_SIZE,
-        groups_per_step=GROUPS_PER_STEP,
-        checkpoint_every_steps=checkpoint_every_steps,
-    )
-    run = run_pb2.Run(
-        run_id=name,
-        recipe_yaml=parse_recipe(text, overrides=overrides).yaml_text,
-        store_uri=(folder / f"{name}.store").as_uri(),
-    )
+    sizes = {"group_size": GROUP_SIZE, "groups_per_step": GROUPS_PER_STEP}
+    times = {"steps": steps, "checkpoint_every_steps": checkpoint_every_steps}
+    text = RECIPE.format(name=name, model=tiny_model(folder), **sizes, **times)
+    loaded, store = parse_recipe(text, overrides=overrides), folder / f"{name}.store"
+    run = run_pb2.Run(run_id=name, recipe_yaml=loaded.yaml_text, store_uri=store.as_uri())
     world.run_id = name
     return (await world.ask(run_service_pb2.CreateRunResponse, run=run)).run
 
@@ -278,11 +270,10 @@ def newest_checkpoint(work_dir: Path) -> tuple[int, dict[str, torch.Tensor]]:
     """Step and content of the newest checkpoint: masters, moments and random state."""
     path = max((work_dir / "checkpoints").glob("step-*"))
     metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    tensors = {}
+    for name, entry in metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP warns that one process loads alone, which is the intent
         load_tensors(tensors, storage_reader=FileSystemReader(path), no_dist=True)

@@ -6,12 +6,16 @@ Made visible by `tests/integration/conftest.py`.
 import asyncio
 import io
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from astraflow_kit import log
+from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.file import FileStore
 from support import cli
 from support.cli import Ended
@@ -69,3 +73,32 @@ def proxy(s3_server: S3Server) -> Iterator[StoreProxy]:
     """A proxy in front of moto; give it faults."""
     with StoreProxy(s3_server.url) as proxy:
         yield proxy
+
+
+@dataclass(frozen=True)
+class BadNetwork:
+    """A bucket, and what lies before it: a proxy that fails as told."""
+
+    server: S3Server
+    bucket: str
+    proxy: StoreProxy
+    honest: ObjectStore
+    """The store without the proxy."""
+    faulty: ObjectStore
+    """The same behind it, three attempts patient."""
+
+    def behind(self, **settings: Any) -> ObjectStore:
+        """A store behind the proxy with these settings."""
+        return self.server.store(self.bucket, endpoint_url=self.proxy.url, **settings)
+
+    def unfinished(self) -> int:
+        """Number of uploads that were begun and neither ended nor given up."""
+        with closing(self.server.client()) as client:
+            return len(client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", []))
+
+
+@pytest.fixture
+def net(proxy: StoreProxy, s3_server: S3Server, bucket: str) -> BadNetwork:
+    """An empty bucket behind a proxy without faults yet."""
+    faulty = s3_server.store(bucket, endpoint_url=proxy.url, read_timeout_s=0.4)
+    return BadNetwork(s3_server, bucket, proxy, s3_server.store(bucket), faulty)

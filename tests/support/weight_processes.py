@@ -26,11 +26,11 @@ from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.lock import try_hold
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.settings import CollectionSettings, PublishSettings
+from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.versions.inspection import build_version
-from support.published_models import ModelPublisher, new_compactor, open_writer, read_log
-from support.weight_models import POLICY, RUN, make_model, same_model, trained
+from support.published_models import ModelPublisher, new_collector, new_compactor, open_writer, read_log
+from support.weight_models import make_model, same_model, trained
 
 SETTINGS = PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=100)
 PINNED = 2
@@ -69,13 +69,7 @@ def publish(store: ObjectStore, *, epoch: int, versions: int = MANY, collecting:
 
 def collector_of(store: ObjectStore) -> Collector:
     """A collector without a grace."""
-    return Collector(
-        store,
-        run_id=RUN,
-        policy_id=POLICY,
-        roots=lambda: Roots(pinned=frozenset([PINNED])),
-        settings=CollectionSettings(keep_snapshots=2, grace_s=0),
-    )
+    return new_collector(store, None, lambda: Roots(pinned=frozenset([PINNED])), grace_s=0)
 
 
 def collect(store: ObjectStore, *, versions: int) -> None:

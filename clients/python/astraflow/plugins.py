@@ -37,6 +37,7 @@ __all__ = [
     "Selector",
     "StepRequest",
     "TaskSpec",
+    "Tool",
     "ToolCall",
     "TrainedTokens",
     "Trajectory",
@@ -55,6 +56,21 @@ class ToolCall:
     id: str
     name: str
     arguments: str
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that an assistant may call; `parameters` is a JSON schema as text."""
+
+    name: str
+    description: str = ""
+    parameters: str = '{"type": "object", "properties": {}}'
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the mapping that chat templates take."""
+        schema = json.loads(self.parameters)
+        described = {"name": self.name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": described}
 
 
 @dataclass(frozen=True)
@@ -191,6 +207,7 @@ class Trajectory:
     """
 
     policy: str
+    """The policy that sampled it; `role` tells which of its roles, empty where it has one only."""
     token_ids: Sequence[int]
     loss_mask: Sequence[bool]
     logprobs: Sequence[float]
@@ -211,14 +228,25 @@ class Episode:
 
 
 class Policy(Protocol):
-    """A workflow's handle on one policy of the run, bound to the episode and its sampling parameters."""
+    """A workflow's handle on the policy that plays one role, bound to the episode and its sampling parameters."""
 
     name: str
+    """The policy. Two roles may have the same."""
+    role: str
+    """The role, for its trajectories."""
+    wants_trajectory: bool
+    """Whether a trajectory of this role counts in this episode. When it does not, because the role is not trained or
+    its policy has groups enough for now, leave the trajectory out, and skip the calls that serve no other role.
+    """
+    max_new_tokens: int
+    """The most tokens that one generation may have, by the recipe."""
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Return the prompt's token ids, chat template applied, generation prompt added."""
+    def encode(self, messages: Sequence[Message] | str, *, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the prompt's token ids, chat template applied, generation prompt added; those of a text as it is."""
 
-    def extend(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(
+        self, token_ids: Sequence[int], messages: Sequence[Message], *, tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """Return `token_ids`, which end with an assistant's turn as it was sampled, followed by `messages` and the
         generation prompt.
 
@@ -229,11 +257,22 @@ class Policy(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled ids, special tokens removed."""
 
+    def read(
+        self, token_ids: Sequence[int], *, tools: Sequence[Tool] = (), prompt_ids: Sequence[int] = ()
+    ) -> Message:
+        """Return what sampled ids say: text and, with `tools`, the calls in the format of the chat template.
+
+        A malformed call is left in the text. Ids of calls are derived from all token ids given.
+        """
+
     async def generate(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None
     ) -> GenerateResult:
         """Sample one continuation; may span a weight update. Raises when the episode is cancelled or out of
         time."""
+
+    async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
+        """Sample the answer to `messages`: `generate` of what `encode` makes of them."""
 
 
 class TrajectoryBuilder:
@@ -243,8 +282,8 @@ class TrajectoryBuilder:
     policy says. Only what was sampled is trained on. Misuse raises ValueError.
     """
 
-    def __init__(self, policy: Policy, *, role: str = "") -> None:
-        self._policy, self._role = policy, role
+    def __init__(self, policy: Policy, *, tools: Sequence[Tool] = ()) -> None:
+        self._policy, self._tools = policy, tuple(tools)
         self._token_ids: list[int] = []
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
@@ -266,13 +305,13 @@ class TrajectoryBuilder:
         """Begin with `messages`, which are not trained on."""
         if self._token_ids:
             raise ValueError("the prompt comes first, and once; add_messages adds what follows a generation")
-        self._add_given(self._policy.encode(messages), messages)
+        self._add_given(self._policy.encode(messages, tools=self._tools), messages)
 
     def add_messages(self, messages: Sequence[Message]) -> None:
         """Add what follows a generation and is not trained on."""
         if not self._finish_reason:
             raise ValueError("messages follow a generation; give all that stand before it to add_prompt")
-        extended = self._policy.extend(self._token_ids, messages)
+        extended = self._policy.extend(self._token_ids, messages, tools=self._tools)
         if extended[: len(self._token_ids)] != self._token_ids:
             raise ValueError("the policy's extend changed tokens that were sampled; it may only append")
         self._add_given(extended[len(self._token_ids) :], messages)
@@ -311,7 +350,7 @@ class TrajectoryBuilder:
             logprobs=tuple(self._logprobs),
             version_spans=tuple(self._version_spans),
             reward=reward,
-            role=self._role,
+            role=self._policy.role,
             finish_reason=self._finish_reason,
             metrics=dict(metrics or {}),
             turn_spans=tuple(self._turn_spans),
@@ -359,10 +398,15 @@ class Environment(Protocol):
 @runtime_checkable
 class Workflow(Protocol):
     """Runs one episode of a task against the run's policies; called by a RaaS node, many at a time in one
-    event loop."""
+    event loop.
+
+    An attribute or property `roles: Sequence[str]` may declare the roles that it plays. A node then refuses a recipe
+    that leaves one out or names another.
+    """
 
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
-        """Return the finished episode. Exceptions fail the lease with reason `workflow_error`."""
+        """Return the finished episode; `policies` are by role. Exceptions fail the lease with reason
+        `workflow_error`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,6 +73,7 @@ REASONS: Mapping[str, str] = {
     "too_many_media": "more than 256 media",
     "too_many_trajectories": "more than 64 trajectories in an episode",
     "unknown_policy": "the run has no such policy",
+    "unknown_role": "the policy is not trained in such a role",
     "version_mismatch": "body and header name different versions",
     "wrong_version": "an evaluation holds tokens of another version than it demands",
 }

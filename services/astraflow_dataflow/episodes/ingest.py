@@ -72,7 +72,10 @@ class Ingest:
         await self._wait_for_version(context, episode)
         demand = evaluation.demand_of(episode.task_id)
         expectation = Expectation(
-            newest_versions=context.newest_versions, demand=demand, blob_prefix=context.blob_prefix
+            newest_versions=context.newest_versions,
+            roles=context.trained_roles,
+            demand=demand,
+            blob_prefix=context.blob_prefix,
         )
         try:
             check_episode(episode, expectation)

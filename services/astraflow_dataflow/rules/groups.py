@@ -37,8 +37,8 @@ class Rules:
 
 
 def group_id(task_id: str, *, policy_id: str, role: str) -> str:
-    """Return the id of the group of one (policy, role) of a task."""
-    return f"{task_id}/{policy_id}/{role}" if role else f"{task_id}/{policy_id}"
+    """Return the id of the group of one (policy, role) of a task; the role named like the policy may be left out."""
+    return f"{task_id}/{policy_id}" if role in ("", policy_id) else f"{task_id}/{policy_id}/{role}"
 
 
 def groups_of(task_id: str, *, spec: bytes, headers: Mapping[str, bytes]) -> list[Group]:
@@ -49,7 +49,7 @@ def groups_of(task_id: str, *, spec: bytes, headers: Mapping[str, bytes]) -> lis
     grouped: dict[tuple[str, str], list[trajectory_pb2.TrajectoryHeader]] = {}
     for trajectory_id in sorted(headers):
         header = trajectory_pb2.TrajectoryHeader.FromString(headers[trajectory_id])
-        grouped.setdefault((header.policy_id, header.role), []).append(header)
+        grouped.setdefault((header.policy_id, header.role or header.policy_id), []).append(header)
     if not grouped:
         return []
     task = task_spec(spec)
@@ -88,7 +88,7 @@ def incomplete_reason(task: CompleteTask, *, min_members: int | None) -> str:
 
 
 def _verdict(task: CompleteTask, group: Group, *, rules: Rules) -> str:
-    if task.credited is not None and group.policy not in task.credited:
+    if task.credited is not None and group.role not in task.credited:
         return "no_credit"
     return filter_verdict(group, rules=rules)
 

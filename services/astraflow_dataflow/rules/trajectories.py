@@ -51,6 +51,8 @@ class Expectation:
     """
 
     newest_versions: Mapping[str, int]
+    roles: Mapping[str, str]
+    """The policy of each trained role."""
     demand: Demand | None = None
     blob_prefix: str = ""
     """Where the run's blobs lie; nothing else may be referred to."""
@@ -143,6 +145,13 @@ def _check_header(
         known = ", ".join(sorted(expectation.newest_versions))
         raise BadTrajectory(
             "unknown_policy", f"{name}: policy {header.policy_id!r} is not one of this run's ({known})"
+        )
+    role = header.role or header.policy_id
+    if expectation.roles.get(role) != header.policy_id:
+        trained = ", ".join(f"{name} of {policy}" for name, policy in expectation.roles.items())
+        raise BadTrajectory(
+            "unknown_role",
+            f"{name}: role {role!r} of policy {header.policy_id!r} is none of those trained ({trained}); leave it out",
         )
     if size_bytes > MAX_BODY_BYTES:
         raise BadTrajectory(

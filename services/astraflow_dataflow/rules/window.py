@@ -1,13 +1,16 @@
-"""The staleness window of a policy: how many groups may be between lease and published version.
+"""Admission: how many groups of each policy may be between lease and published version, and who needs room.
 
 outstanding · max(acceptance, floor) + ready + unpublished ≤ (max_staleness + 1) · groups_per_step. The window is the
 right side; it is written to Redis once, with the run. How much of it is free is computed where it is enforced, in
-`free_credit` of `store/lua/tasks.lua`, which `lease` calls. Made by the run registry.
+`free_credit` of `store/lua/tasks.lua`, which `lease` calls. A task has a group for each trained role, and `admit` tells
+whether it is leased while any of their policies has room, or only while all have. Made by the run registry.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +18,8 @@ class Window:
     """The bounds of one policy, from the recipe."""
 
     policy_id: str
+    frozen: bool = False
+    """Not trained: it has no window, and nothing is charged to it."""
     max_staleness: int
     groups_per_step: int
     min_acceptance: float
@@ -23,9 +28,19 @@ class Window:
     @property
     def groups(self) -> int:
         """The right side of the equation."""
-        return (self.max_staleness + 1) * self.groups_per_step
+        return 0 if self.frozen else (self.max_staleness + 1) * self.groups_per_step
 
     @property
     def smoothing(self) -> float:
         """Weight of the newest group in the acceptance average: about two steps of memory."""
         return 1.0 / max(8, 2 * self.groups_per_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Which tasks of a run may be leased."""
+
+    windows: Sequence[Window]
+    roles: Mapping[str, str]
+    """The policy of each trained role."""
+    admit: Literal["any", "all"]

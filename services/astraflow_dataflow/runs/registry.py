@@ -7,8 +7,9 @@ Redis. Any server process can serve any run. Used by every servicer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from astraflow.blobs import blob_prefix
@@ -17,7 +18,7 @@ from astraflow.errors import NotFoundError, PreconditionError, RecipeError
 from astraflow.recipe import Recipe
 from astraflow.recipe.file import CodeFile, bundle_digest, parse_recipe
 from astraflow_dataflow.rules.groups import Rules
-from astraflow_dataflow.rules.window import Window
+from astraflow_dataflow.rules.window import Admission, Window
 from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.data_plugins import DataPlugins
 from astraflow_dataflow.store.store import Store
@@ -63,6 +64,20 @@ class RunContext:
         """Where the run's blobs lie in its store."""
         return blob_prefix(self.run.store_uri, self.run_id)
 
+    @cached_property
+    def trained_roles(self) -> Mapping[str, str]:
+        """The policy of each role that is trained."""
+        return trained_roles(self.recipe)
+
+    @property
+    def newest_trained(self) -> dict[str, int]:
+        """Newest announced version of each policy that is trained and has one."""
+        return {
+            policy_id: version
+            for policy_id, version in self.newest_versions.items()
+            if version >= 0 and self.recipe.policy(policy_id).train
+        }
+
     def require_policy(self, policy_id: str) -> None:
         """Raise NotFoundError unless the run trains the policy."""
         if policy_id not in self.recipe.policies:
@@ -90,7 +105,7 @@ class RunRegistry:
         check_code(run.code)
         self._plugins(run, recipe)
         stored = await self._store.runs.create(
-            run, max_attempts=recipe.dataflow.max_attempts, windows=windows_of(recipe)
+            run, max_attempts=recipe.dataflow.max_attempts, admission=admission_of(recipe)
         )
         await self.get(run.run_id)
         return stored
@@ -185,17 +200,24 @@ class RunRegistry:
         return DataPlugins.make(recipe, source)
 
 
-def windows_of(recipe: Recipe) -> list[Window]:
-    """Return the staleness window of each policy of a recipe."""
-    return [
+def admission_of(recipe: Recipe) -> Admission:
+    """Return what a recipe says of admission."""
+    windows = [
         Window(
             policy_id=policy.policy_id,
+            frozen=not policy.train,
             max_staleness=policy.batches.max_staleness,
             groups_per_step=policy.batches.groups_per_step,
             min_acceptance=recipe.dataflow.min_acceptance,
         )
         for policy in recipe.resolved_policies.values()
     ]
+    return Admission(windows=windows, roles=trained_roles(recipe), admit=recipe.dataflow.admit)
+
+
+def trained_roles(recipe: Recipe) -> dict[str, str]:
+    """Return the policy of each role that is trained."""
+    return {role.name: role.policy_id for role in recipe.resolved_roles.values() if role.is_trained}
 
 
 def check_code(code: run_pb2.CodeBundle) -> None:

@@ -29,5 +29,4 @@ def leasable_tasks(audit: Audit) -> int:
     """Return the training tasks that could be leased now: those tried again hold their place in the window already."""
     if audit.life is not Life.ACTIVE or any(policy.version is None for policy in audit.policies):
         return 0
-    credit = max((policy.credit for policy in audit.policies), default=0)
-    return audit.retries + min(audit.queued_tasks, credit)
+    return audit.retries + min(audit.queued_tasks, audit.admitted)

@@ -37,6 +37,8 @@ class Reporting:
     store: Store
     versions: Versions
     metrics: Metrics
+    trainer_lease_s: float
+    """Time without a call after which a trainer is silent."""
     _books: dict[str, WaitBook] = field(default_factory=dict)
 
     async def status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
@@ -113,7 +115,13 @@ class Reporting:
                 "astraflow_dataflow_plugin_faults", fault.count, kind=fault.kind, plugin=fault.name
             )
         waits = current_waits(
-            audit, nodes, evaluations, faults=faults.current(), skipped=context.skipped, refused=refused
+            audit,
+            nodes,
+            evaluations,
+            faults=faults.current(),
+            skipped=context.skipped,
+            refused=refused,
+            trainer_lease_s=self.trainer_lease_s,
         )
         book = self._books.setdefault(context.run_id, WaitBook())
         waited = book.waited_ms(waits, now_ms=audit.now_ms)
@@ -135,6 +143,10 @@ class Reporting:
                 error=account.conservation_error,
                 drift=drift(audit, trained_in_log=trained),
             )
+        for policy in audit.policies:
+            if policy.outstanding != policy.charged:
+                counts = {"outstanding": policy.outstanding, "charged": policy.charged}
+                log.error("credit.broken", run_id=context.run_id, policy_id=policy.policy_id, **counts)
         self._export(audit, account)
         return audit, account
 
@@ -160,6 +172,7 @@ def policy_message(policy: PolicyState) -> admin_service_pb2.PolicyStatus:
     ages = summarize(policy.staleness)
     return admin_service_pb2.PolicyStatus(
         policy_id=policy.policy_id,
+        frozen=policy.frozen,
         last_finished_step=policy.finished_step,
         trainer_epoch=policy.epoch,
         outstanding_groups=policy.outstanding,
@@ -169,6 +182,8 @@ def policy_message(policy: PolicyState) -> admin_service_pb2.PolicyStatus:
         credit=policy.credit,
         staleness=admin_service_pb2.StalenessSummary(p50=ages.p50, p99=ages.p99, max=ages.largest),
         recent_training_reward=mean_reward(policy.recent),
+        no_credit_trajectories=policy.no_credit,
+        credit_error=policy.outstanding - policy.charged,
     )
 
 

@@ -37,6 +37,7 @@ class AuditStore:
             exhausted=as_text(reply[6]) == "1",
             retries=as_int(reply[7]),
             policies=tuple(_policy_state(item) for item in as_list(reply[8])),
+            admitted=as_int(reply[9]),
         )
 
     async def trained_in_log(self, run_id: str, policy_id: str, *, through: str) -> int:
@@ -79,6 +80,7 @@ def _policy_state(reply: Reply) -> PolicyState:
     version = as_text(stored.get("version"))
     return PolicyState(
         policy_id=as_text(fields[0]),
+        frozen=as_text(stored.get("frozen")) == "1",
         outstanding=as_int(fields[1]),
         ready=as_int(fields[2]),
         unpublished=as_int(fields[3]),
@@ -97,6 +99,11 @@ def _policy_state(reply: Reply) -> PolicyState:
         recent=tuple(_recent(as_text(item)) for item in as_list(fields[7])),
         unpublished_steps=tuple(sorted(int(step) for step in as_mapping(fields[8]))),
         last_consumed=as_text(fields[10]),
+        charged=as_int(fields[11]),
+        no_credit=as_int(stored.get("no_credit")),
+        settled=as_int(stored.get("settled")),
+        trainer=as_text(stored.get("trainer")),
+        heard_ms=as_int(stored.get("heard_ms")),
     )
 
 

@@ -22,7 +22,7 @@ from astraflow_dataflow.records import (
     StoredEvaluation,
     timestamp,
 )
-from astraflow_dataflow.rules.window import Window
+from astraflow_dataflow.rules.window import Admission
 from astraflow_dataflow.store.connection import Argument, Connection
 from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, Keys
 from astraflow_dataflow.store.replies import as_bytes, as_int, as_list, as_mapping, as_text, as_texts, flag
@@ -48,16 +48,26 @@ class RunStore:
         run: run_pb2.Run,
         *,
         max_attempts: int,
-        windows: Sequence[Window],
+        admission: Admission,
     ) -> run_pb2.Run:
         """Create the run, or return the stored one when it is equal. Raises ConflictError when it is not."""
         code = run.code.SerializeToString(deterministic=True)
         digest = _digest(run.recipe_yaml.encode(), code, run.store_uri.encode())
         limits: list[Argument] = []
-        for window in windows:
-            limits += [window.policy_id, window.groups, window.min_acceptance, window.smoothing]
+        for window in admission.windows:
+            limits += [
+                window.policy_id,
+                flag(window.frozen),
+                window.groups,
+                window.min_acceptance,
+                window.smoothing,
+            ]
             limits += [window.max_staleness, window.groups_per_step]
-        arguments = (run.run_id, digest, run.recipe_yaml, code, run.store_uri, max_attempts)
+        arguments: list[Argument] = [run.run_id, digest, run.recipe_yaml, code, run.store_uri, max_attempts]
+        arguments += [
+            admission.admit,
+            "\n".join(f"{role} {policy_id}" for role, policy_id in admission.roles.items()),
+        ]
         reply = await self._connection.call(Keys(run.run_id), "create_run", *arguments, *limits)
         if as_text(as_list(reply)[1]) != digest:
             raise ConflictError(

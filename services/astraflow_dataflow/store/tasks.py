@@ -205,12 +205,13 @@ def flat(tasks: Sequence[task_pb2.Task]) -> list[Argument]:
 
 
 def _lease(reply: Reply) -> task_pb2.Lease:
-    task_id, attempt, spec, missing = as_list(reply)
+    task_id, attempt, spec, missing, uncredited = as_list(reply)
     return task_pb2.Lease(
         lease_id=f"{as_text(task_id)}#{as_int(attempt)}",
         task=task_pb2.Task.FromString(as_bytes(spec)),
         attempt=as_int(attempt),
         members=[int(part) for part in as_text(missing).split(",") if part],
+        uncredited_roles=filter(None, as_text(uncredited).split("\n")),
     )
 
 

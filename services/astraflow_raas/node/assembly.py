@@ -15,8 +15,8 @@ from pathlib import Path
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import run_service_pb2
 from astraflow.errors import InvalidArgumentError
-from astraflow.plugins import Workflow
 from astraflow_kit.metrics import Metrics
+from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.command import EngineCommand, share_gpus
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import start_engine
@@ -32,6 +32,7 @@ from astraflow_raas.push.journal import PushJournal
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
+from astraflow_raas.recipe_code import RecipeWorkflow
 from astraflow_raas.settings import SGLANG_ENGINE, NodeSettings
 from astraflow_raas.timeline import Timeline
 from astraflow_raas.work.session import Session, SessionSettings
@@ -51,7 +52,8 @@ class NodeInputs:
     request: run_service_pb2.JoinRunRequest
     joined: run_service_pb2.JoinRunResponse
     client: AsyncClient
-    workflow: Workflow
+    workflow: RecipeWorkflow
+    endpoint: Endpoint
     settings: NodeSettings
     metrics: Metrics
     timeline: Timeline
@@ -89,6 +91,7 @@ def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -
         run_id=inputs.request.run_id,
         node_id=inputs.request.node_id,
         policies=policies,
+        endpoint=inputs.endpoint,
         session=session,
         pusher=pusher,
         worker=worker,
@@ -101,9 +104,11 @@ def _session(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher) -> Sessi
         episode_timeout_s=inputs.found.recipe.raas.episode_timeout_s,
         coalesce_max_new_tokens=inputs.settings.coalesce_max_new_tokens,
         sampling=inputs.found.sampling,
+        roles=inputs.workflow.roles,
     )
     served = {name: part.policy for name, part in policies.parts.items()}
-    return Session(inputs.workflow, policies=served, pusher=pusher, settings=settings, metrics=inputs.metrics)
+    workflow = inputs.workflow.workflow
+    return Session(workflow, policies=served, pusher=pusher, settings=settings, metrics=inputs.metrics)
 
 
 def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: Session) -> Worker:

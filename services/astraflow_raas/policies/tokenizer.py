@@ -19,8 +19,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RustTokenizer
 
 from astraflow.errors import RecipeError
-from astraflow.plugins import Message
+from astraflow.plugins import Message, Tool
 from astraflow_raas.policies.continuation import Continuation
+from astraflow_raas.policies.tool_calls import Called, Reader, reader_of
 
 _CACHED_PROMPTS = 4096
 
@@ -32,14 +33,17 @@ class Tokenizer(Protocol):
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion, ascending."""
 
-    def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids of the chat with the template applied and the generation prompt added."""
+    def encode(self, messages: Sequence[Message] | str, tools: Sequence[Tool] = ()) -> tuple[int, ...]:
+        """Ids of the chat with the template applied and the generation prompt added; text as it is."""
 
-    def continuation(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def continuation(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """Ids that follow an assistant's text: the end of its turn, `messages`, the generation prompt."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, special tokens removed."""
+
+    def read(self, token_ids: Sequence[int], tools: Sequence[Tool]) -> tuple[str, Sequence[Called]]:
+        """What an assistant's ids say and which tools they call, in the format of the chat template."""
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
@@ -55,21 +59,44 @@ class _ChatTokenizer(ABC):
     def __init__(self) -> None:
         # The episodes of a task, and its repetitions, share one prompt: it is rendered and encoded once.
         self._encode = functools.lru_cache(maxsize=_CACHED_PROMPTS)(
-            lambda messages: self._ids(self._render(messages))
+            lambda messages, tools: self._ids(self._render(messages, tools))
         )
         self._continuation = Continuation(self._render)
+        self._reader: Reader | None = None
 
     @abstractmethod
-    def _render(self, messages: Sequence[Message]) -> str: ...
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str: ...
 
     @abstractmethod
     def _ids(self, text: str) -> tuple[int, ...]: ...
 
-    def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return self._encode(tuple(messages))
+    @abstractmethod
+    def _text(self, token_ids: Sequence[int], *, special: bool) -> str: ...
 
-    def continuation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return self._ids(self._continuation.text(messages))
+    stop_token_ids: tuple[int, ...]
+
+    def encode(self, messages: Sequence[Message] | str, tools: Sequence[Tool] = ()) -> tuple[int, ...]:
+        if isinstance(messages, str):
+            return self._ids(messages)
+        return self._encode(tuple(messages), tuple(tools))
+
+    def continuation(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
+        return self._ids(self._continuation.text(messages, tools))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._text(token_ids, special=False)
+
+    def read(self, token_ids: Sequence[int], tools: Sequence[Tool]) -> tuple[str, Sequence[Called]]:
+        if tools and self._reader is not None:
+            # The marks of some formats are special tokens.
+            spoken = [token for token in token_ids if token not in self.stop_token_ids]
+            try:
+                said, calls = self._reader(self._text(spoken, special=True), tools)
+            except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
+                calls = []
+            if calls:
+                return said, calls
+        return self.decode(token_ids), ()
 
 
 class FastTokenizer(_ChatTokenizer):
@@ -81,18 +108,22 @@ class FastTokenizer(_ChatTokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         config = _read_json(model_dir / "tokenizer_config.json")
-        self._template = _compile_template(model_dir, config)
+        source = _template_source(model_dir, config)
+        self._template = _compile_template(model_dir, source)
+        self._reader = reader_of(source)
         self._special = _special_tokens(config)
         self.stop_token_ids = self._find_stop_tokens(model_dir)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def _text(self, token_ids: Sequence[int], *, special: bool) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=not special)
         return text
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         chat = [message.as_chat() for message in messages]
+        listed = [tool.as_chat() for tool in tools] or None
+        given = {"messages": chat, "tools": listed, "add_generation_prompt": True}
         try:
-            return self._template.render(messages=chat, add_generation_prompt=True, **self._special)
+            return self._template.render(**given, **self._special)
         except jinja2.TemplateError as error:
             raise RecipeError(f"the model's chat template refuses these messages: {error}") from error
 
@@ -125,21 +156,23 @@ class _TransformersTokenizer(_ChatTokenizer):
                 f"{model_dir} holds no usable tokenizer ({error}); publish tokenizer.json with the weights"
             ) from error
         eos = self._tokenizer.eos_token_id
-        self.stop_token_ids: tuple[int, ...] = () if eos is None else (eos,)
+        self.stop_token_ids = () if eos is None else (eos,)
+        self._reader = reader_of(str(self._tokenizer.chat_template))
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         chat = [message.as_chat() for message in messages]
-        return str(self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        listed = [tool.as_chat() for tool in tools] or None
+        given = {"tools": listed, "add_generation_prompt": True, "tokenize": False}
+        return str(self._tokenizer.apply_chat_template(chat, **given))
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def _text(self, token_ids: Sequence[int], *, special: bool) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
 
-def _compile_template(model_dir: Path, config: Mapping[str, Any]) -> jinja2.Template:
-    source = _template_source(model_dir, config)
+def _compile_template(model_dir: Path, source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

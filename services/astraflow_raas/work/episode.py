@@ -1,11 +1,12 @@
 """Turning what a workflow returned into the contract's `Episode`, or saying why it cannot be.
 
 Invariant: an episode that leaves this module passes the server's checks, which are those of `astraflow.trajectories`,
-and for an evaluation holds one exact version. Tokens are never re-encoded. Pure; called by `session`.
+holds trajectories of trained roles only, and for an evaluation one exact version. Tokens are never re-encoded. Pure;
+called by `session`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from astraflow import plugins
 from astraflow.client import MAX_MESSAGE_BYTES
 from astraflow.columns import Columns, encode_columns
+from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow.trajectories import (
     MAX_METRICS,
@@ -44,9 +46,16 @@ class EpisodeIds:
 
 
 def build_episode(
-    episode: plugins.Episode, *, lease: task_pb2.Lease, ids: EpisodeIds
+    episode: plugins.Episode,
+    *,
+    lease: task_pb2.Lease,
+    ids: EpisodeIds,
+    roles: Mapping[str, ResolvedRole],
 ) -> trajectory_pb2.Episode:
-    """Return the message for a finished episode. Raises BadTrajectory, VersionMoved for evaluations."""
+    """Return the message for a finished episode; `roles` are by the names that its workflow uses.
+
+    Raises BadTrajectory, VersionMoved for evaluations.
+    """
     if len(episode.trajectories) > MAX_TRAJECTORIES:
         raise BadTrajectory(
             "too_many_trajectories",
@@ -61,10 +70,12 @@ def build_episode(
         node_id=ids.node_id,
         status=trajectory_pb2.EPISODE_STATUS_FINISHED,
     )
-    for index, trajectory in enumerate(episode.trajectories):
-        item = _item(trajectory, lease=lease, trajectory_id=f"{ids.episode_id}-{index}")
-        message.trajectories.append(item)
-    message.metrics.update(_metrics(episode))
+    played = [(_role_of(trajectory, roles), trajectory) for trajectory in episode.trajectories]
+    for index, (role, trajectory) in enumerate(played):
+        if role.is_trained:
+            item = _item(trajectory, role=role, lease=lease, trajectory_id=f"{ids.episode_id}-{index}")
+            message.trajectories.append(item)
+    message.metrics.update(_metrics(episode, played))
     if message.ByteSize() > MAX_EPISODE_BYTES:
         raise BadTrajectory(
             "too_large",
@@ -74,13 +85,29 @@ def build_episode(
     return message
 
 
-def _item(
-    trajectory: plugins.Trajectory, *, lease: task_pb2.Lease, trajectory_id: str
-) -> trajectory_pb2.TrajectoryItem:
+def _role_of(trajectory: plugins.Trajectory, roles: Mapping[str, ResolvedRole]) -> ResolvedRole:
+    """The role that a trajectory is of: the one it names, or the only one of its policy. Raises BadTrajectory."""
     where = f"trajectory of policy {trajectory.policy!r}"
-    sampling = lease.sampling.get(trajectory.policy)
-    if sampling is None:
-        raise BadTrajectory("unknown_policy", f"{where}: the run's policies are {', '.join(lease.sampling)}")
+    own = {name: role for name, role in roles.items() if role.policy_id == trajectory.policy}
+    if not own:
+        known = dict.fromkeys(role.policy_id for role in roles.values())
+        raise BadTrajectory("unknown_policy", f"{where}: the run's policies are {', '.join(known)}")
+    for name, role in own.items():
+        if trajectory.role in (name, role.name):
+            return role
+    if trajectory.role or (len(own) > 1 and trajectory.policy not in own):
+        raise BadTrajectory(
+            "unknown_role",
+            f"{where}: role {trajectory.role!r}, it plays {', '.join(own)}; give the role of the handle that sampled",
+        )
+    return own.get(trajectory.policy) or next(iter(own.values()))
+
+
+def _item(
+    trajectory: plugins.Trajectory, *, role: ResolvedRole, lease: task_pb2.Lease, trajectory_id: str
+) -> trajectory_pb2.TrajectoryItem:
+    where = f"trajectory of role {role.name!r}"
+    sampling = lease.sampling[role.policy_id]
     check_reward(where, trajectory.reward)
     columns, trained = _columns(trajectory, where=where)
     _check_required(trained, lease.required_versions.get(trajectory.policy), where=where)
@@ -95,7 +122,7 @@ def _item(
     header = trajectory_pb2.TrajectoryHeader(
         trajectory_id=trajectory_id,
         policy_id=trajectory.policy,
-        role=trajectory.role,
+        role=role.name,
         num_tokens=len(columns.token_ids),
         num_trainable_tokens=trained.num_tokens,
         min_version=trained.min_version,
@@ -131,12 +158,14 @@ def _check_required(trained: Trained, required: int | None, *, where: str) -> No
         )
 
 
-def _metrics(episode: plugins.Episode) -> Mapping[str, float]:
-    """The episode's metrics, and each trajectory's under `<policy>.<name>`; a metric is for people, so a bad
+def _metrics(
+    episode: plugins.Episode, played: Sequence[tuple[ResolvedRole, plugins.Trajectory]]
+) -> Mapping[str, float]:
+    """The episode's metrics, and each trajectory's under `<role>.<name>`; a metric is for people, so a bad
     one is left out."""
     named = dict(episode.metrics)
-    for trajectory in episode.trajectories:
-        named.update({f"{trajectory.policy}.{name}": value for name, value in trajectory.metrics.items()})
+    for role, trajectory in played:
+        named.update({f"{role.name}.{name}": value for name, value in trajectory.metrics.items()})
     return _finite(named)
 
 

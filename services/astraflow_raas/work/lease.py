@@ -37,9 +37,9 @@ def is_evaluation(lease: task_pb2.Lease) -> bool:
     return lease.task.purpose == task_pb2.PURPOSE_EVALUATION
 
 
-def call_seed(lease: task_pb2.Lease, *, member: int, policy: str, call: int) -> int:
+def call_seed(lease: task_pb2.Lease, *, member: int, role: str, call: int) -> int:
     """Sampling seed of one call of one episode: equal on every node and attempt, in [0, 2^31)."""
-    text = f"{lease.seed}/{member}/{policy}/{call}"
+    text = f"{lease.seed}/{member}/{role}/{call}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 

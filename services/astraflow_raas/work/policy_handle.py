@@ -1,4 +1,4 @@
-"""The `Policy` that a workflow holds: one policy of the run, bound to one episode.
+"""The `Policy` that a workflow holds: the policy that plays one role, bound to one episode.
 
 Invariant: every call of an episode has its own seed, derived from the lease, so an episode repeats on another
 node as far as its engine is deterministic; a call that the engine lost is made again under the same seed,
@@ -6,13 +6,17 @@ because nothing of it was used. Made by `session` for each episode; called by wo
 """
 
 import asyncio
+import hashlib
+import json
+from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from operator import index
 from typing import Protocol
 
 from astraflow.errors import InvalidArgumentError
-from astraflow.plugins import GenerateResult, Message
+from astraflow.plugins import GenerateResult, Message, Tool, ToolCall
+from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
@@ -38,11 +42,11 @@ class Sampler(Protocol):
 
 
 class PolicyHandle:
-    """A policy bound to one member of a lease. Used by one workflow run; not shared."""
+    """A role's policy bound to one member of a lease. Used by one workflow run; not shared."""
 
     def __init__(
         self,
-        name: str,
+        role: ResolvedRole,
         *,
         sampler: Sampler,
         lease: task_pb2.Lease,
@@ -50,10 +54,13 @@ class PolicyHandle:
         episode_id: str,
         batch_key: Callable[[int], Hashable],
     ) -> None:
-        self.name = name
+        self.name = role.policy_id
+        self.role = role.name
+        self.wants_trajectory = role.is_trained and role.name not in lease.uncredited_roles
         self._sampler = sampler
         self._lease = lease
-        self._sampling = lease.sampling[name]
+        self._sampling = lease.sampling[self.name]
+        self.max_new_tokens = self._sampling.max_new_tokens
         self._member = member
         self._episode_id = episode_id
         self._batch_key = batch_key
@@ -61,22 +68,37 @@ class PolicyHandle:
         self.waiting_for_engine = False
         """True while a call waits for an engine that is down: then a timeout is the engine's fault."""
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        return list(self._sampler.tokenizer.encode(messages))
+    def encode(self, messages: Sequence[Message] | str, *, tools: Sequence[Tool] = ()) -> list[int]:
+        return list(self._sampler.tokenizer.encode(messages, tools))
 
-    def extend(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(
+        self, token_ids: Sequence[int], messages: Sequence[Message], *, tools: Sequence[Tool] = ()
+    ) -> list[int]:
         if not token_ids or not messages:
             raise InvalidArgumentError(
                 f"policy {self.name!r}: extend needs tokens that end with an assistant's turn (got {len(token_ids)}) "
                 f"and messages (got {len(messages)}); encode the first prompt"
             )
-        added = self._sampler.tokenizer.continuation(messages)
+        added = self._sampler.tokenizer.continuation(messages, tools)
         # The policy has ended its turn itself unless it ran out of tokens.
         is_ended = token_ids[-1] == added[0] and added[0] in self._sampler.tokenizer.stop_token_ids
         return [*token_ids, *added[is_ended:]]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._sampler.tokenizer.decode(token_ids)
+
+    def read(
+        self, token_ids: Sequence[int], *, tools: Sequence[Tool] = (), prompt_ids: Sequence[int] = ()
+    ) -> Message:
+        said, calls = self._sampler.tokenizer.read(token_ids, tools)
+        if not calls:
+            return Message("assistant", said)
+        whole = array("q", (*prompt_ids, *token_ids)).tobytes()
+        made = tuple(
+            ToolCall(_call_id(whole, index), name, json.dumps(arguments))
+            for index, (name, arguments) in enumerate(calls)
+        )
+        return Message("assistant", said, tool_calls=made)
 
     async def generate(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None
@@ -92,6 +114,9 @@ class PolicyHandle:
             finish_reason=generation.finish_reason,
         )
 
+    async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
+        return await self.generate(self.encode(messages), max_new_tokens=max_new_tokens)
+
     def _next_call(self, prompt_ids: Sequence[int], *, max_new_tokens: int | None) -> GenerateCall:
         limit = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         if not prompt_ids or not 1 <= limit <= self._sampling.max_new_tokens:
@@ -103,14 +128,14 @@ class PolicyHandle:
         number, self._num_calls = self._num_calls, self._num_calls + 1
         return GenerateCall(
             # Ends in a sign of its own: SGLang aborts by prefix, and call 1 must not take call 10 along.
-            rid=f"{self._episode_id}-{self.name}-{number};",
+            rid=f"{self._episode_id}-{self.role}-{number};",
             # A workflow may count in numpy's integers, which no JSON holds.
             prompt_ids=tuple(map(index, prompt_ids)),
             max_new_tokens=limit,
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
             top_k=self._sampling.top_k,
-            seed=call_seed(self._lease, member=self._member, policy=self.name, call=number),
+            seed=call_seed(self._lease, member=self._member, role=self.role, call=number),
             stop_token_ids=self._sampler.tokenizer.stop_token_ids,
         )
 
@@ -133,3 +158,8 @@ class PolicyHandle:
             wait_s = min(2 * wait_s, _MAX_RETRY_S)
             # The engine may still run the lost call: its id must not be used twice.
             call = replace(call, rid=f"{call.rid.partition(';')[0]};{repeats};")
+
+
+def _call_id(whole: bytes, index: int) -> str:
+    """Equal on every node, and of nine letters and digits: some chat templates take nothing else."""
+    return hashlib.blake2b(whole, salt=index.to_bytes(8, "big"), digest_size=8).hexdigest()[:9]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from astraflow import plugins
 from astraflow.dataflow.v1 import trajectory_service_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError
+from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow.trajectories import BadTrajectory
 from astraflow_kit.clock import Clock, SystemClock
@@ -59,6 +60,8 @@ class SessionSettings:
     coalesce_max_new_tokens: int
     sampling: Mapping[str, task_pb2.SamplingParams]
     """The recipe's sampling of each policy, for leases that leave it open."""
+    roles: Mapping[str, ResolvedRole]
+    """The run's roles by the names that the workflow uses."""
 
 
 class Session:
@@ -146,8 +149,8 @@ class Session:
             async with asyncio.timeout(self._settings.episode_timeout_s):
                 episode = await self._workflow.run(task, handles)
             ids = EpisodeIds(episode_id=episode_id, node_id=self._settings.node_id, member=member)
-            message = build_episode(episode, lease=lease, ids=ids)
-            self._show(episode, handles=handles, member=member)
+            message = build_episode(episode, lease=lease, ids=ids, roles=self._settings.roles)
+            self._show(episode, member=member)
             return message, None
         except TimeoutError as error:
             return None, self._timed_out(error, handles=handles, member=member)
@@ -157,17 +160,17 @@ class Session:
     def _handles(self, lease: task_pb2.Lease, *, member: int, episode_id: str) -> dict[str, PolicyHandle]:
         return {
             name: PolicyHandle(
-                name,
-                sampler=policy,
+                role,
+                sampler=self._policies[role.policy_id],
                 lease=lease,
                 member=member,
                 episode_id=episode_id,
                 batch_key=self._batch_key(lease, member),
             )
-            for name, policy in self._policies.items()
+            for name, role in self._settings.roles.items()
         }
 
-    def _show(self, episode: plugins.Episode, *, handles: Mapping[str, PolicyHandle], member: int) -> None:
+    def _show(self, episode: plugins.Episode, *, member: int) -> None:
         """Log what a policy said, a few times a second at most: people look at samples."""
         now_s = self._clock.monotonic_s()
         if now_s < self._show_next_s:
@@ -182,11 +185,12 @@ class Session:
             log.info(
                 "episode.sample",
                 policy_id=trajectory.policy,
+                role=trajectory.role,
                 member=member,
                 reward=trajectory.reward,
                 finish_reason=trajectory.finish_reason,
                 tokens=len(trained),
-                text=handles[trajectory.policy].decode(trained)[:_MAX_TEXT_CHARS],
+                text=self._policies[trajectory.policy].tokenizer.decode(trained)[:_MAX_TEXT_CHARS],
             )
 
     def _batch_key(self, lease: task_pb2.Lease, member: int) -> Callable[[int], Hashable]:

@@ -18,7 +18,7 @@ class SingleTurn:
         self._reward = reward
 
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
-        """Return one trajectory of the run's only policy. Raises RecipeError when there are several."""
+        """Return one trajectory of the run's only role. Raises RecipeError when there are several."""
         turn = TrajectoryBuilder(_only(policies))
         turn.add_prompt(task.messages)
         result = await turn.generate()
@@ -29,8 +29,8 @@ class SingleTurn:
 def _only(policies: Mapping[str, Policy]) -> Policy:
     if len(policies) != 1:
         raise RecipeError(
-            f"SingleTurn needs a run with exactly one policy, this one has {', '.join(policies)}; "
-            "name a workflow that knows which policy does what"
+            f"SingleTurn needs a run with exactly one role, this one has {', '.join(policies)}; "
+            "name a workflow that knows which role does what"
         )
     (policy,) = policies.values()
     return policy

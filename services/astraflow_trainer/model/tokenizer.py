@@ -17,12 +17,15 @@ END = "<|im_end|>"
 _SPECIAL_TOKENS = [PAD, START, END]
 
 CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n"
+    "{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}"
-    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML; with the generation prompt a text ends where the model's answer begins."""
+"""ChatML with tools; with the generation prompt a text ends where the model's answer begins."""
 
 _TEMPLATE = Template(CHAT_TEMPLATE, keep_trailing_newline=True)
 

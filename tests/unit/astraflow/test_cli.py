@@ -12,9 +12,18 @@ import astraflow
 from astraflow import cli, errors
 from support.cli import Ended, run
 
+Add = Callable[..., None]
+RAISES = """
+import typer
+from astraflow import errors
+app = typer.Typer()
+@app.command()
+def extra(): raise {}
+"""
+
 
 @pytest.fixture
-def add_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+def add_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Add:
     """Adds the subcommand `extra` whose module holds the given source."""
 
     def add(source: str, *, extra: str = "raas") -> None:
@@ -37,9 +46,10 @@ def test_help_lists_every_command_with_its_summary() -> None:
     assert [name for name, command in cli.COMMANDS.items() if command.summary not in shown] == []
 
 
-@pytest.mark.parametrize(
-    ("typed", "words"), [("dve", "did you mean `dev`?"), ("zzz", "known: dev, doctor, recipe")]
-)
+NEAREST = [("dve", "did you mean `dev`?"), ("zzz", "known: dev, doctor, recipe")]
+
+
+@pytest.mark.parametrize(("typed", "words"), NEAREST)
 def test_an_unknown_command_names_the_nearest_one(typed: str, words: str) -> None:
     ended = run(typed)
     assert ended.status == cli.USAGE_ERROR
@@ -53,29 +63,23 @@ def test_a_command_is_where_the_table_says(name: str) -> None:
     assert found.origin is not None
     # Read, not imported: some of them load torch.
     tree = ast.parse(Path(found.origin).read_text())
-    assigned = [
-        ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
-    ]
-    assert "app" in assigned
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    assert "app" in [ast.unparse(target) for node in assigned for target in node.targets]
 
 
-@pytest.mark.parametrize(
-    ("extra", "line"), [("raas", "pip install 'astraflow[raas]'\n"), ("", "pip install astraflow\n")]
-)
+@pytest.mark.parametrize(("extra", "wanted"), [("raas", "'astraflow[raas]'"), ("", "astraflow")])
 def test_a_missing_dependency_is_told_with_the_line_that_installs_it(
-    add_command: Callable[..., None], extra: str, line: str
+    add_command: Add, extra: str, wanted: str
 ) -> None:
     add_command("import surely_not_installed.deeply", extra=extra)
     ended = run("extra")
     assert ended.status == cli.USAGE_ERROR
     assert "`astraflow extra` needs the package 'surely_not_installed'" in ended.errors
-    assert ended.errors.endswith(line)
+    assert ended.errors.endswith(f"pip install {wanted}\n")
     assert "Traceback" not in ended.errors
 
 
-def test_a_module_of_ours_that_is_missing_is_a_defect_and_not_told_as_a_dependency(
-    add_command: Callable[..., None],
-) -> None:
+def test_a_module_of_ours_that_is_missing_is_a_defect_and_not_a_dependency(add_command: Add) -> None:
     add_command("import module_of_extra_command.gone")
     with pytest.raises(ModuleNotFoundError, match="gone"):
         run("extra")
@@ -93,19 +97,13 @@ def test_a_module_of_ours_that_is_missing_is_a_defect_and_not_told_as_a_dependen
     ],
 )
 def test_a_known_error_ends_with_its_message_and_status(
-    add_command: Callable[..., None], kind: type[errors.AstraflowError], status: int
+    add_command: Add, kind: type[errors.AstraflowError], status: int
 ) -> None:
-    add_command(
-        "import typer\n"
-        "from astraflow import errors\n"
-        "app = typer.Typer(add_completion=False)\n"
-        "@app.command()\n"
-        "def extra(): raise errors." + kind.__name__ + "('3 exceeds 2; lower it')\n"
-    )
+    add_command(RAISES.format(f"errors.{kind.__name__}('3 exceeds 2; lower it')"))
     assert run("extra") == Ended(status, "", f"{kind.reason}: 3 exceeds 2; lower it\n")
 
 
-def test_a_defect_keeps_its_traceback(add_command: Callable[..., None]) -> None:
-    add_command("import typer\napp = typer.Typer()\n@app.command()\ndef extra(): raise KeyError('gone')\n")
+def test_a_defect_keeps_its_traceback(add_command: Add) -> None:
+    add_command(RAISES.format("KeyError('gone')"))
     with pytest.raises(KeyError, match="gone"):
         run("extra")

@@ -38,6 +38,7 @@ FAST = RetryPolicy(total_s=20.0, first_wait_s=0.01, max_wait_s=0.05)
 ONCE = RetryPolicy(total_s=0.0)
 PATIENCE_S = 20.0
 
+Kind = type[errors.AstraflowError]
 KINDS = list(errors.ERRORS_BY_REASON.values())
 REPEATABLE = [errors.UnavailableError, errors.PayloadMissingError]
 
@@ -232,9 +233,7 @@ def test_a_silent_server_is_a_deadline_error_and_is_not_asked_twice(twin: Twin, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_served_error_is_raised_as_itself(
-    twin: Twin, script: Script, kind: type[errors.AstraflowError]
-) -> None:
+def test_every_served_error_is_raised_as_itself(twin: Twin, script: Script, kind: Kind) -> None:
     script.fail(kind("3 exceeds 2; lower it", metadata={"field": "steps"}, retry_after_s=1.5))
     with pytest.raises(kind, match="3 exceeds 2; lower it") as caught:
         twin.call(READ, retry=ONCE)
@@ -245,8 +244,8 @@ def test_every_served_error_is_raised_as_itself(
 
 @pytest.mark.parametrize("rpc", [READ, IDEMPOTENT])
 @pytest.mark.parametrize("kind", REPEATABLE)
-def test_a_harmless_call_is_repeated_until_the_server_is_there(
-    twin: Twin, script: Script, rpc: str, kind: type[errors.AstraflowError]
+def test_a_harmless_call_is_repeated_until_it_succeeds(
+    twin: Twin, script: Script, rpc: str, kind: Kind
 ) -> None:
     script.fail(kind("1"), kind("2"), kind("3"))
     twin.call(rpc)
@@ -258,7 +257,7 @@ def test_a_harmless_call_is_repeated_until_the_server_is_there(
     [(NEVER, errors.UnavailableError), *((IDEMPOTENT, kind) for kind in KINDS if kind not in REPEATABLE)],
 )
 def test_an_answer_is_final_and_so_is_any_error_of_a_call_that_may_act_twice(
-    twin: Twin, script: Script, rpc: str, kind: type[errors.AstraflowError]
+    twin: Twin, script: Script, rpc: str, kind: Kind
 ) -> None:
     script.fail(kind("no", retry_after_s=0.0))
     with pytest.raises(kind):
@@ -331,9 +330,7 @@ def port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def test_a_restarted_server_is_found_again_by_the_call_that_missed_it(
-    connect: Connect, script: Script
-) -> None:
+def test_a_restarted_server_is_found_by_the_call_that_missed_it(connect: Connect, script: Script) -> None:
     with serving(script) as address:
         twin = connect(address)
         twin.call(READ)

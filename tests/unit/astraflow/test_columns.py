@@ -9,19 +9,14 @@ from astraflow.columns import Columns, decode_columns, encode_columns, pack_mask
 from astraflow.errors import InvalidTrajectoryError
 from astraflow.rollout.v1 import trajectory_pb2
 
-TOKENS = st.lists(
-    st.tuples(st.integers(0, 2**31 - 1), st.booleans(), st.floats(-50, 0, width=32)), min_size=1, max_size=70
-)
+TOKEN = st.tuples(st.integers(0, 2**31 - 1), st.booleans(), st.floats(-50, 0, width=32))
+TOKENS = st.lists(TOKEN, min_size=1, max_size=70)
 
 
 def _columns(tokens: list[tuple[int, bool, float]]) -> Columns:
     ids, mask, logprobs = zip(*tokens, strict=True)
-    return Columns(
-        np.array(ids, dtype=np.int32),
-        np.array(mask, dtype=bool),
-        np.array(logprobs, dtype=np.float32),
-        ((0, len(ids), 3),),
-    )
+    columns = np.array(ids, np.int32), np.array(mask, bool), np.array(logprobs, np.float32)
+    return Columns(*columns, ((0, len(ids), 3),))
 
 
 @given(TOKENS)
@@ -29,9 +24,8 @@ def test_columns_survive_the_wire(tokens: list[tuple[int, bool, float]]) -> None
     sent = _columns(tokens)
     wire = encode_columns(sent, trajectory_id="t").SerializeToString()
     received = decode_columns(trajectory_pb2.Trajectory.FromString(wire))
-    np.testing.assert_array_equal(received.token_ids, sent.token_ids)
-    np.testing.assert_array_equal(received.loss_mask, sent.loss_mask)
-    np.testing.assert_array_equal(received.logprobs, sent.logprobs)
+    for column in ("token_ids", "loss_mask", "logprobs"):
+        np.testing.assert_array_equal(getattr(received, column), getattr(sent, column))
     assert received.version_spans == sent.version_spans
 
 

@@ -5,13 +5,11 @@ import pytest
 from astraflow.compatibility import CONTRACT_VERSION as OURS
 from astraflow.compatibility import require_compatible
 from astraflow.errors import IncompatibleError
-from astraflow.server.v1 import server_info_pb2
+from astraflow.server.v1.server_info_pb2 import ServerInfo
 
 
-def server(oldest: int, newest: int) -> server_info_pb2.ServerInfo:
-    return server_info_pb2.ServerInfo(
-        product_version="9.8.7", oldest_contract_version=oldest, contract_version=newest
-    )
+def server(oldest: int, newest: int) -> ServerInfo:
+    return ServerInfo(product_version="9.8.7", oldest_contract_version=oldest, contract_version=newest)
 
 
 @pytest.mark.parametrize(("oldest", "newest"), [(OURS, OURS), (OURS, OURS + 3), (OURS - 1, OURS)])

@@ -50,9 +50,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(key: str, value: objec
     assert (dict(state), state.changes()) == ({}, {})
 
 
-def test_a_full_state_says_so_and_takes_more_after_something_was_deleted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_state_says_so_and_takes_more_after_a_key_was_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin_state, "MAX_STATE_BYTES", 10)
     state = PluginState({"a": b"12345"})
     with pytest.raises(ValueError, match="would hold 12 bytes, at most 10; delete keys"):

@@ -16,19 +16,11 @@ from hypothesis import strategies as st
 
 from astraflow import plugins, trajectories
 
-PROTOCOLS = {
-    name: kind
-    for name, kind in inspect.getmembers(plugins, inspect.isclass)
-    if getattr(kind, "_is_protocol", False) and kind.__module__ == plugins.__name__
-}
+HERE = plugins.__name__
+OWN = {name: kind for name, kind in vars(plugins).items() if getattr(kind, "__module__", "") == HERE}
+PROTOCOLS = {name: kind for name, kind in OWN.items() if getattr(kind, "_is_protocol", False)}
 VALUES: dict[str, Any] = dict(inspect.getmembers(plugins, dataclasses.is_dataclass))
-
-
-ERRORS = {
-    name: kind
-    for name, kind in inspect.getmembers(plugins, inspect.isclass)
-    if issubclass(kind, Exception) and kind.__module__ == plugins.__name__
-}
+ERRORS = {name for name, kind in OWN.items() if isinstance(kind, type) and issubclass(kind, Exception)}
 
 
 def test_every_public_name_is_a_protocol_a_value_an_error_the_state_or_the_builder() -> None:
@@ -94,7 +86,7 @@ def test_whatever_a_workflow_adds_the_columns_stay_aligned_and_pass_the_checker(
     prompt: int, turns: list[tuple[int, int, int]]
 ) -> None:
     policy = ScriptedPolicy(sampled=[(num, newer) for num, newer, _ in turns])
-    builder = plugins.TrajectoryBuilder(policy, role="player")
+    builder = plugins.TrajectoryBuilder(policy)
     builder.add_prompt([plugins.Message("user", "x" * prompt)])
     for _, _, observed in turns:
         asyncio.run(builder.generate())
@@ -104,21 +96,16 @@ def test_whatever_a_workflow_adds_the_columns_stay_aligned_and_pass_the_checker(
             builder.build(reward=1.0)
         return
     built = builder.build(reward=1.0, metrics={"turns": 2})
-    trained = trajectories.check_columns(
-        "trajectory",
-        token_ids=np.asarray(built.token_ids, dtype=np.int64),
-        loss_mask=np.asarray(built.loss_mask, dtype=bool),
-        logprobs=np.asarray(built.logprobs, dtype=np.float32),
-        version_spans=built.version_spans,
-    )
+    kinds = {"token_ids": np.int64, "loss_mask": bool, "logprobs": np.float32}
+    columns = {name: np.asarray(getattr(built, name), dtype=kind) for name, kind in kinds.items()}
+    trained = trajectories.check_columns("trajectory", **columns, version_spans=built.version_spans)
     trajectories.check_spans("trajectory", built.turn_spans, num_tokens=len(built.token_ids), what="turn")
     assert trained.num_tokens == builder.num_sampled == sum(num for num, _, _ in turns)
     for token, sampled, logprob in zip(built.token_ids, built.loss_mask, built.logprobs, strict=True):
         assert (sampled, logprob) == ((True, -float(token)) if token >= SAMPLED else (False, 0.0))
     for span in built.version_spans:
-        assert [policy.version_of[built.token_ids[i]] for i in range(span.start, span.end)] == [
-            span.version
-        ] * (span.end - span.start)
+        tokens = built.token_ids[span.start : span.end]
+        assert {policy.version_of[token] for token in tokens} == {span.version}
     roles = [span.role for span in built.turn_spans for _ in range(span.start, span.end)]
     assert [role == "assistant" for role in roles] == list(built.loss_mask)
     assert (built.role, built.finish_reason, built.metrics) == ("player", "stop", {"turns": 2})
@@ -148,15 +135,17 @@ SAMPLED = 100
 class ScriptedPolicy:
     """One token for each character of a message; samples new tokens, as many as the script says."""
 
-    name = "solver"
+    name, role, wants_trajectory = "solver", "player", True
 
     def __init__(self, *, sampled: list[tuple[int, int]]) -> None:
         self.script, self.version_of = sampled, dict[int, int]()
 
-    def encode(self, messages: Sequence[plugins.Message]) -> list[int]:
+    def encode(self, messages: Sequence[plugins.Message], **_tools: object) -> list[int]:
         return [1 for message in messages for _ in message.content]
 
-    def extend(self, token_ids: Sequence[int], messages: Sequence[plugins.Message]) -> list[int]:
+    def extend(
+        self, token_ids: Sequence[int], messages: Sequence[plugins.Message], **_tools: object
+    ) -> list[int]:
         return [*token_ids, *self.encode(messages)]
 
     def decode(self, token_ids: Sequence[int]) -> str:

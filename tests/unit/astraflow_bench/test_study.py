@@ -45,22 +45,6 @@ def _summary(first: float | None = 0.2, last: float | None = 0.8) -> dict[str, o
     }
 
 
-def _judge(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *, learned: int, seeds: int = 10, control: float = 0.2
-) -> int:
-    """Exit status of a study whose trials are given instead of run, and not drawn."""
-
-    def trial(recipe: Path, name: str, arguments: list[str]) -> Trial:
-        del recipe
-        seed_last = 0.8 if int(arguments[1]) < learned else 0.3
-        return Trial(name, _summary(last=control if name == CONTROL else seed_last), [])
-
-    monkeypatch.setattr(study, "_run", trial)
-    monkeypatch.setattr(study, "_draw", lambda trials, path: None)
-    monkeypatch.setattr(sys, "argv", ["study", "--seeds", str(seeds), "--out", str(folder)])
-    return study.main()
-
-
 def _play(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Run the whole study over a program that plays `astraflow dev`: seed 0 learns, seed 1 does not."""
     finals = {"0": 0.8, "1": 0.3, "control": 0.2}
@@ -93,19 +77,22 @@ def test_a_seed_has_learned_when_it_ends_high_and_well_above_its_start(
 
 
 @pytest.mark.parametrize(
-    ("learned", "control", "status"), [(10, 0.2, 0), (9, 0.2, 0), (8, 0.2, 1), (10, 0.8, 1)]
+    ("learned", "seeds", "control", "status"),
+    [(10, 10, 0.2, 0), (9, 10, 0.2, 0), (8, 10, 0.2, 1), (10, 10, 0.8, 1), (3, 3, 0.2, 0), (2, 3, 0.2, 1)],
 )
-def test_nine_of_ten_seeds_must_learn_and_the_control_must_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, learned: int, control: float, status: int
+def test_nine_of_ten_seeds_must_learn_rounded_up_and_the_control_must_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, learned: int, seeds: int, control: float, status: int
 ) -> None:
-    assert _judge(monkeypatch, tmp_path, learned=learned, control=control) == status
+    """Exit status of a study whose trials are given instead of run, and not drawn."""
 
+    def trial(_: Path, name: str, arguments: list[str]) -> Trial:
+        seed_last = 0.8 if int(arguments[1]) < learned else 0.3
+        return Trial(name, _summary(last=control if name == CONTROL else seed_last), [])
 
-@pytest.mark.parametrize(("learned", "status"), [(3, 0), (2, 1)])
-def test_of_fewer_seeds_the_share_is_rounded_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, learned: int, status: int
-) -> None:
-    assert _judge(monkeypatch, tmp_path, learned=learned, seeds=3) == status
+    monkeypatch.setattr(study, "_run", trial)
+    monkeypatch.setattr(study, "_draw", lambda trials, path: None)
+    monkeypatch.setattr(sys, "argv", ["study", "--seeds", str(seeds), "--out", str(tmp_path)])
+    assert study.main() == status
 
 
 def test_the_results_hold_each_trial_and_a_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

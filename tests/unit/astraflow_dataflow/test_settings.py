@@ -18,7 +18,3 @@ def test_redis_is_required_and_must_be_a_url() -> None:
 def test_the_work_folder_is_expanded() -> None:
     settings = load(DataflowServerSettings, {"redis": "redis://127.0.0.1:1", "work_dir": Path("~/x")})
     assert settings.work_dir == Path.home() / "x"
-
-
-def test_code_of_recipes_is_not_run_unless_asked_for() -> None:
-    assert load(DataflowServerSettings, {"redis": "redis://127.0.0.1:1"}).allow_recipe_code is False

@@ -7,8 +7,7 @@ import pytest
 
 from astraflow_engine.service import EngineService
 from astraflow_kit import failpoints
-from support.engine_parts import DEADLINE_S, make_service, make_worker
-from support.tiny_qwen import save_tiny_qwen
+from support import engine_parts, tiny_qwen
 
 
 @pytest.fixture(autouse=True)
@@ -21,13 +20,13 @@ def no_failpoint_stays_armed() -> Iterator[None]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The checkpoint of a tiny random model."""
-    return save_tiny_qwen(tmp_path / "model")
+    return tiny_qwen.save_tiny_qwen(tmp_path / "model")
 
 
 @pytest.fixture
 async def service(folder: Path) -> AsyncIterator[EngineService]:
     """A started service over it."""
-    service = make_service(folder, make_worker(folder))
+    service = engine_parts.make_service(folder, engine_parts.make_worker(folder))
     await service.start()
     yield service
-    await service.stop(deadline_s=DEADLINE_S)
+    await service.stop(deadline_s=engine_parts.DEADLINE_S)

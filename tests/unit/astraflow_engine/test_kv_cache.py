@@ -16,6 +16,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return load_model_config(save_tiny_qwen(tmp_path_factory.mktemp("models") / "model"))
 
 
+@pytest.fixture
+def cache(config: ModelConfig) -> KvCache:
+    return KvCache(config, num_slots=4, capacity=10)
+
+
 def row(cache: KvCache, index: int, *, length: int) -> torch.Tensor:
     """Keys and values of one row in the last layer."""
     return torch.stack(cache.gathered_rows(1, rows_B=torch.tensor([index]), length=length))
@@ -28,8 +33,7 @@ def fill(cache: KvCache, index: int, *, length: int, value: float) -> None:
         cache.write(layer, places, keys=keys, values=-keys)
 
 
-def test_tokens_are_stored_where_their_rows_and_positions_say(config: ModelConfig) -> None:
-    cache = KvCache(config, num_slots=4, capacity=10)
+def test_tokens_are_stored_where_their_rows_and_positions_say(cache: KvCache) -> None:
     places = cache.places(torch.tensor([2, 0]), torch.tensor([[3, 4], [0, 10]]))
     keys = torch.arange(2 * 2 * 2 * 8, dtype=torch.float32).view(2, 2, 2, 8) + 1
     cache.write(1, places, keys=keys, values=-keys)
@@ -39,16 +43,14 @@ def test_tokens_are_stored_where_their_rows_and_positions_say(config: ModelConfi
     assert not row(cache, 1, length=10).any()
 
 
-def test_one_token_per_leading_row_is_stored_without_naming_rows_twice(config: ModelConfig) -> None:
-    cache = KvCache(config, num_slots=4, capacity=10)
+def test_one_token_per_leading_row_is_stored_without_naming_rows_twice(cache: KvCache) -> None:
     keys = torch.rand(3, 2, 8)
     cache.write(1, cache.places(torch.arange(3), torch.tensor([5, 0, 9])), keys=keys, values=keys)
     stored, _ = cache.leading_rows(1, num_rows=3, length=10)
     assert torch.equal(torch.stack([stored[0, :, 5], stored[1, :, 0], stored[2, :, 9]]), keys)
 
 
-def test_a_copied_row_is_equal_up_to_the_length_and_untouched_beyond(config: ModelConfig) -> None:
-    cache = KvCache(config, num_slots=4, capacity=10)
+def test_a_copied_row_is_equal_up_to_the_length_and_untouched_beyond(cache: KvCache) -> None:
     fill(cache, 0, length=8, value=3.0)
     cache.copy_row(0, targets=[2, 3], length=5)
     assert torch.equal(row(cache, 2, length=5), row(cache, 0, length=5))
@@ -57,8 +59,7 @@ def test_a_copied_row_is_equal_up_to_the_length_and_untouched_beyond(config: Mod
     assert not row(cache, 1, length=10).any()
 
 
-def test_exchanged_rows_swap_their_contents(config: ModelConfig) -> None:
-    cache = KvCache(config, num_slots=3, capacity=10)
+def test_exchanged_rows_swap_their_contents(cache: KvCache) -> None:
     fill(cache, 0, length=4, value=1.0)
     fill(cache, 2, length=7, value=2.0)
     first, second = row(cache, 0, length=7).clone(), row(cache, 2, length=7).clone()

@@ -39,12 +39,6 @@ def test_a_short_overlap_is_not_worth_a_copy(index: PrefixIndex) -> None:
     assert longest(index) is None
 
 
-def test_another_space_shares_nothing(index: PrefixIndex) -> None:
-    index.record(0, tokens=PROMPT, space="version 1")
-    assert longest(index, "version 2") is None
-    assert longest(index, "version 1") is not None
-
-
 def test_a_flush_forgets_every_row(index: PrefixIndex) -> None:
     for row in range(4):
         index.record(row, tokens=PROMPT, space="")

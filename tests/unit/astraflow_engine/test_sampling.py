@@ -93,9 +93,8 @@ def test_a_row_draws_the_same_whoever_shares_the_pass(seeds: list[int], order: l
     first = [together.step(logits, slots_B=shuffled)[0].tolist() for _ in range(5)]
     for place, slot in enumerate(order):
         alone = slots_of(row(seed=(seeds * 6)[slot]))
-        assert [int(alone.step(LOGITS, slots_B=np.array([0]))[0]) for _ in range(5)] == [
-            t[place] for t in first
-        ]
+        expected = [tokens[place] for tokens in first]
+        assert [int(alone.step(LOGITS, slots_B=np.array([0]))[0]) for _ in range(5)] == expected
 
 
 def test_a_retracted_row_continues_its_own_series() -> None:
@@ -130,6 +129,5 @@ def test_draws_are_pinned_so_that_a_seed_means_the_same_in_the_next_release() ->
     found = uniforms(np.array([0, 1, 2**63], dtype=np.uint64), np.array([0, 1, 2], dtype=np.uint64))
     assert found.tolist() == pytest.approx(PINNED_UNIFORMS, abs=0.0)
     assert derive_seed(0, 1, 7, 0) == PINNED_SEED
-    assert (
-        len({derive_seed(0, 1, 7), derive_seed(1, 0, 7), derive_seed(0, 7, 1), derive_seed(0, 1, 7, 0)}) == 4
-    )
+    parts = [(0, 1, 7), (1, 0, 7), (0, 7, 1), (0, 1, 7, 0)]
+    assert len({derive_seed(*part) for part in parts}) == 4

@@ -20,19 +20,17 @@ def sequence(rid: str, *, prompt_length: int = 4, arrived_s: float = 0.0, **para
     return Sequence(request=request, seed=0, arrived_s=arrived_s)
 
 
-def scheduler_with(
-    *prompt_lengths: int, limits: AdmissionLimits = LIMITS, num_slots: int = NUM_SLOTS
-) -> SlotScheduler:
+def queue_of(*lengths: int, limits: AdmissionLimits = LIMITS, num_slots: int = NUM_SLOTS) -> SlotScheduler:
     """Requests r0, r1, … wait."""
     scheduler = SlotScheduler(num_slots=num_slots, limits=limits)
-    for index, length in enumerate(prompt_lengths):
+    for index, length in enumerate(lengths):
         scheduler.submit(sequence(f"r{index}", prompt_length=length, arrived_s=index))
     return scheduler
 
 
 def busy_with(num_requests: int) -> SlotScheduler:
     """Short requests, of which as many as there is room for have entered."""
-    scheduler = scheduler_with(*[4] * num_requests)
+    scheduler = queue_of(*[4] * num_requests)
     enter(scheduler)
     return scheduler
 
@@ -56,12 +54,12 @@ ENTERING = [
 
 @pytest.mark.parametrize(("prompt_lengths", "entered"), ENTERING)
 def test_how_many_requests_enter_at_once(prompt_lengths: list[int], entered: int) -> None:
-    assert enter(scheduler_with(*prompt_lengths)) == [f"r{index}" for index in range(entered)]
+    assert enter(queue_of(*prompt_lengths)) == [f"r{index}" for index in range(entered)]
 
 
 def test_a_few_requests_wait_beside_a_nearly_full_engine_but_not_for_ever() -> None:
     limits = AdmissionLimits(max_waiting=40, max_prefill_tokens=9_999)
-    scheduler = scheduler_with(*[4] * 36, limits=limits, num_slots=32)
+    scheduler = queue_of(*[4] * 36, limits=limits, num_slots=32)
     enter(scheduler)
     scheduler.finish(3)
     entered = [enter(scheduler) for _ in range(10)]
@@ -70,7 +68,7 @@ def test_a_few_requests_wait_beside_a_nearly_full_engine_but_not_for_ever() -> N
 
 
 def test_a_full_queue_refuses_with_its_limit() -> None:
-    scheduler = scheduler_with(*[4] * 12)
+    scheduler = queue_of(*[4] * 12)
     with pytest.raises(QueueFull, match="12 waiting, limit 12"):
         scheduler.submit(sequence("one more"))
 

@@ -89,12 +89,6 @@ def test_an_unknown_tensor_is_refused(folder: Path) -> None:
         load(folder)
 
 
-def test_a_folder_without_tensors_is_refused(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
-        load(folder)
-
-
 def test_a_truncated_file_is_refused(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

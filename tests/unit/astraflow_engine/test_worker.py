@@ -1,6 +1,6 @@
 """The scheduler thread: every future is answered, also when the thread stops or fails."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -12,23 +12,23 @@ from astraflow_engine.errors import EngineUnavailable, InvalidRequest, QueueFull
 from astraflow_engine.requests import FinishKind, PauseMode
 from astraflow_engine.worker import EngineWorker
 from astraflow_kit import failpoints
-from support import engine_parts
-from support.engine_parts import DEADLINE_S, greedy
+from support.engine_parts import DEADLINE_S, greedy, make_worker
 
 T = TypeVar("T")
 
 
 @pytest.fixture
-def make_worker(folder: Path) -> Iterator[Callable[..., EngineWorker]]:
-    """Makes workers that are stopped at the end; a test starts them itself."""
-    made: list[EngineWorker] = []
+def idle(folder: Path) -> Iterator[EngineWorker]:
+    """A worker that the test starts itself."""
+    worker = make_worker(folder, max_in_flight=6)
+    yield worker
+    assert worker.stop(deadline_s=DEADLINE_S)
 
-    def make(**options: int) -> EngineWorker:
-        made.append(engine_parts.make_worker(folder, **options))
-        return made[-1]
 
-    yield make
-    assert all(worker.stop(deadline_s=DEADLINE_S) for worker in made)
+@pytest.fixture
+def worker(idle: EngineWorker) -> EngineWorker:
+    idle.start()
+    return idle
 
 
 @pytest.fixture
@@ -38,20 +38,8 @@ def paused(worker: EngineWorker) -> EngineWorker:
     return worker
 
 
-@pytest.fixture
-def worker(make_worker: Callable[..., EngineWorker]) -> EngineWorker:
-    worker = make_worker()
-    worker.start()
-    return worker
-
-
 def answer(future: "Future[T]") -> T:
     return future.result(DEADLINE_S)
-
-
-def test_requests_from_other_threads_are_completed(worker: EngineWorker) -> None:
-    futures = [worker.submit(greedy(str(index))) for index in range(9)]
-    assert [len(answer(future).tokens) for future in futures] == [6] * 9
 
 
 def test_a_refused_request_does_not_disturb_the_others(paused: EngineWorker) -> None:
@@ -92,20 +80,17 @@ def test_an_answer_nobody_waits_for_is_dropped(paused: EngineWorker) -> None:
     assert len(answer(paused.submit(greedy("wanted"))).tokens) == 6
 
 
-def test_a_failing_pass_fails_every_caller_and_ends_the_thread(
-    make_worker: Callable[..., EngineWorker],
-) -> None:
-    worker = make_worker()
+def test_a_failing_pass_fails_every_caller_and_ends_the_thread(idle: EngineWorker) -> None:
     failpoints.arm("engine.decode_step=raise@2")
-    requests = [worker.submit(greedy(str(index))) for index in range(6)]
-    worker.start()
+    requests = [idle.submit(greedy(str(index))) for index in range(6)]
+    idle.start()
     for request in requests:
         with pytest.raises(EngineUnavailable, match="the engine has stopped"):
             answer(request)
     with pytest.raises(failpoints.FailpointRaised):
-        answer(worker.end)
+        answer(idle.end)
     with pytest.raises(EngineUnavailable):
-        answer(worker.submit(greedy("later")))
+        answer(idle.submit(greedy("later")))
 
 
 def test_stopping_refuses_what_is_in_progress_and_what_comes_later(paused: EngineWorker) -> None:
@@ -117,11 +102,10 @@ def test_stopping_refuses_what_is_in_progress_and_what_comes_later(paused: Engin
             future.result(DEADLINE_S)
 
 
-def test_more_than_the_queue_holds_is_refused_at_once(make_worker: Callable[..., EngineWorker]) -> None:
-    worker = make_worker(max_in_flight=3)
-    futures = [worker.submit(greedy(str(index))) for index in range(5)]
-    for future in futures[3:]:
-        with pytest.raises(QueueFull, match="3 requests are not yet taken in"):
+def test_more_than_the_queue_holds_is_refused_at_once(idle: EngineWorker) -> None:
+    futures = [idle.submit(greedy(str(index))) for index in range(8)]
+    for future in futures[6:]:
+        with pytest.raises(QueueFull, match="6 requests are not yet taken in"):
             answer(future)
-    worker.start()
-    assert [len(answer(future).tokens) for future in futures[:3]] == [6, 6, 6]
+    idle.start()
+    assert [len(answer(future).tokens) for future in futures[:6]] == [6] * 6

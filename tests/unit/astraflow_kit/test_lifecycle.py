@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from astraflow import errors
-from astraflow_kit import failpoint_names, failpoints, lifecycle
+from astraflow_kit import failpoint_names, failpoints, lifecycle, ports
 from astraflow_kit.lifecycle import Addresses, ExitCode, Lifecycle, run_services
-from astraflow_kit.ports import PortError
 
 _DAEMON = """
 import asyncio, sys
@@ -47,6 +46,14 @@ def _daemon(kind: str, *, drain_timeout_s: float = 60.0) -> subprocess.Popen[str
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def _signalled(kind: str, number: signal.Signals = signal.SIGTERM, **options: float) -> subprocess.Popen[str]:
+    """A daemon that was told to drain once it was up."""
+    child = _daemon(kind, **options)
+    assert _said(child) == "up"
+    child.send_signal(number)
+    return child
+
+
 def _said(child: subprocess.Popen[str]) -> str:
     assert child.stdout is not None
     return child.stdout.readline().strip()
@@ -59,16 +66,11 @@ def _ended(child: subprocess.Popen[str]) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_drains(number: signal.Signals) -> None:
-    child = _daemon("polite")
-    assert _said(child) == "up"
-    child.send_signal(number)
-    assert _ended(child) == (ExitCode.OK, ["daemon.draining", "daemon.ended"])
+    assert _ended(_signalled("polite", number)) == (ExitCode.OK, ["daemon.draining", "daemon.ended"])
 
 
 def test_the_second_signal_stops_at_once() -> None:
-    child = _daemon("stubborn")
-    assert _said(child) == "up"
-    child.send_signal(signal.SIGTERM)
+    child = _signalled("stubborn")
     assert _said(child) == "draining"
     child.send_signal(signal.SIGTERM)
     code, events = _ended(child)
@@ -77,10 +79,7 @@ def test_the_second_signal_stops_at_once() -> None:
 
 
 def test_a_drain_that_takes_too_long_is_stopped() -> None:
-    child = _daemon("stubborn", drain_timeout_s=0.1)
-    assert _said(child) == "up"
-    child.send_signal(signal.SIGTERM)
-    assert _ended(child)[0] == ExitCode.DRAIN_TIMEOUT
+    assert _ended(_signalled("stubborn", drain_timeout_s=0.1))[0] == ExitCode.DRAIN_TIMEOUT
 
 
 def test_begin_arms_what_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +95,7 @@ def test_begin_arms_what_the_environment_names(tmp_path: Path, monkeypatch: pyte
     [
         (RuntimeError("defect"), ExitCode.FAILED),
         (errors.InternalError("theirs"), ExitCode.FAILED),
-        (PortError("taken"), ExitCode.USAGE),
+        (ports.PortError("taken"), ExitCode.USAGE),
         (errors.RecipeError("wrong key"), ExitCode.USAGE),
         (errors.UnauthenticatedError("unknown token"), ExitCode.USAGE),
         (errors.PermissionError_("for trainers"), ExitCode.USAGE),

@@ -6,12 +6,7 @@ from astraflow_kit.metric_schema import SCHEMA, Kind
 from support.source_tree import SERVICES, modules
 
 _UNBOUNDED = {"task_id", "trajectory_id", "episode_id", "batch_id", "group_id", "step", "version"}
-_METHODS = {
-    "increment": Kind.COUNTER,
-    "set": Kind.GAUGE,
-    "add": Kind.GAUGE,
-    "observe": Kind.HISTOGRAM,
-}
+_METHODS = {"increment": Kind.COUNTER, "set": Kind.GAUGE, "add": Kind.GAUGE, "observe": Kind.HISTOGRAM}
 
 
 def _uses() -> dict[str, set[Kind]]:

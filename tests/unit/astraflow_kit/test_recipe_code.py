@@ -1,5 +1,6 @@
 """Recipe code reaches the disk only with leave, only as pinned, and only inside its folder."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,18 +13,14 @@ from astraflow_kit.recipe_code import install_code
 CODE = "class Half: ..."
 
 
-def bundle(**files: str) -> run_pb2.CodeBundle:
-    listed = [
-        CodeFile(path.replace("__", "/") + ".py", text.encode()) for path, text in sorted(files.items())
-    ]
-    return run_pb2.CodeBundle(
-        files=[run_pb2.CodeFile(path=file.path, content=file.content) for file in listed],
-        sha256=bundle_digest(listed),
-    )
+def bundle(files: Mapping[str, str]) -> run_pb2.CodeBundle:
+    listed = [CodeFile(path, text.encode()) for path, text in sorted(files.items())]
+    sent = [run_pb2.CodeFile(path=file.path, content=file.content) for file in listed]
+    return run_pb2.CodeBundle(files=sent, sha256=bundle_digest(listed))
 
 
 def test_allowed_code_is_written_once_under_its_digest(tmp_path: Path) -> None:
-    code = bundle(recipe=CODE, parts__more="X = 1")
+    code = bundle({"recipe.py": CODE, "parts/more.py": "X = 1"})
     folder = install_code(code, into=tmp_path, allowed=True)
     assert folder is not None
     assert folder.name == code.sha256.hex()
@@ -36,12 +33,12 @@ def test_allowed_code_is_written_once_under_its_digest(tmp_path: Path) -> None:
 
 
 def test_without_leave_nothing_is_written(tmp_path: Path) -> None:
-    assert install_code(bundle(recipe=CODE), into=tmp_path, allowed=False) is None
+    assert install_code(bundle({"recipe.py": CODE}), into=tmp_path, allowed=False) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_code_that_differs_from_its_pin_is_refused(tmp_path: Path) -> None:
-    code = bundle(recipe=CODE)
+    code = bundle({"recipe.py": CODE})
     code.files[0].content += b"\nimport os"
     with pytest.raises(RecipeError, match="digest"):
         install_code(code, into=tmp_path, allowed=True)
@@ -52,10 +49,6 @@ def test_code_that_differs_from_its_pin_is_refused(tmp_path: Path) -> None:
     "path", ["../evil.py", "/etc/evil.py", "a/../../evil.py", "run.sh", "a//b.py", ".hidden.py"]
 )
 def test_paths_that_leave_the_folder_are_refused(tmp_path: Path, path: str) -> None:
-    files = [CodeFile(path, b"X = 1")]
-    code = run_pb2.CodeBundle(
-        files=[run_pb2.CodeFile(path=path, content=b"X = 1")], sha256=bundle_digest(files)
-    )
     with pytest.raises(RecipeError, match="relative paths"):
-        install_code(code, into=tmp_path / "code", allowed=True)
+        install_code(bundle({path: "X = 1"}), into=tmp_path / "code", allowed=True)
     assert list(tmp_path.iterdir()) == []

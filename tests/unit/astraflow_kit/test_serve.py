@@ -25,12 +25,9 @@ from astraflow import errors
 from astraflow._contract import ContractError
 from astraflow._status import from_rpc_error
 from astraflow.options.v1 import options_pb2
-from astraflow_kit import log
-from astraflow_kit.identity import caller
+from astraflow_kit import identity, log, ports, serve
 from astraflow_kit.metrics import Metrics
-from astraflow_kit.ports import PortError
 from astraflow_kit.rpc_contracts import Registration
-from astraflow_kit.serve import CORRELATION_METADATA, MAX_MESSAGE_BYTES, RETRY_AFTER_S, GrpcServer
 from astraflow_kit.settings import DaemonSettings, load
 
 pytestmark = pytest.mark.slow
@@ -102,7 +99,7 @@ class EchoServicer:
             self.waiting.set()
             await asyncio.Event().wait()
         if request.value == "who":
-            return StringValue(value=caller().subject)
+            return StringValue(value=identity.caller().subject)
         return request
 
     async def Chat(
@@ -149,9 +146,9 @@ def add_naked(servicer: EchoServicer, server: grpc.aio.Server) -> None:
 
 def made(
     *services: Registration, settings: DaemonSettings | None = None, metrics: Metrics | None = None
-) -> GrpcServer:
+) -> serve.GrpcServer:
     """Not started yet."""
-    return GrpcServer(services, settings=settings or DaemonSettings(), metrics=metrics or Metrics())
+    return serve.GrpcServer(services, settings=settings or DaemonSettings(), metrics=metrics or Metrics())
 
 
 @asynccontextmanager
@@ -160,7 +157,7 @@ async def serving(
     *,
     metrics: Metrics | None = None,
     servicer: EchoServicer | None = None,
-) -> AsyncIterator[tuple[GrpcServer, Channel]]:
+) -> AsyncIterator[tuple[serve.GrpcServer, Channel]]:
     services: list[Registration] = [(add_echo, servicer or EchoServicer()), (add_later, GeneratedServicer())]
     server = made(*services, settings=settings, metrics=metrics)
     await server.start()
@@ -243,7 +240,7 @@ async def test_retry_info_survives_and_long_messages_are_cut(channel: Channel) -
 async def test_a_defect_is_internal_without_its_text_and_logged_under_the_correlation_id() -> None:
     lines = logged()
     async with serving() as (_, channel):
-        metadata = ((CORRELATION_METADATA, "abc-123"),)
+        metadata = ((serve.CORRELATION_METADATA, "abc-123"),)
         error = await refusal(say(channel, "crash", metadata=metadata), errors.InternalError)
     assert error.metadata["correlation_id"] == "abc-123"
     raw = error.__cause__
@@ -255,7 +252,7 @@ async def test_a_defect_is_internal_without_its_text_and_logged_under_the_correl
 
 @pytest.mark.parametrize("unusable", ["", "x" * 65])
 async def test_an_unusable_correlation_id_is_replaced(unusable: str, channel: Channel) -> None:
-    metadata = ((CORRELATION_METADATA, unusable),)
+    metadata = ((serve.CORRELATION_METADATA, unusable),)
     error = await refusal(say(channel, "crash", metadata=metadata))
     assert len(error.metadata["correlation_id"]) == 26
 
@@ -365,9 +362,7 @@ async def test_an_rpc_that_the_contract_declares_missing_names_what_is_missing(c
     ],
     ids=["lacks an rpc", "has a missing one", "has an rpc without roles"],
 )
-async def test_a_servicer_other_than_its_contract_stops_the_server_from_starting(
-    registration: Registration, complaint: str
-) -> None:
+async def test_a_servicer_unlike_its_contract_is_refused(registration: Registration, complaint: str) -> None:
     with pytest.raises(ContractError, match=complaint):
         await made(registration).start()
 
@@ -375,9 +370,9 @@ async def test_a_servicer_other_than_its_contract_stops_the_server_from_starting
 async def test_messages_beyond_grpcs_own_4_mib_pass_and_those_beyond_64_mib_do_not(channel: Channel) -> None:
     large = "x" * 6 * 2**20
     assert (await say(channel, large)).value == large
-    error = await refusal(say(channel, "x" * MAX_MESSAGE_BYTES), errors.InvalidArgumentError)
+    error = await refusal(say(channel, "x" * serve.MAX_MESSAGE_BYTES), errors.InvalidArgumentError)
     assert "Echo has 67108869 bytes, at most 67108864; send it in parts" in error.message
-    error = await refusal(say(channel, "x" * 2 * MAX_MESSAGE_BYTES), errors.InvalidArgumentError)
+    error = await refusal(say(channel, "x" * 2 * serve.MAX_MESSAGE_BYTES), errors.InvalidArgumentError)
     assert (await say(channel, large)).value == large, "the connection survives"
 
 
@@ -398,7 +393,7 @@ async def test_bytes_that_are_no_request_are_refused_with_details(rpc: str, chan
 async def test_a_retryable_error_always_says_when_to_come_back(channel: Channel) -> None:
     away = await refusal(say(channel, "away"), errors.UnavailableError)
     final = await refusal(say(channel, "fenced"))
-    assert (away.retry_after_s, final.retry_after_s) == (RETRY_AFTER_S, None)
+    assert (away.retry_after_s, final.retry_after_s) == (serve.RETRY_AFTER_S, None)
 
 
 async def test_a_long_message_in_any_script_arrives_in_part(channel: Channel) -> None:
@@ -420,7 +415,7 @@ async def test_a_taken_port_is_refused_with_holder_and_remedy() -> None:
         port = int(server.address.rpartition(":")[2])
         second = made((add_echo, EchoServicer()), settings=DaemonSettings(grpc_port=port))
         complaint = rf"127\.0\.0\.1:{port}: process \d+ \(.+\) holds it; .*grpc_port"
-        with pytest.raises(PortError, match=complaint):
+        with pytest.raises(ports.PortError, match=complaint):
             await second.start()
         await second.stop(deadline_s=1)
 

@@ -2,19 +2,13 @@
 
 import time
 
-from astraflow import __version__
-from astraflow.compatibility import CONTRACT_VERSION, require_compatible
+from astraflow import __version__, compatibility
 from astraflow_kit.server_info import server_info
 
 
 def test_a_daemon_names_its_release_its_features_in_order_and_its_clock() -> None:
     before = time.time_ns()
     info = server_info(["recipe_code", "durable_acknowledgements"])
-    assert (info.product_version, info.contract_version) == (__version__, CONTRACT_VERSION)
+    assert (info.product_version, info.contract_version) == (__version__, compatibility.CONTRACT_VERSION)
     assert list(info.capabilities) == ["durable_acknowledgements", "recipe_code"]
     assert before <= info.server_time.ToNanoseconds() <= time.time_ns()
-
-
-def test_a_client_of_this_release_understands_it() -> None:
-    assert CONTRACT_VERSION >= 1
-    require_compatible(server_info(), address="host:1")

@@ -27,10 +27,16 @@ class Waiting(LoopService):
             self.cleaned_up = True
 
 
-async def test_stop_waits_for_the_last_finally_and_run_returns() -> None:
+async def started() -> "tuple[Waiting, asyncio.Task[None]]":
+    """A service in its loop, and the task that runs it."""
     service = Waiting()
     running = asyncio.create_task(service.run())
     await service.started.wait()
+    return service, running
+
+
+async def test_stop_waits_for_the_last_finally_and_run_returns() -> None:
+    service, running = await started()
     await service.stop(deadline_s=5.0)
     assert service.cleaned_up
     await running
@@ -50,9 +56,7 @@ async def test_an_error_of_the_loop_reaches_whoever_runs_it() -> None:
 
 
 async def test_a_cancellation_from_outside_spreads_and_still_cleans_up() -> None:
-    service = Waiting()
-    running = asyncio.create_task(service.run())
-    await service.started.wait()
+    service, running = await started()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -6,9 +6,10 @@ from typing import Any, cast
 import pytest
 
 from astraflow.dataflow.v1 import run_pb2
-from astraflow.errors import PluginError
+from astraflow.errors import PluginError, RecipeError
 from astraflow.plugins import Workflow
 from astraflow.recipe.file import CodeFile, bundle_digest, parse_recipe
+from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.recipe_code import load_workflow
 
 SINGLE_TURN = "astraflow_raas.workflows.single_turn:SingleTurn"
@@ -34,6 +35,11 @@ class Scores:
     async def run(self, task, policies):
         return None
 
+class Plays(Scores):
+    @property
+    def roles(self):
+        return self.text if self.text == "solver" else self.text.split()
+
 class OddWorkflow:
     def __init__(self, *, reward):
         self.reward = reward
@@ -43,16 +49,17 @@ class OddWorkflow:
 
 
 def workflow_of(folder: Path, *, reward: str, workflow: str = SINGLE_TURN, allowed: bool = True) -> Workflow:
-    file = CodeFile("recipe.py", CODE.encode())
     text = f"""
 run: {{name: r, dataset: "recipe:D"}}
 policies: {{solver: {{model: {{path: x}}}}}}
 raas: {{reward: {reward}, workflow: {workflow}}}
 """
-    sent = run_pb2.CodeFile(path=file.path, content=file.content)
-    code = run_pb2.CodeBundle(files=[sent], sha256=bundle_digest([file]))
+    sent = run_pb2.CodeFile(path="recipe.py", content=CODE.encode())
+    digest = bundle_digest([CodeFile(sent.path, sent.content)])
+    code = run_pb2.CodeBundle(files=[sent], sha256=digest)
     run = run_pb2.Run(run_id="r", recipe_yaml=text, code=code)
-    return load_workflow(run, parse_recipe(text).recipe.raas, into=folder, allowed=allowed)
+    recipe = parse_recipe(text).recipe
+    return load_workflow(run, recipe, into=folder, allowed=allowed, endpoint=Endpoint()).workflow
 
 
 @pytest.mark.parametrize(
@@ -64,9 +71,7 @@ raas: {{reward: {reward}, workflow: {workflow}}}
         ("{use: recipe:constant, with: {value: 3}}", 3.0),
     ],
 )
-def test_the_workflow_scores_with_the_recipe_s_reward_and_its_settings(
-    tmp_path: Path, reward: str, earned: float
-) -> None:
+def test_the_workflow_scores_with_the_recipes_reward(tmp_path: Path, reward: str, earned: float) -> None:
     workflow = workflow_of(tmp_path, reward=reward, workflow="{use: recipe:Scores, with: {text: hello}}")
     assert cast("Any", workflow).score() == earned
 
@@ -87,3 +92,24 @@ def test_installed_plug_ins_need_no_leave(tmp_path: Path) -> None:
 def test_an_unusable_plug_in_is_named(tmp_path: Path, plugins: dict[str, Any], complaint: str) -> None:
     with pytest.raises(PluginError, match=complaint):
         workflow_of(tmp_path, **plugins)
+
+
+def test_a_workflow_that_declares_the_run_s_roles_is_made(tmp_path: Path) -> None:
+    assert workflow_of(tmp_path, reward="recipe:Half", workflow="{use: recipe:Plays, with: {text: player}}")
+
+
+@pytest.mark.parametrize(
+    ("declared", "parts"),
+    [
+        ("planner worker", ("roles: {planner: solver, worker: solver}", "recipe:Plays")),
+        ("solver", ("not a sequence", "('solver',)")),
+    ],
+)
+def test_roles_that_do_not_fit_the_recipe_are_refused_with_their_place(
+    tmp_path: Path, declared: str, parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(RecipeError) as refused:
+        workflow_of(
+            tmp_path, reward="recipe:Half", workflow=f"{{use: recipe:Plays, with: {{text: {declared}}}}}"
+        )
+    assert all(part in refused.value.message for part in (*parts, ":4: raas.workflow")), refused.value.message

@@ -35,9 +35,7 @@ def test_an_engine_may_be_an_address() -> None:
     assert settings.engine == "http://10.0.0.1:30000"
 
 
-def test_an_engine_inherits_failpoints_and_log_settings_but_not_the_nodes_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_inherits_failpoints_and_log_settings_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ADDRESS_FILE", "GRPC_PORT", "JOIN", "FAILPOINTS", "FAILPOINTS_LOG", "LOG_LEVEL"):
         monkeypatch.setenv(f"ASTRAFLOW_{name}", "x")
     ours = {name for name in child_environment() if name.startswith("ASTRAFLOW_")}

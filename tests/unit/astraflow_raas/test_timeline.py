@@ -11,37 +11,31 @@ from astraflow_raas.timeline import Stage, Timeline, process_age_s
 from support.manual_clock import ManualClock
 
 
-def started(clock: ManualClock, metrics: Metrics | None = None) -> Timeline:
-    return Timeline(metrics=metrics, age_s=0.5, clock=clock)
-
-
-def pass_through(timeline: Timeline, clock: ManualClock, *stages: Stage) -> None:
+def passed(*stages: Stage, metrics: Metrics | None = None) -> Timeline:
+    """A timeline with a second before each stage."""
+    clock = ManualClock()
+    timeline = Timeline(metrics=metrics, age_s=0.5, clock=clock)
     for stage in stages:
         clock.now_s += 1.0
         timeline.mark(stage)
+    return timeline
 
 
 def test_stages_count_from_the_start_of_the_process() -> None:
-    clock, metrics = ManualClock(), Metrics()
-    timeline = started(clock, metrics)
-    pass_through(timeline, clock, *Stage)
+    metrics = Metrics()
+    timeline = passed(*Stage, metrics=metrics)
     assert list(timeline.reached_s.values()) == [1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5]
     assert timeline.engine_start_s == 1.0
     assert b'astraflow_raas_start_seconds{stage="first_lease"} 7.5' in metrics.render()
 
 
 def test_the_last_policy_counts_and_nothing_after_the_first_lease() -> None:
-    clock = ManualClock()
-    timeline = started(clock)
-    pass_through(timeline, clock, Stage.WEIGHTS, Stage.WEIGHTS, Stage.FIRST_LEASE, Stage.WEIGHTS)
+    timeline = passed(Stage.WEIGHTS, Stage.WEIGHTS, Stage.FIRST_LEASE, Stage.WEIGHTS)
     assert timeline.reached_s == {Stage.WEIGHTS: 2.5, Stage.FIRST_LEASE: 3.5}
 
 
 def test_an_engine_that_ran_already_costs_no_start() -> None:
-    clock = ManualClock()
-    timeline = started(clock)
-    pass_through(timeline, clock, Stage.ENGINE_READY, Stage.FIRST_LEASE)
-    assert timeline.engine_start_s == 0.0
+    assert passed(Stage.ENGINE_READY, Stage.FIRST_LEASE).engine_start_s == 0.0
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the kernel does not say")

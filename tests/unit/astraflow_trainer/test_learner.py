@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from astraflow.recipe import ResolvedPolicy, file
+from astraflow.recipe import file
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.model.model import build_causal_lm, save_causal_lm
 from astraflow_trainer.ranks.group import join_rank_group
@@ -19,10 +19,6 @@ from astraflow_weights.codec.shards import ShardedModel
 from support import scripted_dataflow, tiny_training
 
 
-def _policy(*overrides: str) -> ResolvedPolicy:
-    return file.parse_recipe(scripted_dataflow.RECIPE, overrides=overrides).recipe.policy("solver")
-
-
 @dataclass
 class Bench:
     """Where learners of one tiny model are made."""
@@ -31,8 +27,9 @@ class Bench:
     checkpoint_dir: Path
 
     def learner(self, *overrides: str) -> PolicyLearner:
+        overrides = ("trainer.optimizer.warmup_steps=0", *overrides)
         return PolicyLearner(
-            _policy("trainer.optimizer.warmup_steps=0", *overrides),
+            file.parse_recipe(scripted_dataflow.RECIPE, overrides=overrides).recipe.policy("solver"),
             plugins=StepPlugins(),
             model_dir=self.model_dir,
             checkpoint_dir=self.checkpoint_dir,
@@ -58,11 +55,8 @@ def bench(tmp_path: Path) -> Bench:
 
 def _differing(left: ShardedModel, right: ShardedModel) -> list[str]:
     assert left.specs == right.specs
-    return [
-        spec.name
-        for spec, shard in left.held()
-        if not np.array_equal(shard.elements, right.shards[spec.name].elements)
-    ]
+    pairs = {name: (shard.elements, right.shards[name].elements) for name, shard in left.shards.items()}
+    return [name for name, (one, other) in pairs.items() if not np.array_equal(one, other)]
 
 
 ALGORITHMS = [
@@ -73,9 +67,7 @@ ALGORITHMS = [
 
 
 @pytest.mark.parametrize(("algorithm", "kl_after"), ALGORITHMS)
-def test_every_part_of_an_algorithm_is_reached_from_the_recipe(
-    algorithm: str, kl_after: bool, bench: Bench
-) -> None:
+def test_the_recipe_reaches_every_part_of_an_algorithm(algorithm: str, kl_after: bool, bench: Bench) -> None:
     learner = bench.learner(f"trainer.algorithm={algorithm}", "trainer.optimizer.learning_rate=0.01")
     first, second = (learner.train(tiny_training.make_rows(seed=seed)) for seed in range(2))
     assert (first.outcome, second.outcome) == (Outcome.COMMITTED, Outcome.COMMITTED)

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,9 +113,7 @@ class Bench:
         """One field of every line of the ledger."""
         return [json.loads(line)[key] for line in self.ledger_path.read_text().splitlines()]
 
-    def run(
-        self, *, last_step: int, published: dict[int, int] | None = None, checkpoint_every_steps: int = 100
-    ) -> None:
+    def run(self, **changes: Any) -> None:
         """Claim the policy and run the loop from the first step on, as the server does."""
         ledger = Ledger(self.ledger_path)
         source = BatchSource(self._client, run_id=RUN_ID, policy_id=POLICY, trainer_id="t", ledger=ledger)
@@ -134,23 +133,20 @@ class Bench:
             claim=claim,
             controls=self.controls,
         )
-        settings = LoopSettings(
-            first_step=1,
-            version=0,
-            last_step=last_step,
-            published=published or {0: 0},
-            checkpoint_every_steps=checkpoint_every_steps,
-        )
+        settings: dict[str, Any] = {
+            "first_step": 1,
+            "version": 0,
+            "published": {0: 0},
+            "checkpoint_every_steps": 100,
+        }
         with worker:
-            loop.run(settings)
+            loop.run(LoopSettings(**(settings | changes)))
 
     @contextmanager
-    def running(self, *, last_step: int, checkpoint_every_steps: int = 100) -> Iterator[None]:
+    def running(self, **changes: Any) -> Iterator[None]:
         """Run the loop in a thread, as a trainer does; leaving waits for its end, and raises what it raised."""
         with ThreadPoolExecutor(1) as executor:
-            running = executor.submit(
-                self.run, last_step=last_step, checkpoint_every_steps=checkpoint_every_steps
-            )
+            running = executor.submit(self.run, **changes)
             yield
             running.result(PATIENCE_S)
 
@@ -158,14 +154,14 @@ class Bench:
         """Block until the loop waits for this."""
         eventually(lambda: self.progress.state.waiting_for == reason, what=f"the loop to wait for {reason}")
 
+    def during(self, step: int, act: Callable[[], object]) -> None:
+        """Act while this step is trained."""
+        self.learner.on_train = lambda trained: act() if trained == step else None
+
     def poll_without_end(self, *, after_step: int) -> None:
         """Leave the trainer waiting for a batch after a step."""
 
-        def hook(step: int) -> None:
-            if step == after_step:
-                self.script.empty_polls.extend(["ready_groups"] * 10_000)
-
-        self.learner.on_train = hook
+        self.during(after_step, lambda: self.script.empty_polls.extend(["ready_groups"] * 10_000))
 
 
 @pytest.fixture
@@ -215,9 +211,7 @@ def test_a_finished_step_leaves_its_numbers(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("max_behind", [1, 2, 3])
-def test_a_stalled_store_holds_training_up_only_when_max_behind_versions_wait(
-    bench: Bench, max_behind: int
-) -> None:
+def test_a_stalled_store_holds_training_up_only_when_max_behind_wait(bench: Bench, max_behind: int) -> None:
     bench.max_behind = max_behind
     steps = range(1, max_behind + 2)
     bench.store.gate.clear()
@@ -238,9 +232,7 @@ def test_a_stalled_store_holds_training_up_only_when_max_behind_versions_wait(
     assert 0.0 < first["publish_copy_s"] <= first["publish_blocked_s"]
 
 
-def test_waiting_before_a_checkpoint_counts_for_the_step_after_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_before_a_checkpoint_count_for_the_next(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until_done = PublishWorker.wait_until_done
 
     def slowly(worker: PublishWorker) -> None:
@@ -254,9 +246,7 @@ def test_waiting_before_a_checkpoint_counts_for_the_step_after_it(
 
 def test_a_stop_request_ends_training_after_the_step_in_progress(bench: Bench) -> None:
     answers: list[int] = []
-    bench.learner.on_train = lambda step: (
-        answers.append(bench.controls.stop_after_step()) if step == 2 else None
-    )
+    bench.during(2, lambda: answers.append(bench.controls.stop_after_step()))
     bench.run(last_step=50)
     assert answers == [2]
     assert bench.about("acquire") == ["acquire 1", "acquire 2"]
@@ -289,7 +279,7 @@ def test_a_stop_request_before_the_first_step_does_nothing_at_all(bench: Bench) 
 
 
 def test_a_paused_trainer_publishes_waits_with_a_reason_and_goes_on_when_told(bench: Bench) -> None:
-    bench.learner.on_train = lambda step: bench.controls.pause("maintenance") if step == 2 else None
+    bench.during(2, lambda: bench.controls.pause("maintenance"))
     with bench.running(last_step=3):
         bench.until_waiting_for(controls.PAUSED)
         eventually(lambda: "announce 2" in bench.events, what="the version of the step before the pause")
@@ -324,9 +314,7 @@ def test_a_stop_request_ends_a_pause(bench: Bench) -> None:
     assert bench.about("acquire", "train") == []
 
 
-def test_a_checkpoint_asked_for_is_durable_when_it_is_answered_and_asking_again_changes_nothing(
-    bench: Bench,
-) -> None:
+def test_a_checkpoint_asked_for_is_durable_when_answered_and_asking_again_does_nothing(bench: Bench) -> None:
     bench.poll_without_end(after_step=2)
     with bench.running(last_step=50):
         bench.until_waiting_for("ready_groups")
@@ -339,7 +327,7 @@ def test_a_checkpoint_asked_for_is_durable_when_it_is_answered_and_asking_again_
 
 
 def test_a_checkpoint_is_written_during_a_pause_too(bench: Bench) -> None:
-    bench.learner.on_train = lambda step: bench.controls.pause("") if step == 1 else None
+    bench.during(1, lambda: bench.controls.pause(""))
     with bench.running(last_step=50):
         bench.until_waiting_for(controls.PAUSED)
         assert bench.controls.checkpoint().result(PATIENCE_S) == 1
@@ -349,9 +337,7 @@ def test_a_checkpoint_is_written_during_a_pause_too(bench: Bench) -> None:
 
 def test_a_learning_rate_holds_from_the_next_step_on_and_is_in_a_checkpoint_before_that(bench: Bench) -> None:
     asked: list[Future[controls.RateChange]] = []
-    bench.learner.on_train = lambda step: (
-        asked.append(bench.controls.set_learning_rate(0.125)) if step == 2 else None
-    )
+    bench.during(2, lambda: asked.append(bench.controls.set_learning_rate(0.125)))
     bench.run(last_step=3)
     assert asked[0].result(0) == controls.RateChange(first_step=3, previous=0.25)
     wanted = ["train 2", "rate 0.125", "save 2 at version 2", "durable 2", "train 3"]
@@ -364,7 +350,7 @@ def test_a_learning_rate_holds_from_the_next_step_on_and_is_in_a_checkpoint_befo
 def test_a_replay_is_not_crossed_by_a_new_learning_rate(bench: Bench) -> None:
     bench.script.last_finished_step = bench.store.newest = 2
     bench.store.versions = {1: 1, 2: 2}
-    bench.learner.on_train = lambda step: bench.controls.set_learning_rate(0.125) if step == 1 else None
+    bench.during(1, lambda: bench.controls.set_learning_rate(0.125))
     bench.run(last_step=3, published={0: 0, 1: 1, 2: 2})
     assert bench.about("train", "rate") == ["train 1", "train 2", "rate 0.125", "train 3"]
 

@@ -10,9 +10,8 @@ import pytest
 from astraflow_trainer.controls import PAUSED
 from astraflow_trainer.progress import Phase, Progress, State, StepRecord
 
-RECORD = StepRecord(
-    step=1, version=1, finished_at_s=10.0, wait_s=1.0, train_s=2.0, metrics={"reward_mean": 0.5}
-)
+METRICS = {"reward_mean": 0.5}
+RECORD = StepRecord(step=1, version=1, finished_at_s=10.0, wait_s=1.0, train_s=2.0, metrics=METRICS)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -15,14 +16,12 @@ from astraflow.trainer.v1 import trainer_service_pb2 as pb
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit import metrics, serve
 from astraflow_kit.settings import DaemonSettings
-from astraflow_trainer.controls import Controls, Orders, RateChange
-from astraflow_trainer.progress import Phase, Progress, StepRecord
+from astraflow_trainer import controls, progress
 from astraflow_trainer.servicer import TrainerServicer
 from support.scripted_dataflow import eventually
 
-RECORD = StepRecord(
-    step=1, version=1, finished_at_s=10.5, wait_s=0.25, train_s=2.5, metrics={"reward_mean": 0.5}
-)
+METRICS = {"reward_mean": 0.5}
+RECORD = progress.StepRecord(step=1, version=1, finished_at_s=10.5, wait_s=0.25, train_s=2.5, metrics=METRICS)
 PATIENCE_S = 10.0
 Stub: TypeAlias = "trainer_service_pb2_grpc.TrainerServiceAsyncStub"
 
@@ -33,39 +32,37 @@ async def _refused(call: Awaitable[object]) -> AstraflowError:
     return from_rpc_error(refused.value)
 
 
-@pytest.fixture
-def progress() -> Progress:
-    return Progress()
+class Trainer:
+    """What a trainer knows of itself, and the service that tells it."""
+
+    def __init__(self) -> None:
+        self.progress, self.controls = progress.Progress(), controls.Controls()
+        self.servicer = TrainerServicer(self.progress, self.controls, run_id="run-1", policy_id="solver")
 
 
 @pytest.fixture
-def controls() -> Controls:
-    return Controls()
+def trainer() -> Trainer:
+    return Trainer()
 
 
 @pytest.fixture
-def servicer(progress: Progress, controls: Controls) -> TrainerServicer:
-    return TrainerServicer(progress, controls, run_id="run-1", policy_id="solver")
-
-
-@pytest.fixture
-async def stub(servicer: TrainerServicer) -> AsyncIterator[Stub]:
+async def stub(trainer: Trainer) -> AsyncIterator[Stub]:
     add = trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server
-    server = serve.GrpcServer([(add, servicer)], settings=DaemonSettings(), metrics=metrics.Metrics())
-    await server.start()
-    async with grpc.aio.insecure_channel(server.address) as channel:
+    served = serve.GrpcServer([(add, trainer.servicer)], settings=DaemonSettings(), metrics=metrics.Metrics())
+    await served.start()
+    async with grpc.aio.insecure_channel(served.address) as channel:
         yield trainer_service_pb2_grpc.TrainerServiceStub(channel)
-    await server.stop(deadline_s=1.0)
+    await served.stop(deadline_s=1.0)
 
 
 async def _status(stub: Stub) -> pb.StatusResponse:
     return await stub.Status(pb.StatusRequest(), timeout=PATIENCE_S)
 
 
-async def test_status_is_the_snapshot_of_the_trainer(progress: Progress, stub: Stub) -> None:
-    progress.claimed(epoch=3, step=7, version=6)
-    progress.resumed(durable_step=5, learning_rate=0.25)
-    progress.waiting("ready_groups")
+async def test_status_is_the_snapshot_of_the_trainer(trainer: Trainer, stub: Stub) -> None:
+    trainer.progress.claimed(epoch=3, step=7, version=6)
+    trainer.progress.resumed(durable_step=5, learning_rate=0.25)
+    trainer.progress.waiting("ready_groups")
     status = await _status(stub)
     assert (status.run_id, status.policy_id) == ("run-1", "solver")
     assert status.phase == pb.PHASE_WAITING
@@ -79,26 +76,22 @@ async def test_status_has_no_version_before_the_first_is_published(stub: Stub) -
     assert not (await _status(stub)).HasField("version")
 
 
-@pytest.mark.parametrize("phase", list(Phase))
-async def test_every_phase_has_its_name_in_the_contract(
-    phase: Phase, progress: Progress, servicer: TrainerServicer
-) -> None:
-    progress.ended(phase)
-    status = await servicer.Status(pb.StatusRequest(), cast("Any", None))
+@pytest.mark.parametrize("phase", list(progress.Phase))
+async def test_every_phase_has_its_name_in_the_contract(phase: progress.Phase, trainer: Trainer) -> None:
+    trainer.progress.ended(phase)
+    status = await trainer.servicer.Status(pb.StatusRequest(), cast("Any", None))
     assert pb.Phase.Name(status.phase) == f"PHASE_{phase.name}"
 
 
-async def test_a_stop_request_returns_the_last_step_that_will_be_taken(
-    controls: Controls, stub: Stub
-) -> None:
-    controls.at(12)
+async def test_a_stop_request_returns_the_last_step_that_will_be_taken(trainer: Trainer, stub: Stub) -> None:
+    trainer.controls.at(12)
     assert (await stub.StopAfterStep(pb.StopAfterStepRequest(), timeout=PATIENCE_S)).step == 12
     late = await _refused(stub.Pause(pb.PauseRequest(), timeout=PATIENCE_S))
     assert late.reason == "FAILED_PRECONDITION"
 
 
-async def test_a_pause_is_shown_with_its_reason_until_it_ends(controls: Controls, stub: Stub) -> None:
-    controls.at(3)
+async def test_a_pause_is_shown_with_its_reason_until_it_ends(trainer: Trainer, stub: Stub) -> None:
+    trainer.controls.at(3)
     assert not (await _status(stub)).HasField("pause_reason")
     for reason in ("disk", "disk is full"):
         assert (await stub.Pause(pb.PauseRequest(reason=reason), timeout=PATIENCE_S)).step == 3
@@ -108,18 +101,17 @@ async def test_a_pause_is_shown_with_its_reason_until_it_ends(controls: Controls
     assert not (await _status(stub)).HasField("pause_reason")
 
 
-async def test_a_checkpoint_and_a_learning_rate_are_answered_when_the_loop_has_made_them(
-    controls: Controls, stub: Stub
-) -> None:
-    controls.at(4)
+async def test_a_checkpoint_and_a_learning_rate_are_answered_when_made(trainer: Trainer, stub: Stub) -> None:
+    trainer.controls.at(4)
     async with asyncio.timeout(PATIENCE_S):
         saved = asyncio.ensure_future(stub.Checkpoint(pb.CheckpointRequest()))
         changed = asyncio.ensure_future(stub.SetLearningRate(pb.SetLearningRateRequest(learning_rate=0.5)))
-        both = Orders(checkpoint=True, learning_rate=0.5)
-        await eventually(lambda: controls.take(waiting=lambda _: None) == both, what="both are asked for")
+        both = controls.Orders(checkpoint=True, learning_rate=0.5)
+        take = partial(trainer.controls.take, waiting=lambda _: None)
+        await eventually(lambda: take() == both, what="both are asked for")
         assert not saved.done()
-        controls.checkpointed(4)
-        controls.learning_rate_set(0.5, RateChange(first_step=5, previous=0.25))
+        trainer.controls.checkpointed(4)
+        trainer.controls.learning_rate_set(0.5, controls.RateChange(first_step=5, previous=0.25))
         assert (await saved).step == 4
         answer = await changed
     assert (answer.first_step, answer.previous_learning_rate) == (5, 0.25)
@@ -143,18 +135,16 @@ async def test_a_reason_beyond_its_bound_is_refused(stub: Stub) -> None:
     assert "201 characters, at most 200" in wordy.message
 
 
-async def test_metrics_come_from_the_asked_step_on_and_end_with_training(
-    progress: Progress, stub: Stub
-) -> None:
+async def test_metrics_come_from_the_asked_step_and_end_with_training(trainer: Trainer, stub: Stub) -> None:
     for step in (1, 2, 3):
-        progress.stepped(replace(RECORD, step=step, version=None if step == 2 else step))
+        trainer.progress.stepped(replace(RECORD, step=step, version=None if step == 2 else step))
     received: list[pb.WatchMetricsResponse] = []
     async with asyncio.timeout(PATIENCE_S):
         async for message in stub.WatchMetrics(pb.WatchMetricsRequest(after_step=1)):
             received.append(message)
             if message.step == 3:
-                progress.stepped(replace(RECORD, step=4, version=4))
-                progress.ended(Phase.FINISHED)
+                trainer.progress.stepped(replace(RECORD, step=4, version=4))
+                trainer.progress.ended(progress.Phase.FINISHED)
     assert [message.step for message in received] == [2, 3, 4]
     assert [message.HasField("version") for message in received] == [False, True, True]
     last = received[-1]
@@ -163,15 +153,13 @@ async def test_metrics_come_from_the_asked_step_on_and_end_with_training(
     assert dict(last.metrics) == {"reward_mean": 0.5}
 
 
-async def test_a_slow_reader_gets_the_steps_that_finished_while_it_was_reading(
-    progress: Progress, servicer: TrainerServicer
-) -> None:
+async def test_a_slow_reader_gets_the_steps_that_finished_while_it_was_reading(trainer: Trainer) -> None:
     """Training may end between two messages; what finished in between must still be sent."""
-    progress.stepped(RECORD)
-    stream = servicer.WatchMetrics(pb.WatchMetricsRequest(), cast("Any", None))
+    trainer.progress.stepped(RECORD)
+    stream = trainer.servicer.WatchMetrics(pb.WatchMetricsRequest(), cast("Any", None))
     steps = [(await anext(stream)).step]
-    progress.stepped(replace(RECORD, step=2))
-    progress.ended(Phase.FINISHED)
+    trainer.progress.stepped(replace(RECORD, step=2))
+    trainer.progress.ended(progress.Phase.FINISHED)
     async with asyncio.timeout(PATIENCE_S):
         steps += [message.step async for message in stream]
     assert steps == [1, 2]

@@ -59,9 +59,13 @@ def test_a_warm_start_takes_every_core_it_may_use_unless_told() -> None:
     assert load(TrainerSettings, {"join": "h:1", "warm_start_threads": 3}).warm_start_cores == 3
 
 
-def test_without_torchruns_variables_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in RankSettings.model_fields:
         monkeypatch.delenv(name.upper(), raising=False)
+
+
+def test_without_torchruns_variables_there_is_one_rank() -> None:
     settings = load_rank_settings()
     assert (settings.rank, settings.world_size) == (0, 1)
 
@@ -86,8 +90,6 @@ NO_RANKS = [
 def test_variables_that_make_no_rank_are_refused(
     variables: dict[str, str], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in RankSettings.model_fields:
-        monkeypatch.delenv(name.upper(), raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match=complaint):

@@ -4,10 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from support.weight_models import FaultyStore
+from astraflow_weights.versions.log import VersionLog
+from support import published_models, weight_models
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FaultyStore:
+def store(tmp_path: Path) -> weight_models.FaultyStore:
     """An empty store in a folder."""
-    return FaultyStore(tmp_path / "store")
+    return weight_models.FaultyStore(tmp_path / "store")
+
+
+@pytest.fixture
+def log(store: weight_models.FaultyStore) -> VersionLog:
+    """The log of that store as it is when the test begins."""
+    return published_models.read_log(store)

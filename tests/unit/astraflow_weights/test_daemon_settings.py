@@ -5,19 +5,18 @@ from pathlib import Path
 import pytest
 
 from astraflow_kit.settings import load
-from astraflow_weights.daemon_settings import StoreAccess
-from astraflow_weights.settings import StoreSettings
+from astraflow_weights import daemon_settings, settings
 
 
 def test_a_file_store_needs_nothing() -> None:
-    assert load(StoreAccess).store == StoreSettings()
+    assert load(daemon_settings.StoreAccess).store == settings.StoreSettings()
 
 
 def test_variables_say_how_to_reach_an_s3_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASTRAFLOW_STORE_ENDPOINT_URL", "http://127.0.0.1:9000")
     monkeypatch.setenv("ASTRAFLOW_STORE_REGION", "eu-1")
     monkeypatch.setenv("ASTRAFLOW_STORE_CREDENTIALS_FILE", "/run/secrets/store")
-    assert load(StoreAccess, {"store_region": "eu-2"}).store == StoreSettings(
+    assert load(daemon_settings.StoreAccess, {"store_region": "eu-2"}).store == settings.StoreSettings(
         endpoint_url="http://127.0.0.1:9000", region="eu-2", credentials_file=Path("/run/secrets/store")
     )
 
@@ -32,5 +31,5 @@ def test_what_a_store_needs_beside_its_address_is_passed_on() -> None:
         "range_bytes": 4 * 2**20,
     }
     assert load(
-        StoreAccess, {f"store_{name}": value for name, value in values.items()}
-    ).store == StoreSettings(**values)
+        daemon_settings.StoreAccess, {f"store_{name}": value for name, value in values.items()}
+    ).store == settings.StoreSettings(**values)

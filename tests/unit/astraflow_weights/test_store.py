@@ -6,8 +6,7 @@ import pytest
 
 from astraflow_weights.errors import StoreRefused
 from astraflow_weights.settings import StoreSettings
-from astraflow_weights.store import PutResult, open_store, probe_create_only
-from astraflow_weights.store.file import FileStore
+from astraflow_weights.store import PutResult, file, open_store, probe_create_only
 from support.weight_models import FaultyStore
 
 
@@ -34,7 +33,7 @@ def test_other_addresses_are_refused_with_the_forms_that_work(uri: str) -> None:
 
 
 def test_a_store_that_honours_create_only_passes_and_keeps_nothing(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
+    store = file.FileStore(tmp_path)
     probe_create_only(store)
     assert list(store.list("")) == []
 

@@ -1,5 +1,6 @@
-"""The recipe: what it may say (`settings`, `algorithm`), how its file is read (`file`) and checked (`command`)."""
+"""The recipe: what it may say (`settings`, `roles`, `algorithm`), how it is read (`file`) and checked (`command`)."""
 
+from astraflow.recipe.roles import ResolvedRole, RoleSettings, workflow_roles
 from astraflow.recipe.settings import (
     SCHEMA_VERSION,
     ArchitectureSettings,
@@ -34,10 +35,13 @@ __all__ = [
     "RaasSettings",
     "Recipe",
     "ResolvedPolicy",
+    "ResolvedRole",
+    "RoleSettings",
     "RunSettings",
     "SamplingSettings",
     "TokenizerSettings",
     "TrainerSettings",
     "WarmStartSettings",
     "json_schema",
+    "workflow_roles",
 ]

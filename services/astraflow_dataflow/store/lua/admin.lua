@@ -53,7 +53,7 @@ local function revive(P, f)
       call('HDEL', T, names[i])
     end
   end
-  call('HDEL', T, 'why', 'credited', 'avoid', 'node')
+  call('HDEL', T, 'why', 'credited', 'uncredited', 'avoid', 'node')
   local entry = call('XADD', K.lane(P, TRAIN), '*', 'task', task)
   call('HSET', T, 'state', 'queued', 'attempt', f.attempt, 'tries', 0, 'size', size, 'left', size, 'lane', TRAIN, 'entry', entry,
     'evaluation', '', 'spec', f.spec)

@@ -1,11 +1,18 @@
 -- Conservation: the counters and, beside them, what the stored groups and batches really hold. One atomic snapshot.
 
+-- Trajectories of tasks that are not settled, and the groups that each policy was charged for them.
 local function held_in_tasks(P)
-  local n = 0
+  local n, charged, policy_of = 0, {}, {}
+  for _, role in ipairs(trained_roles(P)) do policy_of[role.name] = role.policy end
   for _, index in ipairs({ K.open(P), K.settling(P) }) do
-    for _, task in ipairs(call('ZRANGE', index, 0, -1)) do n = n + call('HLEN', K.members(P, task)) end
+    for _, task in ipairs(call('ZRANGE', index, 0, -1)) do
+      n = n + call('HLEN', K.members(P, task))
+      for _, role in ipairs(split(call('HGET', K.task(P, task), 'credited'))) do
+        charged[policy_of[role]] = (charged[policy_of[role]] or 0) + 1
+      end
+    end
   end
-  return n
+  return n, charged
 end
 
 local function held_in_ready(P, policy)
@@ -32,38 +39,47 @@ local function last_entry(stream)
   return newest[1] and newest[1][1] or ''
 end
 
-local function policy_state(P, policy)
+local function policy_state(P, policy, charged)
   local unpublished = 0
   for _, n in ipairs(call('HVALS', K.unpublished(P, policy))) do unpublished = unpublished + tonumber(n) end
   return { policy, call('SCARD', K.outstanding(P, policy)), call('ZCARD', K.ready(P, policy)), unpublished,
     free_credit(P, policy, 0), call('HGETALL', K.policy(P, policy)), call('HGETALL', K.staleness(P, policy)),
-    call('LRANGE', K.recent(P, policy), 0, -1), call('HGETALL', K.unpublished(P, policy)), call('HLEN', K.steps(P, policy)), last_entry(K.consumed(P, policy)) }
+    call('LRANGE', K.recent(P, policy), 0, -1), call('HGETALL', K.unpublished(P, policy)), call('HLEN', K.steps(P, policy)), last_entry(K.consumed(P, policy)),
+    charged or 0 }
 end
 
--- audit. Returns { now, run state, counters, { assembling, ready, in_batch } as stored, dead letters, queued tasks, exhausted, retries, policy states }.
+-- Training tasks that a node without lag may be given now, whether or not they are there.
+local function admitted_now(P)
+  local credit = {}
+  for _, policy in ipairs(policies(P)) do
+    if not call('HGET', K.policy(P, policy), 'version') then return 0 end
+    credit[policy] = free_credit(P, policy, 0)
+  end
+  return admitted(P, trained_roles(P), credit)
+end
+
+-- audit. Returns { now, run state, counters, { assembling, ready, in_batch } as stored, dead letters, queued tasks, exhausted, retries, policy
+-- states, tasks admitted }.
 local function audit(keys)
   local P = keys[1]
   local ready, in_batch, states = 0, 0, {}
+  local assembling, charged = held_in_tasks(P)
   for _, policy in ipairs(policies(P)) do
     ready = ready + held_in_ready(P, policy)
     in_batch = in_batch + held_in_batches(P, policy)
-    states[#states + 1] = policy_state(P, policy)
+    states[#states + 1] = policy_state(P, policy, charged[policy])
   end
   local f = call('HMGET', K.run(P), 'state', 'exhausted')
   local lane = K.lane(P, TRAIN)
   local queued = call('XLEN', lane) - call('XPENDING', lane, GROUP)[1]
-  return { now_ms(), f[1] or '', call('HGETALL', K.counters(P)), { held_in_tasks(P), ready, in_batch }, call('XLEN', K.dead(P)), queued, f[2] or '0',
-    call('ZCARD', K.retry(P, TRAIN)), states }
+  return { now_ms(), f[1] or '', call('HGETALL', K.counters(P)), { assembling, ready, in_batch }, call('XLEN', K.dead(P)), queued, f[2] or '0',
+    call('ZCARD', K.retry(P, TRAIN)), states, admitted_now(P) }
 end
 
--- supply. Returns { cursor, exhausted, queued, largest credit } for the curator.
+-- supply. Returns { cursor, exhausted, state, queued, tasks admitted } for the curator.
 local function supply(keys)
-  local P, most = keys[1], 0
+  local P = keys[1]
   local f = call('HMGET', K.run(P), 'cursor', 'exhausted', 'state')
   local lane = K.lane(P, TRAIN)
-  for _, policy in ipairs(policies(P)) do
-    most = math.max(most, free_credit(P, policy, 0))
-    if not call('HGET', K.policy(P, policy), 'version') then most = 0; break end
-  end
-  return { tonumber(f[1]), f[2], f[3], call('XLEN', lane) - call('XPENDING', lane, GROUP)[1], most }
+  return { tonumber(f[1]), f[2], f[3], call('XLEN', lane) - call('XPENDING', lane, GROUP)[1], admitted_now(P) }
 end

@@ -103,3 +103,13 @@ end
 local function policies(P)
   return call('LRANGE', K.policies(P), 0, -1)
 end
+
+-- Trained roles in recipe order, as { name, policy }.
+local function trained_roles(P)
+  local roles = {}
+  for _, line in ipairs(split(call('HGET', K.run(P), 'roles'))) do
+    local name, policy = string.match(line, '^(%S+) (%S+)$')
+    roles[#roles + 1] = { name = name, policy = policy }
+  end
+  return roles
+end

@@ -54,16 +54,18 @@ local function settle(keys, a)
   for _, item in ipairs(a.each) do
     local gid, policy, verdict, n = item.gid, item.policy, item.verdict, tonumber(item.n)
     note_group(P, gid, 'G', verdict)
+    call('HINCRBY', K.policy(P, policy), 'settled', n)
     if item.judged == '1' then judge(P, policy, verdict == 'ready', item.reward_sum, n) end
     if verdict == 'ready' then
       make_ready(P, task, gid, policy, n, item.oldest, item.items, item.ids)
     else
+      if verdict == 'no_credit' then call('HINCRBY', K.policy(P, policy), 'no_credit', n) end
       count(P, 'dropped:' .. verdict, n)
       forget(P, split(item.ids))
     end
   end
   count(P, 'assembling', -total)
-  for _, policy in ipairs(policies(P)) do call('SREM', K.outstanding(P, policy), task) end
+  for _, role in ipairs(trained_roles(P)) do call('SREM', K.outstanding(P, role.policy), role.name .. ' ' .. task) end
   leave_lane(P, task)
   call('ZREM', K.settling(P), task)
   entomb(P, task, tonumber(a.tombstone_ms))

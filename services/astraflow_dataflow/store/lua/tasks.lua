@@ -34,7 +34,7 @@ end
 -- Leaves what repeated pushes need (members, refusals) and lets even that end some day.
 local function entomb(P, task, ttl_ms)
   call('HSET', K.task(P, task), 'state', 'done')
-  call('HDEL', K.task(P, task), 'spec', 'lane', 'entry', 'credited', 'avoid')
+  call('HDEL', K.task(P, task), 'spec', 'lane', 'entry', 'credited', 'uncredited', 'avoid')
   call('UNLINK', K.members(P, task))
   call('PEXPIRE', K.task(P, task), ttl_ms)
   close_trace(P, task, ttl_ms)
@@ -138,7 +138,7 @@ end
 
 local function grant(P, node, task, ttl, horizon, now)
   local T = K.task(P, task)
-  local f = call('HMGET', T, 'size', 'spec')
+  local f = call('HMGET', T, 'size', 'spec', 'uncredited')
   local attempt = call('HINCRBY', T, 'attempt', 1)
   call('HINCRBY', T, 'tries', 1)
   call('HSET', T, 'state', 'leased', 'node', node)
@@ -152,7 +152,7 @@ local function grant(P, node, task, ttl, horizon, now)
   for i, filled in ipairs(call('HMGET', T, unpack(names))) do
     if not filled then missing[#missing + 1] = i - 1 end
   end
-  return { task, attempt, f[2], table.concat(missing, ',') }
+  return { task, attempt, f[2], table.concat(missing, ','), f[3] or '' }
 end
 
 local function avoids(P, task, node)
@@ -189,23 +189,34 @@ local function read_lane(P, node, lane, most)
   return found
 end
 
--- Charges one group to every policy that has credit; trajectories of the others will end as no_credit.
-local function charge(P, task, credit)
-  local credited = {}
-  for policy, free in pairs(credit) do
-    if free > 0 then
-      credit[policy] = free - 1
-      credited[#credited + 1] = policy
-      call('SADD', K.outstanding(P, policy), task)
+-- Tasks that may be charged with this credit, in groups per policy: under `all` each role needs a group, under `any` one is enough.
+local function admitted(P, roles, credit)
+  local needs, fewest, most = {}, nil, 0
+  for _, role in ipairs(roles) do needs[role.policy] = (needs[role.policy] or 0) + 1 end
+  for policy, n in pairs(needs) do
+    local whole = math.floor(credit[policy] / n)
+    fewest, most = math.min(fewest or whole, whole), math.max(most, math.ceil(credit[policy] / n))
+  end
+  return call('HGET', K.run(P), 'admit') == 'all' and fewest or most
+end
+
+-- Charges one group to each role whose policy has credit; trajectories of the others will end as no_credit. Roles take turns to be first, so
+-- that of two roles of one policy neither always gets its last group.
+local function charge(P, task, roles, credit)
+  local credited, uncredited = {}, {}
+  local turn = call('HINCRBY', K.run(P), 'charges', 1)
+  for i = 1, #roles do
+    local role = roles[(turn + i) % #roles + 1]
+    if credit[role.policy] > 0 then
+      credit[role.policy] = credit[role.policy] - 1
+      credited[#credited + 1] = role.name
+      call('SADD', K.outstanding(P, role.policy), role.name .. ' ' .. task)
+    else
+      uncredited[#uncredited + 1] = role.name
     end
   end
   call('HSET', K.task(P, task), 'credited', lines(credited))
-end
-
-local function largest(credit)
-  local most = 0
-  for _, free in pairs(credit) do most = math.max(most, free) end
-  return most
+  if #uncredited > 0 then call('HSET', K.task(P, task), 'uncredited', lines(uncredited)) end
 end
 
 -- Versions between the newest announced one and what a node says it serves; 0 when it says nothing.
@@ -245,13 +256,13 @@ local function lease_training(P, node, serving, want, ttl, horizon, now, out)
   local reason = barred(P, serving)
   if reason then return reason end
   lease_retries(P, node, TRAIN, want, ttl, horizon, now, out)
-  local credit = {}
+  local roles, credit = trained_roles(P), {}
   for _, policy in ipairs(policies(P)) do credit[policy] = free_credit(P, policy, lag_of(P, policy, serving)) end
   while #out < want do
-    if largest(credit) <= 0 then return 'staleness_window' end
+    if admitted(P, roles, credit) <= 0 then return 'staleness_window' end
     local found = read_lane(P, node, TRAIN, 1)
     if #found > 0 then
-      charge(P, found[1], credit)
+      charge(P, found[1], roles, credit)
       out[#out + 1] = grant(P, node, found[1], ttl, horizon, now)
     elseif call('XLEN', K.lane(P, TRAIN)) == call('XPENDING', K.lane(P, TRAIN), GROUP)[1] then
       return call('HGET', K.run(P), 'exhausted') == '1' and 'dataset_exhausted' or 'no_tasks'

@@ -31,9 +31,8 @@ def test_the_most_frequent_wait_decides_and_its_share_is_said() -> None:
     looks = [[GROUPS], [GROUPS], [WINDOW], NOTHING]
     verdict = find_bottleneck(looks, over_s=3.0)
     assert (verdict.bound, verdict.share, verdict.policy_id) == (Bound.ROLLOUT, 0.5, "solver")
-    assert verdict.sentence == (
-        "rollout-bound: the trainer of solver waited for finished groups in 50% of 4 checks over 3 s"
-    )
+    waited = "the trainer of solver waited for finished groups in 50% of 4 checks over 3 s"
+    assert verdict.sentence == f"rollout-bound: {waited}"
 
 
 def test_a_wait_that_is_rarely_seen_bounds_nothing() -> None:
@@ -42,9 +41,10 @@ def test_a_wait_that_is_rarely_seen_bounds_nothing() -> None:
     assert "20%" in verdict.sentence
 
 
-@pytest.mark.parametrize(
-    "reason", ["no_node", "no_capable_node", "no_version", "no_trainer", "dataset_exhausted"]
-)
+STUCK = ["no_node", "no_capable_node", "no_version", "no_trainer", "dataset_exhausted"]
+
+
+@pytest.mark.parametrize("reason", STUCK)
 def test_a_stage_that_cannot_move_by_itself_blocks_whatever_else_waits(reason: str) -> None:
     blocking = pb.Wait(stage="lease", reason=reason)
     verdict = find_bottleneck([[GROUPS], [GROUPS], [GROUPS, blocking]], over_s=3.0)

@@ -4,28 +4,24 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
 from astraflow.commands.server import Server, connected, find_server
 from astraflow.compatibility import CONTRACT_VERSION
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
-from astraflow.dataflow.v1 import admin_service_pb2_grpc
 from astraflow.errors import IncompatibleError, InvalidArgumentError, NotFoundError, UnavailableError
-from astraflow.server.v1 import server_info_pb2
+from astraflow.server.v1.server_info_pb2 import ServerInfo
+from support.scripted_batches import ScriptedBatches, serving
 
 
-def publish(folder: Path, *, address: str, pid: int, written_s: int) -> None:
-    """What a run's server leaves in its folder."""
+def publish(folder: Path, *, port: int = 1, pid: int = os.getpid()) -> None:
+    """What a run's server leaves in its folder; one with a higher port left it later."""
     path = folder / "addresses" / "dataflow.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"pid": pid, "grpc": address, "http": ""}))
-    os.utime(path, (written_s, written_s))
+    path.write_text(json.dumps({"pid": pid, "grpc": f"127.0.0.1:{port}", "http": ""}))
+    os.utime(path, (port, port))
 
 
 @pytest.fixture
@@ -37,22 +33,22 @@ def ended_pid() -> int:
 
 
 def test_the_named_server_wins_over_any_folder(tmp_path: Path) -> None:
-    publish(tmp_path / "a", address="127.0.0.1:1", pid=os.getpid(), written_s=1)
+    publish(tmp_path / "a")
     assert find_server(Server("host:7", "--join"), data_dir=None, runs=tmp_path) == Server("host:7", "--join")
 
 
 def test_the_newest_folder_whose_server_lives_is_asked(tmp_path: Path, ended_pid: int) -> None:
-    publish(tmp_path / "a", address="127.0.0.1:1", pid=os.getpid(), written_s=1)
-    publish(tmp_path / "b", address="127.0.0.1:2", pid=os.getpid(), written_s=2)
-    publish(tmp_path / "c", address="127.0.0.1:3", pid=ended_pid, written_s=3)
+    publish(tmp_path / "a")
+    publish(tmp_path / "b", port=2)
+    publish(tmp_path / "c", port=3, pid=ended_pid)
     (tmp_path / "d").mkdir()
     found = find_server(None, data_dir=None, runs=tmp_path)
     assert found == Server("127.0.0.1:2", f"run folder {tmp_path / 'b'}")
 
 
 def test_a_named_folder_is_asked_whatever_else_runs(tmp_path: Path) -> None:
-    publish(tmp_path / "a", address="127.0.0.1:1", pid=os.getpid(), written_s=1)
-    publish(tmp_path / "b", address="127.0.0.1:2", pid=os.getpid(), written_s=2)
+    publish(tmp_path / "a")
+    publish(tmp_path / "b", port=2)
     assert find_server(None, data_dir=tmp_path / "a", runs=tmp_path).address == "127.0.0.1:1"
 
 
@@ -63,13 +59,10 @@ def test_without_any_run_the_ways_to_name_one_are_told(tmp_path: Path) -> None:
         find_server(None, data_dir=tmp_path, runs=tmp_path)
 
 
-def test_a_run_that_has_ended_is_told_as_such_and_where_its_traces_are(
-    tmp_path: Path, ended_pid: int
-) -> None:
-    publish(tmp_path / "a", address="127.0.0.1:1", pid=ended_pid, written_s=1)
-    with pytest.raises(
-        UnavailableError, match=rf"has ended.*{ended_pid}.*support-bundle --data-dir"
-    ) as error:
+def test_a_run_that_has_ended_is_told_and_where_its_traces_are(tmp_path: Path, ended_pid: int) -> None:
+    publish(tmp_path / "a", port=1, pid=ended_pid)
+    told = rf"has ended.*{ended_pid}.*support-bundle --data-dir"
+    with pytest.raises(UnavailableError, match=told) as error:
         find_server(None, data_dir=None, runs=tmp_path)
     assert str(tmp_path / "a") in error.value.message
 
@@ -77,7 +70,7 @@ def test_a_run_that_has_ended_is_told_as_such_and_where_its_traces_are(
 def test_a_server_that_does_not_answer_is_named_with_how_it_was_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    publish(tmp_path / "a", address="127.0.0.1:1", pid=os.getpid(), written_s=1)
+    publish(tmp_path / "a")
     with (
         pytest.raises(UnavailableError, match=r"no dataflow server answers at 127\.0\.0\.1:1 \(run folder"),
         connected(None, data_dir=tmp_path / "a", token_file=None) as (client, _),
@@ -86,36 +79,14 @@ def test_a_server_that_does_not_answer_is_named_with_how_it_was_found(
     assert capsys.readouterr().err == f"asking 127.0.0.1:1 (run folder {tmp_path / 'a'})\n"
 
 
-class Later(admin_service_pb2_grpc.AdminServiceServicer):
-    """A server of a later release, which no longer understands this one's clients."""
-
-    def GetServerInfo(self, request: Any, context: Any) -> pb.GetServerInfoResponse:
-        later = CONTRACT_VERSION + 1
-        info = server_info_pb2.ServerInfo(
-            product_version="7.0.0", contract_version=later, oldest_contract_version=later
-        )
-        return pb.GetServerInfoResponse(server=info)
-
-
-@pytest.fixture
-def later_server() -> Iterator[Server]:
-    """Where a `Later` is served."""
-    server = grpc.server(ThreadPoolExecutor(1))
-    admin_service_pb2_grpc.add_AdminServiceServicer_to_server(Later(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield Server(f"127.0.0.1:{port}", "--join")
-    server.stop(grace=None).wait()
-
-
-def test_a_server_of_another_contract_version_is_told_before_anything_is_asked_of_it(
-    later_server: Server,
-) -> None:
+def test_a_server_of_another_contract_version_is_told_before_anything_is_asked_of_it() -> None:
+    later = CONTRACT_VERSION + 1
+    info = ServerInfo(product_version="7.0.0", contract_version=later, oldest_contract_version=later)
+    refusal = r"astraflow 7\.0\.0\) speaks contract version .* update the client"
     with (
-        pytest.raises(
-            IncompatibleError, match=r"astraflow 7\.0\.0\) speaks contract version .* update the client"
-        ),
-        connected(later_server, data_dir=None, token_file=None),
+        serving(ScriptedBatches(info=info)) as client,
+        pytest.raises(IncompatibleError, match=refusal),
+        connected(Server(client.address, "--join"), data_dir=None, token_file=None),
     ):
         pytest.fail("the command must not begin")
 

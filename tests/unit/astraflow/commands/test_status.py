@@ -12,38 +12,24 @@ def text_of(status: pb.StatusResponse) -> str:
 
 def full_status() -> pb.StatusResponse:
     """A run in the middle of its work."""
-    node = pb.NodeStatus(
-        node_id="node-1",
-        leases=4,
-        episodes=1200,
-        tokens=48_000,
-        connected=True,
-        serving_versions={"solver": 3},
-    )
+    node = pb.NodeStatus(node_id="node-1", connected=True, serving_versions={"solver": 3})
     policy = pb.PolicyStatus(
         policy_id="solver",
         version=version_pb2.Version(version=3, density=0.081),
         last_finished_step=3,
-        ready_groups=2,
-        outstanding_groups=4,
-        unpublished_groups=8,
-        credit=6,
-        recent_training_reward=0.5,
         staleness=pb.StalenessSummary(p50=1, max=2),
     )
+    evaluation = pb.Evaluation(policy_id="solver", num_samples=32, num_planned=32, complete=True)
+    dropped = {"stale": 60, "incomplete": 40, "poison": 0}
     wait = pb.Wait(stage="batch", policy_id="solver", reason="ready_groups", detail="2 of 8 groups are ready")
     wait.waited_duration.FromMilliseconds(4200)
     return pb.StatusResponse(
         run_id="quickstart",
         state=run_pb2.RUN_STATE_ACTIVE,
-        trajectories=account_pb2.TrajectoryAccount(
-            ingested=1200, trained=1000, ready=100, dropped={"stale": 60, "incomplete": 40, "poison": 0}
-        ),
+        trajectories=account_pb2.TrajectoryAccount(ingested=1200, trained=1000, ready=100, dropped=dropped),
         policies=[policy],
         nodes=[node],
-        evaluations=[
-            pb.Evaluation(policy_id="solver", num_samples=32, num_planned=32, mean_reward=0.46, complete=True)
-        ],
+        evaluations=[evaluation],
         waits=[wait],
     )
 

@@ -9,16 +9,13 @@ def task() -> pb.TaskTrace:
     """A task whose first lease ran out and whose second node finished it."""
     made = pb.TaskTrace(task_id="train-7", state=pb.TASK_STATE_DONE, lane="train", group_size=2)
     made.submit_time.FromSeconds(1000)
-    lost = made.leases.add(attempt=1, node_id="node-1", outcome="lease_expired")
-    lost.lease_time.FromSeconds(1001)
-    lost.end_time.FromSeconds(1021)
-    good = made.leases.add(attempt=2, node_id="node-2", outcome="completed")
-    good.lease_time.FromSeconds(1022)
-    good.end_time.FromSeconds(1024)
+    for attempt, outcome, start_s, end_s in [(1, "lease_expired", 1001, 1021), (2, "completed", 1022, 1024)]:
+        lease = made.leases.add(attempt=attempt, node_id=f"node-{attempt}", outcome=outcome)
+        lease.lease_time.FromSeconds(start_s)
+        lease.end_time.FromSeconds(end_s)
     for member, outcome in enumerate(["ACCEPTED", "SUPERSEDED"]):
-        episode = made.episodes.add(
-            episode_id=f"e.{member}", member=member, attempt=2, node_id="node-2", outcome=outcome
-        )
+        facts = {"member": member, "attempt": 2, "node_id": "node-2", "outcome": outcome}
+        episode = made.episodes.add(episode_id=f"e.{member}", **facts)
         episode.push_time.FromSeconds(1023)
     made.trajectories.add(
         trajectory_id="e.0-0",
@@ -63,15 +60,8 @@ def test_a_lease_that_runs_says_so() -> None:
 
 def test_a_dropped_trajectory_says_why() -> None:
     trace = task()
-    trace.trajectories[0].CopyFrom(
-        pb.TrajectoryTrace(
-            trajectory_id="e.0-0",
-            episode_id="e.0",
-            policy_id="solver",
-            place=pb.TRAJECTORY_PLACE_DROPPED,
-            drop_reason="stale",
-        )
-    )
+    dropped = pb.TrajectoryTrace(episode_id="e.0", place=pb.TRAJECTORY_PLACE_DROPPED, drop_reason="stale")
+    trace.trajectories[0].CopyFrom(dropped)
     assert "→ dropped: stale\n" in text_of(trace).replace(" \n", "\n").replace("  ", "")
 
 
@@ -86,9 +76,6 @@ def test_episodes_of_leases_that_are_not_kept_are_shown_all_the_same() -> None:
 
 
 def test_refusals_and_an_early_end_are_told() -> None:
-    trace = pb.TaskTrace(
-        task_id="t", state=pb.TASK_STATE_DONE, closed_reason="dead_letter", refused_by=["node-3"]
-    )
-    page = text_of(trace)
+    page = text_of(pb.TaskTrace(task_id="t", closed_reason="dead_letter", refused_by=["node-3"]))
     assert "closed early: dead_letter" in page
     assert "refused by node-3: it lacks a capability" in page

@@ -13,13 +13,8 @@ def answer(*waits: pb.Wait, state: int = run_pb2.RUN_STATE_ACTIVE) -> pb.WhyResp
 
 def wait(reason: str, *, seconds: float, stage: str = "batch") -> pb.Wait:
     """One wait with its figures."""
-    made = pb.Wait(
-        stage=stage,
-        policy_id="solver",
-        reason=reason,
-        detail=f"figures of {reason}",
-        released_by=f"end of {reason}",
-    )
+    told = {"detail": f"figures of {reason}", "released_by": f"end of {reason}"}
+    made = pb.Wait(stage=stage, policy_id="solver", reason=reason, **told)
     made.waited_duration.FromMilliseconds(int(seconds * 1000))
     return made
 

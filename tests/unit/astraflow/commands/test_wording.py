@@ -19,26 +19,22 @@ def test_each_kind_of_value_has_its_form() -> None:
     wait.waited_duration.FromMilliseconds(1500)
     node = pb.NodeStatus(node_id="n", serving_versions={"solver": 3})
     node.last_seen_time.FromSeconds(0)
+    version = version_pb2.Version(version=2**60, manifest_sha256=b"\x01\xff")
     status = pb.StatusResponse(
         state=run_pb2.RUN_STATE_FINISHING,
         waits=[wait],
         nodes=[node],
-        policies=[
-            pb.PolicyStatus(
-                version=version_pb2.Version(version=2**60, manifest_sha256=b"\x01\xff"),
-                recent_training_reward=math.nan,
-            )
-        ],
+        policies=[pb.PolicyStatus(version=version, recent_training_reward=math.nan)],
     )
     told = as_json(status)
-    assert told["state"] == "finishing"
-    assert told["waits"][0]["waited_s"] == 1.5
-    assert "waited_duration" not in told["waits"][0]
-    assert told["nodes"][0]["serving_versions"] == {"solver": 3}
-    assert told["nodes"][0]["last_seen_time"] == "1970-01-01T00:00:00Z"
-    assert told["policies"][0]["version"]["version"] == 2**60
-    assert told["policies"][0]["version"]["manifest_sha256"] == "01ff"
-    assert told["policies"][0]["recent_training_reward"] is None
+    (wait_told,), (node_told,), (policy_told,) = told["waits"], told["nodes"], told["policies"]
+    assert (told["state"], wait_told["waited_s"]) == ("finishing", 1.5)
+    assert "waited_duration" not in wait_told
+    assert node_told["serving_versions"] == {"solver": 3}
+    assert node_told["last_seen_time"] == "1970-01-01T00:00:00Z"
+    version_told = policy_told["version"]
+    assert (version_told["version"], version_told["manifest_sha256"]) == (2**60, "01ff")
+    assert policy_told["recent_training_reward"] is None
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,10 @@ import re
 from typing import get_args
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from astraflow.recipe.algorithm import (
-    AlgorithmSettings,
-    AnyAdvantage,
-    BehaviorAnchor,
-    LossSettings,
-    M2po,
-    PpoClip,
-    ProximalAnchor,
-    TokenMean,
-)
+from astraflow.recipe import algorithm
+from astraflow.recipe.algorithm import AlgorithmSettings, LossSettings, M2po
 from support.source_tree import REPOSITORY
 
 PUBLISHED = {
@@ -49,18 +41,18 @@ def test_an_advantage_by_name_has_its_published_form(name: str) -> None:
 
 
 def test_no_name_is_left_out() -> None:
-    assert (_kinds(LossSettings), _kinds(AnyAdvantage)) == (set(PUBLISHED), set(ADVANTAGES))
+    assert (_kinds(LossSettings), _kinds(algorithm.AnyAdvantage)) == (set(PUBLISHED), set(ADVANTAGES))
 
 
 def test_without_settings_it_is_the_authors_m2po_over_tokens() -> None:
     settings = AlgorithmSettings()
-    assert (settings.loss, settings.anchor) == (M2po(), BehaviorAnchor())
-    assert (settings.aggregation, settings.kl) == (TokenMean(), None)
+    assert (settings.loss, settings.anchor) == (M2po(), algorithm.BehaviorAnchor())
+    assert (settings.aggregation, settings.kl) == (algorithm.TokenMean(), None)
 
 
 def test_a_mapping_changes_single_values_of_a_loss() -> None:
-    algorithm = AlgorithmSettings.model_validate({"loss": {"kind": "ppo_clip", "low": 0.1}})
-    assert algorithm.loss == PpoClip(low=0.1, high=0.28)
+    settings = AlgorithmSettings.model_validate({"loss": {"kind": "ppo_clip", "low": 0.1}})
+    assert settings.loss == algorithm.PpoClip(low=0.1, high=0.28)
 
 
 @pytest.mark.parametrize(
@@ -86,20 +78,14 @@ def test_bounds_are_checked(given: dict[str, object], words: str) -> None:
 
 def test_second_moment_forms_refuse_a_proximal_anchor() -> None:
     with pytest.raises(ValueError, match="Use the behaviour anchor"):
-        AlgorithmSettings(anchor=ProximalAnchor(), loss=M2po()).require_consistent()
+        AlgorithmSettings(anchor=algorithm.ProximalAnchor(), loss=M2po()).require_consistent()
 
 
 def test_the_docs_table_has_every_loss_with_its_defaults() -> None:
     text = (REPOSITORY / "docs" / "trainer.md").read_text()
-    rows = re.findall(
-        r"^\| `(\w+)`(?: \(default\))? \| ([\w ,.]*?) ?\| ", text.split("| Loss |")[1], re.MULTILINE
-    )
-    members: list[type[BaseModel]] = list(get_args(LossSettings))
-    expected = [
-        (
-            fields["kind"].default,
-            ", ".join(f"{name} {field.default}" for name, field in fields.items() if name != "kind"),
-        )
-        for fields in (member.model_fields for member in members)
-    ]
-    assert rows[: len(expected)] == expected
+    row = re.compile(r"^\| `(\w+)`(?: \(default\))? \| ([\w ,.]*?) ?\| ", re.MULTILINE)
+    expected = []
+    for member in get_args(LossSettings):
+        kind, *values = [(name, field.default) for name, field in member.model_fields.items()]
+        expected.append((kind[1], ", ".join(f"{name} {default}" for name, default in values)))
+    assert row.findall(text.split("| Loss |")[1])[: len(expected)] == expected

@@ -33,6 +33,10 @@ raas:
 """
 
 
+WITH = {"a": None, "b": inf, "c": [1, "x"]}
+FILTER = {"use": "recipe:F", "with": {"low": {"x": 1}}}
+
+
 def assert_refused(text: str, line: int, words: str) -> None:
     """The recipe is refused with these words at this line."""
     with pytest.raises(RecipeError) as caught:
@@ -52,10 +56,7 @@ def test_a_good_recipe_is_reproduced_by_its_own_text() -> None:
     [
         ("recipe:R", "recipe:R"),
         ("{use: recipe:R}", "recipe:R"),
-        (
-            "{use: recipe:R, with: {a: null, b: .inf, c: [1, x]}}",
-            {"use": "recipe:R", "with": {"a": None, "b": inf, "c": [1, "x"]}},
-        ),
+        ("{use: recipe:R, with: {a: null, b: .inf, c: [1, x]}}", {"use": "recipe:R", "with": WITH}),
     ],
 )
 def test_a_plug_in_is_kept_in_its_shortest_form_with_all_its_settings(written: str, kept: object) -> None:
@@ -68,12 +69,8 @@ def test_a_plug_in_is_kept_in_its_shortest_form_with_all_its_settings(written: s
     ("plugin", "keys", "place"),
     [
         ("recipe:Data", (), "r.yaml:3: run.dataset"),
-        ({"use": "recipe:F", "with": {"low": {"x": 1}}}, (), "r.yaml:21: dataflow.filters.1"),
-        (
-            {"use": "recipe:F", "with": {"low": {"x": 1}}},
-            ("low", "x"),
-            "r.yaml:23: dataflow.filters.1.with.low.x",
-        ),
+        (FILTER, (), "r.yaml:21: dataflow.filters.1"),
+        (FILTER, ("low", "x"), "r.yaml:23: dataflow.filters.1.with.low.x"),
         ("recipe:Elsewhere", ("x",), "r.yaml"),
     ],
 )
@@ -110,16 +107,8 @@ def test_a_wrong_recipe_names_line_and_remedy(old: str, new: str, line: int, wor
 @pytest.mark.parametrize(
     ("where", "line", "words"),
     [
-        (
-            "trainer: {algorithm: {clip_high: 0.2}}",
-            20,
-            "write for example `loss: {kind: ppo_clip, high: 0.28}`",
-        ),
-        (
-            "trainer: {algorithm: {m2_budget: 0.2}}",
-            20,
-            "write for example `loss: {kind: m2po, budget: 0.04}`",
-        ),
+        ("trainer: {algorithm: {clip_high: 0.2}}", 20, "for example `loss: {kind: ppo_clip, high: 0.28}`"),
+        ("trainer: {algorithm: {m2_budget: 0.2}}", 20, "for example `loss: {kind: m2po, budget: 0.04}`"),
         ("trainer:\n  algorithm:\n    loss: {kind: gspo, lwo: 1}", 22, "did you mean `low`"),
         ("trainer:\n  algorithm:\n    loss: {kind: gspo, low: 7}", 22, "trainer.algorithm.loss.low: "),
         ("trainer:\n  algorithm:\n    loss: gpso", 22, "unknown kind 'gpso'; did you mean `gspo`"),
@@ -210,10 +199,8 @@ def test_text_that_is_no_recipe_is_refused(text: str) -> None:
 
 
 def test_overrides_win_and_create_sections() -> None:
-    loaded = parse_recipe(
-        GOOD, overrides=["run.steps=7", "trainer.optimizer.learning_rate=0", "run.name=other"]
-    )
-    recipe = loaded.recipe
+    overrides = ["run.steps=7", "trainer.optimizer.learning_rate=0", "run.name=other"]
+    recipe = parse_recipe(GOOD, overrides=overrides).recipe
     assert (recipe.run.steps, recipe.trainer.optimizer.learning_rate, recipe.run.name) == (7, 0.0, "other")
 
 

@@ -8,39 +8,27 @@ from typing import Any
 
 import pytest
 
-from astraflow_bench.machine import Origin
-from astraflow_bench.wan import report
+from astraflow_bench import machine, wan
 from astraflow_bench.wan.report import Arrival, WanReport, delta_figures
 from support.source_tree import REPOSITORY
 from support.wan_report import blocked_event, made_report
 
 
-def arrival(seconds: float, *, fetched: int = 100, snapshots: int = 0, deltas: int = 1) -> Arrival:
-    return Arrival(
-        seconds=seconds,
-        refresh_s=seconds / 4,
-        advance_s=seconds / 2,
-        fetched_bytes=fetched,
-        received_bytes=fetched + 10,
-        snapshots=snapshots,
-        deltas=deltas,
-    )
+def arrival(seconds: float, *, fetched: int = 100, deltas: int = 1, **more: int) -> Arrival:
+    counts = {"fetched_bytes": fetched, "received_bytes": fetched + 10, "deltas": deltas, **more}
+    return Arrival(seconds=seconds, refresh_s=seconds / 4, advance_s=seconds / 2, **counts)
 
 
 def test_times_are_medians_and_bytes_are_means() -> None:
-    figures = delta_figures(
-        "remote",
-        "rice",
-        [arrival(1.0, fetched=10), arrival(9.0, fetched=20), arrival(2.0, fetched=60)],
-        safetensors_s=4.0,
-    )
+    arrivals = [arrival(1.0, fetched=10), arrival(9.0, fetched=20), arrival(2.0, fetched=60)]
+    figures = delta_figures("remote", "rice", arrivals, safetensors_s=4.0)
     assert (figures["seconds"], figures["least_s"], figures["most_s"]) == (2.0, 1.0, 9.0)
     assert (figures["fetched_bytes"], figures["received_bytes"]) == (30, 40)
     assert figures["over_safetensors"] == 0.5
 
 
 def test_a_whole_model_is_measured_against_the_rate() -> None:
-    figures = report.full_figures(
+    figures = wan.report.full_figures(
         "remote", "version", arrival(2.0, fetched=990), connections="open", rate_bits_per_s=8000.0
     )
     assert figures["link_share"] == 0.5
@@ -55,17 +43,15 @@ def test_a_whole_model_is_measured_against_the_rate() -> None:
         (arrival(1.0, fetched=40), None, False),
     ],
 )
-def test_a_merged_delta_is_used_if_nothing_else_came(
-    found: Arrival, merged: int | None, *, used: bool
-) -> None:
-    figures = report.lag_figures("local", found, {"delta_bytes": [10] * 8, "merged_bytes": merged})
+def test_a_merged_delta_is_used_if_it_came_alone(found: Arrival, merged: int | None, *, used: bool) -> None:
+    figures = wan.report.lag_figures("local", found, {"delta_bytes": [10] * 8, "merged_bytes": merged})
     assert figures["used_merged"] is used
     assert figures["over_sum"] == found.fetched_bytes / 80
 
 
 def test_the_trainer_is_compared_with_one_that_nobody_follows() -> None:
-    alone = report.blocked_figures("no", [blocked_event(0.1), blocked_event(0.3)], none_s=None)
-    followed = report.blocked_figures("remote", [blocked_event(0.3)], none_s=alone["seconds"])
+    alone = wan.report.blocked_figures("no", [blocked_event(0.1), blocked_event(0.3)], none_s=None)
+    followed = wan.report.blocked_figures("remote", [blocked_event(0.3)], none_s=alone["seconds"])
     assert alone["over_none"] == 1.0
     assert followed["over_none"] == pytest.approx(1.5)
 
@@ -78,18 +64,18 @@ def test_a_target_that_is_missed_is_named() -> None:
 
 def test_a_scaled_run_says_so_first() -> None:
     found = made_report()
-    assert not report.summary(found)[0].startswith("SCALED")
+    assert not wan.report.summary(found)[0].startswith("SCALED")
     found.scale = 0.5
-    assert report.summary(found)[0].startswith("SCALED")
+    assert wan.report.summary(found)[0].startswith("SCALED")
 
 
 def test_the_page_has_every_table_and_the_object_beside_it(tmp_path: Path) -> None:
-    origin = Origin(machine="a machine", date="2026-01-01", commit="abc")
-    report.write_page(made_report(), folder=tmp_path, origin=origin, command="astraflow bench wan")
+    origin = machine.Origin(machine="a machine", date="2026-01-01", commit="abc")
+    wan.report.write_page(made_report(), folder=tmp_path, origin=origin, command="astraflow bench wan")
     page = (tmp_path / "wan.md").read_text()
     assert "a machine" in page
     assert json.loads((tmp_path / "wan.json").read_text())["origin"]["commit"] == "abc"
-    assert all(f"## {title}\n" in page for title, _ in report.tables(WanReport()))
+    assert all(f"## {title}\n" in page for title, _ in wan.report.tables(WanReport()))
 
 
 def test_every_field_is_documented_and_no_other() -> None:

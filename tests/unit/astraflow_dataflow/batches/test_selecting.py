@@ -19,14 +19,8 @@ Answer = Callable[[Sequence[ReadyGroup], StepRequest], object]
 
 def stored(group_id: str, *, version: int, arrival: int, reward: float = 1.0) -> tuple[str, float, bytes]:
     """A ready group as Redis offers it."""
-    item = batch_pb2.BatchItem(
-        trajectory_id="x",
-        task_id="t",
-        source="gsm8k",
-        reward=reward,
-        min_version=version,
-        max_version=version + 1,
-    )
+    versions = {"min_version": version, "max_version": version + 1}
+    item = batch_pb2.BatchItem(trajectory_id="x", task_id="t", source="gsm8k", reward=reward, **versions)
     items = batch_pb2.Batch(items=[item, item]).SerializeToString()
     return group_id, float(version * 2**32 + arrival), items
 
@@ -48,10 +42,8 @@ def test_a_candidate_tells_what_its_group_holds() -> None:
 
 
 def test_a_selector_chooses_in_order_or_waits() -> None:
-    assert chosen(lambda groups, request: [groups[2].group_id, groups[0].group_id]) == (
-        Selection(mode="take", chosen=("g2", "g0")),
-        [],
-    )
+    taken = Selection(mode="take", chosen=("g2", "g0"))
+    assert chosen(lambda groups, request: [groups[2].group_id, groups[0].group_id]) == (taken, [])
     assert chosen(lambda groups, request: []) == (Selection(mode="wait"), [])
 
 

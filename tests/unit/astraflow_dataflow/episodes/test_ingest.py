@@ -1,19 +1,15 @@
 """Ingest answers everybody who waits, whatever becomes of the commit."""
 
 import asyncio
-from typing import cast
+from typing import Any
 
 import pytest
 
 from astraflow.errors import InvalidArgumentError, UnavailableError
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.episodes.ingest import Ingest
-from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Level
-from astraflow_dataflow.runs.registry import RunContext, RunRegistry
-from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.store import Store
 from astraflow_kit.metrics import Metrics
 from support.dataflow_world import make_episode
 
@@ -25,7 +21,7 @@ class Failing:
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
-        self.newest_versions = {"solver": 0}
+        self.newest_versions, self.trained_roles = {"solver": 0}, {"solver": "solver"}
         self.blob_prefix = "file:///nowhere/run/blobs/"
         self.episodes = self.recipe = self.dataflow = self
         self.group_deadline_s = 60.0
@@ -37,15 +33,11 @@ class Failing:
 
     async def push(self, episode: trajectory_pb2.Episode) -> None:
         """Push over an ingest whose commits fail."""
-        ingest = Ingest(
-            store=cast("Store", self),
-            registry=cast("RunRegistry", self),
-            settling=cast("Settling", self),
-            metrics=Metrics(),
-            durability=Durability(cast("Connection", self), Level.MEMORY),
-        )
+        us: Any = self
+        durability = Durability(us, Level.MEMORY)
+        ingest = Ingest(store=us, registry=us, settling=us, metrics=Metrics(), durability=durability)
         try:
-            await ingest.push(cast("RunContext", self), episode)
+            await ingest.push(us, episode)
         finally:
             for task in self.tasks:
                 task.cancel()

@@ -15,19 +15,11 @@ def test_an_empty_run_balances() -> None:
 
 
 def test_every_place_counts_once() -> None:
-    counters = {
-        "ingested": 21,
-        "evaluated": 6,
-        "dropped:stale": 2,
-        "dropped:poison": 3,
-        "ready": 4,
-        "trained": 1,
-    }
-    account = recount(
-        audit(counters=counters, held_assembling=3, held_ready=4, held_in_batch=2), trained_in_log=1
-    )
-    assert account.conservation_error == 0
-    assert dict(account.dropped) == {"poison": 3, "stale": 2}
+    places = {"ingested": 21, "evaluated": 6, "ready": 4, "trained": 1}
+    counters = places | {"dropped:stale": 2, "dropped:poison": 3}
+    snapshot = audit(counters=counters, held_assembling=3, held_ready=4, held_in_batch=2)
+    account = recount(snapshot, trained_in_log=1)
+    assert (account.conservation_error, dict(account.dropped)) == (0, {"poison": 3, "stale": 2})
 
 
 def test_the_recount_and_not_the_counter_decides() -> None:

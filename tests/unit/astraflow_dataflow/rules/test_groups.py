@@ -1,7 +1,7 @@
 """Verdicts over complete tasks: whole groups, one reason each."""
 
 import re
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,45 +12,33 @@ from hypothesis import strategies as st
 from astraflow.plugins import Filter, Group
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.records import CompleteTask
-from astraflow_dataflow.rules.groups import (
-    SLOW_FILTER_S,
-    Rules,
-    groups_of,
-    incomplete_reason,
-    items_of,
-    judge,
-    was_judged,
-)
+from astraflow_dataflow.rules import groups
+from astraflow_dataflow.rules.groups import judge, was_judged
 
-NO_RULES = Rules(min_members=None, filters=())
+rules = partial(groups.Rules, min_members=None)
+NO_RULES = rules(filters=())
 
 
-def header(
-    trajectory_id: str, *, policy: str = "p", role: str = "", reward: float = 1.0, version: int = 0
-) -> bytes:
-    """A serialized header."""
-    return trajectory_pb2.TrajectoryHeader(
-        trajectory_id=trajectory_id,
-        policy_id=policy,
-        role=role,
-        reward=reward,
-        min_version=version,
-        max_version=version,
-    ).SerializeToString()
+def header(trajectory_id: str, version: int = 0, **facts: Any) -> tuple[str, bytes]:
+    """A serialized header under its id."""
+    facts = {"policy_id": "p", "reward": 1.0, "min_version": version, "max_version": version} | facts
+    header = trajectory_pb2.TrajectoryHeader(trajectory_id=trajectory_id, **facts)
+    return trajectory_id, header.SerializeToString()
 
 
-def complete(headers: Sequence[tuple[str, bytes]], *, spec: bytes = b"", **changes: Any) -> CompleteTask:
+def complete(*headers: tuple[str, bytes], spec: bytes = b"", **changes: Any) -> CompleteTask:
     """A complete task of two members."""
     facts = {"why": "", "credited": frozenset({"p"}), "group_size": 2, "num_finished": 2} | changes
-    groups = groups_of("t", spec=spec, headers=dict(headers))
-    return CompleteTask(task_id="t", groups=groups, items=[items_of("t", group) for group in groups], **facts)
+    given = groups.groups_of("t", spec=spec, headers=dict(headers))
+    items = [groups.items_of("t", group) for group in given]
+    return CompleteTask(task_id="t", groups=given, items=items, **facts)
 
 
-ONE = ("a", header("a"))
+ONE = header("a")
 
 
 def test_a_good_group_is_ready_with_the_items_of_its_trajectories() -> None:
-    task = complete([("b", header("b", version=3)), ("a", header("a", version=2, reward=0.5))])
+    task = complete(header("b", 3), header("a", 2, reward=0.5))
     (group,), (batch,) = task.groups, task.items
     assert judge(task, NO_RULES) == ["ready"]
     assert (group.group_id, group.policy, group.oldest_version, group.rewards) == ("t/p", "p", 2, [0.5, 1.0])
@@ -61,23 +49,23 @@ def test_a_good_group_is_ready_with_the_items_of_its_trajectories() -> None:
 
 
 def test_groups_are_per_policy_and_role() -> None:
-    headers = [("a", header("a", role="x")), ("b", header("b", role="y")), ("c", header("c", policy="q"))]
-    task = complete(headers, credited=frozenset({"p", "q"}))
+    headers = header("a", role="x"), header("b", role="y"), header("c", policy_id="q")
+    task = complete(*headers, credited=frozenset({"x", "y", "q"}))
     assert [group.group_id for group in task.groups] == ["t/p/x", "t/p/y", "t/q"]
     assert judge(task, NO_RULES) == ["ready"] * 3
 
 
 def test_a_task_without_trajectories_has_no_groups() -> None:
-    assert judge(complete([]), NO_RULES) == []
+    assert judge(complete(), NO_RULES) == []
 
 
-def test_a_policy_that_was_not_charged_ends_as_no_credit_without_being_judged() -> None:
-    assert judge(complete([ONE], credited=frozenset({"q"})), NO_RULES) == ["no_credit"]
+def test_a_role_that_was_not_charged_ends_as_no_credit_without_being_judged() -> None:
+    assert judge(complete(ONE, credited=frozenset({"q"})), NO_RULES) == ["no_credit"]
     assert not was_judged("no_credit")
 
 
 def test_a_task_that_was_never_leased_counts_as_charged() -> None:
-    assert judge(complete([ONE], credited=None), NO_RULES) == ["ready"]
+    assert judge(complete(ONE, credited=None), NO_RULES) == ["ready"]
 
 
 @pytest.mark.parametrize(
@@ -98,14 +86,14 @@ def test_a_task_that_was_never_leased_counts_as_charged() -> None:
 def test_incomplete_tasks_are_used_only_as_the_recipe_allows(
     why: str, finished: int, min_members: int | None, expected: str
 ) -> None:
-    task = complete([], why=why, num_finished=finished, group_size=4)
-    assert incomplete_reason(task, min_members=min_members) == expected
+    task = complete(why=why, num_finished=finished, group_size=4)
+    assert groups.incomplete_reason(task, min_members=min_members) == expected
 
 
 def test_filters_apply_in_order_and_the_first_refusal_decides() -> None:
     never = Mock()
-    rules = Rules(min_members=None, filters=(("refuse", lambda group: False), ("never", never)))
-    (verdict,) = judge(complete([ONE]), rules)
+    two = rules(filters=(("refuse", lambda group: False), ("never", never)))
+    (verdict,) = judge(complete(ONE), two)
     assert (verdict, was_judged(verdict), never.called) == ("filtered", True, False)
 
 
@@ -122,34 +110,27 @@ def raises(group: Group) -> bool:
         (lambda group: "yes", "it returned str"),
     ],
 )
-def test_a_filter_that_fails_drops_the_group_under_its_own_reason_and_moves_no_average(
-    broken: Filter, problem: str
-) -> None:
-    rules = Rules(min_members=None, filters=(("broken", broken),))
-    (verdict,) = judge(complete([ONE]), rules)
+def test_a_filter_that_fails_has_its_own_reason_and_moves_no_average(broken: Filter, problem: str) -> None:
+    filtering = rules(filters=(("broken", broken),))
+    (verdict,) = judge(complete(ONE), filtering)
     assert (verdict, was_judged(verdict)) == ("filter_failed", False)
-    (fault,) = rules.faults.all()
+    (fault,) = filtering.faults.all()
     assert (fault.kind, fault.name, fault.count) == ("filter", "broken", 1)
     assert re.search(problem, fault.problem), fault.problem
 
 
 def test_a_slow_filter_is_heard_and_named() -> None:
-    ticks = iter([0.0, SLOW_FILTER_S * 2])
-    rules = Rules(min_members=None, filters=(("slow", lambda group: True),), clock=lambda: next(ticks))
-    (verdict,) = judge(complete([ONE]), rules)
-    assert verdict == "ready"
-    assert "it took 0.2 s, at most 0.1 s; make it faster" in rules.faults.all()[0].problem
+    slow = rules(filters=(("slow", lambda group: True),), clock=iter([0.0, 0.2]).__next__)
+    assert judge(complete(ONE), slow) == ["ready"]
+    assert "it took 0.2 s, at most 0.1 s; make it faster" in slow.faults.all()[0].problem
 
 
 def test_a_filter_sees_the_whole_group_and_its_task() -> None:
-    seen: list[Group] = []
-    spec = task_pb2.Task(task_id="t", source="gsm8k", data_json=b'{"gold": 3}')
-    facts = trajectory_pb2.TrajectoryHeader(
-        trajectory_id="a", policy_id="p", role="x", num_tokens=9, finish_reason="length", metrics={"turns": 2}
-    )
-    task = complete([("a", facts.SerializeToString())], spec=spec.SerializeToString())
-    judge(task, Rules(min_members=None, filters=(("see", lambda group: not seen.append(group)),)))
-    (group,) = seen
+    spec = task_pb2.Task(task_id="t", source="gsm8k", data_json=b'{"gold": 3}').SerializeToString()
+    facts = header("a", role="x", num_tokens=9, finish_reason="length", metrics={"turns": 2})
+    see = Mock(return_value=True)
+    judge(complete(facts, spec=spec, credited=frozenset({"x"})), rules(filters=(("see", see),)))
+    (group,) = see.call_args.args
     assert (group.policy, group.role, group.group_id, group.verdict) == ("p", "x", "t/p/x", "")
     assert (group.task.source, dict(group.task.data)) == ("gsm8k", {"gold": 3})
     (only,) = group.trajectories
@@ -158,10 +139,8 @@ def test_a_filter_sees_the_whole_group_and_its_task() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("pq"), st.sampled_from(["", "x"]), st.floats(0, 1)), max_size=24))
 def test_every_trajectory_is_in_exactly_one_group(rows: list[tuple[str, str, float]]) -> None:
-    headers = [
-        (f"t{n}", header(f"t{n}", policy=p, role=r, reward=reward)) for n, (p, r, reward) in enumerate(rows)
-    ]
-    listed = sorted(item.trajectory_id for batch in complete(headers).items for item in batch.items)
+    headers = [header(f"t{n}", policy_id=p, role=r, reward=reward) for n, (p, r, reward) in enumerate(rows)]
+    listed = sorted(item.trajectory_id for batch in complete(*headers).items for item in batch.items)
     assert listed == sorted(name for name, _ in headers)
 
 
@@ -170,6 +149,6 @@ def test_a_filter_that_changes_what_it_sees_changes_no_item() -> None:
         group.trajectories[0].reward = 9.0  # type: ignore[misc]
         return True
 
-    task = complete([ONE])
-    judge(task, Rules(min_members=None, filters=(("spoil", spoil),)))
+    task = complete(ONE)
+    judge(task, rules(filters=(("spoil", spoil),)))
     assert task.items[0].items[0].reward == 1.0

@@ -20,10 +20,7 @@ from astraflow_dataflow.rules.tasks import task_problem
         (task_pb2.Task(task_id="t", data_json=b"\xff"), "not JSON"),
         (task_pb2.Task(task_id="t", data_json=b'{"a":"' + b"x" * 65536 + b'"}'), "65536"),
         (task_pb2.Task(task_id="t", messages=[task_pb2.Message(role="robot")]), "robot"),
-        (
-            task_pb2.Task(task_id="t", messages=[task_pb2.Message(role="user", content="x" * 1048577)]),
-            "1048576",
-        ),
+        (task_pb2.Task(task_id="t", messages=[task_pb2.Message(content="x" * 1048577)]), "1048576"),
     ],
 )
 def test_a_bad_task_is_refused_with_the_limit(task: task_pb2.Task, word: str) -> None:
@@ -33,7 +30,6 @@ def test_a_bad_task_is_refused_with_the_limit(task: task_pb2.Task, word: str) ->
 
 
 def test_a_plain_task_passes() -> None:
-    task = task_pb2.Task(
-        task_id="a.b_c-d:1", data_json=b'{"gold": 1}', messages=[task_pb2.Message(role="user")]
-    )
+    message = task_pb2.Message(role="user")
+    task = task_pb2.Task(task_id="a.b_c-d:1", data_json=b'{"gold": 1}', messages=[message])
     assert task_problem(task) is None

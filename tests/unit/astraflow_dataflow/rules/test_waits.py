@@ -7,18 +7,15 @@ import pytest
 
 from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
 from astraflow.dataflow.v1.version_pb2 import WeightFault
-from astraflow_dataflow.records import Audit, Life, Refused, StoredEvaluation
+from astraflow_dataflow.records import Audit, Life, Refused
 from astraflow_dataflow.rules.faults import PluginFault
 from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
 from support.dataflow_snapshots import AUDIT, EVALUATION, NODE, POLICY, node
 
 
-def reasons(
-    audit: Audit, *nodes: NodeStatus, evaluations: tuple[StoredEvaluation, ...] = (), **more: Any
-) -> list[tuple[str, str]]:
+def reasons(audit: Audit, *nodes: NodeStatus, evaluations: Any = (), **more: Any) -> list[tuple[str, str]]:
     """(stage, reason) of what waits."""
-    waits = current_waits(audit, nodes, evaluations, **more)
-    return [(wait.stage, wait.reason) for wait in waits]
+    return [(wait.stage, wait.reason) for wait in current_waits(audit, nodes, evaluations, **more)]
 
 
 def fault(kind: str, *, name: str = "m:Name") -> PluginFault:
@@ -46,16 +43,20 @@ def test_each_reason_has_its_name() -> None:
     assert reasons(empty, NODE, skipped=1024) == [("lease", "tasks_skipped")]
     assert reasons(empty, NODE, skipped=1023) == []
     assert reasons(with_policy(epoch=0), NODE) == [("batch", "no_trainer")]
+    assert reasons(with_policy(heard_ms=400), NODE, trainer_lease_s=0.5) == [("batch", "trainer_silent")]
+    assert reasons(with_policy(heard_ms=500), NODE, trainer_lease_s=0.5) == []
+    assert reasons(with_policy(heard_ms=0), NODE, trainer_lease_s=0.5) == [], "it was released"
+    assert reasons(with_policy(no_credit=3, settled=100), NODE) == [("lease", "no_credit")]
+    assert reasons(with_policy(no_credit=2, settled=100), NODE) == []
     assert reasons(with_policy(wait="ready_groups", wait_until_ms=1000), NODE) == [("batch", "ready_groups")]
     assert reasons(with_policy(wait="ready_groups", wait_until_ms=999), NODE) == []
     assert reasons(with_policy(wait="publish", wait_until_ms=1000), NODE) == [("publish", "publish")]
-    assert reasons(with_policy(finished_step=2, unpublished_steps=(2, 3)), NODE) == [
-        ("publish", "unpublished")
-    ]
+    unpublished = with_policy(finished_step=2, unpublished_steps=(2, 3))
+    assert reasons(unpublished, NODE) == [("publish", "unpublished")]
 
 
 @pytest.mark.parametrize(
-    ("changes", "release"),
+    ("policy", "release"),
     [
         ({"outstanding": 4}, "nodes finish the outstanding groups"),
         ({"outstanding": 3, "ready": 1}, "nodes finish the outstanding groups"),
@@ -67,8 +68,8 @@ def test_each_reason_has_its_name() -> None:
         ),
     ],
 )
-def test_a_full_window_names_the_next_thing_that_leads_to_room(changes: dict[str, Any], release: str) -> None:
-    waits = current_waits(with_policy(credit=0, **changes), [NODE], [])
+def test_a_full_window_names_the_next_thing_that_leads_to_room(policy: dict[str, Any], release: str) -> None:
+    waits = current_waits(with_policy(credit=0, **policy), [NODE], [])
     (full,) = [wait for wait in waits if wait.reason == "staleness_window"]
     assert full.released_by.startswith(release)
 
@@ -77,11 +78,6 @@ def test_an_evaluation_waits_while_no_connected_node_serves_its_version() -> Non
     elsewhere = node(serving_versions={"p": 1})
     assert reasons(AUDIT, NODE, evaluations=(EVALUATION,)) == []
     assert reasons(AUDIT, elsewhere, evaluations=(EVALUATION,)) == [("evaluate", "no_node_at_version")]
-
-
-def test_one_policy_with_credit_keeps_leasing_going() -> None:
-    full = dataclasses.replace(POLICY, policy_id="q", credit=0)
-    assert reasons(dataclasses.replace(AUDIT, policies=(POLICY, full)), NODE) == []
 
 
 def test_a_finished_run_waits_for_nothing() -> None:
@@ -104,11 +100,8 @@ def test_a_wait_that_redis_timed_keeps_that_time() -> None:
 def test_plugins_that_failed_are_named_one_of_each_kind() -> None:
     faults = [fault("filter", name="a:A"), fault("filter", name="b:B"), fault("selector"), fault("curator")]
     waits = current_waits(AUDIT, [NODE], [], faults=faults)
-    assert [(wait.stage, wait.reason) for wait in waits] == [
-        ("lease", "curator_failed"),
-        ("batch", "filter_failed"),
-        ("batch", "selector_failed"),
-    ]
+    assert [wait.reason for wait in waits] == ["curator_failed", "filter_failed", "selector_failed"]
+    assert [wait.stage for wait in waits] == ["lease", "batch", "batch"]
     assert waits[1].detail == (
         "a:A failed 2 times, last: it broke (and 1 more of these); meanwhile groups it fails on are "
         "dropped as filter_failed"
@@ -117,13 +110,10 @@ def test_plugins_that_failed_are_named_one_of_each_kind() -> None:
 
 def test_tasks_that_every_connected_node_refused_wait_for_a_capable_one() -> None:
     refused = Refused(count=3, example="t7", since_ms=400)
-    (wait,) = [
-        wait for wait in current_waits(AUDIT, [NODE], [], refused=refused) if wait.reason == "no_capable_node"
-    ]
-    assert (wait.stage, wait.since_ms, "t7" in wait.detail) == ("lease", 400, True)
-    assert not [
-        wait for wait in current_waits(AUDIT, [NODE], [], refused=Refused()) if "capable" in wait.reason
-    ]
+    (wait,) = current_waits(AUDIT, [NODE], [], refused=refused)
+    assert (wait.stage, wait.reason, wait.since_ms) == ("lease", "no_capable_node", 400)
+    assert "t7" in wait.detail
+    assert reasons(AUDIT, NODE, refused=Refused()) == []
 
 
 def test_a_policy_whose_bytes_a_node_cannot_verify_waits_to_be_activated() -> None:
@@ -138,9 +128,33 @@ def test_a_policy_whose_bytes_a_node_cannot_verify_waits_to_be_activated() -> No
 
 
 def test_every_wait_says_what_would_release_it() -> None:
-    waits = [
-        *current_waits(AUDIT, [], []),
-        *current_waits(AUDIT, [NODE], [EVALUATION], refused=Refused(count=1, example="t")),
-    ]
-    assert waits
-    assert all(wait.released_by for wait in waits)
+    refused = current_waits(AUDIT, [NODE], [EVALUATION], refused=Refused(count=1, example="t"))
+    alone = current_waits(AUDIT, [], [])
+    assert refused
+    assert alone
+    assert all(wait.released_by for wait in refused + alone)
+
+
+def test_a_full_window_is_named_while_other_policies_go_on() -> None:
+    full, other = dataclasses.replace(POLICY, credit=0), dataclasses.replace(POLICY, policy_id="q")
+    (wait,) = current_waits(dataclasses.replace(AUDIT, policies=(full, other)), [NODE], [])
+    assert (wait.policy_id, wait.reason) == ("p", "staleness_window")
+    assert "for the other policies" in wait.detail
+
+
+def test_a_policy_that_is_not_trained_waits_for_nothing_but_its_version() -> None:
+    frozen = dataclasses.replace(POLICY, policy_id="judge", frozen=True, credit=0, epoch=0)
+    both = dataclasses.replace(AUDIT, policies=(POLICY, frozen))
+    assert reasons(both, NODE) == []
+    (wait,) = current_waits(
+        dataclasses.replace(both, policies=(POLICY, dataclasses.replace(frozen, version=None))), [NODE], []
+    )
+    assert "judge" in wait.detail
+    assert "started again" in wait.released_by
+
+
+def test_when_all_roles_need_credit_the_policies_without_are_named() -> None:
+    full, other = dataclasses.replace(POLICY, credit=0), dataclasses.replace(POLICY, policy_id="q")
+    audit = dataclasses.replace(AUDIT, policies=(full, other), admitted=0)
+    (wait,) = current_waits(audit, [NODE], [])
+    assert (wait.policy_id, "other policies" in wait.detail) == ("p", False)

@@ -12,7 +12,6 @@ from astraflow_dataflow.rules.window import Window
 def test_a_window_holds_a_step_more_than_its_staleness_and_remembers_two(
     max_staleness: int, groups_per_step: int, groups: int, memory: int
 ) -> None:
-    window = Window(
-        policy_id="solver", max_staleness=max_staleness, groups_per_step=groups_per_step, min_acceptance=0.1
-    )
+    bounds = {"max_staleness": max_staleness, "groups_per_step": groups_per_step}
+    window = Window(policy_id="solver", min_acceptance=0.1, **bounds)
     assert (window.groups, window.smoothing) == (groups, 1 / memory)

@@ -19,8 +19,8 @@ def test_a_pool_counts_its_connected_nodes_and_all_leases() -> None:
 
 
 def test_leasable_is_what_waits_within_the_window() -> None:
-    roomy = replace(POLICY, credit=3)
-    assert leasable_tasks(replace(AUDIT, queued_tasks=9, retries=2, policies=(roomy,))) == 5
-    assert leasable_tasks(replace(AUDIT, queued_tasks=1, retries=0, policies=(roomy,))) == 1
-    assert leasable_tasks(replace(AUDIT, queued_tasks=9, policies=(replace(roomy, version=None),))) == 0
+    roomy = replace(AUDIT, admitted=3)
+    assert leasable_tasks(replace(roomy, queued_tasks=9, retries=2)) == 5
+    assert leasable_tasks(replace(roomy, queued_tasks=1, retries=0)) == 1
+    assert leasable_tasks(replace(roomy, queued_tasks=9, policies=(replace(POLICY, version=None),))) == 0
     assert leasable_tasks(replace(AUDIT, queued_tasks=9, life=Life.FINISHING)) == 0

@@ -11,16 +11,8 @@ PLACE = trace_pb2.TrajectoryPlace
 
 def stored(*entries: str, **changes: Any) -> StoredTrace:
     """What Redis kept of a task that is done."""
-    facts = {
-        "known": True,
-        "state": "done",
-        "attempt": 1,
-        "group_size": 2,
-        "missing": 0,
-        "lane": "",
-        "why": "",
-    }
-    facts |= {"refused_by": ("n9",), "deadline_ms": 0}
+    facts = {"state": "done", "attempt": 1, "group_size": 2, "missing": 0, "lane": "", "why": ""}
+    facts |= {"known": True, "refused_by": ("n9",), "deadline_ms": 0}
     return StoredTrace(task_id="t1", entries=entries, **(facts | changes))
 
 
@@ -69,21 +61,13 @@ def test_a_batch_given_back_makes_ready_and_a_skipped_step_drops() -> None:
 
 def test_a_refused_episode_drops_its_own_trajectories_only() -> None:
     entries = ["Q\t1\ttrain", episode("a"), episode("b", outcome="SUPERSEDED", reason="superseded")]
-    assert places(task_trace(stored(*entries, state="leased"))) == [
-        ("ASSEMBLING", ""),
-        ("DROPPED", "superseded"),
-    ]
+    trace = task_trace(stored(*entries, state="leased"))
+    assert places(trace) == [("ASSEMBLING", ""), ("DROPPED", "superseded")]
 
 
 def test_what_came_before_a_requeue_keeps_its_end() -> None:
-    entries = [
-        "Q\t1\ttrain",
-        episode("a"),
-        "G\t3\tt1/p\tincomplete",
-        "X\t4",
-        episode("b"),
-        "G\t6\tt1/p\tready",
-    ]
+    entries = ["Q\t1\ttrain", episode("a"), "G\t3\tt1/p\tincomplete", "X\t4"]
+    entries += [episode("b"), "G\t6\tt1/p\tready"]
     assert places(task_trace(stored(*entries))) == [("DROPPED", "incomplete"), ("READY", "")]
 
 

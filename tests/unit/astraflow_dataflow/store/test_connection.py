@@ -6,6 +6,7 @@ from redis import exceptions as redis
 from astraflow import errors
 from astraflow_dataflow.store.connection import translate
 
+said = redis.ResponseError
 FULL, AWAY, REFUSED = errors.ResourceExhaustedError, errors.UnavailableError, errors.PreconditionError
 ROWS: dict[str, tuple[Exception, type[errors.AstraflowError], str]] = {
     "away": (redis.ConnectionError("refused"), AWAY, "does not answer: refused"),
@@ -15,22 +16,10 @@ ROWS: dict[str, tuple[Exception, type[errors.AstraflowError], str]] = {
     "user without rights": (redis.NoPermissionError("NOPERM fcall"), REFUSED, "one who may run all commands"),
     "replica": (redis.ReadOnlyError("READONLY"), AWAY, "address of its primary"),
     "full": (redis.OutOfMemoryError("used"), FULL, "give it more memory"),
-    "full, said by a function": (
-        redis.ResponseError("OOM command not allowed"),
-        FULL,
-        "let trainers consume",
-    ),
-    "disk full": (
-        redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"),
-        AWAY,
-        "No space left on device; free its disk",
-    ),
-    "fenced by a function": (
-        redis.ResponseError("FENCED epoch 1 is over"),
-        errors.FencedError,
-        "epoch 1 is over",
-    ),
-    "anything else": (redis.ResponseError("ERR odd"), errors.InternalError, "answered an error: ERR odd"),
+    "full, said by a function": (said("OOM command not allowed"), FULL, "let trainers consume"),
+    "disk full": (said("MISCONF Errors writing: No space left"), AWAY, "No space left; free its disk"),
+    "fenced by a function": (said("FENCED epoch 1 is over"), errors.FencedError, "epoch 1 is over"),
+    "anything else": (said("ERR odd"), errors.InternalError, "answered an error: ERR odd"),
 }
 
 

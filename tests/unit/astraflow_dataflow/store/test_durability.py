@@ -4,15 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from astraflow.dataflow.v1 import durability_pb2
 from astraflow.errors import AstraflowError, IncompatibleError, UnavailableError
 from astraflow_dataflow.records import Ability, Beat, Level
-from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.durability import Durability, Method, choose_method, lost_runs
+from support.scripted_dataflow import eventually
 
 
 @dataclass
@@ -46,16 +47,18 @@ class PlayedRedis:
         self.incarnation = seen + "'"
 
 
-def able(**changes: object) -> Ability:
-    """A Valkey with everysec and no replica."""
+def able(**changes: Any) -> Any:
+    """Answers in place of a connection, as a Redis with everysec and no replica but for the changes."""
     known = Ability(name="Redis 9", append_only=True, appendfsync="everysec", has_waitaof=True, replicas=0)
-    return replace(known, **changes)  # type: ignore[arg-type]
+    return PlayedRedis(replace(known, **changes))
 
 
 @asynccontextmanager
-async def following(redis: PlayedRedis, level: Level = Level.FSYNCED) -> AsyncIterator[Durability]:
-    """A running follower."""
-    durability = Durability(cast("Connection", redis), level)
+async def following(redis: Any, level: Level = Level.FSYNCED, **positions: int) -> AsyncIterator[Durability]:
+    """A running follower of runs that are at these positions."""
+    redis.positions = positions
+    durability = Durability(redis, level)
+    durability.on_loss = AsyncMock()
     await durability.start()
     running = asyncio.create_task(durability.run())
     try:
@@ -63,17 +66,6 @@ async def following(redis: PlayedRedis, level: Level = Level.FSYNCED) -> AsyncIt
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-
-
-def noticing_loss(durability: Durability) -> asyncio.Event:
-    """Set when the follower says that writes were lost."""
-    lost = asyncio.Event()
-
-    async def on_loss() -> None:
-        lost.set()
-
-    durability.on_loss = on_loss
-    return lost
 
 
 CHOICES = [
@@ -87,9 +79,9 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("ability", "level", "method"), CHOICES)
-async def test_the_method_is_what_redis_can(ability: Ability, level: Level, method: Method) -> None:
-    assert await choose_method(cast("Connection", PlayedRedis(ability)), level) is method
+@pytest.mark.parametrize(("redis", "level", "method"), CHOICES)
+async def test_the_method_is_what_redis_can(redis: Any, level: Level, method: Method) -> None:
+    assert await choose_method(redis, level) is method
 
 
 REFUSED = [
@@ -100,61 +92,58 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("ability", "level", "sentence"), REFUSED)
-async def test_a_level_that_redis_cannot_give_is_refused(
-    ability: Ability, level: Level, sentence: str
-) -> None:
+@pytest.mark.parametrize(("redis", "level", "sentence"), REFUSED)
+async def test_a_level_that_redis_cannot_give_is_refused(redis: Any, level: Level, sentence: str) -> None:
     with pytest.raises(IncompatibleError, match=sentence):
-        await choose_method(cast("Connection", PlayedRedis(ability)), level)
+        await choose_method(redis, level)
 
 
 async def test_acks_wait_until_a_beat_after_them_is_safe() -> None:
-    redis = PlayedRedis(able(), safe=[False, False, True])
+    redis = able()
+    redis.safe = [False, False, True]
     async with following(redis) as durability:
         await durability.barrier()
     assert redis.num_beats == 3
 
 
 async def test_acks_that_come_together_share_a_beat() -> None:
-    redis = PlayedRedis(able())
+    redis = able()
     async with following(redis) as durability:
         await asyncio.gather(*(durability.barrier() for _ in range(50)))
     assert redis.num_beats <= 2
 
 
 async def test_an_ack_that_could_not_be_made_safe_is_an_error() -> None:
-    redis = PlayedRedis(able(), safe=[UnavailableError("away")])
+    redis = able()
+    redis.safe = [UnavailableError("away")]
     async with following(redis) as durability:
         with pytest.raises(UnavailableError, match="away"):
             await durability.barrier()
 
 
 async def test_in_memory_nothing_waits() -> None:
-    durability = Durability(cast("Connection", PlayedRedis(able())), Level.MEMORY)
+    durability = Durability(able(), Level.MEMORY)
     await durability.start()
     await durability.barrier()
     assert durability.reached == durability_pb2.DURABILITY_MEMORY
 
 
 async def test_a_mark_is_told_with_the_identity_of_its_data() -> None:
-    redis = PlayedRedis(able(), positions={"run": 7})
-    told = asyncio.Event()
-    async with following(redis, Level.MEMORY) as durability:
-        durability.on_mark = lambda _: told.set()
+    async with following(able(), Level.MEMORY, run=7) as durability:
+        durability.on_mark = told = Mock()
         assert durability.watermark("run") is None
         durability.note("run", 7)
-        await asyncio.wait_for(told.wait(), 10)
+        await eventually(lambda: told.called, what="the mark")
         mark = durability.watermark("run")
-        assert mark == durability_pb2.Watermark(
-            durable_position=7, durability=durability_pb2.DURABILITY_FSYNCED, data_incarnation="a"
-        )
+        fsynced = {"durability": durability_pb2.DURABILITY_FSYNCED, "data_incarnation": "a"}
+        assert mark == durability_pb2.Watermark(durable_position=7, **fsynced)
         durability.forget("run")
         assert durability.watermark("run") is None
 
 
 async def test_a_redis_that_cannot_tell_gives_no_mark() -> None:
-    redis = PlayedRedis(able(has_waitaof=False), positions={"run": 7})
-    async with following(redis, Level.MEMORY) as durability:
+    redis = able(has_waitaof=False)
+    async with following(redis, Level.MEMORY, run=7) as durability:
         durability.note("run", 7)
         await asyncio.wait_for(redis.answered.wait(), 10)
         await asyncio.sleep(0)
@@ -162,34 +151,32 @@ async def test_a_redis_that_cannot_tell_gives_no_mark() -> None:
 
 
 async def test_a_position_that_falls_gives_the_data_another_identity() -> None:
-    redis = PlayedRedis(able(), positions={"run": 7})
-    async with following(redis) as durability:
-        lost = noticing_loss(durability)
+    redis = able()
+    async with following(redis, run=7) as durability:
         durability.note("run", 7)
         await durability.barrier()
         redis.positions["run"] = 3
         durability.note("run", 3)  # nothing else makes it look: no beat is under way
-        await asyncio.wait_for(lost.wait(), 10)
+        await eventually(durability.on_loss.mock_calls.copy, what="the loss")  # type: ignore[attr-defined]
         assert redis.incarnation == "a'"
 
 
 async def test_a_commit_beside_the_very_first_beat_is_remembered() -> None:
-    redis = PlayedRedis(able(), positions={"run": 1})
-    async with following(redis) as durability:
+    redis = able()
+    async with following(redis, run=1) as durability:
         durability.note("run", 1)
         first = asyncio.create_task(durability.barrier())
         await asyncio.wait_for(redis.answered.wait(), 10)
         durability.note("run", 2)
         await first
         redis.positions["run"] = 1
-        lost = noticing_loss(durability)
         durability.note("run", 3)
-        await asyncio.wait_for(lost.wait(), 10)
+        await eventually(durability.on_loss.mock_calls.copy, what="the loss")  # type: ignore[attr-defined]
 
 
 async def test_positions_of_another_process_are_not_compared() -> None:
-    redis = PlayedRedis(able(), positions={"run": 7})
-    async with following(redis) as durability:
+    redis = able()
+    async with following(redis, run=7) as durability:
         durability.note("run", 7)
         await durability.barrier()
         redis.incarnation, redis.positions["run"] = "b", 3

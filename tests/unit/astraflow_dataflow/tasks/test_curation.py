@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -18,49 +19,51 @@ from astraflow_dataflow.rules.faults import PluginFault, PluginFaults
 from astraflow_dataflow.runs.data_plugins import DataPlugin
 from astraflow_dataflow.tasks.curation import draw, missing_tasks, new_task, propose, training_tasks
 
+Source = Callable[[int], TaskSpec | None]
+Answer = Callable[[Sequence[TaskSpec]], object]
 
-def source(length: int) -> object:
+
+def source(length: int) -> Source:
     """A data set of that many tasks."""
     return lambda index: TaskSpec(task_id=f"t{index}", messages=()) if index < length else None
 
 
+def drawn(dataset: Source, *, start: int, count: int) -> tuple[list[str], bool]:
+    """Ids of what is drawn, and whether the data set ended."""
+    specs, ended = draw(dataset, start=start, count=count)
+    return [spec.task_id for spec in specs], ended
+
+
 @given(st.integers(0, 50), st.integers(0, 60), st.integers(1, 20))
 def test_drawing_stops_at_the_end_and_skips_nothing(length: int, start: int, count: int) -> None:
-    specs, ended = draw(source(length), start=start, count=count)  # type: ignore[arg-type]
-    assert [spec.task_id for spec in specs] == [
-        f"t{index}" for index in range(start, min(length, start + count))
-    ]
-    assert ended is (start + count > length)
+    wanted = [f"t{index}" for index in range(start, min(length, start + count))]
+    assert drawn(source(length), start=start, count=count) == (wanted, start + count > length)
 
 
+@dataclass
 class Sized:
     """A data set that says how many tasks it has, and does not enforce it."""
 
+    length: Callable[[], int]
+
     def __len__(self) -> int:
-        return 3
+        return self.length()
 
     def train(self, index: int) -> TaskSpec | None:
         return TaskSpec(f"t{index}", ())
 
 
-class Unreadable(Sized):
-    """A data set that cannot tell its length."""
-
-    def __len__(self) -> int:
-        raise OSError("no index file")
-
-
 def test_drawing_ends_where_the_data_set_says_it_does() -> None:
-    specs, ended = draw(training_tasks(Sized()), start=1, count=4)  # type: ignore[arg-type]
-    assert ([spec.task_id for spec in specs], ended) == (["t1", "t2"], True)
+    assert drawn(training_tasks(Sized(lambda: 3)), start=1, count=4) == (["t1", "t2"], True)  # type: ignore[arg-type]
+    unreadable = training_tasks(Sized(Mock(side_effect=OSError("no index file"))))  # type: ignore[arg-type]
     with pytest.raises(PluginError, match=r"Sized.train raised at index 0: OSError: no index file"):
-        draw(training_tasks(Unreadable()), start=0, count=1)  # type: ignore[arg-type]
+        draw(unreadable, start=0, count=1)
 
 
 DRAWN = [TaskSpec(f"t{n}", (), source="ab"[n % 2]) for n in range(4)]
 
 
-def proposed(answer: Callable[[Sequence[TaskSpec]], object]) -> tuple[list[str], list[PluginFault]]:
+def proposed(answer: Answer) -> tuple[list[str], list[PluginFault]]:
     """Ids of the tasks that are left of DRAWN, and the faults."""
     faults = PluginFaults()
     curator = DataPlugin(kind="curator", name="m:Curator", made=SimpleNamespace(propose=answer))
@@ -69,10 +72,8 @@ def proposed(answer: Callable[[Sequence[TaskSpec]], object]) -> tuple[list[str],
 
 
 def test_a_curator_skips_and_orders_what_was_drawn() -> None:
-    assert proposed(lambda tasks: [task for task in reversed(tasks) if task.source == "a"]) == (
-        ["t2", "t0"],
-        [],
-    )
+    left, faults = proposed(lambda tasks: [task for task in reversed(tasks) if task.source == "a"])
+    assert (left, faults) == (["t2", "t0"], [])
     assert proposed(lambda tasks: ()) == ([], [])
 
 
@@ -91,31 +92,18 @@ def raises(tasks: Sequence[TaskSpec]) -> object:
         (lambda tasks: [TaskSpec("t9", ())], r"not drawn, or one twice: \['t9'\]"),
     ],
 )
-def test_a_curator_that_fails_is_named_and_the_tasks_stay_as_they_were_drawn(
-    answer: Callable[[Sequence[TaskSpec]], object], problem: str
-) -> None:
+def test_a_curator_that_fails_is_named_and_the_tasks_stay_as_drawn(answer: Answer, problem: str) -> None:
     left, (fault,) = proposed(answer)
     assert left == ["t0", "t1", "t2", "t3"]
     assert (fault.kind, fault.name) == ("curator", "m:Curator")
     assert re.search(problem, fault.problem), fault.problem
 
 
-def test_a_data_set_that_raises_is_named_with_its_index() -> None:
-    def broken(index: int) -> TaskSpec | None:
-        raise KeyError(index)
-
-    with pytest.raises(PluginError, match="index 7: KeyError"):
-        draw(broken, start=7, count=1)
-
-
 def test_tasks_before_the_fault_are_good_work_and_the_next_draw_meets_it() -> None:
     def broken(index: int) -> TaskSpec | None:
-        if index >= 2:
-            raise KeyError(index)
-        return TaskSpec(task_id=f"t{index}", messages=())
+        return {0: TaskSpec("t0", ()), 1: TaskSpec("t1", ())}[index]
 
-    specs, ended = draw(broken, start=0, count=8)
-    assert ([spec.task_id for spec in specs], ended) == (["t0", "t1"], False)
+    assert drawn(broken, start=0, count=8) == (["t0", "t1"], False)
     with pytest.raises(PluginError, match=r"broken raised at index 2: KeyError.*mend it"):
         draw(broken, start=2, count=6)
 

@@ -150,12 +150,10 @@ async def test_nothing_is_evaluated_when_there_is_no_version(scene: Scene) -> No
 
 @pytest.mark.parametrize(
     ("before", "interrupted", "final"),
-    [((0.9,), ["running"], 0.9), ((0.9, 0.9), [], 0.1)],
+    [([0.9], ["running"], 0.9), ([0.9, 0.9], [], 0.1)],
     ids=["by the final evaluation", "before a worse final evaluation"],
 )
-async def test_a_goal_that_was_met_is_met(
-    scene: Scene, before: tuple[float, ...], interrupted: list[str], final: float
-) -> None:
+async def test_a_goal_stays_met(scene: Scene, before: list, interrupted: list, final: float) -> None:
     scene.server.announce(0)
     scene.evaluate(*before)
     scene.end_with(final)
@@ -171,7 +169,7 @@ async def test_a_second_ctrl_c_ends_at_once(scene: Scene) -> None:
     assert scene.view.done[-1] == "final evaluation"
 
 
-async def test_without_any_redis_the_error_names_what_to_install(
+async def test_without_redis_the_error_says_what_to_install(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded_redis, "find_server", lambda: None)

@@ -71,9 +71,9 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     async with (
         serving(server) as address,
         AsyncClient(address) as client,
-        Supervisor(stop_grace_s=1) as above,
+        Supervisor(stop_grace_s=1) as top,
     ):
-        yield Scene(server, Observer(client, "run-1", period_s=0.02), above, tmp_path)
+        yield Scene(server, Observer(client, "run-1", period_s=0.02), top, tmp_path)
 
 
 async def test_the_answers_of_every_daemon_are_kept(scene: Scene) -> None:

@@ -36,7 +36,7 @@ DIES_ONCE = "import os, sys; seen = os.path.exists({0!r}); open({0!r}, 'a'); sys
 
 
 @pytest.mark.parametrize(("code", "restarts"), [("pass", 0), (DIES_ONCE, 1)], ids=["status 0", "status 1"])
-async def test_a_child_is_started_again_until_it_ends_with_status_0(
+async def test_a_child_is_started_until_it_ends_with_status_0(
     tmp_path: Path, code: str, restarts: int
 ) -> None:
     async with Supervisor() as supervisor:

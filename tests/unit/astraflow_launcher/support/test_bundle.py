@@ -79,20 +79,18 @@ def test_a_torn_manifest_is_said_in_its_place_and_nothing_else_is_lost(run_folde
 
 def test_daemons_and_servers_that_ended_are_named_as_missing(run_folder: Path, tmp_path: Path) -> None:
     (run_folder / "addresses").mkdir()
-    (run_folder / "addresses" / "dataflow.json").write_text(
-        json.dumps({"pid": 2**22 + 1, "grpc": "127.0.0.1:1", "http": "127.0.0.1:1"})
-    )
+    ended = {"pid": 2**22 + 1, "grpc": "127.0.0.1:1", "http": "127.0.0.1:1"}
+    (run_folder / "addresses" / "dataflow.json").write_text(json.dumps(ended))
     evidence = Evidence(folders=(run_folder,), address="127.0.0.1:1")
     missing = save_bundle(evidence, tmp_path / "b.tar.gz")
     assert "pages of dataflow: it has ended" in missing
     assert [gap for gap in missing if gap.startswith("status of 127.0.0.1:1: ")]
 
 
-def test_hits_of_failpoints_are_in_it(
-    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "hits-elsewhere").write_text('{"name": "trainer.step_taken"}\n')
-    monkeypatch.setenv("ASTRAFLOW_FAILPOINTS_LOG", str(tmp_path / "hits-elsewhere"))
+def test_hits_of_failpoints_are_in_it(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = run_folder.parent / "hits-elsewhere"
+    elsewhere.write_text('{"name": "trainer.step_taken"}\n')
+    monkeypatch.setenv("ASTRAFLOW_FAILPOINTS_LOG", str(elsewhere))
     monkeypatch.setenv("ASTRAFLOW_TOKEN", "hunter2")
     found = packed(run_folder)
     assert b"trainer.step_taken" in found["hits"]

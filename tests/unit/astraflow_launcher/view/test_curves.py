@@ -25,7 +25,9 @@ def _observed(*, rewards: tuple[float, ...]) -> Observation:
 @pytest.mark.parametrize("observation", [Observation(), _observed(rewards=()), _observed(rewards=(0.2, 0.8))])
 def test_every_observation_becomes_a_picture(observation: Observation, tmp_path: Path) -> None:
     draw_curves(observation, tmp_path / "curves.png", title="run-1")
-    assert _png_size(tmp_path / "curves.png") == (1080, 840)
+    content = (tmp_path / "curves.png").read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert struct.unpack(">II", content[16:24]) == (1080, 840)
 
 
 def test_other_rewards_are_another_picture(tmp_path: Path) -> None:
@@ -34,10 +36,3 @@ def test_other_rewards_are_another_picture(tmp_path: Path) -> None:
     low, high, again = ((tmp_path / f"{name}.png").read_bytes() for name in ("low", "high", "again"))
     assert low != high
     assert low == again
-
-
-def _png_size(path: Path) -> tuple[int, int]:
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = struct.unpack(">II", content[16:24])
-    return width, height

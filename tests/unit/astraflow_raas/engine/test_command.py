@@ -1,5 +1,6 @@
 """The command line of an engine: loopback, a numbered version, and what the operator added."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ def command(kind: str, *, threads: int = 1, **layout: Any) -> EngineCommand:
     return EngineCommand(kind=kind, python=python, extra_args=extra, **sizes, **layout)
 
 
-@pytest.mark.parametrize(
-    ("kind", "module"), [("astraflow_engine", "astraflow_engine"), ("sglang", "sglang.launch_server")]
-)
+MODULES = {"astraflow_engine": "astraflow_engine", "sglang": "sglang.launch_server"}
+
+
+@pytest.mark.parametrize(("kind", "module"), MODULES.items())
 def test_every_engine_listens_on_loopback_under_a_numbered_version(kind: str, module: str) -> None:
     argv = command(kind).argv(model_dir=Path("/mirror/v3"), version=3, port=4567)
     assert argv[:3] == ["/opt/engine/bin/python", "-m", module]
@@ -29,9 +31,9 @@ def test_every_engine_listens_on_loopback_under_a_numbered_version(kind: str, mo
 
 def test_the_embedded_engine_gets_slots_threads_and_seed() -> None:
     argv = command("astraflow_engine", threads=2).argv(model_dir=Path("m"), version=0, port=1)
-    assert argv[argv.index("--max-running-requests") + 1] == "129", "one more for the node's own probes"
-    assert argv[argv.index("--num-threads") + 1] == "2"
-    assert argv[argv.index("--seed") + 1] == "7"
+    options = dict(itertools.pairwise(argv))
+    asked = options["--max-running-requests"], options["--num-threads"], options["--seed"]
+    assert asked == ("129", "2", "7"), "one place more for the node's own probes"
 
 
 def test_a_thread_count_of_zero_is_left_to_the_engine() -> None:

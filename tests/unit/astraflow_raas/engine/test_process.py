@@ -1,10 +1,8 @@
 """One run of an engine as a child: healthy, dead early, ended with its whole group. The child is a small stand-in."""
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -26,22 +24,9 @@ DIES = "import sys; print('loading'); sys.exit('no such model')"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HEALTHY
 
 
-@dataclass(frozen=True)
-class StandIn:
-    """Stands where an `EngineCommand` is."""
-
-    program: str
-    kind: str = "stand-in"
-
-    def argv(self, *, model_dir: Path, version: int, port: int) -> list[str]:
-        return [sys.executable, "-c", self.program, str(port)]
-
-    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        return dict(inherited)
-
-
 async def started(program: str, folder: Path) -> EngineProcess:
-    command: Any = StandIn(program)
+    command = Mock(kind="stand-in", environment=dict)
+    command.argv = lambda *, port, **_: [sys.executable, "-c", program, str(port)]
     log_path = folder / "engine.log"
     return await start_engine(command, model_dir=folder, version=0, log_path=log_path)
 
@@ -55,8 +40,12 @@ def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-async def test_an_engine_is_usable_once_it_is_healthy_and_ends_with_its_helpers(tmp_path: Path) -> None:
-    process = await started(HEALTHY, tmp_path)
+@pytest.mark.parametrize("program", [HEALTHY, STUBBORN], ids=["on SIGTERM", "although it ignores SIGTERM"])
+async def test_an_engine_is_usable_once_it_is_healthy_and_ends_with_its_helpers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr("astraflow_raas.engine.process._TERM_GRACE_S", 20.0 if program is HEALTHY else 0.2)
+    process = await started(program, tmp_path)
     await process.wait_healthy(timeout_s=20.0)
     members = family(process)
     assert len(members) == 3, "it, its helper, and the one that ends them"
@@ -79,14 +68,3 @@ async def test_an_engine_that_is_never_healthy_is_given_up(tmp_path: Path) -> No
         await process.wait_healthy(timeout_s=0.3)
     await process.end()
     assert not process.alive
-
-
-async def test_an_engine_that_ignores_sigterm_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("astraflow_raas.engine.process._TERM_GRACE_S", 0.2)
-    process = await started(STUBBORN, tmp_path)
-    await process.wait_healthy(timeout_s=20.0)
-    members = family(process)
-    await process.end()
-    await eventually(lambda: all(map(is_gone, members)), what="all have ended")

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -25,52 +26,40 @@ FAST = HostSettings(start_timeout_s=5.0, stall_s=0.1, first_backoff_s=0.01, watc
 CALL = generate_call()
 
 
-@dataclass
-class FakeProcess:
-    """Stands where a child process is."""
-
-    engine: FakeEngine
-    exited: asyncio.Event = field(default_factory=asyncio.Event)
-    healthy: bool = True
-    has_ended: bool = False
-
-    async def wait_healthy(self, *, timeout_s: float) -> None:
-        if not self.healthy:
-            raise EngineUnavailable("it never became healthy")
-
-    async def ended(self) -> int:
-        await self.exited.wait()
-        return -9
-
-    async def end(self) -> None:
-        self.has_ended = True
-
-    def log_tail(self) -> str:
-        return "out of memory"
+def fake_process(version: int, *, is_sick: bool) -> Mock:
+    """Stands where a child process is; it has ended once `exited` is set."""
+    process = Mock(engine=FakeEngine(version=version), exited=asyncio.Event(), end=AsyncMock())
+    fault = EngineUnavailable("it never became healthy") if is_sick else None
+    process.wait_healthy = AsyncMock(side_effect=fault)
+    process.ended = process.exited.wait
+    return process
 
 
-@dataclass
 class Setup:
-    policy: ServedPolicy
-    sync: WeightSync
-    host: ChildHost
-    started: list[tuple[int, FakeProcess]]
-    next_is_sick: list[bool]
+    """A host whose engines are up when they are started, but for those that are sick."""
 
-    async def engines(self, number: int) -> FakeProcess:
-        await eventually(
-            lambda: len(self.started) >= number and self.policy.engine, what=f"engine {number} is up"
-        )
+    def __init__(self, folder: Path) -> None:
+        self.policy = ServedPolicy("solver")
+        source = BytelessWeights(write_tokenizer(folder))
+        self.sync = WeightSync(self.policy, source=source, metrics=Metrics(), evaluation_hold_s=1.0)
+        self.started: list[tuple[int, Mock]] = []
+        self.num_sick = 0
+        parts: Any = (self.policy, self.sync, self.launch)
+        self.host = ChildHost(*parts, settings=FAST, metrics=Metrics())
+
+    async def launch(self, *, model_dir: Path, version: int) -> Mock:
+        process = fake_process(version, is_sick=self.num_sick > 0)
+        self.num_sick = max(0, self.num_sick - 1)
+        self.started.append((version, process))
+        return process
+
+    def announce(self, version: int) -> None:
+        self.sync.announce(version_pb2.Version(policy_id="solver", version=version))
+
+    async def engines(self, number: int) -> Mock:
+        await eventually(lambda: len(self.started) >= number, what=f"engine {number} is started")
+        await eventually(lambda: self.policy.engine, what=f"engine {number} is up")
         return self.started[number - 1][1]
-
-
-def announced(version: int) -> version_pb2.Version:
-    return version_pb2.Version(policy_id="solver", version=version)
-
-
-def sync_of(policy: ServedPolicy, folder: Path) -> WeightSync:
-    source = BytelessWeights(write_tokenizer(folder))
-    return WeightSync(policy, source=source, metrics=Metrics(), evaluation_hold_s=1.0)
 
 
 @asynccontextmanager
@@ -84,26 +73,16 @@ async def running(*services: LoopService) -> AsyncIterator[None]:
 
 @pytest.fixture
 async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
-    policy = ServedPolicy("solver")
-    sync = sync_of(policy, tmp_path)
-    started: list[tuple[int, FakeProcess]] = []
-    sick: list[bool] = []
-
-    async def launch(*, model_dir: Path, version: int) -> FakeProcess:
-        process = FakeProcess(FakeEngine(version=version), healthy=not (sick and sick.pop(0)))
-        started.append((version, process))
-        return process
-
-    host = ChildHost(policy, sync, launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
-    async with running(host, sync):
-        yield Setup(policy, sync, host, started, sick)
-    await policy.close()
+    setup = Setup(tmp_path)
+    async with running(setup.host, setup.sync):
+        yield setup
+    await setup.policy.close()
 
 
 @pytest.fixture
-async def first(setup: Setup) -> FakeProcess:
+async def first(setup: Setup) -> Mock:
     """The first engine, which serves version 0."""
-    setup.sync.announce(announced(0))
+    setup.announce(0)
     return await setup.engines(1)
 
 
@@ -111,25 +90,24 @@ async def test_no_engine_is_started_before_there_are_weights(setup: Setup) -> No
     await asyncio.sleep(0.05)
     assert setup.started == []
     assert setup.host.waiting_for == "engine_start"
-    setup.sync.announce(announced(3))
+    setup.announce(3)
     await setup.engines(1)
     assert setup.policy.version == 3
     assert setup.host.waiting_for == ""
 
 
-async def test_a_dead_engine_is_replaced_with_the_served_weights(setup: Setup, first: FakeProcess) -> None:
-    setup.sync.announce(announced(1))
+async def test_a_dead_engine_is_replaced_with_the_served_weights(setup: Setup, first: Mock) -> None:
+    setup.announce(1)
     await eventually(lambda: setup.policy.version == 1, what="version 1 serves")
     first.exited.set()
-    await eventually(lambda: len(setup.started) == 2, what="a second engine")
     await setup.engines(2)
     assert [version for version, _ in setup.started] == [0, 1]
-    assert first.has_ended
+    assert first.end.called
     assert setup.host.num_restarts == 1
 
 
-async def test_calls_wait_for_the_next_engine(setup: Setup, first: FakeProcess) -> None:
-    setup.next_is_sick.append(True)
+async def test_calls_wait_for_the_next_engine(setup: Setup, first: Mock) -> None:
+    setup.num_sick = 1
     first.exited.set()
     await eventually(lambda: setup.policy.engine is None, what="the engine is lost")
     generation = await setup.policy.generate(CALL, key="task")
@@ -140,21 +118,16 @@ async def test_calls_wait_for_the_next_engine(setup: Setup, first: FakeProcess) 
 
 
 async def test_an_engine_that_never_comes_up_ends_the_node(tmp_path: Path) -> None:
-    policy = ServedPolicy("solver")
-    sync = sync_of(policy, tmp_path)
-
-    async def launch(*, model_dir: Path, version: int) -> FakeProcess:
-        return FakeProcess(FakeEngine(version=version), healthy=False)
-
-    host = ChildHost(policy, sync, launch, settings=FAST, metrics=Metrics())  # type: ignore[arg-type]
-    async with running(sync):
-        sync.announce(announced(0))
+    setup = Setup(tmp_path)
+    setup.num_sick = 100
+    async with running(setup.sync):
+        setup.announce(0)
         with pytest.raises(EngineUnavailable, match="never became healthy"):
-            await asyncio.wait_for(host.run(), 60.0)
-    assert host.num_restarts == 5
+            await asyncio.wait_for(setup.host.run(), 60.0)
+    assert setup.host.num_restarts == 5
 
 
-async def test_a_silent_engine_that_cannot_prove_health_is_replaced(setup: Setup, first: FakeProcess) -> None:
+async def test_a_silent_engine_that_cannot_prove_health_is_replaced(setup: Setup, first: Mock) -> None:
     first.engine.may_answer.clear()
     waiting = asyncio.create_task(setup.policy.generate(CALL, key="task"))
     await asyncio.sleep(0.3)
@@ -162,49 +135,48 @@ async def test_a_silent_engine_that_cannot_prove_health_is_replaced(setup: Setup
     assert len(setup.started) == 1
     first.engine.up = False
     await eventually(lambda: len(setup.started) == 2, what="the stuck engine is replaced")
-    assert first.has_ended
+    assert first.end.called
     first.engine.may_answer.set()
     with pytest.raises(EngineUnavailable):
         await waiting
 
 
-async def test_an_engine_that_is_not_trusted_is_replaced(setup: Setup, first: FakeProcess) -> None:
+async def test_an_engine_that_is_not_trusted_is_replaced(setup: Setup, first: Mock) -> None:
     setup.policy.distrust(EngineDoubtful("it may still be paused"))
     assert setup.policy.engine is None, "no call is sent to it any more"
     await setup.engines(2)
-    assert first.has_ended
+    assert first.end.called
 
 
 async def test_an_engine_that_no_node_can_use_ends_the_node_at_once(tmp_path: Path) -> None:
-    policy, engine = ServedPolicy("solver"), FakeEngine(version=0)
+    setup, engine = Setup(tmp_path), FakeEngine(version=0)
     engine.introduction_fault = EngineUnsuitable("it is SGLang 0.4.0")
-    sync = sync_of(policy, tmp_path)
-    host = RemoteHost(policy, sync, lambda: engine, settings=FAST, metrics=Metrics())
-    async with running(sync):
-        sync.announce(announced(0))
+    host = RemoteHost(setup.policy, setup.sync, lambda: engine, settings=FAST, metrics=Metrics())
+    async with running(setup.sync):
+        setup.announce(0)
         with pytest.raises(EngineUnsuitable, match=r"0\.4\.0"):
             await asyncio.wait_for(host.run(), 60.0)
     assert host.num_restarts == 0
 
 
-async def test_an_idle_engine_is_left_alone(setup: Setup, first: FakeProcess) -> None:
+async def test_an_idle_engine_is_left_alone(setup: Setup, first: Mock) -> None:
     first.engine.up = False
     await asyncio.sleep(0.3)
     assert len(setup.started) == 1
 
 
-async def test_stopping_ends_the_engine(setup: Setup, first: FakeProcess) -> None:
+async def test_stopping_ends_the_engine(setup: Setup, first: Mock) -> None:
     await setup.host.stop(deadline_s=2.0)
-    assert first.has_ended
+    assert first.end.called
     assert setup.policy.engine is None
 
 
 async def test_a_remote_engine_is_given_the_nodes_version_and_checked(tmp_path: Path) -> None:
-    policy, engine = ServedPolicy("solver"), FakeEngine(version=None)
-    sync = sync_of(policy, tmp_path)
-    host = RemoteHost(policy, sync, lambda: engine, settings=FAST, metrics=Metrics())
-    async with running(host, sync):
-        sync.announce(announced(6))
+    setup, engine = Setup(tmp_path), FakeEngine(version=None)
+    policy = setup.policy
+    host = RemoteHost(policy, setup.sync, lambda: engine, settings=FAST, metrics=Metrics())
+    async with running(host, setup.sync):
+        setup.announce(6)
         await eventually(lambda: policy.engine is not None, what="the engine is ready")
         assert engine.swaps == [(tmp_path, 6)]
         assert engine.num_resumed == 1, "whoever had it before may have left it paused"

@@ -8,21 +8,21 @@ from astraflow.errors import ConflictError
 from astraflow_raas.node.folder import claim_folder
 
 
+def one_life(folder: Path) -> int:
+    """The incarnation of a node that comes and goes."""
+    claimed = claim_folder(folder, node_id="node-1")
+    claimed.release()
+    return claimed.incarnation
+
+
 def test_each_life_has_a_higher_incarnation(tmp_path: Path) -> None:
-    first = claim_folder(tmp_path, node_id="node-1")
-    first.release()
-    second = claim_folder(tmp_path, node_id="node-1")
-    second.release()
-    assert second.incarnation > first.incarnation
+    assert one_life(tmp_path) < one_life(tmp_path)
 
 
 def test_a_clock_that_went_back_does_not_lower_the_incarnation(tmp_path: Path) -> None:
-    claimed = claim_folder(tmp_path, node_id="node-1")
-    claimed.release()
+    one_life(tmp_path)
     (tmp_path / "node-1" / "incarnation").write_text("99999999999999\n")
-    again = claim_folder(tmp_path, node_id="node-1")
-    again.release()
-    assert again.incarnation == 100_000_000_000_000
+    assert one_life(tmp_path) == 100_000_000_000_000
 
 
 def test_a_name_in_use_is_refused(tmp_path: Path) -> None:

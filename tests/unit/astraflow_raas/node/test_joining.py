@@ -12,6 +12,8 @@ from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.settings import NodeSettings
 from support.scripted_dataflow import RUN_ID, RunningServer, eventually
 
+Fault = type[errors.AstraflowError]
+
 
 @pytest.fixture
 async def client(server: RunningServer) -> AsyncIterator[AsyncClient]:
@@ -24,9 +26,7 @@ async def test_the_run_is_found_with_its_recipe(client: AsyncClient) -> None:
     assert (found.run.run_id, found.sampling["solver"].max_new_tokens) == (RUN_ID, 8)
 
 
-async def test_a_node_joins_with_places_that_count_episodes(
-    server: RunningServer, client: AsyncClient
-) -> None:
+async def test_a_node_joins_with_places_for_episodes(server: RunningServer, client: AsyncClient) -> None:
     settings = NodeSettings(join=server.address, engine="http://10.0.0.7:30000", max_concurrent_tasks=3)
     found = await find_run(client, "", patience_s=5.0)
     request = join_request(found, settings, node_id="node-1", incarnation=1)
@@ -36,35 +36,29 @@ async def test_a_node_joins_with_places_that_count_episodes(
     assert (joined.node_id, joined.max_concurrent_tasks, list(joined.engines)) == ("node-1", 12, ["remote"])
 
 
-async def test_a_server_of_other_contracts_is_refused_at_once(
-    server: RunningServer, client: AsyncClient
-) -> None:
+async def test_a_server_of_other_contracts_is_refused(server: RunningServer, client: AsyncClient) -> None:
     server.script.info.oldest_contract_version = server.script.info.contract_version = 99
     with pytest.raises(errors.IncompatibleError, match=r"speaks contract version 99, .* update the client"):
         await find_run(client, "", patience_s=60.0)
 
 
-async def test_a_server_that_starts_later_is_waited_for(server: RunningServer, client: AsyncClient) -> None:
+async def test_a_server_and_a_run_that_come_late_are_awaited(
+    server: RunningServer, client: AsyncClient
+) -> None:
+    server.script.run_fault = errors.NotFoundError("this server has no run yet")
     await server.stop()
     with structlog.testing.capture_logs() as lines:
         finding = asyncio.create_task(find_run(client, "", patience_s=30.0))
-        await eventually(lambda: waits(lines) == ["server"], what="the wait is named")
+        await eventually(lambda: waits(lines) == ["server"], what="the first wait is named")
         await server.restart()
-        assert (await finding).run.run_id == RUN_ID
-
-
-async def test_a_run_that_is_created_later_is_waited_for(server: RunningServer, client: AsyncClient) -> None:
-    server.script.run_fault = errors.NotFoundError("this server has no run yet")
-    with structlog.testing.capture_logs() as lines:
-        finding = asyncio.create_task(find_run(client, "", patience_s=30.0))
-        await eventually(lambda: waits(lines) == ["run"], what="the wait is named")
+        await eventually(lambda: waits(lines) == ["server", "run"], what="the second wait is named")
         server.script.run_fault = None
         assert (await finding).run.run_id == RUN_ID
 
 
 @pytest.mark.parametrize("fault", [errors.UnavailableError, errors.DeadlineError, errors.NotFoundError])
 async def test_waiting_ends_at_its_deadline_with_the_remedy(
-    server: RunningServer, client: AsyncClient, fault: type[errors.AstraflowError]
+    server: RunningServer, client: AsyncClient, fault: Fault
 ) -> None:
     server.script.run_fault = fault("as the test asked")
     remedy = r"within .* s: as the test asked.*--join-timeout-s"
@@ -84,11 +78,7 @@ async def test_waiting_ends_at_its_deadline_with_the_remedy(
     ],
 )
 async def test_what_waiting_cannot_mend_is_said_at_once(
-    server: RunningServer,
-    client: AsyncClient,
-    fault: type[errors.AstraflowError],
-    error: type[errors.AstraflowError],
-    remedy: str,
+    server: RunningServer, client: AsyncClient, fault: Fault, error: Fault, remedy: str
 ) -> None:
     server.script.run_fault = fault("as the test asked")
     with pytest.raises(error, match=f"as the test asked.*{remedy}"):

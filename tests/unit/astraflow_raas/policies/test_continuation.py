@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow.errors import InvalidArgumentError, RecipeError
-from astraflow.plugins import Message
+from astraflow.plugins import Message, Tool
 from astraflow_raas.policies.tokenizer import load_tokenizer
 from astraflow_raas.work.policy_handle import PolicyHandle
-from support.raas_parts import CHAT_TEMPLATE, leased, write_tokenizer
+from support.raas_parts import CHAT_TEMPLATE, SOLVER, leased, write_tokenizer
 
 END_OF_TURN = 2
 STABLE = {
@@ -63,15 +63,18 @@ UNSTABLE = {
 }
 
 
+HandleOf = Callable[[str], PolicyHandle]
+
+
 @pytest.fixture(scope="module")
-def handle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PolicyHandle]:
+def handle_of(tmp_path_factory: pytest.TempPathFactory) -> HandleOf:
     @functools.cache
     def make(template: str) -> PolicyHandle:
         folder = write_tokenizer(tmp_path_factory.mktemp("model"))
         (folder / "chat_template.jinja").write_text(template)
         sampler: Any = SimpleNamespace(tokenizer=load_tokenizer(folder))
         call = {"lease": leased(), "batch_key": lambda _: 0}
-        return PolicyHandle("solver", sampler=sampler, member=0, episode_id="e", **call)
+        return PolicyHandle(SOLVER, sampler=sampler, member=0, episode_id="e", **call)
 
     return make
 
@@ -86,7 +89,7 @@ FOLLOWING = st.lists(QUESTIONS | TOOL_RESULTS, min_size=1, max_size=3)
 @settings(max_examples=25)
 @given(sampled=st.lists(st.integers(0, 300), min_size=1, max_size=12), following=FOLLOWING)
 def test_what_was_sampled_is_kept_whatever_follows(
-    handle_of: Callable[[str], PolicyHandle], name: str, sampled: list[int], following: list[Message]
+    handle_of: HandleOf, name: str, sampled: list[int], following: list[Message]
 ) -> None:
     handle = handle_of(STABLE[name])
     extended = handle.extend(sampled, following)
@@ -97,27 +100,26 @@ def test_what_was_sampled_is_kept_whatever_follows(
 
 @pytest.mark.parametrize("name", sorted(set(STABLE) - {"no_end_of_turn"}))
 @pytest.mark.parametrize("is_ended", [True, False])
+@pytest.mark.parametrize("tools", [(), (Tool("add"), Tool("mul", "Multiply."))])
 def test_a_conversation_that_was_extended_is_the_one_the_template_writes(
-    handle_of: Callable[[str], PolicyHandle], name: str, is_ended: bool
+    handle_of: HandleOf, name: str, is_ended: bool, tools: tuple[Tool, ...]
 ) -> None:
     handle = handle_of(STABLE[name])
     chat = [Message("user", "What is 3 + 4?")]
     following = [Message("tool", "7", tool_call_id="c1"), Message("tool", "8"), Message("user", "Sure?")]
-    whole = handle.encode([*chat, Message("assistant", "7 or so"), *following])
-    num_sampled = whole.index(END_OF_TURN, len(handle.encode(chat))) + is_ended
-    assert handle.extend(whole[:num_sampled], following) == whole
+    whole = handle.encode([*chat, Message("assistant", "7 or so"), *following], tools=tools)
+    num_sampled = whole.index(END_OF_TURN, len(handle.encode(chat, tools=tools))) + is_ended
+    assert handle.extend(whole[:num_sampled], following, tools=tools) == whole
 
 
 @pytest.mark.parametrize("name", UNSTABLE)
-def test_a_template_that_does_more_than_append_is_refused(
-    handle_of: Callable[[str], PolicyHandle], name: str
-) -> None:
+def test_a_template_that_does_more_than_append_is_refused(handle_of: HandleOf, name: str) -> None:
     template, complaint = UNSTABLE[name]
     with pytest.raises(RecipeError, match=f"cannot continue a conversation token by token: .*{complaint}"):
         handle_of(template).extend([1, 2], [Message("tool", "7")])
 
 
-def test_extending_nothing_or_by_nothing_is_refused(handle_of: Callable[[str], PolicyHandle]) -> None:
+def test_extending_nothing_or_by_nothing_is_refused(handle_of: HandleOf) -> None:
     for token_ids, messages in (([], [Message("user", "x")]), ([1], [])):
         with pytest.raises(InvalidArgumentError, match="extend needs"):
             handle_of(CHAT_TEMPLATE).extend(token_ids, messages)

@@ -1,16 +1,15 @@
 """Versions reach the engine from a real store and mirror; whatever fails leaves the old version serving."""
 
 import asyncio
-import io
-import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import structlog.testing
 
 from astraflow.dataflow.v1 import version_pb2
-from astraflow_kit import log
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineDoubtful, EngineFaulty, EngineUnavailable
 from astraflow_raas.policies.mirror_source import MirrorSource
@@ -19,13 +18,12 @@ from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_weights.codec.tensors import Model
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
 from support.fake_engine import FakeEngine
 from support.published_models import ModelPublisher, open_writer
 from support.raas_parts import write_tokenizer
-from support.scripted_dataflow import PATIENCE_S, eventually
+from support.scripted_dataflow import eventually
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
 
 
@@ -39,12 +37,9 @@ class Trainer:
     def publish(self) -> version_pb2.Version:
         """Commit the next version and return its announcement."""
         step = len(self.models)
-        model = trained(self.models[-1], step) if self.models else make_model()
-        committed: CommittedVersion = self.publisher.publish(model, step=step)
-        self.models.append(model)
-        return version_pb2.Version(
-            policy_id=POLICY, version=committed.version, manifest_sha256=committed.manifest_sha256
-        )
+        self.models.append(trained(self.models[-1], step) if self.models else make_model())
+        made = self.publisher.publish(self.models[-1], step=step)
+        return version_pb2.Version(policy_id=POLICY, version=step, manifest_sha256=made.manifest_sha256)
 
 
 @dataclass
@@ -61,14 +56,14 @@ class Setup:
         self.sync.announce(announced)
         await self.serves(announced.version)
 
-    async def serve_first(self) -> None:
-        """Publish version 0 and start an engine with it."""
-        self.announce_next()
-        await self.start_engine()
-
     def announce_next(self) -> None:
         """Publish the next version and announce it."""
         self.sync.announce(self.trainer.publish())
+
+    async def hold_next(self) -> None:
+        """Publish and announce a version that an evaluation holds back."""
+        self.announce_next()
+        await eventually(lambda: self.sync.holding, what="the new version waits")
 
     async def serves(self, version: int) -> None:
         """Wait until the engine serves a version."""
@@ -81,21 +76,9 @@ class Setup:
             self.policy.engine_ready(self.engine, version=loadable.version)
 
 
-@pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
-    store = FileStore(tmp_path / "store")
-    assets = [path for path in write_tokenizer(tmp_path / "tokenizer").iterdir() if path.is_file()]
-    return Trainer(ModelPublisher(open_writer(store), assets=assets))
-
-
-def never(model_bytes: int) -> Mirror:
-    """There is a mirror."""
-    raise AssertionError("a second mirror was asked for")
-
-
 def source_of(store: FileStore, folder: Path) -> MirrorSource:
-    """A source over the mirror in a folder."""
-    log_reader = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    """A source over the mirror in a folder; it asks for no second one."""
+    log_reader, never = VersionLog(store, run_id=RUN, policy_id=POLICY), Mock(side_effect=AssertionError)
     return MirrorSource(store, log_reader=log_reader, mirror=Mirror(folder / "mirror"), open_mirror=never)
 
 
@@ -106,8 +89,10 @@ def evaluation_hold_s() -> float:
 
 
 @pytest.fixture
-async def setup(tmp_path: Path, trainer: Trainer, evaluation_hold_s: float) -> AsyncIterator[Setup]:
+async def setup(tmp_path: Path, evaluation_hold_s: float) -> AsyncIterator[Setup]:
     store = FileStore(tmp_path / "store")
+    assets = [path for path in write_tokenizer(tmp_path / "tokenizer").iterdir() if path.is_file()]
+    trainer = Trainer(ModelPublisher(open_writer(store), assets=assets))
     policy, engine = ServedPolicy(POLICY), FakeEngine()
     source = source_of(store, tmp_path)
     sync = WeightSync(policy, source=source, metrics=Metrics(), evaluation_hold_s=evaluation_hold_s)
@@ -118,22 +103,18 @@ async def setup(tmp_path: Path, trainer: Trainer, evaluation_hold_s: float) -> A
     await policy.close()
 
 
-async def loadable_version(setup: Setup) -> int:
-    """What an engine that starts now is given."""
-    async with setup.sync.loading() as loadable:
-        return loadable.version
-
-
 @pytest.fixture
 async def serving(setup: Setup) -> Setup:
     """Version 0 serves."""
-    await setup.serve_first()
+    setup.announce_next()
+    await setup.start_engine()
     return setup
 
 
 async def test_the_first_version_starts_an_engine_and_brings_the_tokenizer(setup: Setup) -> None:
     assert setup.sync.waiting_for == "version"
-    await setup.serve_first()
+    setup.announce_next()
+    await setup.start_engine()
     assert setup.sync.waiting_for == ""
     assert setup.policy.tokenizer.stop_token_ids == (2,)
     async with setup.sync.loading() as loadable:
@@ -156,14 +137,13 @@ async def test_the_store_alone_activates_nothing(serving: Setup) -> None:
 
 
 async def test_announcements_out_of_order_never_go_back(setup: Setup) -> None:
-    zero, one, two = (setup.trainer.publish() for _ in range(3))
-    setup.sync.announce(two)
+    *older, newest = (setup.trainer.publish() for _ in range(3))
+    setup.sync.announce(newest)
     await setup.start_engine()
-    setup.sync.announce(zero)
-    setup.sync.announce(one)
+    for announced in older:
+        setup.sync.announce(announced)
     await asyncio.sleep(0.05)
-    assert setup.policy.version == 2
-    assert setup.engine.swaps == []
+    assert (setup.policy.version, setup.engine.swaps) == (2, [])
 
 
 async def test_an_entry_that_is_not_the_announced_one_is_refused(serving: Setup) -> None:
@@ -210,31 +190,26 @@ DELTA = "delta from version 0 of version 1"
     ],
 )
 async def test_damaged_bytes_leave_the_old_version_serving_are_named_and_counted(
-    setup: Setup, pattern: str, damage: Callable[[Path], object], words: list[str]
+    serving: Setup, pattern: str, damage: Callable[[Path], object], words: list[str]
 ) -> None:
-    lines = io.StringIO()
-    log.configure("test", log_format="json", stream=lines)
-    await setup.serve_first()
-    announced = setup.trainer.publish()
-    path = newest(setup.store, pattern)
+    announced = serving.trainer.publish()
+    path = newest(serving.store, pattern)
     whole = path.read_bytes()
     path.chmod(0o644)
     damage(path)
-    setup.sync.announce(announced)
-    await eventually(lambda: setup.sync.num_verification_failures, what="the refusal")
-    assert setup.policy.version == 0
-    assert setup.engine.swaps == []
-    events = map(json.loads, lines.getvalue().splitlines())
-    said = next(event for event in events if event["event"] == "weights.refused")
+    with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as lines:
+        serving.sync.announce(announced)
+        await eventually(lambda: serving.sync.num_verification_failures, what="the refusal")
+    assert (serving.policy.version, serving.engine.swaps) == (0, [])
+    said = next(line for line in lines if line["event"] == "weights.refused")
     assert (said["still_serving"], said["version"]) == (0, 1)
     assert [word for word in words if word not in said["message"]] == [], said
-    fault = setup.sync.fault
-    assert fault is not None
-    assert (fault.policy_id, fault.version, fault.problem) == (POLICY, 1, said["message"][:512])
+    problem = said["message"][:512]
+    assert serving.sync.fault == version_pb2.WeightFault(policy_id=POLICY, version=1, problem=problem)
     path.write_bytes(whole)
-    await setup.serves(1)
-    await eventually(lambda: setup.sync.fault is None, what="the fault is over")
-    assert same_model(map_model(setup.engine.swaps[-1][0]), setup.trainer.models[1])
+    await serving.serves(1)
+    await eventually(lambda: serving.sync.fault is None, what="the fault is over")
+    assert same_model(map_model(serving.engine.swaps[-1][0]), serving.trainer.models[1])
 
 
 def rot(path: Path) -> None:
@@ -259,10 +234,10 @@ async def test_damage_of_the_mirror_that_the_store_cannot_mend_is_told_until_it_
     snapshot.rename(away)
     serving.announce_next()
     await eventually(lambda: serving.sync.fault is not None, what="the server is told")
-    assert serving.sync.fault is not None
-    assert (serving.policy.version, serving.sync.fault.version) == (0, 0)
-    assert serving.sync.fault.tensor
-    assert serving.sync.fault.HasField("tile")
+    fault = serving.sync.fault
+    assert fault is not None
+    assert (serving.policy.version, fault.version, fault.HasField("tile")) == (0, 0, True)
+    assert fault.tensor
     away.rename(snapshot)
     await serving.serves(1)
     await eventually(lambda: serving.sync.fault is None, what="the fault is over")
@@ -281,7 +256,8 @@ async def test_a_failed_swap_is_tried_again_and_the_old_version_serves_meanwhile
     serving.announce_next()
     await eventually(lambda: serving.source.version == 1, what="the new version is in the mirror")
     assert serving.policy.version == 0
-    assert await loadable_version(serving) == 1, "an engine that starts anew takes what the mirror holds"
+    async with serving.sync.loading() as loadable:
+        assert loadable.version == 1, "an engine that starts anew takes what the mirror holds"
     serving.engine.swap_fault = None
     await serving.serves(1)
 
@@ -329,16 +305,13 @@ async def test_without_an_engine_the_next_one_is_started_with_the_newest_version
     serving.policy.engine_lost()
     serving.announce_next()
     await eventually(lambda: serving.source.version == 1, what="the version is fetched")
-    async with asyncio.timeout(PATIENCE_S):
-        while await loadable_version(serving) != 1:  # noqa: ASYNC110 - the sync signals nobody
-            await asyncio.sleep(0.005)
-    assert serving.engine.swaps == []
+    async with serving.sync.loading() as loadable:
+        assert (loadable.version, serving.engine.swaps) == (1, [])
 
 
 async def test_an_evaluation_holds_the_next_version_back_until_it_is_done(serving: Setup) -> None:
     with serving.policy.pinned(0):
-        serving.announce_next()
-        await eventually(lambda: serving.sync.holding, what="the new version waits")
+        await serving.hold_next()
         assert serving.policy.version == 0
     await serving.serves(1)
     with pytest.raises(VersionUnavailable, match="serves version 1"), serving.policy.pinned(0):
@@ -347,8 +320,7 @@ async def test_an_evaluation_holds_the_next_version_back_until_it_is_done(servin
 
 async def test_a_version_is_fetched_and_not_applied_while_an_evaluation_runs(serving: Setup) -> None:
     with serving.policy.pinned(0):
-        serving.announce_next()
-        await eventually(lambda: serving.sync.holding, what="the new version waits")
+        await serving.hold_next()
         assert serving.source.counts.deltas_fetched == 1
         serving.policy.engine_lost()
         async with serving.sync.loading() as loadable:
@@ -372,17 +344,13 @@ async def test_an_evaluation_that_takes_too_long_loses_its_version(serving: Setu
         await serving.serve(serving.trainer.publish())
 
 
-async def test_waves_of_evaluations_keep_their_version_between_them(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_waves_of_evaluations_share_a_version(serving: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("astraflow_raas.policies.served_policy._LINGER_S", 600.0)
-    await setup.serve_first()
-    with setup.policy.pinned(0):
-        setup.announce_next()
-        await eventually(lambda: setup.sync.holding, what="the new version waits")
+    with serving.policy.pinned(0):
+        await serving.hold_next()
     await asyncio.sleep(0.05)
-    with setup.policy.pinned(0):
-        assert setup.policy.version == 0
+    with serving.policy.pinned(0):
+        assert serving.policy.version == 0
 
 
 async def test_a_restarted_node_finds_its_mirror_and_fetches_nothing(setup: Setup, tmp_path: Path) -> None:

@@ -18,22 +18,23 @@ from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
 from support.manual_clock import ManualClock
-from support.scripted_dataflow import RunningServer, eventually, result
+from support.scripted_dataflow import RunningServer, accepted, eventually, result
 
 LIMITS = SpoolLimits(window_episodes=4)
-
-
-def episode(name: str) -> trajectory_pb2.Episode:
-    return trajectory_pb2.Episode(run_id="run-1", task_id="task-1", episode_id=name)
 
 
 def on_disk(folder: Path) -> list[str]:
     return [found.episode_id for _, found in SpoolFiles(folder).recover()]
 
 
+def push(pusher: Pusher, name: str) -> "asyncio.Task[outcomes.PushResult]":
+    """Push an episode and do not wait for its answer."""
+    episode = trajectory_pb2.Episode(run_id="run-1", task_id="task-1", episode_id=name)
+    return asyncio.create_task(pusher.push(episode))
+
+
 def push_all(pusher: Pusher, *names: str) -> "list[asyncio.Task[outcomes.PushResult]]":
-    """Push episodes and do not wait for their answers."""
-    return [asyncio.create_task(pusher.push(episode(name))) for name in names]
+    return [push(pusher, name) for name in names]
 
 
 def numbered(count: int) -> list[str]:
@@ -50,29 +51,22 @@ def arrived(server: RunningServer) -> list[str]:
 
 
 @asynccontextmanager
-async def pushing(
-    server: RunningServer, *, limits: SpoolLimits = LIMITS, folder: Path | None = None, **options: Any
-) -> AsyncIterator[Pusher]:
-    async with AsyncClient(server.address) as client:
-        files = SpoolFiles(folder) if folder is not None else None
-        pusher = Pusher(client, metrics=Metrics(), limits=limits, files=files, **options)
-        running_pusher = asyncio.create_task(pusher.run())
+async def pushing(server: RunningServer, **options: Any) -> AsyncIterator[Pusher]:
+    async with AsyncClient(server.address) as client, asyncio.TaskGroup() as running:
+        pusher = Pusher(client, **({"metrics": Metrics(), "limits": LIMITS} | options))
+        running.create_task(pusher.run())
         try:
             yield pusher
         finally:
             await pusher.stop(deadline_s=1.0)
-            await running_pusher
 
 
 async def test_each_push_gets_its_own_answer(server: RunningServer) -> None:
-    server.script.judge = lambda pushed: result(
-        outcomes.OUTCOME_POISON if pushed.episode_id == "bad" else outcomes.OUTCOME_ACCEPTED,
-        reason="nan_logprob",
-    )
+    poison = result(outcomes.OUTCOME_POISON, reason="nan_logprob")
+    server.script.judge = lambda pushed: poison if pushed.episode_id == "bad" else accepted(pushed)
     async with pushing(server) as pusher:
-        good, bad = await asyncio.gather(pusher.push(episode("good")), pusher.push(episode("bad")))
-    assert good.outcome == outcomes.OUTCOME_ACCEPTED
-    assert (bad.outcome, bad.reason) == (outcomes.OUTCOME_POISON, "nan_logprob")
+        good, bad = await asyncio.gather(push(pusher, "good"), push(pusher, "bad"))
+    assert (good.outcome, bad) == (outcomes.OUTCOME_ACCEPTED, poison)
 
 
 async def test_the_window_is_never_exceeded_and_all_get_through(server: RunningServer) -> None:
@@ -102,7 +96,7 @@ async def test_unacknowledged_episodes_are_pushed_again_on_a_new_stream(server: 
 
 async def test_a_server_restart_loses_nothing(server: RunningServer) -> None:
     async with pushing(server) as pusher:
-        await pusher.push(episode("before"))
+        await push(pusher, "before")
         await server.stop()
         waiting = push_all(pusher, *numbered(6))
         await asyncio.sleep(0.1)
@@ -114,7 +108,7 @@ async def test_a_server_restart_loses_nothing(server: RunningServer) -> None:
 async def test_a_caller_that_leaves_does_not_take_its_episode_along(server: RunningServer) -> None:
     server.script.ack = asyncio.Event()
     async with pushing(server) as pusher:
-        leaving = push_all(pusher, "finished")[0]
+        leaving = push(pusher, "finished")
         await eventually(lambda: server.script.pushes, what="the episode arrives")
         leaving.cancel()
         await asyncio.sleep(0)
@@ -125,7 +119,7 @@ async def test_a_caller_that_leaves_does_not_take_its_episode_along(server: Runn
 
 async def test_recent_episodes_are_pushed_again_after_data_was_replaced(server: RunningServer) -> None:
     async with pushing(server) as pusher:
-        await pusher.push(episode("recent"))
+        await push(pusher, "recent")
         pusher.push_recent_again()
         await arrive(server, 2)
         assert await pusher.flush(deadline_s=5.0)
@@ -153,8 +147,8 @@ async def test_what_is_acknowledged_and_not_yet_safe_counts_against_the_bound(se
     clock = ManualClock()
     limits = SpoolLimits(max_episodes=2, retain_acked_s=3.0)
     async with pushing(server, limits=limits, clock=clock) as pusher:
-        await asyncio.gather(pusher.push(episode("e0")), pusher.push(episode("e1")))
-        waiting = asyncio.create_task(pusher.push(episode("e2")))
+        await asyncio.gather(*push_all(pusher, "e0", "e1"))
+        waiting = push(pusher, "e2")
         await eventually(lambda: pusher.waiting_for == "spool_full", what="the spool is full")
         assert pusher.num_unacked == 0
         assert len(server.script.pushes) == 2
@@ -165,12 +159,12 @@ async def test_what_is_acknowledged_and_not_yet_safe_counts_against_the_bound(se
 
 async def test_the_next_process_first_pushes_what_was_left(server: RunningServer, tmp_path: Path) -> None:
     server.script.ack = asyncio.Event()
-    async with pushing(server, folder=tmp_path) as pusher:
+    async with pushing(server, files=SpoolFiles(tmp_path)) as pusher:
         waiting = push_all(pusher, *numbered(3))
         await arrive(server, 3)
         for task in waiting:
             task.cancel()
-    async with pushing(server, folder=tmp_path) as pusher:
+    async with pushing(server, files=SpoolFiles(tmp_path)) as pusher:
         assert (pusher.num_unacked, pusher.waiting_for) == (3, "spool_recovery")
         await arrive(server, 6)
         server.script.ack.set()
@@ -180,26 +174,26 @@ async def test_the_next_process_first_pushes_what_was_left(server: RunningServer
 
 async def test_files_go_when_the_server_has_their_episodes(server: RunningServer, tmp_path: Path) -> None:
     clock = ManualClock()
-    async with pushing(server, folder=tmp_path, clock=clock) as pusher:
-        await pusher.push(episode("e0"))
+    async with pushing(server, files=SpoolFiles(tmp_path), clock=clock) as pusher:
+        await push(pusher, "e0")
         assert on_disk(tmp_path) == ["e0"]
         clock.now_s += 3.5
-        await pusher.push(episode("e1"))
+        await push(pusher, "e1")
         assert pusher.num_kept == 1
     assert on_disk(tmp_path) == ["e1"]
 
 
 async def test_a_disk_in_the_way_costs_no_episode(server: RunningServer, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file where the folder should be")
-    async with pushing(server, folder=tmp_path / "taken" / "spool") as pusher:
-        answer = await pusher.push(episode("e0"))
+    async with pushing(server, files=SpoolFiles(tmp_path / "taken" / "spool")) as pusher:
+        answer = await push(pusher, "e0")
     assert answer.outcome == outcomes.OUTCOME_ACCEPTED
 
 
 async def test_flushing_gives_up_at_its_deadline(server: RunningServer) -> None:
     server.script.ack = asyncio.Event()
     async with pushing(server) as pusher:
-        waiting = push_all(pusher, "stuck")[0]
+        waiting = push(pusher, "stuck")
         await eventually(lambda: server.script.pushes, what="the episode arrives")
         assert not await pusher.flush(deadline_s=0.05)
         waiting.cancel()
@@ -209,7 +203,7 @@ async def test_flushing_gives_up_at_its_deadline(server: RunningServer) -> None:
 async def test_a_server_in_trouble_is_tried_again(server: RunningServer, fault: str) -> None:
     server.script.push_fault = grpc.StatusCode[fault]
     async with pushing(server) as pusher:
-        waiting = asyncio.create_task(pusher.push(episode("e0")))
+        waiting = push(pusher, "e0")
         await eventually(lambda: server.script.push_streams >= 2, what="the stream is opened again")
         server.script.push_fault = None
         assert (await waiting).outcome == outcomes.OUTCOME_ACCEPTED
@@ -219,7 +213,7 @@ async def test_a_server_that_refuses_the_node_ends_the_service(server: RunningSe
     server.script.push_fault = grpc.StatusCode.PERMISSION_DENIED
     async with AsyncClient(server.address) as client:
         pusher = Pusher(client, metrics=Metrics(), limits=LIMITS)
-        waiting = asyncio.create_task(pusher.push(episode("e0")))
+        waiting = push(pusher, "e0")
         with pytest.raises(PermissionError_, match="as the test asked"):
             await asyncio.wait_for(pusher.run(), 10.0)
         waiting.cancel()

@@ -29,31 +29,31 @@ def sent(spool: Spool) -> list[str]:
     return [item.episode.episode_id for item in iter(spool.next_to_send, None)]
 
 
-def pass_through(spool: Spool, name: str, answer: PushResult) -> None:
+def pass_through(spool: Spool, name: str, answer: PushResult) -> Spooled:
     """Add, send and acknowledge one episode."""
     spool.add(spooled(name))
     spool.next_to_send()
-    assert spool.acknowledge(answer)
+    acknowledged = spool.acknowledge(answer)
+    assert acknowledged
+    return acknowledged
+
+
+CLOCK = ManualClock()
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
+def spool() -> Spool:
+    return Spool(limits=LIMITS, clock=CLOCK)
 
 
-@pytest.fixture
-def spool(clock: ManualClock) -> Spool:
-    return Spool(limits=LIMITS, clock=clock)
-
-
-async def test_the_window_bounds_what_is_in_flight(spool: Spool) -> None:
+async def test_the_window_bounds_what_is_in_flight_and_a_broken_stream_sends_it_again(spool: Spool) -> None:
     for name in "abcde":
         spool.add(spooled(name))
     assert sent(spool) == ["a", "b", "c"]
-    acked = spool.acknowledge(MEMORY)
-    assert acked is not None
-    assert acked.outcome.result() == MEMORY
+    spool.acknowledge(MEMORY)
     assert sent(spool) == ["d"]
+    spool.stream_broke()
+    assert sent(spool) == ["b", "c", "d"]
 
 
 async def test_an_episode_larger_than_the_window_still_goes_alone(spool: Spool) -> None:
@@ -62,22 +62,11 @@ async def test_an_episode_larger_than_the_window_still_goes_alone(spool: Spool) 
     assert sent(spool) == ["huge"]
 
 
-async def test_a_broken_stream_sends_the_unacknowledged_again_in_order(spool: Spool) -> None:
-    for name in "abcd":
-        spool.add(spooled(name))
-    assert sent(spool) == ["a", "b", "c"]
-    spool.acknowledge(MEMORY)
-    spool.stream_broke()
-    assert sent(spool) == ["b", "c", "d"]
-
-
-async def test_what_is_acknowledged_in_memory_only_is_pushed_again_after_the_data_was_lost(
-    spool: Spool, clock: ManualClock
-) -> None:
-    for name, durable in (("old", MEMORY), ("safe", FSYNCED), ("fresh", MEMORY)):
-        if name == "fresh":
-            clock.now_s += 3.5
-        pass_through(spool, name, durable)
+async def test_what_is_only_in_memory_is_pushed_again_after_the_data_was_lost(spool: Spool) -> None:
+    assert pass_through(spool, "old", MEMORY).outcome.result() == MEMORY
+    pass_through(spool, "safe", FSYNCED)
+    CLOCK.now_s += 3.5
+    pass_through(spool, "fresh", MEMORY)
     assert spool.data_was_lost() == spool.num_repeated == 1
     assert sent(spool) == ["fresh"]
     # Its waiter was answered long ago: a second answer must not disturb it.
@@ -97,9 +86,9 @@ async def test_room_is_bounded_by_episodes_and_bytes(spool: Spool) -> None:
     assert not spool.has_room(10)
 
 
-async def test_what_is_not_safe_yet_takes_room_and_is_released_once(clock: ManualClock) -> None:
+async def test_what_is_not_safe_yet_takes_room_and_is_released_once() -> None:
     released: list[str] = []
-    spool = Spool(limits=LIMITS, clock=clock, released=lambda item: released.append(item.episode.episode_id))
+    spool = Spool(limits=LIMITS, clock=CLOCK, released=lambda item: released.append(item.episode.episode_id))
     for name in "abcdef":
         pass_through(spool, name, FSYNCED if name == "b" else MEMORY)
     assert released == ["b"]
@@ -107,7 +96,7 @@ async def test_what_is_not_safe_yet_takes_room_and_is_released_once(clock: Manua
     assert spool.has_room(10)
     spool.add(spooled("g"))
     assert not spool.has_room(10)
-    clock.now_s += 3.5
+    CLOCK.now_s += 3.5
     assert spool.has_room(10)
     assert released == ["b", "a", "c", "d", "e", "f"]
     assert (spool.num_kept, spool.num_bytes) == (1, 10)
@@ -117,14 +106,12 @@ def committed_at(position: int) -> PushResult:
     return PushResult(durability=durability_pb2.DURABILITY_MEMORY, position=position)
 
 
-async def test_once_the_server_tells_what_is_durable_time_alone_releases_nothing(
-    spool: Spool, clock: ManualClock
-) -> None:
+async def test_once_the_server_tells_what_is_durable_time_alone_releases_nothing(spool: Spool) -> None:
     for position, name in enumerate("abc", start=5):
         pass_through(spool, name, committed_at(position))
     spool.durable(5)
     assert spool.num_kept == 2
-    clock.now_s += 1000
+    CLOCK.now_s += 1000
     spool.forget_safe()
     assert spool.num_kept == 2
     spool.durable(6)

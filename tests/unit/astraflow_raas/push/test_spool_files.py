@@ -1,7 +1,6 @@
 """Episodes on disk outlive the process that wrote them, and a damaged end never hides what lies before it."""
 
 import resource
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +14,7 @@ from astraflow_raas.push.spool_files import SpoolFiles
 
 
 def episode(name: str, *, padding: int = 0) -> trajectory_pb2.Episode:
-    item = trajectory_pb2.TrajectoryItem(body=b"x" * padding)
-    return trajectory_pb2.Episode(run_id="run-1", episode_id=name, trajectories=[item] if padding else [])
+    return trajectory_pb2.Episode(run_id="x" * padding, episode_id=name)
 
 
 def names(files: SpoolFiles) -> list[str]:
@@ -25,36 +23,28 @@ def names(files: SpoolFiles) -> list[str]:
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Writes beyond this size of a file fail, as on a full disk."""
+    """Writes beyond this size of a file fail, as on a full disk; Python ignores the signal."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
 
 
-def test_what_was_not_released_is_found_again_in_its_order(tmp_path: Path) -> None:
-    files = SpoolFiles(tmp_path / "spool")
-    for number in range(600):
-        files.add(episode(f"e{number}"))
-    assert names(SpoolFiles(tmp_path / "spool")) == [f"e{number}" for number in range(600)]
-
-
-def test_files_go_when_their_last_episode_is_released(tmp_path: Path) -> None:
-    files = SpoolFiles(tmp_path)
-    kept = [files.add(episode(f"e{number}")) for number in range(300)]
-    assert len(list(tmp_path.iterdir())) == 2
+def test_episodes_are_found_in_their_order_and_files_go_with_their_last_one(tmp_path: Path) -> None:
+    files, listed = SpoolFiles(tmp_path / "spool"), [f"e{number}" for number in range(300)]
+    kept = [files.add(episode(name)) for name in listed]
+    assert len(list((tmp_path / "spool").iterdir())) == 2
+    assert names(SpoolFiles(tmp_path / "spool")) == listed
     for number in kept[:256]:
         files.release(number)
-    assert names(SpoolFiles(tmp_path)) == [f"e{number}" for number in range(256, 300)]
+    assert names(SpoolFiles(tmp_path / "spool")) == listed[256:]
     for number in kept[256:]:
         files.release(number)
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "spool").iterdir()) == []
     files.add(episode("later"))
-    assert names(SpoolFiles(tmp_path)) == ["later"]
+    assert names(SpoolFiles(tmp_path / "spool")) == ["later"]
 
 
 def test_recovered_episodes_are_released_like_new_ones(tmp_path: Path) -> None:

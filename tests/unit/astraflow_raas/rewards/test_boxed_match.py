@@ -2,13 +2,8 @@
 
 import pytest
 
-from astraflow.plugins import Reward, TaskSpec
-from astraflow_kit.plugins import mismatch
+from astraflow.plugins import TaskSpec
 from astraflow_raas.rewards.boxed_match import BoxedMatch, last_boxed
-
-
-def test_it_satisfies_its_protocol() -> None:
-    assert mismatch(BoxedMatch, protocol=Reward) is None
 
 
 @pytest.mark.parametrize(

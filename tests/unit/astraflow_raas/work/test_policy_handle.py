@@ -1,17 +1,21 @@
 """What a workflow holds: bounded calls, own seeds, repetition of lost calls, and nothing cut short by chance."""
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import Message, VersionSpan
+from astraflow.recipe import ResolvedRole
 from astraflow_raas.engine.base import GenerateCall, Generation
-from astraflow_raas.policies.served_policy import ServedPolicy
+from astraflow_raas.policies.tokenizer import load_tokenizer
 from astraflow_raas.work.policy_handle import PolicyHandle
 from support.fake_engine import FakeEngine
-from support.raas_parts import SAMPLING, leased, served_policy
+from support.raas_parts import SAMPLING, SOLVER, leased, served_policy
 
 
 class Aborting(FakeEngine):
@@ -31,32 +35,48 @@ def engine() -> Aborting:
 
 
 @pytest.fixture
-async def policy(tmp_path: Path, engine: Aborting) -> AsyncIterator[ServedPolicy]:
+async def handle(tmp_path: Path, engine: Aborting) -> AsyncIterator[PolicyHandle]:
     policy = await served_policy(tmp_path, engine)
-    yield policy
+    sampling = {"sampler": policy, "lease": leased(), "batch_key": lambda _max_new_tokens: "all"}
+    yield PolicyHandle(SOLVER, member=0, episode_id="e0", **sampling)
     await policy.close()
 
 
-def handle_of(policy: ServedPolicy) -> PolicyHandle:
-    sampling = {"sampler": policy, "lease": leased(), "batch_key": lambda _max_new_tokens: "all"}
-    return PolicyHandle("solver", member=0, episode_id="e0", **sampling)
-
-
-async def test_a_call_the_engine_gave_up_is_made_again_in_full(
-    policy: ServedPolicy, engine: Aborting
+@pytest.mark.parametrize(
+    ("role", "uncredited", "wanted"),
+    [
+        (SOLVER, [], True),
+        (SOLVER, ["critic"], True),
+        (SOLVER, ["solver"], False),
+        (replace(SOLVER, is_trained=False), [], False),
+    ],
+)
+def test_a_trajectory_is_wanted_of_roles_that_are_trained_and_have_credit(
+    role: ResolvedRole, uncredited: list[str], wanted: bool
 ) -> None:
-    result = await handle_of(policy).generate([1, 2])
-    assert result.finish_reason == "stop"
-    assert len(result.token_ids) == 5
+    lease, sampler = leased(), Mock()
+    lease.uncredited_roles.extend(uncredited)
+    handle = PolicyHandle(role, sampler=sampler, lease=lease, member=0, episode_id="e", batch_key=Mock())
+    assert (handle.name, handle.role, handle.wants_trajectory) == ("solver", "solver", wanted)
+
+
+async def test_a_chat_is_a_call_with_the_tokens_of_its_messages(
+    handle: PolicyHandle, engine: Aborting
+) -> None:
+    messages = [Message("user", "3 + 4?")]
+    assert (await handle.chat(messages, max_new_tokens=3)).text
+    assert list(engine.requests[-1][-1].prompt_ids) == handle.encode(messages)
+
+
+async def test_a_call_the_engine_gave_up_is_made_again(handle: PolicyHandle, engine: Aborting) -> None:
+    result = await handle.generate([1, 2])
+    assert (len(result.token_ids), result.finish_reason) == (5, "stop")
     first, second = (request[0] for request in engine.requests)
     assert (first.seed, first.prompt_ids) == (second.seed, second.prompt_ids)
     assert first.rid != second.rid
 
 
-async def test_each_call_of_an_episode_has_its_own_seed_and_id(
-    policy: ServedPolicy, engine: Aborting
-) -> None:
-    handle = handle_of(policy)
+async def test_each_call_of_an_episode_has_its_own_seed(handle: PolicyHandle, engine: Aborting) -> None:
     await handle.generate([1])
     await handle.generate([1])
     calls = [request[0] for request in engine.requests[1:]]
@@ -65,20 +85,17 @@ async def test_each_call_of_an_episode_has_its_own_seed_and_id(
 
 
 @pytest.mark.parametrize(("prompt", "limit"), [([], None), ([1], 0), ([1], SAMPLING.max_new_tokens + 1)])
-async def test_calls_outside_the_recipes_bounds_are_refused(
-    policy: ServedPolicy, prompt: list[int], limit: int | None
-) -> None:
+async def test_calls_outside_the_bounds_are_refused(handle: PolicyHandle, prompt: Any, limit: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="max_new_tokens"):
-        await handle_of(policy).generate(prompt, max_new_tokens=limit)
+        await handle.generate(prompt, max_new_tokens=limit)
 
 
-async def test_a_call_may_ask_for_less_than_the_recipe_allows(policy: ServedPolicy) -> None:
-    result = await handle_of(policy).generate([1], max_new_tokens=3)
+async def test_a_call_may_ask_for_less_than_the_recipe_allows(handle: PolicyHandle) -> None:
+    result = await handle.generate([1], max_new_tokens=3)
     assert (len(result.token_ids), result.finish_reason) == (3, "length")
 
 
-async def test_text_and_ids_come_from_the_policys_own_tokenizer(policy: ServedPolicy) -> None:
-    handle = handle_of(policy)
+async def test_text_and_ids_are_those_of_the_tokenizer(handle: PolicyHandle, tmp_path: Path) -> None:
     ids = handle.encode([Message("user", "3 + 4?")])
-    assert ids == list(policy.tokenizer.encode((Message("user", "3 + 4?"),)))
+    assert ids == list(load_tokenizer(tmp_path).encode((Message("user", "3 + 4?"),)))
     assert "3 + 4?" in handle.decode(ids)

@@ -4,9 +4,10 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -21,20 +22,8 @@ from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.work.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
 from support.fake_engine import FakeEngine
-from support.raas_parts import SAMPLING, ScriptedWorkflow, leased, served_policy
+from support.raas_parts import SAMPLING, SOLVER, ScriptedWorkflow, leased, served_policy
 from support.scripted_dataflow import eventually, result
-
-
-@dataclass
-class Pushed:
-    """Stands where the pusher is: keeps episodes and answers as told."""
-
-    episodes: list[trajectory_pb2.Episode] = field(default_factory=list)
-    answer: outcomes.PushResult = field(default_factory=lambda: result(outcomes.OUTCOME_ACCEPTED))
-
-    async def push(self, episode: trajectory_pb2.Episode) -> outcomes.PushResult:
-        self.episodes.append(episode)
-        return self.answer
 
 
 @dataclass
@@ -42,12 +31,14 @@ class Setup:
     engine: FakeEngine
     policy: ServedPolicy
     workflow: ScriptedWorkflow
-    pushed: Pushed
+    push: AsyncMock
 
     async def run(self, lease: task_pb2.Lease, timeout_s: float = 20, coalesce: int = 128) -> Failure | None:
         bounds = {"episode_timeout_s": timeout_s, "coalesce_max_new_tokens": coalesce}
-        settings = SessionSettings(node_id="node-1", sampling={"solver": SAMPLING}, **bounds)
-        parts: dict[str, Any] = {"policies": {"solver": self.policy}, "pusher": self.pushed}
+        settings = SessionSettings(
+            node_id="node-1", sampling={"solver": SAMPLING}, roles={"solver": SOLVER}, **bounds
+        )
+        parts: dict[str, Any] = {"policies": {"solver": self.policy}, "pusher": Mock(push=self.push)}
         session = Session(self.workflow, settings=settings, metrics=Metrics(), **parts)
         failure = await session.run(lease)
         assert session.num_running == 0
@@ -69,8 +60,12 @@ class Setup:
         self.engine.may_answer.set()
 
     @property
+    def pushed(self) -> list[trajectory_pb2.Episode]:
+        return [call.args[0] for call in self.push.mock_calls]
+
+    @property
     def members(self) -> list[int]:
-        return sorted(episode.member for episode in self.pushed.episodes)
+        return sorted(episode.member for episode in self.pushed)
 
 
 def length_of(_task: TaskSpec, completion: str) -> float:
@@ -81,7 +76,8 @@ def length_of(_task: TaskSpec, completion: str) -> float:
 async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
     engine = FakeEngine()
     policy = await served_policy(tmp_path, engine, version=7)
-    yield Setup(engine, policy, ScriptedWorkflow(SingleTurn(reward=length_of)), Pushed())
+    push = AsyncMock(return_value=result(outcomes.OUTCOME_ACCEPTED))
+    yield Setup(engine, policy, ScriptedWorkflow(SingleTurn(reward=length_of)), push)
     await policy.close()
 
 
@@ -89,12 +85,12 @@ async def test_every_member_is_pushed_with_prompt_and_completion_as_sampled(setu
     assert await setup.run(leased(members=(0, 2, 5))) is None
     assert setup.members == [0, 2, 5]
     prompt = setup.policy.tokenizer.encode([Message("user", "3 + 4?")])
-    for episode in setup.pushed.episodes:
+    for episode in setup.pushed:
         columns = decode_columns(trajectory_pb2.Trajectory.FromString(episode.trajectories[0].body))
         assert tuple(columns.token_ids[: len(prompt)]) == prompt
         assert columns.loss_mask.tolist() == [False] * len(prompt) + [True] * 5
         assert columns.version_spans == ((len(prompt), len(prompt) + 5, 7),)
-    assert len({episode.episode_id for episode in setup.pushed.episodes}) == 3
+    assert len({episode.episode_id for episode in setup.pushed}) == 3
     assert setup.policy.num_tokens == 15
 
 
@@ -119,31 +115,41 @@ async def test_calls_longer_than_the_bound_go_alone(setup: Setup) -> None:
 async def test_a_second_attempt_samples_the_same_tokens(setup: Setup) -> None:
     await setup.run(leased(members=(1,), attempt=1))
     await setup.run(leased(members=(1,), attempt=2))
-    first, second = (episode.trajectories[0].body for episode in setup.pushed.episodes)
-    decode = trajectory_pb2.Trajectory.FromString
-    assert decode(first).token_ids == decode(second).token_ids
+    bodies = [episode.trajectories[0].body for episode in setup.pushed]
+    assert len({trajectory_pb2.Trajectory.FromString(body).token_ids for body in bodies}) == 1
 
 
-async def test_a_plug_in_that_raises_fails_its_own_member_and_no_other(setup: Setup) -> None:
-    setup.workflow.script[1] = ValueError("no such gold answer")
+WRONG_ANSWER = ValueError("no such gold answer")
+UNABLE = MissingCapability("no sandbox: install bubblewrap")
+NONSENSE = plugins.Episode((None,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("script", "members", "reason", "detail"),
+    [
+        ([WRONG_ANSWER], [1, 2], "workflow_error", f"member 0: ValueError: {WRONG_ANSWER}"),
+        ([NONSENSE], [1, 2], "workflow_error", "member 0: "),
+        ([WRONG_ANSWER, UNABLE], [2], "missing_capability", f"member 1: {UNABLE}"),
+    ],
+    ids=["raises", "returns nonsense", "is for another node"],
+)
+async def test_a_workflow_that_fails_fails_its_own_member_and_no_other(
+    setup: Setup, script: list[object], members: list[int], reason: str, detail: str
+) -> None:
+    setup.workflow.script = dict(enumerate(script))
     failure = await setup.fails(leased(members=(0, 1, 2)))
-    assert setup.members == [0, 2]
-    assert (failure.reason, failure.retryable) == ("workflow_error", True)
-    assert "member 1: ValueError: no such gold answer" in failure.detail
-
-
-async def test_a_task_that_this_machine_cannot_run_is_for_another_node(setup: Setup) -> None:
-    setup.workflow.script[0] = RuntimeError("also in trouble")
-    setup.workflow.script[1] = MissingCapability("no sandbox: install bubblewrap")
-    failure = await setup.fails(leased(members=(0, 1, 2)))
-    assert setup.members == [2]
-    assert (failure.reason, failure.retryable) == ("missing_capability", True)
-    assert "member 1: no sandbox: install bubblewrap" in failure.detail
+    assert (setup.members, failure.reason, failure.retryable) == (members, reason, True)
+    assert detail in failure.detail
 
 
 async def test_a_workflow_that_hangs_times_out_alone(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     deadlines: list[asyncio.Timeout] = []
-    monkeypatch.setattr("astraflow_raas.work.session.asyncio", EpisodeDeadlines(deadlines))
+
+    def noted(delay_s: float) -> asyncio.Timeout:
+        deadlines.append(asyncio.timeout(delay_s))
+        return deadlines[-1]
+
+    monkeypatch.setattr("astraflow_raas.work.session.asyncio", Mock(wraps=asyncio, timeout=noted))
     setup.workflow.script[0] = "hang"
     running = asyncio.create_task(setup.fails(leased(members=(0, 1)), timeout_s=600.0))
     await eventually(lambda: setup.members == [1], what="its neighbour is pushed")
@@ -152,69 +158,45 @@ async def test_a_workflow_that_hangs_times_out_alone(setup: Setup, monkeypatch: 
     assert setup.members == [1]
 
 
-@dataclass
-class EpisodeDeadlines:
-    """Stands where the session's asyncio is, and notes the deadline of each episode."""
-
-    noted: list[asyncio.Timeout]
-
-    def timeout(self, delay_s: float) -> asyncio.Timeout:
-        self.noted.append(asyncio.timeout(delay_s))
-        return self.noted[-1]
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(asyncio, name)
-
-
 async def test_an_engine_that_never_comes_back_is_not_the_workflows_fault(setup: Setup) -> None:
     setup.engine.up = False
     failure = await setup.fails(leased(), timeout_s=0.3)
-    assert failure.reason == "engine_error"
-    assert failure.retryable
+    assert (failure.reason, failure.retryable) == ("engine_error", True)
 
 
 async def test_a_call_lost_with_its_engine_is_made_again_under_the_same_seed(setup: Setup) -> None:
     setup.engine.faults.append(EngineUnavailable("connection reset"))
     assert await setup.run(leased(members=(0,))) is None
     lost, repeated = (request[0] for request in setup.engine.requests)
-    assert lost.seed == repeated.seed
-    assert lost.rid != repeated.rid
+    assert (lost.seed == repeated.seed, lost.rid == repeated.rid) == (True, False)
     assert setup.members == [0]
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason", "retryable"),
+    ("fault", "meaning"),
     [
-        (EngineFaulty("log-probs are missing"), "engine_error", True),
-        (EngineRefused("prompt too long"), "workflow_error", False),
+        (EngineFaulty("log-probs are missing"), ("engine_error", True)),
+        (EngineRefused("prompt too long"), ("workflow_error", False)),
     ],
 )
 async def test_faults_of_the_engine_keep_their_meaning(
-    setup: Setup, fault: Exception, reason: str, retryable: bool
+    setup: Setup, fault: Exception, meaning: object
 ) -> None:
     setup.engine.faults.append(fault)
     failure = await setup.fails(leased(members=(0,)))
-    assert (failure.reason, failure.retryable) == (reason, retryable)
+    assert (failure.reason, failure.retryable) == meaning
 
 
 async def test_a_reward_that_is_not_a_number_is_final(setup: Setup) -> None:
     setup.workflow.inner = SingleTurn(reward=lambda _task, _completion: math.nan)
     failure = await setup.fails(leased(members=(0, 1)))
-    assert setup.pushed.episodes == []
-    assert not failure.retryable
+    assert (setup.pushed, failure.retryable) == ([], False)
     assert "nan_reward" in failure.detail
     assert "1 more" in failure.detail
 
 
-async def test_nonsense_from_a_workflow_is_its_error(setup: Setup) -> None:
-    setup.workflow.script[0] = plugins.Episode((None,))  # type: ignore[arg-type]
-    failure = await setup.fails(leased(members=(0, 1)))
-    assert failure.reason == "workflow_error"
-    assert setup.members == [1]
-
-
 async def test_a_quarantined_push_gives_the_lease_back(setup: Setup) -> None:
-    setup.pushed.answer = result(outcomes.OUTCOME_POISON, reason="nan_logprob")
+    setup.push.return_value = result(outcomes.OUTCOME_POISON, reason="nan_logprob")
     failure = await setup.fails(leased(members=(0,)))
     assert "nan_logprob" in failure.detail
     assert failure.retryable
@@ -222,7 +204,7 @@ async def test_a_quarantined_push_gives_the_lease_back(setup: Setup) -> None:
 
 @pytest.mark.parametrize("name", ["ACCEPTED_LATE", "DUPLICATE", "SUPERSEDED", "FENCED", "LATE_CLOSED"])
 async def test_every_other_outcome_ends_the_member(setup: Setup, name: str) -> None:
-    setup.pushed.answer = result(outcomes.Outcome.Value(f"OUTCOME_{name}"))
+    setup.push.return_value = result(outcomes.Outcome.Value(f"OUTCOME_{name}"))
     assert await setup.run(leased()) is None
 
 
@@ -245,15 +227,14 @@ async def test_an_evaluation_whose_version_moved_under_it_is_not_pushed(setup: S
         await setup.engine.swap(model_dir=Path("v8"), version=8)
     failure = await running
     assert failure is not None
-    assert failure.reason == "version_unavailable"
-    assert setup.pushed.episodes == []
+    assert (failure.reason, setup.pushed) == ("version_unavailable", [])
 
 
 async def test_a_training_episode_that_met_a_swap_carries_both_versions(setup: Setup) -> None:
     async with setup.running(leased(members=(0,))) as running:
         await setup.engine.swap(model_dir=Path("v8"), version=8)
     assert await running is None
-    header = setup.pushed.episodes[0].trajectories[0].header
+    header = setup.pushed[0].trajectories[0].header
     assert (header.min_version, header.max_version) == (7, 8)
 
 
@@ -263,4 +244,4 @@ async def test_a_cancelled_lease_stops_its_calls_in_the_engine(setup: Setup) -> 
         with pytest.raises(asyncio.CancelledError):
             await running
         await eventually(lambda: len(setup.engine.aborted) == 2, what="both calls are aborted")
-    assert setup.pushed.episodes == []
+    assert setup.pushed == []

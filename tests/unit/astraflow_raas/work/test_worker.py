@@ -1,9 +1,11 @@
 """The working session against a real server: credits, leases, renewals, cancels, lost streams, drains."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from unittest.mock import Mock, call
 
 import grpc
 import pytest
@@ -14,7 +16,7 @@ from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.work.session import Failure
-from astraflow_raas.work.worker import Worker, WorkerHooks
+from astraflow_raas.work.worker import Worker
 from support.scripted_dataflow import RunningServer, ScriptedDataflow, eventually, lease, running
 
 ME = run_service_pb2.JoinRunRequest(
@@ -22,41 +24,24 @@ ME = run_service_pb2.JoinRunRequest(
 )
 
 
-@dataclass
 class ScriptedRunner:
-    """Runs a lease until the test lets it end, with the outcome the test chose."""
+    """Runs a lease until the test ends it, with a failure, an error or nothing."""
 
-    running: dict[str, asyncio.Event] = field(default_factory=dict)
-    outcomes: dict[str, Failure | Exception] = field(default_factory=dict)
-    started: list[task_pb2.Lease] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.ends: defaultdict[str, asyncio.Future[Failure | None]] = defaultdict(asyncio.Future)
+        self.started: list[str] = []
+        self.cancelled: list[str] = []
 
     async def run(self, leased: task_pb2.Lease) -> Failure | None:
-        self.started.append(leased)
-        release = self.running.setdefault(leased.lease_id, asyncio.Event())
+        self.started.append(leased.lease_id)
         try:
-            await release.wait()
+            return await self.ends[leased.lease_id]
         except asyncio.CancelledError:
             self.cancelled.append(leased.lease_id)
             raise
-        outcome = self.outcomes.get(leased.lease_id)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
 
     def finish(self, lease_id: str) -> None:
-        self.running.setdefault(lease_id, asyncio.Event()).set()
-
-
-@dataclass
-class Heard:
-    versions: list[version_pb2.Version] = field(default_factory=list)
-    data_lost: int = 0
-    durable: list[int] = field(default_factory=list)
-    drains: list[str] = field(default_factory=list)
-
-    def lose(self) -> None:
-        self.data_lost += 1
+        self.ends[lease_id].set_result(None)
 
 
 @dataclass
@@ -65,7 +50,7 @@ class Setup:
     script: ScriptedDataflow
     runner: ScriptedRunner
     state: task_service_pb2.Credits
-    heard: Heard
+    hooks: Mock
     worker: Worker
     task: "asyncio.Task[None]"
 
@@ -77,13 +62,10 @@ class Setup:
         for name in names:
             self.script.send(lease=lease(name))
         wanted = {f"{name}#1" for name in names}
-        started = self.runner.started
-        await eventually(lambda: wanted <= {held.lease_id for held in started}, what=f"{names} are run")
+        await eventually(lambda: wanted <= set(self.runner.started), what=f"{names} are run")
 
-    async def finishes(self, name: str) -> task_service_pb2.LeaseFailure:
-        """Run a lease to its end, which the server is told."""
-        await self.lease(name)
-        self.runner.finish(f"{name}#1")
+    async def reported(self) -> task_service_pb2.LeaseFailure:
+        """The only failure that the server is told."""
         await eventually(lambda: self.script.failures, what="the report")
         (failure,) = self.script.failures
         return failure
@@ -103,13 +85,8 @@ class Setup:
 
 @asynccontextmanager
 async def working(script: ScriptedDataflow) -> AsyncIterator[Setup]:
-    runner, state, heard = ScriptedRunner(), task_service_pb2.Credits(serving_versions={"solver": 0}), Heard()
-    hooks = WorkerHooks(
-        announce=heard.versions.append,
-        data_lost=heard.lose,
-        durable=heard.durable.append,
-        drain_requested=heard.drains.append,
-    )
+    runner, hooks = ScriptedRunner(), Mock(reached=lambda _stage: None)
+    state = task_service_pb2.Credits(serving_versions={"solver": 0})
     retry, metrics = RetryPolicy(total_s=5.0), Metrics()
     async with running(script) as server, AsyncClient(server.address, retry=retry) as client:
         joined = await client.call(client.runs.JoinRun, ME)
@@ -118,11 +95,9 @@ async def working(script: ScriptedDataflow) -> AsyncIterator[Setup]:
         task = asyncio.create_task(worker.run())
         await eventually(lambda: script.credits, what="the first credits")
         try:
-            yield Setup(server, script, runner, state, heard, worker, task)
+            yield Setup(server, script, runner, state, hooks, worker, task)
         finally:
-            for event in runner.running.values():
-                event.set()
-            await worker.stop(deadline_s=2.0)
+            await worker.stop(deadline_s=0.0)
             await asyncio.gather(task, return_exceptions=True)
 
 
@@ -168,18 +143,21 @@ def watermark(position: int, incarnation: str) -> durability_pb2.Watermark:
     return durability_pb2.Watermark(durable_position=position, data_incarnation=incarnation)
 
 
-async def test_what_is_durable_is_handed_on(setup: Setup) -> None:
+async def test_announcements_marks_and_orders_to_drain_are_handed_on(setup: Setup) -> None:
+    announced = version_pb2.Version(policy_id="solver", version=3)
+    setup.script.send(version=announced)
     setup.script.send(watermark=watermark(17, "data-1"))
-    await eventually(lambda: setup.heard.durable == [17], what="the watermark")
-    assert setup.heard.data_lost == 0
+    setup.script.send(drain=task_service_pb2.Drain(reason="run_finished"))
+    calls = [call.announce(announced), call.durable(17), call.drain_requested("run_finished")]
+    await eventually(lambda: setup.hooks.mock_calls == calls, what="all three")
 
 
 async def test_a_watermark_of_another_data_set_tells_that_data_was_lost(setup: Setup) -> None:
     setup.script.data_incarnation = "data-2"
     setup.script.send(watermark=watermark(3, "data-2"))
     setup.script.send(watermark=watermark(4, "data-2"))
-    await eventually(lambda: setup.heard.durable == [3, 4], what="the watermarks")
-    assert setup.heard.data_lost == 1
+    calls = [call.data_lost(), call.durable(3), call.durable(4)]
+    await eventually(lambda: setup.hooks.mock_calls == calls, what="the watermarks")
 
 
 async def test_evaluation_tasks_take_the_room_of_one_episode(setup: Setup) -> None:
@@ -203,22 +181,18 @@ async def test_a_new_version_is_reported_at_once(setup: Setup) -> None:
     await eventually(lambda: dict(setup.last_credits.serving_versions) == {"solver": 4}, what="version 4")
 
 
-async def test_announced_versions_are_handed_on(setup: Setup) -> None:
-    setup.script.send(version=version_pb2.Version(policy_id="solver", version=3))
-    await eventually(lambda: setup.heard.versions, what="the announcement")
-    assert setup.heard.versions[0].version == 3
-
-
 async def test_a_failure_is_reported_once_with_its_reason(setup: Setup) -> None:
-    setup.runner.outcomes["a#1"] = Failure(reason="workflow_error", detail="x" * 5000, retryable=False)
-    failure = await setup.finishes("a")
+    await setup.lease("a")
+    setup.runner.ends["a#1"].set_result(Failure(reason="workflow_error", detail="x" * 5000, retryable=False))
+    failure = await setup.reported()
     assert (failure.lease_id, failure.reason, failure.retryable) == ("a#1", "workflow_error", False)
     assert len(failure.detail.encode()) <= 2048
 
 
 async def test_a_defect_while_running_gives_the_lease_back(setup: Setup) -> None:
-    setup.runner.outcomes["a#1"] = RuntimeError("a bug")
-    failure = await setup.finishes("a")
+    await setup.lease("a")
+    setup.runner.ends["a#1"].set_exception(RuntimeError("a bug"))
+    failure = await setup.reported()
     assert failure.retryable
     assert "RuntimeError: a bug" in failure.detail
 
@@ -265,12 +239,12 @@ async def test_a_server_restart_is_survived(setup: Setup) -> None:
 async def test_a_new_data_set_on_the_server_is_noticed_when_joining_again(setup: Setup) -> None:
     setup.script.break_streams()
     await setup.opens_session(2)
-    assert setup.heard.data_lost == 0
+    assert not setup.hooks.data_lost.called
     setup.script.data_incarnation = "data-2"
     setup.script.versions = [version_pb2.Version(policy_id="solver", version=9)]
     setup.script.break_streams()
-    await eventually(lambda: setup.heard.data_lost == 1, what="the loss is noticed")
-    assert setup.heard.versions[-1].version == 9
+    await eventually(lambda: setup.hooks.data_lost.call_count == 1, what="the loss is noticed")
+    setup.hooks.announce.assert_called_with(setup.script.versions[0])
 
 
 async def test_a_node_whose_name_was_taken_over_stops(setup: Setup) -> None:
@@ -284,7 +258,7 @@ async def test_the_same_lease_is_never_run_twice_at_a_time(setup: Setup) -> None
     await setup.lease("a")
     setup.script.send(lease=lease("a"))
     await setup.lease("b")
-    assert [started.lease_id for started in setup.runner.started] == ["a#1", "b#1"]
+    assert setup.runner.started == ["a#1", "b#1"]
 
 
 async def test_a_drain_finishes_what_is_held_and_takes_nothing_new(setup: Setup) -> None:
@@ -311,8 +285,3 @@ async def test_what_a_drain_cannot_finish_is_given_back_at_no_cost(setup: Setup)
     assert (failure.reason, failure.retryable) == ("drain", True)
     assert setup.runner.cancelled == ["b#1"]
     assert setup.script.failure_of("a#1") is None
-
-
-async def test_an_order_to_drain_is_handed_on(setup: Setup) -> None:
-    setup.script.send(drain=task_service_pb2.Drain(reason="run_finished"))
-    await eventually(lambda: setup.heard.drains == ["run_finished"], what="the order")

@@ -1,43 +1,31 @@
 """The ready-made workflow, as a recipe's own test would use it: no service, no engine."""
 
 import asyncio
-from collections.abc import Sequence
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from astraflow.errors import RecipeError
-from astraflow.plugins import GenerateResult, Message, TaskSpec, VersionSpan, Workflow
-from astraflow_kit.plugins import mismatch
+from astraflow.plugins import GenerateResult, Message, TaskSpec, VersionSpan
 from astraflow_raas.rewards.boxed_match import BoxedMatch
 from astraflow_raas.workflows.single_turn import SingleTurn
 
 TASK = TaskSpec("t", (Message("user", "3 + 4?"),), {"answer": "7"})
 
 
-class OnePolicy:
+SPANS = (VersionSpan(0, 1, 4), VersionSpan(1, 2, 5))
+ANSWER = GenerateResult((8, 9), (-0.5, -0.25), SPANS, r"\boxed{7}", "length")
+
+
+def one_policy() -> Mock:
     """Answers every prompt with the same two tokens, sampled under two versions."""
-
-    name = "solver"
-
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        return [1, 2, 3]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "unused"
-
-    async def generate(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None
-    ) -> GenerateResult:
-        spans = (VersionSpan(0, 1, 4), VersionSpan(1, 2, 5))
-        return GenerateResult((8, 9), (-0.5, -0.25), spans, r"\boxed{7}", "length")
-
-
-def test_it_satisfies_its_protocol() -> None:
-    assert mismatch(SingleTurn, protocol=Workflow) is None
+    policy = Mock(encode=lambda messages, tools: [1, 2, 3], generate=AsyncMock(return_value=ANSWER))
+    policy.name = "solver"
+    return policy
 
 
 def test_a_single_turn_trains_on_the_completion_alone() -> None:
-    episode = asyncio.run(SingleTurn(reward=BoxedMatch()).run(TASK, {"solver": OnePolicy()}))
+    episode = asyncio.run(SingleTurn(reward=BoxedMatch()).run(TASK, {"solver": one_policy()}))
     (trajectory,) = episode.trajectories
     assert trajectory.token_ids == (1, 2, 3, 8, 9)
     assert trajectory.loss_mask == (False, False, False, True, True)
@@ -47,5 +35,5 @@ def test_a_single_turn_trains_on_the_completion_alone() -> None:
 
 
 def test_a_single_turn_does_not_guess_among_policies() -> None:
-    with pytest.raises(RecipeError, match="exactly one policy"):
-        asyncio.run(SingleTurn(reward=BoxedMatch()).run(TASK, {"a": OnePolicy(), "b": OnePolicy()}))
+    with pytest.raises(RecipeError, match="exactly one role"):
+        asyncio.run(SingleTurn(reward=BoxedMatch()).run(TASK, {"a": one_policy(), "b": one_policy()}))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow_trainer.batches.packing import fill_lanes, filler, pack
-from support.tiny_training import make_row, make_rows
+from support.tiny_training import make_row
 
 
 def test_first_fit_decreasing_places_the_longest_first() -> None:
@@ -30,13 +30,7 @@ def test_two_rows_in_a_lane_have_own_positions_and_a_block_mask() -> None:
     assert batch.document_ids_BL.tolist() == [[0, 0, 0, 1, 1]]
     mask = batch.attention_mask()
     assert mask is not None
-    assert mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [0, 0, 0, 1, 0],
-        [0, 0, 0, 1, 1],
-    ]
+    assert torch.equal(mask[0, 0].float(), torch.block_diag(torch.ones(3, 3), torch.ones(2, 2)).tril())
     assert batch.source_N.tolist() == [1, 3]
     assert batch.target_N.tolist() == [3, 5]
     assert batch.row_N.tolist() == [0, 1]
@@ -68,11 +62,6 @@ def test_micro_batches_stay_within_the_budget_and_hold_each_row_once(budget: int
     trained = torch.cat([batch.row_N for batch in batches])
     assert sorted(trained.unique().tolist()) == list(range(num_rows))
     assert sum(batch.num_row_tokens for batch in batches) == sum(lengths)
-
-
-def test_packing_is_deterministic() -> None:
-    first, second = (pack(make_rows(), token_budget=30) for _ in range(2))
-    assert all(torch.equal(a.token_ids_BL, b.token_ids_BL) for a, b in zip(first, second, strict=True))
 
 
 def test_a_row_beyond_the_budget_is_refused_with_the_remedy() -> None:

@@ -1,6 +1,7 @@
 """One batch for two ranks: who speaks to the server, who fetches what, and how the end of training travels."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,82 +12,81 @@ from astraflow.errors import FencedError
 from astraflow_trainer.batches.rank_batches import RankBatches, balanced_shares
 from astraflow_trainer.batches.source import BatchSource, Ledger, StepBatch
 from astraflow_trainer.controls import PAUSED, Controls, Orders
-from support.rank_threads import ThreadRanks, run_ranks
-from support.scripted_batches import ScriptedBatches, serving
+from support import rank_threads, scripted_batches
 from support.scripted_dataflow import POLICY, RUN_ID
 
 T = TypeVar("T")
 
 
-def _on_ranks(
-    script: ScriptedBatches, folder: Path, work: Callable[[RankBatches, int], T], *, size: int = 2
-) -> list[T]:
-    """Claim once, then call `work(batches, rank)` on every rank."""
-    with serving(script) as client:
+@dataclass
+class Bench:
+    """Ranks of one trainer before a scripted server."""
 
-        def one(ranks: ThreadRanks) -> T:
-            ledger = Ledger(folder / f"{ranks.index}")
-            source = BatchSource(client, run_id=RUN_ID, policy_id=POLICY, trainer_id="t", ledger=ledger)
-            source.epoch = int(ranks.broadcast(str(source.claim().epoch if ranks.index == 0 else 0).encode()))
-            return work(RankBatches(source, ranks), ranks.index)
+    folder: Path
+    script: scripted_batches.ScriptedBatches = field(default_factory=scripted_batches.ScriptedBatches)
 
-        return run_ranks(size, one)
+    def run(self, work: Callable[[RankBatches, int], T], *, size: int = 2) -> list[T]:
+        """Claim once, then call `work(batches, rank)` on every rank."""
+        with scripted_batches.serving(self.script) as client:
+
+            def one(ranks: rank_threads.ThreadRanks) -> T:
+                ledger = Ledger(self.folder / f"{ranks.index}")
+                source = BatchSource(client, run_id=RUN_ID, policy_id=POLICY, trainer_id="t", ledger=ledger)
+                epoch = source.claim().epoch if ranks.index == 0 else 0
+                source.epoch = int(ranks.broadcast(str(epoch).encode()))
+                return work(RankBatches(source, ranks), ranks.index)
+
+            return rank_threads.run_ranks(size, one)
 
 
-def _next(
-    batches: RankBatches, controls: Controls | None = None, *, waits: list[str] | None = None
-) -> StepBatch | Orders:
-    waited = [] if waits is None else waits
-    return batches.acquire(1, base_version=4, waiting=waited.append, controls=controls or Controls())
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def _next(batches: RankBatches, controls: Controls | None = None, *, waits: list[str]) -> StepBatch | Orders:
+    return batches.acquire(1, base_version=4, waiting=waits.append, controls=controls or Controls())
 
 
 def _acquire(batches: RankBatches) -> StepBatch:
-    batch = _next(batches)
+    batch = _next(batches, waits=[])
     assert isinstance(batch, StepBatch)
     return batch
 
 
-def test_every_rank_gets_the_batch_that_the_first_one_acquired(tmp_path: Path) -> None:
-    script = ScriptedBatches()
-    first, second = _on_ranks(script, tmp_path, lambda batches, _: _acquire(batches))
+@pytest.mark.parametrize("replayed", [False, True])
+def test_every_rank_gets_the_batch_that_the_first_one_acquired(bench: Bench, replayed: bool) -> None:
+    bench.script.last_finished_step = int(replayed)
+    first, second = bench.run(lambda batches, _: _acquire(batches))
     bound = second.bound
     assert (bound.step, bound.batch_id, bound.digest, bound.base_version) == (1, "b1", b"\1" * 32, 4)
     assert list(bound.items) == list(first.bound.items)
     assert second.staleness() == first.staleness()
-    assert script.events.count("acquire 1") == 1
+    assert first.finished_before == second.finished_before == replayed
+    assert bench.script.events.count("acquire 1") == 1
 
 
-@pytest.mark.parametrize("last_finished_step", [0, 1])
-def test_every_rank_knows_whether_a_step_is_replayed(tmp_path: Path, last_finished_step: int) -> None:
-    script = ScriptedBatches(last_finished_step=last_finished_step)
-    found = _on_ranks(script, tmp_path, lambda batches, _: _acquire(batches))
-    assert [batch.finished_before for batch in found] == [last_finished_step == 1] * 2
-
-
-def test_each_rank_fetches_only_its_share(tmp_path: Path) -> None:
-    script = ScriptedBatches()
+def test_each_rank_fetches_only_its_share(bench: Bench) -> None:
 
     def fetch(batches: RankBatches, _: int) -> tuple[list[str], dict[str, float]]:
         batch = _acquire(batches)
         return [row.trajectory_id for row in batches.fetch(batch)], batches.measured()
 
-    (first, measured), (second, _) = _on_ranks(script, tmp_path, fetch)
+    (first, measured), (second, _) = bench.run(fetch)
     assert (first, second) == (["t1-0"], ["t1-1"])
-    assert sorted(map(tuple, script.fetched)) == [("t1-0",), ("t1-1",)]
+    assert sorted(map(tuple, bench.script.fetched)) == [("t1-0",), ("t1-1",)]
     assert measured["fetched_bytes"] == 2 * measured["fetched_bytes_rank_0"] > 0
     assert measured["fetched_share_max"] == 0.5
 
 
-def test_a_rank_without_a_share_fetches_nothing(tmp_path: Path) -> None:
+def test_a_rank_without_a_share_fetches_nothing(bench: Bench) -> None:
     """Naming no trajectory would mean all of them."""
-    script = ScriptedBatches()
-    found = _on_ranks(script, tmp_path, lambda batches, _: len(batches.fetch(_acquire(batches))), size=3)
+    found = bench.run(lambda batches, _: len(batches.fetch(_acquire(batches))), size=3)
     assert found == [1, 1, 0]
-    assert len(script.fetched) == 2
+    assert len(bench.script.fetched) == 2
 
 
-def test_only_the_first_rank_tells_the_server_how_far_a_step_is(tmp_path: Path) -> None:
-    script = ScriptedBatches()
+def test_only_the_first_rank_tells_the_server_how_far_a_step_is(bench: Bench) -> None:
 
     def step(batches: RankBatches, _: int) -> None:
         batch = _acquire(batches)
@@ -95,11 +95,11 @@ def test_only_the_first_rank_tells_the_server_how_far_a_step_is(tmp_path: Path) 
             batches.finish(batch, skipped=False)
         batches.mark_durable(1)
 
-    _on_ranks(script, tmp_path, step)
-    told = [event for event in script.events if event.split()[0] in ("intent", "trained", "durable")]
+    bench.run(step)
+    told = [event for event in bench.script.events if event.split()[0] in ("intent", "trained", "durable")]
     assert told == ["intent 1", "trained 1", "durable 1"]
-    assert (tmp_path / "0").exists()
-    assert not (tmp_path / "1").exists()
+    assert (bench.folder / "0").exists()
+    assert not (bench.folder / "1").exists()
 
 
 ORDERS = [
@@ -111,7 +111,7 @@ ORDERS = [
 
 @pytest.mark.parametrize(("ask", "orders"), ORDERS, ids=["stop", "checkpoint", "learning rate"])
 def test_what_is_asked_of_the_first_rank_is_everybodys(
-    tmp_path: Path, ask: Callable[[Controls], object], orders: Orders
+    bench: Bench, ask: Callable[[Controls], object], orders: Orders
 ) -> None:
     """A follower that is asked keeps it to itself: only the first rank decides."""
     asked = Controls()
@@ -120,15 +120,13 @@ def test_what_is_asked_of_the_first_rank_is_everybodys(
 
     def obeyed(asked_rank: int) -> list[StepBatch | Orders]:
         controls = {asked_rank: asked}
-        return _on_ranks(
-            ScriptedBatches(), tmp_path, lambda batches, rank: _next(batches, controls.get(rank))
-        )
+        return bench.run(lambda batches, rank: _next(batches, controls.get(rank), waits=[]))
 
     assert obeyed(0) == [orders, orders]
     assert all(isinstance(batch, StepBatch) for batch in obeyed(1))
 
 
-def test_a_pause_of_the_first_rank_keeps_the_others_informed(tmp_path: Path) -> None:
+def test_a_pause_of_the_first_rank_keeps_the_others_informed(bench: Bench) -> None:
     controls, waits = Controls(), {0: [""], 1: [""]}
     controls.pause("maintenance")
 
@@ -142,24 +140,22 @@ def test_a_pause_of_the_first_rank_keeps_the_others_informed(tmp_path: Path) -> 
 
         return batches.acquire(1, base_version=4, waiting=heard, controls=controls)
 
-    found = _on_ranks(ScriptedBatches(), tmp_path, resumed_after_a_word)
+    found = bench.run(resumed_after_a_word)
     assert all(isinstance(batch, StepBatch) for batch in found)
     assert waits == {0: ["", PAUSED], 1: ["", PAUSED]}
 
 
-def test_followers_are_told_what_the_first_rank_waits_for(tmp_path: Path) -> None:
-    script = ScriptedBatches()
-    script.empty_polls.extend(["ready_groups", "publish"])
+def test_followers_are_told_what_the_first_rank_waits_for(bench: Bench) -> None:
+    bench.script.empty_polls.extend(["ready_groups", "publish"])
     waits: dict[int, list[str]] = {0: [], 1: []}
-    _on_ranks(script, tmp_path, lambda batches, rank: _next(batches, waits=waits[rank]))
+    bench.run(lambda batches, rank: _next(batches, waits=waits[rank]))
     assert waits == {0: ["ready_groups", "publish"], 1: ["ready_groups", "publish"]}
 
 
-def test_a_first_rank_that_is_fenced_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
-    script = ScriptedBatches()
-    script.fail("AcquireBatch", FencedError("epoch 4 holds the policy"))
+def test_a_first_rank_that_is_fenced_does_not_leave_the_others_waiting(bench: Bench) -> None:
+    bench.script.fail("AcquireBatch", FencedError("epoch 4 holds the policy"))
     with pytest.raises(FencedError, match="epoch 4"):
-        _on_ranks(script, tmp_path, lambda batches, _: _acquire(batches))
+        bench.run(lambda batches, _: _acquire(batches))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])

@@ -1,32 +1,23 @@
 """Rows that cannot be trained on are refused when they are built."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from astraflow import plugins, trajectories
-from astraflow_trainer.batches.rows import TrainingRow
+from support.tiny_training import make_row
 
-
-def _row() -> TrainingRow:
-    return TrainingRow(
-        trajectory_id="t1",
-        group_id="g1",
-        token_ids=np.array([5, 6, 7, 8], dtype=np.int32),
-        loss_mask=np.array([False, False, True, True]),
-        behavior_logprobs=np.array([0, 0, -0.5, -1.5], dtype=np.float32),
-        version_spans=(plugins.VersionSpan(2, 3, 4), plugins.VersionSpan(3, 4, 5)),
-        reward=1.0,
-        temperature=1.0,
-    )
+SPANS = (plugins.VersionSpan(2, 3, 4), plugins.VersionSpan(3, 4, 5))
+ROW = replace(make_row([5, 6], [7, 8], logprobs=[-0.5, -1.5], reward=1.0, name="t1"), version_spans=SPANS)
 
 
 def test_counts_and_oldest_version_come_from_mask_and_spans() -> None:
-    row = _row()
-    assert (row.num_tokens, row.num_trained_tokens, row.min_version) == (4, 2, 4)
+    assert (ROW.num_tokens, ROW.num_trained_tokens, ROW.min_version) == (4, 2, 4)
 
 
+FROM_THE_FIRST = {"loss_mask": np.array([True] * 4), "version_spans": (plugins.VersionSpan(0, 4, 4),)}
 BROKEN_RULES = [
     ({"token_ids": np.array([5, 6, 7], dtype=np.int32)}, "length_mismatch"),
     ({"loss_mask": np.array([True, False, True, True])}, "spans_not_covering"),
@@ -39,16 +30,11 @@ BROKEN_RULES = [
     ({"version_spans": (plugins.VersionSpan(2, 3, 4),)}, "spans_not_covering"),
     ({"version_spans": (plugins.VersionSpan(2, 5, 4),)}, "bad_spans"),
     ({"version_spans": (plugins.VersionSpan(3, 4, 4), plugins.VersionSpan(2, 3, 4))}, "bad_spans"),
-    (
-        {"loss_mask": np.array([True] * 4), "version_spans": (plugins.VersionSpan(0, 4, 4),)},
-        "first_token_trained",
-    ),
+    (FROM_THE_FIRST, "first_token_trained"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "slug"), BROKEN_RULES)
-def test_a_row_that_cannot_be_trained_is_refused_by_the_rule_it_breaks(
-    changes: dict[str, object], slug: str
-) -> None:
+def test_a_row_is_refused_by_the_rule_it_breaks(changes: dict[str, Any], slug: str) -> None:
     with pytest.raises(trajectories.BadTrajectory, match=f"{slug}: t1: "):
-        replace(_row(), **changes)
+        replace(ROW, **changes)

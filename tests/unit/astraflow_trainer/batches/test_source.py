@@ -3,83 +3,73 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from astraflow import errors
+from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow_trainer.batches.source import BatchSource, Claim, Ledger, StepBatch
 from support.scripted_batches import ScriptedBatches, batch_of, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
 
+FENCED = errors.FencedError("a newer trainer")
+
+
+class Trainer(BatchSource):
+    """The batches of a trainer that has claimed its policy from a scripted server."""
+
+    def __init__(self, client: Client, script: ScriptedBatches, folder: Path) -> None:
+        self.script, self._path = script, folder / "work" / "ledger.jsonl"
+        names = {"run_id": RUN_ID, "policy_id": POLICY, "trainer_id": "host:1"}
+        super().__init__(client, **names, ledger=Ledger(self._path))
+        self.claim()
+
+    def take(self, step: int = 1) -> StepBatch:
+        batch = self.acquire(step, base_version=0, waiting=lambda _: None, stopped=lambda: False)
+        assert batch is not None
+        return batch
+
+    def lines(self) -> list[dict[str, object]]:
+        """What the ledger says."""
+        return [json.loads(line) for line in self._path.read_text().splitlines()]
+
 
 @pytest.fixture
-def script() -> ScriptedBatches:
-    return ScriptedBatches()
-
-
-@pytest.fixture
-def source(script: ScriptedBatches, tmp_path: Path) -> Iterator[BatchSource]:
-    """Of a trainer that has claimed its policy."""
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    script = ScriptedBatches()
     with serving(script) as client:
-        ledger = Ledger(tmp_path / "work" / "ledger.jsonl")
-        source = BatchSource(client, run_id=RUN_ID, policy_id=POLICY, trainer_id="host:1", ledger=ledger)
-        source.claim()
-        yield source
+        yield Trainer(client, script, tmp_path)
 
 
-def _acquire(source: BatchSource, step: int = 1, *, base_version: int = 0) -> StepBatch:
-    batch = source.acquire(step, base_version=base_version, waiting=lambda _: None, stopped=lambda: False)
-    assert batch is not None
-    return batch
-
-
-def _ledger(folder: Path) -> list[dict[str, object]]:
-    path = folder / "work" / "ledger.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def test_a_claim_tells_the_epoch_and_where_earlier_trainers_were(
-    script: ScriptedBatches, source: BatchSource
-) -> None:
+def test_a_claim_tells_the_epoch_and_where_earlier_trainers_were(trainer: Trainer) -> None:
     known = {"last_finished_step": 9, "last_durable_step": 8, "version": 7, "batch_lease_s": 2.5}
     for name, value in known.items():
-        setattr(script, name, value)
-    assert source.claim() == Claim(3, **known, data_incarnation="data-1")  # type: ignore[arg-type]
-    assert source.epoch == 3
-    assert script.events[-1] == f"claim {RUN_ID} {POLICY} host:1"
+        setattr(trainer.script, name, value)
+    assert trainer.claim() == Claim(3, **known, data_incarnation="data-1")  # type: ignore[arg-type]
+    assert trainer.epoch == 3
+    assert trainer.script.events[-1] == f"claim {RUN_ID} {POLICY} host:1"
 
 
-def test_a_claim_before_the_first_version_has_none(source: BatchSource) -> None:
-    assert source.claim().version is None
+def test_a_claim_before_the_first_version_has_none(trainer: Trainer) -> None:
+    assert trainer.claim().version is None
 
 
-def test_waiting_for_a_batch_tells_the_servers_reasons(script: ScriptedBatches, source: BatchSource) -> None:
-    script.empty_polls.extend(["policy_version", ""])
+def test_waiting_for_a_batch_tells_the_servers_reasons(trainer: Trainer) -> None:
+    trainer.script.empty_polls.extend(["policy_version", ""])
     reasons: list[str] = []
-    batch = source.acquire(4, base_version=2, waiting=reasons.append, stopped=lambda: False)
+    batch = trainer.acquire(4, base_version=2, waiting=reasons.append, stopped=lambda: False)
     assert batch is not None
     bound = batch.bound
     assert (bound.step, bound.batch_id, bound.digest, bound.base_version) == (4, "b4", b"\4" * 32, 2)
     assert reasons == ["policy_version", "ready_groups"]
-    assert script.base_versions == [2, 2, 2]
+    assert trainer.script.base_versions == [2, 2, 2]
 
 
-def test_a_stop_ends_the_wait_for_a_batch(script: ScriptedBatches, source: BatchSource) -> None:
-    script.empty_polls.extend(["ready_groups"] * 50)
-    reasons: list[str] = []
-    stopped = source.acquire(1, base_version=0, waiting=reasons.append, stopped=lambda: len(reasons) == 3)
-    assert stopped is None
-    assert "acquire 1" not in script.events
-
-
-def test_staleness_counts_versions_between_the_base_and_the_oldest_token(source: BatchSource) -> None:
-    assert _acquire(source, base_version=5).staleness() == [0, 1]
-
-
-def test_rows_come_in_the_batchs_order_with_its_rewards_and_groups(source: BatchSource) -> None:
+def test_rows_come_in_the_batchs_order_with_its_rewards_and_groups(trainer: Trainer) -> None:
     """The scripted server sends payloads in reverse."""
-    rows = source.fetch(_acquire(source))
+    rows = trainer.fetch(trainer.take())
     wanted = [("t1-0", "g1", 0.0), ("t1-1", "g1", 1.0)]
     assert [(row.trajectory_id, row.group_id, row.reward) for row in rows] == wanted
     assert rows[0].token_ids.tolist() == [1, 2, 3]
@@ -89,118 +79,100 @@ def test_rows_come_in_the_batchs_order_with_its_rewards_and_groups(source: Batch
     assert rows[0].temperature == 0.5
 
 
-def test_a_payload_that_does_not_arrive_is_an_error_that_names_it(
-    script: ScriptedBatches, source: BatchSource
-) -> None:
-    script.num_lost = 1
+def test_a_payload_that_does_not_arrive_is_an_error_that_names_it(trainer: Trainer) -> None:
+    trainer.script.num_lost = 1
     with pytest.raises(errors.InternalError, match="1 of 2 payloads did not arrive, the first is t1-1"):
-        source.fetch(_acquire(source))
+        trainer.fetch(trainer.take())
 
 
 @pytest.mark.parametrize(("skipped", "stage"), [(False, "trained"), (True, "skipped")])
-def test_intent_and_outcome_carry_the_batch_and_its_digest(
-    script: ScriptedBatches, source: BatchSource, skipped: bool, stage: str
-) -> None:
-    batch = _acquire(source, 2)
-    source.record_intent(batch)
-    source.finish(batch, skipped=skipped)
-    assert script.events[-2:] == ["intent 2", f"{stage} 2"]
-    assert {(ack.batch_id, ack.digest, ack.trainer_epoch) for ack in script.acks} == {("b2", b"\2" * 32, 3)}
+def test_intent_and_outcome_carry_batch_and_digest(trainer: Trainer, skipped: bool, stage: str) -> None:
+    batch = trainer.take(2)
+    trainer.record_intent(batch)
+    trainer.finish(batch, skipped=skipped)
+    assert trainer.script.events[-2:] == ["intent 2", f"{stage} 2"]
+    for ack in trainer.script.acks:
+        assert (ack.batch_id, ack.digest, ack.trainer_epoch) == ("b2", b"\2" * 32, 3)
 
 
-def test_the_ledger_names_what_a_step_trained_on(source: BatchSource, tmp_path: Path) -> None:
-    source.finish(_acquire(source, 1), skipped=False)
-    source.finish(_acquire(source, 2), skipped=True)
-    first, second = _ledger(tmp_path)
+def test_the_ledger_names_what_a_step_trained_on(trainer: Trainer) -> None:
+    trainer.finish(trainer.take(1), skipped=False)
+    trainer.finish(trainer.take(2), skipped=True)
+    first, second = trainer.lines()
     ids = [item.trajectory_id for item in batch_of(1).items]
     bound = {"step": 1, "epoch": 3, "batch_id": "b1", "digest": "01" * 32}
     assert first == {**bound, "stage": "TRAINED", "trajectory_ids": ids}
     assert (second["step"], second["stage"]) == (2, "SKIPPED")
 
 
-def test_nothing_acked_is_missing_from_the_ledger(
-    script: ScriptedBatches, source: BatchSource, tmp_path: Path
-) -> None:
+def test_nothing_acked_is_missing_from_the_ledger(trainer: Trainer) -> None:
     """The line is written before the ack, so it is there even when the ack is refused."""
-    script.fail("AckBatch", errors.FencedError("a newer trainer has taken over"))
-    batch = _acquire(source)
+    trainer.script.fail("AckBatch", FENCED)
+    batch = trainer.take()
     with pytest.raises(errors.FencedError):
-        source.finish(batch, skipped=False)
-    assert [line["stage"] for line in _ledger(tmp_path)] == ["TRAINED"]
-    assert script.acks == []
+        trainer.finish(batch, skipped=False)
+    assert [line["stage"] for line in trainer.lines()] == ["TRAINED"]
+    assert trainer.script.acks == []
 
 
-def test_a_replayed_step_is_not_acked_again_but_is_in_the_ledger(
-    script: ScriptedBatches, source: BatchSource, tmp_path: Path
-) -> None:
-    script.last_finished_step = 1
-    source.claim()
-    batch = _acquire(source, 1)
-    source.record_intent(batch)
-    source.finish(batch, skipped=False)
+def test_a_replayed_step_is_not_acked_again_but_is_in_the_ledger(trainer: Trainer) -> None:
+    trainer.script.last_finished_step = 1
+    trainer.claim()
+    batch = trainer.take(1)
+    trainer.record_intent(batch)
+    trainer.finish(batch, skipped=False)
     assert batch.finished_before
-    assert not _acquire(source, 2).finished_before
-    assert script.acks == []
-    assert [line["step"] for line in _ledger(tmp_path)] == [1]
+    assert not trainer.take(2).finished_before
+    assert trainer.script.acks == []
+    assert [line["step"] for line in trainer.lines()] == [1]
 
 
-def test_a_durable_step_is_told_under_the_claimed_epoch(script: ScriptedBatches, source: BatchSource) -> None:
-    script.epoch = 8
-    source.claim()
-    source.mark_durable(6)
-    assert script.events[-1] == "durable 6"
-    assert script.epochs == {8}
+def test_a_durable_step_is_told_under_the_claimed_epoch(trainer: Trainer) -> None:
+    trainer.script.epoch = 8
+    trainer.claim()
+    trainer.mark_durable(6)
+    assert trainer.script.events[-1] == "durable 6"
+    assert trainer.script.epochs == {8}
 
 
-CALLS: dict[str, Callable[[BatchSource, StepBatch], object]] = {
-    "AcquireBatch": lambda source, batch: _acquire(source),
-    "AckBatch": lambda source, batch: source.record_intent(batch),
-    "FetchBatch": lambda source, batch: source.fetch(batch),
-    "MarkDurable": lambda source, batch: source.mark_durable(1),
+CALLS: dict[str, Callable[[Trainer, StepBatch], object]] = {
+    "AcquireBatch": lambda trainer, _: trainer.take(),
+    "AckBatch": lambda trainer, batch: trainer.record_intent(batch),
+    "FetchBatch": lambda trainer, batch: trainer.fetch(batch),
+    "MarkDurable": lambda trainer, _: trainer.mark_durable(1),
 }
 
 
 @pytest.mark.parametrize("rpc", CALLS)
-def test_a_newer_epoch_ends_this_trainer_at_any_call(
-    rpc: str, script: ScriptedBatches, source: BatchSource
-) -> None:
-    batch = _acquire(source)
-    script.fail(rpc, errors.FencedError("epoch 3 is over, 4 holds the policy"))
+def test_a_newer_epoch_ends_this_trainer_at_any_call(rpc: str, trainer: Trainer) -> None:
+    batch = trainer.take()
+    trainer.script.fail(rpc, errors.FencedError("epoch 3 is over, 4 holds the policy"))
     with pytest.raises(errors.FencedError, match="4 holds the policy"):
-        CALLS[rpc](source, batch)
+        CALLS[rpc](trainer, batch)
 
 
-def test_the_lease_is_renewed_while_a_batch_is_in_hand_and_not_after(
-    script: ScriptedBatches, source: BatchSource
-) -> None:
-    with source.kept_alive(_acquire(source, 5), lease_s=0.1):
-        eventually(lambda: script.renewals, what="a renewal")
-    renewals = len(script.renewals)
-    assert [(renewal.step, renewal.trainer_epoch) for renewal in script.renewals] == [(5, 3)] * renewals
+def test_the_lease_is_renewed_while_a_batch_is_in_hand(trainer: Trainer) -> None:
+    with trainer.kept_alive(trainer.take(5), lease_s=0.1):
+        eventually(lambda: trainer.script.renewals, what="a renewal")
+    assert {(renewal.step, renewal.trainer_epoch) for renewal in trainer.script.renewals} == {(5, 3)}
 
 
-def test_a_failed_renewal_leaves_the_step_alone_and_is_repeated(
-    script: ScriptedBatches, source: BatchSource
-) -> None:
-    script.fail("RenewBatch", errors.UnavailableError("restarting"))
-    with source.kept_alive(_acquire(source), lease_s=0.1):
-        eventually(lambda: len(script.renewals) >= 2, what="a renewal after the failed one")
+def test_a_failed_renewal_leaves_the_step_alone_and_is_repeated(trainer: Trainer) -> None:
+    trainer.script.fail("RenewBatch", errors.UnavailableError("restarting"))
+    with trainer.kept_alive(trainer.take(), lease_s=0.1):
+        eventually(lambda: len(trainer.script.renewals) >= 2, what="a renewal after the failed one")
 
 
-@pytest.mark.parametrize(
-    "refusal", [errors.FencedError("a newer trainer"), errors.InvalidArgumentError("no such step")]
-)
-def test_a_refused_renewal_ends_renewing_and_the_next_call_tells(
-    script: ScriptedBatches, source: BatchSource, refusal: errors.AstraflowError
-) -> None:
-    script.fail("RenewBatch", refusal)
-    script.fail("AckBatch", refusal)
-    batch = _acquire(source)
-    with source.kept_alive(batch, lease_s=0.1):
-        eventually(lambda: script.renewals, what="a renewal")
+@pytest.mark.parametrize("refusal", [FENCED, errors.InvalidArgumentError("no such step")])
+def test_a_refused_renewal_ends_renewing_and_the_next_call_tells(trainer: Trainer, refusal: Any) -> None:
+    trainer.script.fail("RenewBatch", refusal)
+    trainer.script.fail("AckBatch", refusal)
+    batch = trainer.take()
+    with trainer.kept_alive(batch, lease_s=0.1):
+        eventually(lambda: trainer.script.renewals, what="a renewal")
         with pytest.raises(type(refusal)):
-            source.record_intent(batch)
-    assert len(script.renewals) == 1
+            trainer.record_intent(batch)
+    assert len(trainer.script.renewals) == 1
 
 
 def test_stages_of_the_contract_are_those_that_count_as_finished() -> None:
@@ -216,47 +188,31 @@ def test_a_ledger_line_that_a_crash_cut_short_is_removed(tmp_path: Path) -> None
     assert path.read_text() == '{"step": 1}\n'
 
 
-def test_a_claim_waits_for_a_server_that_is_away(script: ScriptedBatches, source: BatchSource) -> None:
-    script.fail("ClaimPolicy", errors.UnavailableError("Redis restarts"))
-    assert source.claim().epoch == 3
+def test_a_claim_waits_for_a_server_that_is_away(trainer: Trainer) -> None:
+    trainer.script.fail("ClaimPolicy", errors.UnavailableError("Redis restarts"))
+    assert trainer.claim().epoch == 3
 
 
-def test_asking_about_the_epoch_names_who_has_a_newer_one(
-    script: ScriptedBatches, source: BatchSource
-) -> None:
-    script.fail("RenewBatch", errors.NotFoundError("no batch is bound to step 1"))
-    source.require_epoch(1)
-    script.fail("RenewBatch", errors.FencedError("epoch 4, of trainer b"))
+def test_asking_about_the_epoch_names_who_has_a_newer_one(trainer: Trainer) -> None:
+    trainer.script.fail("RenewBatch", errors.NotFoundError("no batch is bound to step 1"))
+    trainer.require_epoch(1)
+    trainer.script.fail("RenewBatch", errors.FencedError("epoch 4, of trainer b"))
     with pytest.raises(errors.FencedError, match="trainer b"):
-        source.require_epoch(1)
+        trainer.require_epoch(1)
 
 
-def test_a_replayed_step_is_recorded_as_it_was_the_first_time(
-    script: ScriptedBatches, source: BatchSource
-) -> None:
-    script.last_finished_step = 1
-    source.claim()
-    assert source.finish(_acquire(source), skipped=True) is False
+def test_a_trainer_says_that_it_lives_and_at_the_end_that_it_ends(trainer: Trainer) -> None:
+    trainer.script.fail("HoldPolicy", errors.UnavailableError("restarting"), FENCED)
+    with trainer.held(lease_s=0.1):
+        eventually(lambda: len(trainer.script.holds) >= 3, what="a sign of life after failed ones")
+        assert {hold.trainer_epoch for hold in trainer.script.holds} == {3}
+        assert "release 3" not in trainer.script.events
+    assert trainer.script.events[-1] == "release 3"
 
 
-def test_a_trainer_says_that_it_lives_and_at_the_end_that_it_ends(
-    script: ScriptedBatches, source: BatchSource
-) -> None:
-    script.fail(
-        "HoldPolicy", errors.UnavailableError("restarting"), errors.FencedError("Redis lost the claim")
-    )
-    with source.held(lease_s=0.1):
-        eventually(lambda: len(script.holds) >= 3, what="a sign of life after failed ones")
-        assert {hold.trainer_epoch for hold in script.holds} == {3}
-        assert "release 3" not in script.events
-    assert script.events[-1] == "release 3"
-
-
-@pytest.mark.parametrize("refusal", [errors.FencedError("a newer trainer"), errors.UnavailableError("gone")])
-def test_a_trainer_ends_as_it_does_whether_or_not_it_can_let_go(
-    script: ScriptedBatches, source: BatchSource, refusal: errors.AstraflowError
-) -> None:
-    script.fail("ReleasePolicy", refusal)
-    with pytest.raises(ZeroDivisionError), source.held(lease_s=60):
+@pytest.mark.parametrize("refusal", [FENCED, errors.UnavailableError("gone")])
+def test_a_trainer_ends_as_it_does_whether_or_not_it_can_let_go(trainer: Trainer, refusal: Any) -> None:
+    trainer.script.fail("ReleasePolicy", refusal)
+    with pytest.raises(ZeroDivisionError), trainer.held(lease_s=60):
         raise ZeroDivisionError
-    assert "release 3" not in script.events
+    assert "release 3" not in trainer.script.events

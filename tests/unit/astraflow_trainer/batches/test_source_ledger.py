@@ -8,18 +8,10 @@ import pytest
 from support.ledger_audit import audit
 
 
-def line(
-    step: int, *ids: str, epoch: int = 1, batch_id: str = "", stage: str = "TRAINED"
-) -> dict[str, object]:
+def line(step: int, *ids: str, epoch: int = 1, stage: str = "TRAINED") -> dict[str, object]:
     """A line as a trainer writes it."""
-    return {
-        "step": step,
-        "epoch": epoch,
-        "batch_id": batch_id or f"b{step}",
-        "digest": f"{step:02x}",
-        "stage": stage,
-        "trajectory_ids": list(ids),
-    }
+    batch = {"batch_id": f"b{step}", "digest": f"{step:02x}"}
+    return {"step": step, "epoch": epoch, **batch, "stage": stage, "trajectory_ids": list(ids)}
 
 
 def written(folder: Path, *lines: dict[str, object], name: str = "ledger.jsonl") -> Path:

@@ -102,9 +102,7 @@ def test_only_the_newest_are_kept_and_rewriting_one_is_harmless(trainee: Trainee
     assert trainee.names() == ["step-000000000002", "step-000000000003"]
 
 
-def test_an_operators_learning_rate_outlives_its_checkpoint(
-    trainee: Trainee, make_trainee: MakeTrainee
-) -> None:
+def test_an_operators_learning_rate_outlives_checkpoints(trainee: Trainee, make_trainee: MakeTrainee) -> None:
     path = trainee.save(1)
     tensors = {file.name: file.read_bytes() for file in path.glob("*.distcp")}
     trainee.optimizer.set_learning_rate(0.125)
@@ -119,9 +117,7 @@ def test_an_operators_learning_rate_outlives_its_checkpoint(
     assert later.optimizer.peak_learning_rate == 0.125, "it outlives the checkpoint it was set in"
 
 
-def test_a_rate_that_no_operator_set_is_that_of_the_settings(
-    trainee: Trainee, make_policy: MakePolicy
-) -> None:
+def test_a_rate_no_operator_set_is_that_of_the_settings(trainee: Trainee, make_policy: MakePolicy) -> None:
     trainee.save(1)
     settings = SETTINGS.model_copy(update={"learning_rate": 0.0625})
     resumed = optimizer.MasterOptimizer(make_policy(), settings=settings)

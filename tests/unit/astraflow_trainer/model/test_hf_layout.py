@@ -81,14 +81,10 @@ def held_by(
 
 @settings(max_examples=40, deadline=None)
 @given(layout=layouts(), ranks=st.integers(1, 4), seed=st.integers(0, 99))
-def test_ranks_that_hold_rows_of_fused_parameters_have_the_digests_of_the_whole_model(
-    layout: ModelLayout, ranks: int, seed: int
-) -> None:
+def test_digests_of_ranks_are_those_of_the_whole_model(layout: ModelLayout, ranks: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    values = {
-        item.name: generator.integers(0, 2**16, math.prod(item.shape)).astype(np.uint16)
-        for item in layout.parameters
-    }
+    sizes = {item.name: math.prod(item.shape) for item in layout.parameters}
+    values = {name: generator.integers(0, 2**16, size, np.uint16) for name, size in sizes.items()}
     expected = whole_tensors(layout, values)
 
     def digests(rank: ThreadRanks) -> object:
@@ -98,9 +94,8 @@ def test_ranks_that_hold_rows_of_fused_parameters_have_the_digests_of_the_whole_
     assert run_ranks(ranks, digests) == [tensor_hash.tensor_digests(expected)] * ranks
     for name, tensor in expected.items():
         parts = [held_by(layout, values, rank=rank, ranks=ranks)[1].shards.get(name) for rank in range(ranks)]
-        assert np.array_equal(
-            np.concatenate([p.elements for p in parts if p is not None]), tensor.reshape(-1)
-        )
+        held = np.concatenate([part.elements for part in parts if part is not None])
+        assert np.array_equal(held, tensor.reshape(-1))
 
 
 def test_queries_keys_and_values_of_one_head_that_stand_together_come_apart() -> None:
@@ -142,9 +137,7 @@ BAD_MAPS = [
 
 
 @pytest.mark.parametrize(("parameters", "complaint"), BAD_MAPS)
-def test_a_map_that_leaves_elements_out_or_takes_them_twice_is_refused(
-    parameters: list[ParameterLayout], complaint: str
-) -> None:
+def test_a_map_with_gaps_or_overlaps_is_refused(parameters: list[ParameterLayout], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         ModelLayout(parameters)
 

@@ -19,9 +19,8 @@ def _inputs(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
 def test_value_and_gradient_equal_log_softmax(chunk_tokens: int) -> None:
     hidden, head, targets, temperatures = _inputs(7)
     weights = torch.linspace(-1, 1, 7)
-    logprobs, entropies = token_scores(
-        hidden, head_VD=head, target_N=targets, temperature_N=temperatures, chunk_tokens=chunk_tokens
-    )
+    others = {"head_VD": head, "target_N": targets, "temperature_N": temperatures}
+    logprobs, entropies = token_scores(hidden, **others, chunk_tokens=chunk_tokens)
     plain = torch.log_softmax(hidden @ head.T / temperatures[:, None], dim=-1)
     expected = plain.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(logprobs, expected)
@@ -33,13 +32,11 @@ def test_value_and_gradient_equal_log_softmax(chunk_tokens: int) -> None:
 
 def test_gradient_passes_a_numerical_check() -> None:
     hidden, head, targets, temperatures = _inputs(5)
+    others = {"head_VD": head, "target_N": targets, "temperature_N": temperatures}
     eps = 1e-3
 
     def loss(values: torch.Tensor) -> torch.Tensor:
-        scores, _ = token_scores(
-            values, head_VD=head, target_N=targets, temperature_N=temperatures, chunk_tokens=2
-        )
-        return scores.sum()
+        return token_scores(values, **others, chunk_tokens=2)[0].sum()
 
     (gradient,) = torch.autograd.grad(loss(hidden), [hidden])
     step = torch.zeros_like(hidden)

@@ -7,7 +7,7 @@ import torch
 
 from astraflow_trainer.batches.packing import pack
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.model.model import PolicyModel, load_causal_lm, save_causal_lm
+from astraflow_trainer.model.model import PolicyModel, load_causal_lm, local_part, save_causal_lm
 from support.tiny_training import MakePolicy, make_row, make_rows
 
 
@@ -48,10 +48,8 @@ def test_sharding_changes_nothing(make_policy: MakePolicy) -> None:
         policy = make_policy(sharded=sharded)
         scores = torch.cat(_scores_by_row(policy, rows, token_budget=60))
         scores.sum().backward()
-        gradients = [parameter.grad for _, parameter in policy.hf_parameters()]
-        results.append(
-            [scores.detach(), *[getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in gradients]]
-        )
+        gradients = [local_part(parameter.grad) for _, parameter in policy.hf_parameters()]
+        results.append([scores.detach(), *gradients])
     torch.testing.assert_close(results[1], results[0])
 
 

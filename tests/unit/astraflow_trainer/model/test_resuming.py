@@ -1,6 +1,6 @@
 """Where a trainer goes on: rollbacks that no checkpoint knows of, and those that are behind it."""
 
-from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -9,23 +9,22 @@ from astraflow_trainer.model.resuming import PendingRollback, pending_rollback
 from astraflow_weights.publish.version_writer import CommittedVersion
 from support.published_models import committed
 
+Versions = list[CommittedVersion]
 
-def log(*rollback_of: int | None) -> list[CommittedVersion]:
+
+def log(*rollback_of: int | None) -> Versions:
     """Versions 0, 1, 2 …, each with weights of its own, or those of the version it goes back to."""
-    roots: list[bytes] = []
+    versions: Versions = []
     for number, old in enumerate(rollback_of):
-        roots.append(bytes([number]) if old is None else roots[old])
-    return [
-        committed(number, model_root=roots[number], rollback_of=old) for number, old in enumerate(rollback_of)
-    ]
+        root = bytes([number]) if old is None else versions[old].model_root
+        versions.append(committed(number, model_root=root, rollback_of=old))
+    return versions
 
 
 def at(*versions: int, learning_rate: float | None = None) -> list[Position]:
     """Checkpoints of these versions, taken at steps of the same numbers."""
-    return [
-        Position(step=version, version=version, optimizer_steps=version, learning_rate=learning_rate)
-        for version in versions
-    ]
+    position = partial(Position, learning_rate=learning_rate)
+    return [position(step=version, version=version, optimizer_steps=version) for version in versions]
 
 
 PLAIN = log(None, None, None, None)
@@ -38,8 +37,8 @@ SINCE = log(None, None, None, None, 1, None)
     ("versions", "positions"),
     [([], []), (PLAIN, []), (PLAIN, at(2)), (BACK, at(1, 4)), (SINCE, at(4)), (SINCE, at(5)), (TWICE, at(6))],
 )
-def test_a_checkpoint_of_the_newest_rollback_or_later_is_where_to_go_on(
-    versions: Sequence[CommittedVersion], positions: Sequence[Position]
+def test_a_checkpoint_since_the_newest_rollback_is_where_to_go_on(
+    versions: Versions, positions: list[Position]
 ) -> None:
     assert pending_rollback(versions, positions, durable_step=0) is None
 
@@ -55,8 +54,8 @@ PENDING = [
 
 
 @pytest.mark.parametrize(("versions", "positions", "checkpoint"), PENDING)
-def test_otherwise_the_newest_weights_with_the_optimizer_of_a_checkpoint_of_the_same(
-    versions: Sequence[CommittedVersion], positions: Sequence[Position], checkpoint: int | None
+def test_otherwise_the_newest_weights_with_an_older_optimizer(
+    versions: Versions, positions: list[Position], checkpoint: int | None
 ) -> None:
     found = pending_rollback(versions, positions, durable_step=3)
     assert found is not None

@@ -1,5 +1,6 @@
 """Changes found by torch operations: the same as by comparing on the host, and the same bytes in the store."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,9 +54,7 @@ def nudge(policy: PolicyModel, *, share: float, seed: int) -> None:
         max_size=40,
     )
 )
-def test_changes_are_those_that_the_host_finds_for_every_bit_pattern(
-    bits: list[tuple[int, int, bool]],
-) -> None:
+def test_changes_are_those_the_host_finds_for_every_bit_pattern(bits: list[tuple[int, int, bool]]) -> None:
     whole = len(bits) // 4 * 4
     old = np.array([first for first, _, _ in bits[:whole]], np.uint16)
     new = np.array([first if same else second for first, second, same in bits[:whole]], np.uint16)
@@ -67,7 +66,7 @@ def test_changes_are_those_that_the_host_finds_for_every_bit_pattern(
 
 
 @pytest.mark.parametrize("snapshot", ["device", "host"])
-def test_versions_of_detected_changes_are_byte_for_byte_those_of_copies(
+def test_detected_changes_publish_what_copies_do(
     policy: PolicyModel, tmp_path: Path, snapshot: Where
 ) -> None:
     """Through a step that changes nothing, and one that changes most."""
@@ -88,9 +87,7 @@ def test_versions_of_detected_changes_are_byte_for_byte_those_of_copies(
     assert len(parts(tmp_path / "copied")) >= 6
 
 
-def test_changes_over_something_else_than_the_newest_version_are_found_anew(
-    make_policy: MakePolicy, tmp_path: Path
-) -> None:
+def test_changes_over_another_version_are_found_anew(make_policy: MakePolicy, tmp_path: Path) -> None:
     policy, versions = make_policy(), publisher(tmp_path)
     source = DetectedChanges(policy)
     first = source.take()
@@ -104,9 +101,8 @@ def test_changes_over_something_else_than_the_newest_version_are_found_anew(
     assert model.changes is not None
     committed = versions.publish(model, step=2)
     expected = WeightCopies(policy).take().open()
-    assert all(
-        np.array_equal(model.shards[name].elements, expected.shards[name].elements) for name in model.shards
-    )
+    for name, shard in model.shards.items():
+        assert np.array_equal(shard.elements, expected.shards[name].elements), name
     assert committed.num_changed > 0.5 * committed.num_elements
 
 
@@ -124,9 +120,7 @@ def test_taking_again_allocates_nothing_of_the_size_of_the_model(policy: PolicyM
 
 @pytest.mark.parametrize("context", [False, True])
 @pytest.mark.parametrize("start", [0, 5, MAX_TILE_ELEMENTS - 2])
-def test_tiles_of_a_shard_that_begins_anywhere_are_the_same_from_known_changes(
-    start: int, context: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_changes_give_equal_tiles(start: int, context: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets end at lines of the grid; words begin before a shard that begins inside one."""
     generator = np.random.default_rng(start)
     count = 2 * MAX_TILE_ELEMENTS + 7
@@ -137,10 +131,8 @@ def test_tiles_of_a_shard_that_begins_anywhere_are_the_same_from_known_changes(
     after[-1] += 1
     spec = TensorSpec(name="w", dtype="bfloat16", shape=(start + count,))
     pad = start % 4
-    bounds = [
-        start - pad,
-        *range(-(-(start + 1) // MAX_TILE_ELEMENTS) * MAX_TILE_ELEMENTS, start + count, MAX_TILE_ELEMENTS),
-    ]
+    lines = range(-(-(start + 1) // MAX_TILE_ELEMENTS) * MAX_TILE_ELEMENTS, start + count, MAX_TILE_ELEMENTS)
+    bounds = [start - pad, *lines]
     found = []
     for low, high in zip(bounds, [*bounds[1:], start + count], strict=True):
         first = max(low - start, 0)
@@ -149,9 +141,7 @@ def test_tiles_of_a_shard_that_begins_anywhere_are_the_same_from_known_changes(
         found.append(FoundChanges(start=low - start, positions=positions + shift, steps=steps))
     base = ShardedModel(specs=(spec,), shards={"w": Shard(start=start, elements=before)})
     target = ShardedModel(specs=(spec,), shards={"w": Shard(start=start, elements=after)})
-    knowing = ShardedModel(
-        specs=(spec,), shards=target.shards, changes=KnownChanges(base_root=b"", found={"w": found})
-    )
+    knowing = replace(target, changes=KnownChanges(base_root=b"", found={"w": found}))
     expected = list(delta.encode_delta_tiles(base, target, context=context))
     # What is known is not looked for again.
     monkeypatch.setattr(tile_delta, "scan", None)

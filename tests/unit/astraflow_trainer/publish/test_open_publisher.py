@@ -26,18 +26,18 @@ def test_deltas_are_coded_as_the_recipe_says(
 ) -> None:
     store, (before, after) = FileStore(tmp_path / "store"), weight_models.adamw_like(2)
     recipe = parse_recipe(scripted_dataflow.RECIPE, overrides=overrides).recipe
+    log = VersionLog(store, run_id="run-1", policy_id="solver")
     publisher = open_publisher(
         store,
-        joined=JoinedRun("run-1", recipe, "solver", store.uri, source=RecipeSource(), code_sha256=""),
+        joined=JoinedRun("run-1", recipe, "solver", store.uri, source=RecipeSource()),
         epoch=1,
         peers=peers.OnePeer(),
         held=HeldPart(make_policy()),
         mirror_dir=tmp_path / "mirror",
         assets=(),
-        log=VersionLog(store, run_id="run-1", policy_id="solver"),
+        log=log,
     )
     for step, model in enumerate((before, after)):
         publisher.publish(shards.whole(model), step=step)
-    log = VersionLog(store, run_id="run-1", policy_id="solver")
     log.refresh()
     assert weight_models.codecs_of(store, log.record(1).deltas[0].parts) == {codec}

@@ -1,18 +1,18 @@
 """Versions leave in order beside training, are committed before announced, and failures reach the trainer."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from astraflow.client import Client
 from astraflow.errors import FencedError, InvalidArgumentError, UnavailableError
 from astraflow_trainer.publish.publishing import Announcer, ModelBytes, PublishWorker
-from astraflow_weights.codec.parts.writer import Placed
 from astraflow_weights.codec.peers import OnePeer
-from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
 from astraflow_weights.publish import shard_publisher, version_writer
 from astraflow_weights.store import PutResult, file
@@ -107,22 +107,19 @@ class StalledStore(file.FileStore):
         return super().put_if_absent(key, data)
 
 
-def test_the_training_thread_neither_opens_nor_encodes_nor_uploads_what_it_submits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_neither_opens_encodes_nor_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = StalledStore(tmp_path)
-    encoders: list[str] = []
-    openers: list[str] = []
+    seen: list[tuple[str, str]] = []
 
-    def encode(*args: ShardedModel) -> Iterator[Placed]:
-        encoders.append(threading.current_thread().name)
-        return encode_snapshot_tiles(*args)
+    def noting(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: object) -> Any:
+            seen.append((what, threading.current_thread().name))
+            return call(*args)
 
-    def opened() -> ShardedModel:
-        openers.append(threading.current_thread().name)
-        return scripted_batches.weights_of(0).open()
+        return noted
 
-    monkeypatch.setattr(shard_publisher, "encode_snapshot_tiles", encode)
+    monkeypatch.setattr(shard_publisher, "encode_snapshot_tiles", noting("encode", encode_snapshot_tiles))
+    opened = noting("open", scripted_batches.weights_of(0).open)
     roots: list[bytes] = []
     writer = version_writer.VersionWriter.open(store, run_id="r", policy_id="p", epoch=1)
     publisher = shard_publisher.ShardPublisher(writer, uploads=writer.uploads, peers=OnePeer(), base=None)
@@ -137,7 +134,7 @@ def test_the_training_thread_neither_opens_nor_encodes_nor_uploads_what_it_submi
     newest = publisher.newest
     assert newest is not None
     assert roots == [newest.model_root]
-    assert (openers, encoders, store.threads) == (["publish"], ["publish"], {"weights-upload"})
+    assert (seen, store.threads) == ([("open", "publish"), ("encode", "publish")], {"weights-upload"})
 
 
 def test_leaving_waits_for_what_is_queued(bench: Bench) -> None:
@@ -164,12 +161,10 @@ def test_after_a_failure_every_call_raises_it(bench: Bench) -> None:
     worker = bench.worker(max_behind=5)
     with pytest.raises(FencedError):
         publish_all(worker, 1)
-    with pytest.raises(FencedError):
-        submit(worker, 2)
-    with pytest.raises(FencedError):
-        worker.wait_for_room(waiting=lambda: None)
-    with pytest.raises(FencedError):
-        worker.wait_until_done()
+    room = partial(worker.wait_for_room, waiting=lambda: None)
+    for call in (partial(submit, worker, 2), room, worker.wait_until_done):
+        with pytest.raises(FencedError):
+            call()
 
 
 def test_a_failure_nobody_asked_about_is_raised_on_leaving(bench: Bench) -> None:

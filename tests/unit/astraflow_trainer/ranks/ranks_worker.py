@@ -77,20 +77,16 @@ class Rank:
         shard(self.policy, mesh=init_device_mesh("cpu", (group.size,)))
         # A learning rate that moves every weight by many ulps, and an eps that keeps steps proportional to
         # gradients: Adam would turn a last bit of a tiny gradient into a whole step.
-        self.optimizer = MasterOptimizer(
-            self.policy, settings=recipe.OptimizerSettings(learning_rate=1e-2, eps=1e-3)
-        )
+        settings = recipe.OptimizerSettings(learning_rate=1e-2, eps=1e-3)
+        self.optimizer = MasterOptimizer(self.policy, settings=settings)
 
     def step(self, seed: int) -> StepMetrics:
         """Train on this rank's share of the batch."""
         rows = make_rows(seed)
         share = balanced_shares([row.num_tokens for row in rows], num_ranks=self.group.size)
         algorithm = OWN if seed == OWN_STEP else OURS
-        settings = StepSettings(
-            algorithm=algorithm,
-            plugins=StepPlugins.made(algorithm, source=self.source),
-            tokens_per_microbatch=20,
-        )
+        plugins = StepPlugins.made(algorithm, source=self.source)
+        settings = StepSettings(algorithm=algorithm, plugins=plugins, tokens_per_microbatch=20)
         return train_step(
             self.policy,
             optimizer=self.optimizer,
@@ -159,10 +155,8 @@ def resume(settings: RankSettings, folder: Path) -> None:
     np.save(folder / f"random-{group.size}-{group.index}.npy", torch.rand(4).numpy())
     metrics = rank.step(NUM_STEPS + 1)
     assert metrics.loss is not None
-    np.save(
-        folder / f"next-{group.size}-{group.index}.npy",
-        np.asarray([metrics.loss.loss, metrics.gradient_norm]),
-    )
+    numbers = np.asarray([metrics.loss.loss, metrics.gradient_norm])
+    np.save(folder / f"next-{group.size}-{group.index}.npy", numbers)
     group.farewell(None)
     dist.destroy_process_group()
 

@@ -92,9 +92,7 @@ def test_no_rank_of_two_holds_a_whole_model_to_publish(results: Path) -> None:
 
 
 @pytest.mark.parametrize(("saved_by", "resumed_by"), [(1, 2), (2, 1)])
-def test_a_checkpoint_is_restored_bit_for_bit_by_another_number_of_ranks(
-    results: Path, saved_by: int, resumed_by: int
-) -> None:
+def test_another_number_of_ranks_restores_a_checkpoint(results: Path, saved_by: int, resumed_by: int) -> None:
     saved, resumed = joined(results, "state", saved_by), joined(results, "resumed", resumed_by)
     assert saved.keys() == resumed.keys()
     assert all(np.array_equal(saved[name], resumed[name]) for name in saved)

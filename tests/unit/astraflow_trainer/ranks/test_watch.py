@@ -60,9 +60,7 @@ LAST_WORDS = [
 
 
 @pytest.mark.parametrize(("error", "kind"), LAST_WORDS)
-def test_last_words_end_the_other_rank_with_the_status_of_the_one_that_failed(
-    pair: Pair, error: Exception, kind: type[AstraflowError]
-) -> None:
+def test_last_words_say_how_the_others_end(pair: Pair, error: Exception, kind: type[AstraflowError]) -> None:
     pair.second.farewell(error)
     pair.close()
     found = pair.first.failure(wait_s=PATIENCE_S)

@@ -16,47 +16,36 @@ def _advantages(settings: AdvantageSettings, rewards: list[float], keys: list[st
     return compute_advantages(rewards, group_keys=keys, settings=settings).values.tolist()
 
 
-def test_grpo_divides_by_the_unbiased_standard_deviation_plus_eps() -> None:
-    # Group a: mean 0.5, squares 4 · 0.25 = 1, variance 1 / 3, deviation 0.57735; singletons get 0.
-    expected = 0.5 / (0.5773502691896258 + 1e-4)
-    assert _advantages(Grpo(), REWARDS, KEYS) == pytest.approx(
-        [expected, -expected, -expected, expected, 0, 0]
-    )
+# Group a: mean 0.5, squares 4 · 0.25 = 1, variance 1 / 3, deviation 0.57735; singletons get 0.
+GRPO = 0.5 / (0.5773502691896258 + 1e-4)
+# Of [1, 3, 5, −1]: mean 2, squares 1 + 1 + 9 + 9 = 20 over 4 numbers, a deviation of the root of 5.
+ROOT = 1 / 5**0.5
+OF_BATCH = AdvantageSettings(baseline=Baseline.BATCH, scale=Scale.BATCH, unbiased=False, eps=0.0)
+BIASED = AdvantageSettings(unbiased=False, eps=0.0)
+UNCENTRED = AdvantageSettings(baseline=Baseline.NONE, scale=Scale.GROUP)
+NEITHER = AdvantageSettings(baseline=Baseline.NONE, scale=Scale.NONE)
+BY_HAND = {
+    "grpo divides by the unbiased deviation": (Grpo(), REWARDS, KEYS, [GRPO, -GRPO, -GRPO, GRPO, 0, 0]),
+    "the biased deviation divides by n": (BIASED, REWARDS, KEYS, [1, -1, -1, 1, 0, 0]),
+    "dr grpo only subtracts the mean": (DrGrpo(), [4.0, 1.0, 1.0], ["a"] * 3, [2, -1, -1]),
+    "rloo subtracts the mean of the others": (Rloo(), [4.0, 1.0, 1.0], ["a"] * 3, [3, -1.5, -1.5]),
+    "rloo of a single member has no baseline": (Rloo(), [4.0], ["a"], [4.0]),
+    "batch ignores groups": (
+        OF_BATCH,
+        [1.0, 3.0, 5.0, -1.0],
+        list("abcd"),
+        [-ROOT, ROOT, 3 * ROOT, -3 * ROOT],
+    ),
+    "neither baseline nor scale": (NEITHER, REWARDS, KEYS, REWARDS),
+    "a flat group without baseline": (UNCENTRED, [2.0, 2.0], ["a", "a"], [2.0, 2.0]),
+}
 
 
-def test_biased_switch_divides_the_sum_of_squares_by_n() -> None:
-    settings = AdvantageSettings(unbiased=False, eps=0.0)
-    assert _advantages(settings, REWARDS, KEYS) == pytest.approx([1, -1, -1, 1, 0, 0])
-
-
-def test_dr_grpo_only_subtracts_the_group_mean() -> None:
-    assert _advantages(DrGrpo(), [4.0, 1.0, 1.0], ["a", "a", "a"]) == pytest.approx([2, -1, -1])
-
-
-def test_rloo_subtracts_the_mean_of_the_others() -> None:
-    assert _advantages(Rloo(), [4.0, 1.0, 1.0], ["a", "a", "a"]) == pytest.approx([3, -1.5, -1.5])
-
-
-def test_rloo_of_a_single_member_has_no_baseline() -> None:
-    assert _advantages(Rloo(), [4.0], ["a"]) == [4.0]
-
-
-def test_batch_baseline_and_scale_ignore_groups() -> None:
-    settings = AdvantageSettings(baseline=Baseline.BATCH, scale=Scale.BATCH, unbiased=False, eps=0.0)
-    # Mean 2, squares 1 + 1 + 9 + 1 + 4 = 16 over 4 numbers → deviation 2.
-    assert _advantages(settings, [1.0, 3.0, 5.0, -1.0], ["a", "b", "c", "d"]) == pytest.approx(
-        [-0.5 * 2 / 5**0.5, 0.5 * 2 / 5**0.5, 1.5 * 2 / 5**0.5, -1.5 * 2 / 5**0.5]
-    )
-
-
-def test_no_baseline_and_no_scale_returns_rewards() -> None:
-    settings = AdvantageSettings(baseline=Baseline.NONE, scale=Scale.NONE)
-    assert _advantages(settings, REWARDS, KEYS) == REWARDS
-
-
-def test_group_scale_without_baseline_leaves_a_flat_group_at_its_reward() -> None:
-    settings = AdvantageSettings(baseline=Baseline.NONE, scale=Scale.GROUP)
-    assert _advantages(settings, [2.0, 2.0], ["a", "a"]) == [2.0, 2.0]
+@pytest.mark.parametrize(("settings", "rewards", "keys", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_advantages_by_hand(
+    settings: AdvantageSettings, rewards: list[float], keys: list[str], expected: list[float]
+) -> None:
+    assert _advantages(settings, rewards, keys) == pytest.approx(expected, rel=1e-12)
 
 
 def test_groups_without_variance_are_flagged_and_get_exactly_zero() -> None:
@@ -85,14 +74,11 @@ def test_key_count_and_finiteness_are_checked() -> None:
     st.floats(0.5, 4),
     st.floats(-3, 3),
 )
-def test_grpo_is_unchanged_by_shifting_and_scaling_rewards(
-    rewards: list[float], scale: float, shift: float
-) -> None:
+def test_grpo_ignores_shift_and_scale_of_rewards(rewards: list[float], scale: float, shift: float) -> None:
     if np.std(rewards) < 1e-2:
         return
     settings = AdvantageSettings(eps=0.0)
     keys = ["a"] * len(rewards)
     changed = [scale * reward + shift for reward in rewards]
-    assert _advantages(settings, changed, keys) == pytest.approx(
-        _advantages(settings, rewards, keys), abs=1e-6
-    )
+    expected = pytest.approx(_advantages(settings, rewards, keys), abs=1e-6)
+    assert _advantages(settings, changed, keys) == expected

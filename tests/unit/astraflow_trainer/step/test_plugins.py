@@ -50,9 +50,8 @@ def test_the_documented_loss_drops_rows_that_were_pushed_away(tmp_path: Path) ->
 def test_the_documented_advantage_is_zero_on_length_weighted_average(tmp_path: Path) -> None:
     advantage = documented(tmp_path, ADVANTAGE).advantage
     assert advantage is not None
-    values = advantage.of(
-        np.array([1.0, 0.0, 0.1, 0.1, 0.1]), groups=[7, 7, 8, 8, 8], lengths=[1, 3, 2, 3, 4]
-    )
+    rewards = np.array([1.0, 0.0, 0.1, 0.1, 0.1])
+    values = advantage.of(rewards, groups=[7, 7, 8, 8, 8], lengths=[1, 3, 2, 3, 4])
     assert values.tolist() == [2 * 0.75, -2 * 0.25, 0.0, 0.0, 0.0]
 
 

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from astraflow_weights.codec import context, kernel
+from astraflow_weights.codec import CorruptPart, context, kernel
 from astraflow_weights.codec.kernel import Isa
-from astraflow_weights.errors import CorruptPart
 from support.weight_models import gaussian_bf16
 
 PATHS = pytest.mark.parametrize("isa", [*Isa, None], ids=lambda isa: isa.name if isa else "numpy")

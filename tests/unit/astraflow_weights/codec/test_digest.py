@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from astraflow_weights.codec.digest import model_root, schema_id
-from astraflow_weights.codec.tensor_hash import tensor_digest, tensor_digests
+from astraflow_weights.codec import digest, tensor_hash
 from astraflow_weights.codec.tensors import specs_of
 from support.weight_models import make_model, trained
 
 MODEL = make_model()
-ROOT = model_root(tensor_digests(MODEL))
+ROOT = digest.model_root(tensor_hash.tensor_digests(MODEL))
 
 
 def test_the_root_is_the_documented_formula() -> None:
@@ -32,8 +31,8 @@ def test_the_root_is_the_documented_formula() -> None:
 def test_neither_the_order_of_tensors_nor_their_layout_in_memory_matters() -> None:
     fortran = {name: np.array(array, order="F") for name, array in MODEL.items()}
     for same in (dict(reversed(MODEL.items())), fortran):
-        assert model_root(tensor_digests(same)) == ROOT
-    assert model_root(tensor_digests(MODEL)[::-1]) == ROOT
+        assert digest.model_root(tensor_hash.tensor_digests(same)) == ROOT
+    assert digest.model_root(tensor_hash.tensor_digests(MODEL)[::-1]) == ROOT
 
 
 @pytest.mark.parametrize(
@@ -46,20 +45,20 @@ def test_neither_the_order_of_tensors_nor_their_layout_in_memory_matters() -> No
     ],
 )
 def test_any_difference_gives_another_root(change: dict[str, np.ndarray]) -> None:
-    assert model_root(tensor_digests({**MODEL, **change})) != ROOT
+    assert digest.model_root(tensor_hash.tensor_digests({**MODEL, **change})) != ROOT
 
 
 def test_names_and_digests_cannot_be_shifted_into_each_other() -> None:
-    first, *rest = tensor_digests(MODEL)
+    first, *rest = tensor_hash.tensor_digests(MODEL)
     renamed = replace(first, spec=replace(first.spec, name=first.spec.name + "x"))
-    assert model_root((renamed, *rest)) != ROOT
+    assert digest.model_root((renamed, *rest)) != ROOT
 
 
 def test_signed_zeros_and_nan_payloads_are_told_apart() -> None:
     bits = [0x0000, 0x8000, 0x7FC0, 0x7FC1]
-    assert len({tensor_digest(np.array([value], dtype=np.uint16)) for value in bits}) == len(bits)
+    assert len({tensor_hash.tensor_digest(np.array([value], dtype=np.uint16)) for value in bits}) == len(bits)
 
 
 def test_the_schema_ignores_values() -> None:
-    assert schema_id(specs_of(MODEL)) == schema_id(specs_of(trained(MODEL, 1)))
-    assert schema_id(specs_of(MODEL)) != schema_id(specs_of(make_model(rows=25)))
+    assert digest.schema_id(specs_of(MODEL)) == digest.schema_id(specs_of(trained(MODEL, 1)))
+    assert digest.schema_id(specs_of(MODEL)) != digest.schema_id(specs_of(make_model(rows=25)))

@@ -8,20 +8,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from astraflow_weights.codec import apply_delta, encode_delta, invert_delta, merge_deltas
+from astraflow_weights import codec, errors
 from astraflow_weights.codec.delta import encode_delta_tiles
-from astraflow_weights.codec.parts.reader import open_part
-from astraflow_weights.codec.parts.writer import PartSetHead, write_parts
+from astraflow_weights.codec.parts import reader, writer
 from astraflow_weights.codec.tensors import Array, specs_of
 from astraflow_weights.codec.tiles.grid import PartKind, TileCodec
-from astraflow_weights.errors import ModelMismatch, NeedsBase
 from support.published_models import steps
 from support.weight_models import AWKWARD_BF16, applied, gaussian_bf16, same_model, split_model
 
 
 def deltas(models: list[dict[str, Array]], *, context: bool = False) -> list[list[bytes]]:
     return [
-        encode_delta(before, after, context=context, base_version=number, target_version=number + 1)
+        codec.encode_delta(before, after, context=context, base_version=number, target_version=number + 1)
         for number, (before, after) in enumerate(itertools.pairwise(models))
     ]
 
@@ -71,8 +69,8 @@ def rank_split(
         for tile in encode_delta_tiles(base, target, context=context)
     ]
     tiles.sort(key=lambda placed: placed[0].name)
-    head = PartSetHead(kind=PartKind.DELTA, base_version=number, target_version=number + 1)
-    return write_parts(tiles, head=head, specs=specs_of(before), part_bytes=20_000)
+    head = writer.PartSetHead(kind=PartKind.DELTA, base_version=number, target_version=number + 1)
+    return writer.write_parts(tiles, head=head, specs=specs_of(before), part_bytes=20_000)
 
 
 @settings(max_examples=20)
@@ -86,13 +84,13 @@ def test_deltas_of_any_codec_and_ranks_merge_and_invert(seed: int, written: list
         rank_split(models[number], models[number + 1], ranks=ranks, number=number, context=context)
         for number, (ranks, context) in enumerate(written)
     ]
-    merged = merge_deltas(members, base=models[0])
+    merged = codec.merge_deltas(members, base=models[0])
     one_by_one = functools.reduce(applied, members, models[0])
     assert same_model(one_by_one, models[-1])
     assert same_model(applied(models[0], merged), models[-1])
-    assert same_model(applied(models[-1], invert_delta(merged, base=models[0])), models[0])
+    assert same_model(applied(models[-1], codec.invert_delta(merged, base=models[0])), models[0])
     for number in reversed(range(len(members))):
-        apply_delta(one_by_one, invert_delta(members[number], base=models[number]))
+        codec.apply_delta(one_by_one, codec.invert_delta(members[number], base=models[number]))
     assert same_model(one_by_one, models[0])
 
 
@@ -104,14 +102,14 @@ def test_the_mixed_chains_hold_what_they_are_for() -> None:
 
 
 def codecs(parts: list[bytes]) -> set[TileCodec]:
-    return {tile.codec for part in parts for tile in open_part(part).tiles}
+    return {tile.codec for part in parts for tile in reader.open_part(part).tiles}
 
 
 @settings(max_examples=20)
 @given(st.integers(2, 7), st.integers(0, 2**32), st.floats(0, 1), st.integers(300, 5000))
 def test_a_merge_is_its_members_one_by_one(length: int, seed: int, density: float, part_bytes: int) -> None:
     models = steps(length, seed=seed, density=density)
-    merged = merge_deltas(deltas(models), part_bytes=part_bytes)
+    merged = codec.merge_deltas(deltas(models), part_bytes=part_bytes)
     assert same_model(applied(models[0], merged), models[-1])
 
 
@@ -119,46 +117,46 @@ def test_a_merge_is_its_members_one_by_one(length: int, seed: int, density: floa
 @given(st.integers(0, 2**32), st.floats(0, 1))
 def test_a_delta_and_its_inverse_are_nothing(seed: int, density: float) -> None:
     base, target = steps(2, seed=seed, density=density)
-    parts = encode_delta(base, target, base_version=3, target_version=4)
-    back = invert_delta(parts)
+    parts = codec.encode_delta(base, target, base_version=3, target_version=4)
+    back = codec.invert_delta(parts)
     assert same_model(applied(target, back), base)
-    assert back == encode_delta(target, base, base_version=4, target_version=3)
+    assert back == codec.encode_delta(target, base, base_version=4, target_version=3)
 
 
 def test_changes_that_cancel_out_vanish() -> None:
     base, target = steps(2)
-    there = encode_delta(base, target, base_version=1, target_version=2)
-    back = encode_delta(target, base, base_version=2, target_version=3)
-    assert codecs(merge_deltas([there, back])) == {TileCodec.ZERO}
+    there = codec.encode_delta(base, target, base_version=1, target_version=2)
+    back = codec.encode_delta(target, base, base_version=2, target_version=3)
+    assert codecs(codec.merge_deltas([there, back])) == {TileCodec.ZERO}
 
 
 def test_merging_merges_is_merging_the_members() -> None:
     members = deltas(steps(5))
-    halves = [merge_deltas(members[:2]), merge_deltas(members[2:])]
-    assert merge_deltas(halves) == merge_deltas(members)
+    halves = [codec.merge_deltas(members[:2]), codec.merge_deltas(members[2:])]
+    assert codec.merge_deltas(halves) == codec.merge_deltas(members)
 
 
 def test_tiles_with_context_need_the_base() -> None:
     members = deltas(mixed_chain(1, seed=0), context=True)
     assert TileCodec.RICE_CTX in codecs(members[0])
-    with pytest.raises(NeedsBase, match="pass the model before the delta"):
-        merge_deltas(members)
-    with pytest.raises(NeedsBase):
-        invert_delta(members[0])
+    with pytest.raises(errors.NeedsBase, match="pass the model before the delta"):
+        codec.merge_deltas(members)
+    with pytest.raises(errors.NeedsBase):
+        codec.invert_delta(members[0])
 
 
 def test_a_chain_with_a_gap_is_refused() -> None:
     members = deltas(steps(4))
     with pytest.raises(ValueError, match="to version 1 is followed by one from version 2"):
-        merge_deltas([members[0], members[2]])
+        codec.merge_deltas([members[0], members[2]])
     with pytest.raises(ValueError, match="no deltas"):
-        merge_deltas([])
+        codec.merge_deltas([])
 
 
 def test_deltas_and_bases_of_other_models_are_refused() -> None:
-    other = encode_delta({"w": np.zeros(3, np.uint16)}, {"w": np.ones(3, np.uint16)}, base_version=1)
+    other = codec.encode_delta({"w": np.zeros(3, np.uint16)}, {"w": np.ones(3, np.uint16)}, base_version=1)
     (first,) = deltas(steps(2))
-    with pytest.raises(ModelMismatch):
-        merge_deltas([first, other])
-    with pytest.raises(ModelMismatch):
-        merge_deltas([first], base={"w": np.zeros(3, np.uint16)})
+    with pytest.raises(errors.ModelMismatch):
+        codec.merge_deltas([first, other])
+    with pytest.raises(errors.ModelMismatch):
+        codec.merge_deltas([first], base={"w": np.zeros(3, np.uint16)})

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from astraflow_weights.codec import shards
-from astraflow_weights.codec.peers import OnePeer
+from astraflow_weights.codec import peers, shards
 from astraflow_weights.codec.shards import Shard, ShardedModel, check_cover, sharded_digests, whole
 from astraflow_weights.codec.tensor_hash import tensor_digests
-from support.rank_threads import ThreadRanks, run_ranks
-from support.weight_models import make_model, split_model
+from support import rank_threads, weight_models
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -19,34 +17,34 @@ def test_digests_do_not_depend_on_how_a_model_is_spread(
     size: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "CHUNK_BYTES", chunk_bytes)
-    model = make_model()
-    parts = split_model(model, size)
+    model = weight_models.make_model()
+    parts = weight_models.split_model(model, size)
 
-    def digests(ranks: ThreadRanks) -> object:
+    def digests(ranks: rank_threads.ThreadRanks) -> object:
         cover = check_cover(parts[ranks.index], peers=ranks)
         return sharded_digests(parts[ranks.index], cover=cover, peers=ranks)
 
-    assert run_ranks(size, digests) == [tensor_digests(model)] * size
+    assert rank_threads.run_ranks(size, digests) == [tensor_digests(model)] * size
 
 
 def test_a_whole_model_is_held_by_one_process() -> None:
-    model = make_model()
+    model = weight_models.make_model()
     held = whole(model)
     assert held.num_bytes == sum(array.nbytes for array in model.values())
-    cover = check_cover(held, peers=OnePeer())
-    assert sharded_digests(held, cover=cover, peers=OnePeer()) == tensor_digests(model)
+    cover = check_cover(held, peers=peers.OnePeer())
+    assert sharded_digests(held, cover=cover, peers=peers.OnePeer()) == tensor_digests(model)
 
 
 def test_chunks_bound_what_a_process_receives_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "CHUNK_BYTES", 256)
-    parts = split_model({"w": np.arange(4096, dtype=np.uint16)}, 2)
+    parts = weight_models.split_model({"w": np.arange(4096, dtype=np.uint16)}, 2)
 
-    def most_received(ranks: ThreadRanks) -> int:
+    def most_received(ranks: rank_threads.ThreadRanks) -> int:
         cover = check_cover(parts[ranks.index], peers=ranks)
         sharded_digests(parts[ranks.index], cover=cover, peers=ranks)
         return ranks.most_bytes_received
 
-    assert run_ranks(2, most_received) == [256, 0]
+    assert rank_threads.run_ranks(2, most_received) == [256, 0]
 
 
 def test_only_what_the_largest_holder_lacks_travels_for_a_digest() -> None:
@@ -59,12 +57,12 @@ def test_only_what_the_largest_holder_lacks_travels_for_a_digest() -> None:
         "spread": Shard(start=100, elements=model["spread"][100:]),
     }
 
-    def digests(ranks: ThreadRanks) -> tuple[object, int]:
+    def digests(ranks: rank_threads.ThreadRanks) -> tuple[object, int]:
         held = ShardedModel(specs=specs, shards=(first, second)[ranks.index])
         found = sharded_digests(held, cover=check_cover(held, peers=ranks), peers=ranks)
         return found, ranks.bytes_received
 
-    assert run_ranks(2, digests) == [(tensor_digests(model), 0), (tensor_digests(model), 200)]
+    assert rank_threads.run_ranks(2, digests) == [(tensor_digests(model), 0), (tensor_digests(model), 200)]
 
 
 @pytest.mark.parametrize(
@@ -80,10 +78,10 @@ def test_only_what_the_largest_holder_lacks_travels_for_a_digest() -> None:
 def test_shards_that_make_no_model_are_refused(ranges: Sequence[tuple[int, int]], complaint: str) -> None:
     (spec,) = whole({"w": np.zeros(8, dtype=np.uint16)}).specs
 
-    def check(ranks: ThreadRanks) -> None:
+    def check(ranks: rank_threads.ThreadRanks) -> None:
         start, stop = ranges[ranks.index]
         shard = Shard(start=start, elements=np.zeros(stop - start, dtype=np.uint16))
         check_cover(ShardedModel(specs=(spec,), shards={"w": shard}), peers=ranks)
 
     with pytest.raises(ValueError, match=complaint):
-        run_ranks(2, check)
+        rank_threads.run_ranks(2, check)

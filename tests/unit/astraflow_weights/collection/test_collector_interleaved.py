@@ -21,7 +21,7 @@ from astraflow_weights.collection.retention import Roots, paths_of
 from astraflow_weights.errors import Fenced, NoPath, Unavailable, VerificationFailed
 from astraflow_weights.mirror.pull_guard import LEASE_S, PullGuard
 from astraflow_weights.publish.shard_publisher import ShardPublisher
-from astraflow_weights.settings import CollectionSettings, PublishSettings
+from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.inspection import build_version
 from astraflow_weights.versions.intents import INTENT_S
@@ -29,12 +29,11 @@ from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull
 from support.manual_clock import ManualClock
-from support.published_models import new_compactor, open_writer, read_log
-from support.stepped_store import Actor, MemoryStore, Stage, SteppedStore
-from support.weight_models import KEYS, POLICY, RUN, copied
+from support.published_models import new_collector, new_compactor, open_writer, read_log
+from support.stepped_store import Actor, MemoryStore, Stage
+from support.weight_models import KEYS, copied
 
 SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100, upload_threads=1)
-COLLECTION = CollectionSettings(keep_snapshots=2, grace_s=0)
 MODELS: list[dict[str, Array]] = [
     {"w": np.arange(64, dtype=np.uint16) + np.uint16(3 * index), "b": np.full(3, index, dtype=np.uint8)}
     for index in range(5)
@@ -62,7 +61,7 @@ class World:
     def __post_init__(self) -> None:
         self.stage.store.check = self.check
 
-    def write(self, store: SteppedStore, *, epoch: int, versions: int) -> None:
+    def write(self, store: Actor, *, epoch: int, versions: int) -> None:
         """Publish and compact until fenced."""
         if self.lossy:
             store.lose = lambda key: key.startswith((KEYS.entries, KEYS.merged)) and self.draw.random() < 0.2
@@ -86,7 +85,7 @@ class World:
                 continue
             compactor.compact()
 
-    def pull(self, store: SteppedStore, *, held: int | None) -> None:
+    def pull(self, store: Actor, *, held: int | None) -> None:
         """Go to the newest version as a mirror does; what is fetched is exact, or the path proves bad."""
         log, guard = read_log(store), PullGuard(clock=self.clock)
         if log.latest() is None:
@@ -116,7 +115,7 @@ class World:
                     assert model_root(tensor_digests(model)) == log.record(target).model_root
                     return
 
-    def collect(self, store: SteppedStore, *, steps: int) -> None:
+    def collect(self, store: Actor, *, steps: int) -> None:
         """Take rounds as far as they go."""
         collector = self.collector(store)
         for _ in range(steps):
@@ -124,14 +123,7 @@ class World:
 
     def collector(self, store: ObjectStore) -> Collector:
         """A collector that knows the pins."""
-        return Collector(
-            store,
-            run_id=RUN,
-            policy_id=POLICY,
-            roots=lambda: Roots(pinned=frozenset(self.pins)),
-            settings=COLLECTION,
-            clock=self.clock,
-        )
+        return new_collector(store, self.clock, lambda: Roots(pinned=frozenset(self.pins)), grace_s=0)
 
     def happen(self, event: str) -> None:
         """Time passes, a PUT that was given up arrives, or an operator pins something else."""
@@ -214,22 +206,19 @@ def present(store: MemoryStore, parts: tuple) -> bool:
 @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1), lossy=st.booleans())
 def test_nothing_needed_is_deleted_and_nothing_else_stays(seed: int, lossy: bool) -> None:
-    world = World(draw=random.Random(seed), lossy=lossy)
-    play(world, turns=200)
-    world.finish()
+    play(seed, lossy=lossy, turns=200)
 
 
 @pytest.mark.ci
 @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), lossy=st.booleans())
 def test_nothing_needed_is_deleted_in_many_orders(seed: int, lossy: bool) -> None:
+    play(seed, lossy=lossy, turns=500)
+
+
+def play(seed: int, *, lossy: bool, turns: int) -> None:
+    """Give turns in bursts, and in between kill, fence, delay, pin and let time pass; in the end all must hold."""
     world = World(draw=random.Random(seed), lossy=lossy)
-    play(world, turns=500)
-    world.finish()
-
-
-def play(world: World, *, turns: int) -> None:
-    """Give turns in bursts, and in between kill, fence, delay, pin and let time pass."""
     draw, stage = world.draw, world.stage
     actors: dict[str, Actor] = {}
     zombies: list[Actor] = []
@@ -253,6 +242,7 @@ def play(world: World, *, turns: int) -> None:
             burst(stage, draw.choice(zombies), draw)
     for actor in [*actors.values(), *zombies]:
         stage.kill(actor)
+    world.finish()
 
 
 def burst(stage: Stage, actor: Actor, draw: random.Random) -> None:

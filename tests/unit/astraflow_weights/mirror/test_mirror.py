@@ -15,18 +15,7 @@ from astraflow_weights.errors import Edge, MirrorBusy, MirrorMismatch, Unavailab
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.settings import MirrorSettings, PublishSettings
-from support.published_models import ModelPublisher, PublishedModels, commit_parts, read_log
-from support.weight_models import (
-    RUN,
-    FaultyStore,
-    copied,
-    flip,
-    lost,
-    make_model,
-    overwrite,
-    same_model,
-    trained,
-)
+from support import published_models, weight_models
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +24,10 @@ NUM_VERSIONS = 7
 SETTINGS = PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=100)
 
 
-class Published(PublishedModels):
+class Published(published_models.PublishedModels):
     """A store with `NUM_VERSIONS` versions, the models in them, and a mirror to advance."""
 
-    def __init__(self, store: FaultyStore, folder: Path) -> None:
+    def __init__(self, store: weight_models.FaultyStore, folder: Path) -> None:
         self.folder = folder
         (folder / "config.json").write_text("{}")
         super().__init__(store, settings=SETTINGS, density=0.01, assets=[folder / "config.json"])
@@ -67,14 +56,14 @@ class Published(PublishedModels):
 
 
 @pytest.fixture
-def published(store: FaultyStore, tmp_path: Path) -> Published:
+def published(store: weight_models.FaultyStore, tmp_path: Path) -> Published:
     return Published(store, tmp_path)
 
 
 def holds(mirror: Mirror, published: Published, version: int) -> bool:
     """Whether the mirror, and a fresh one over the same folder, hold exactly this version."""
     return all(
-        each.version == version and same_model(each.load(), published.models[version])
+        each.version == version and weight_models.same_model(each.load(), published.models[version])
         for each in (mirror, Mirror(mirror.directory.parent) if mirror.directory else mirror)
     )
 
@@ -149,7 +138,7 @@ def test_a_mirror_survives_its_process(published: Published) -> None:
 
 def test_a_corrupt_delta_keeps_the_old_version_and_names_the_path(published: Published) -> None:
     mirror = published.mirror(at=1)
-    flip(published.store, published.delta_key(2))
+    weight_models.flip(published.store, published.delta_key(2))
     message = "the delta from version 1 of version 2 cannot be used"
     refusal = published.refused(mirror, 2, VerificationFailed, message)
     assert (refusal.version, refusal.edges) == (2, {Edge(version=2, base_version=1)})
@@ -174,10 +163,10 @@ def test_wrong_bytes_once_are_fetched_again(published: Published, monkeypatch: p
 
 def test_good_parts_that_give_the_wrong_model_are_refused_by_tensor(published: Published) -> None:
     """A publisher's fault: every digest of the parts is right, and the manifest promises other tensors."""
-    model = trained(published.models[-1], 99)
-    promised = copied(model)
+    model = weight_models.trained(published.models[-1], 99)
+    promised = weight_models.copied(model)
     promised["model.norm"][3] = -promised["model.norm"][3]
-    commit_parts(published.writer, promised, snapshot=encode_snapshot(model))
+    published_models.commit_parts(published.writer, promised, snapshot=encode_snapshot(model))
     refusal = published.refused(published.mirror(at=6), 7, VerificationFailed, "different in 1 of 7 tensors")
     assert (refusal.version, refusal.tensor) == (7, "model.norm")
 
@@ -185,20 +174,20 @@ def test_good_parts_that_give_the_wrong_model_are_refused_by_tensor(published: P
 def test_a_delta_against_another_base_is_refused(published: Published) -> None:
     """The delta of version 6 offered as if it started from version 3."""
     parts = [published.store.get(published.delta_key(6))]
-    commit_parts(published.writer, published.models[6], delta=parts, base_version=3)
+    published_models.commit_parts(published.writer, published.models[6], delta=parts, base_version=3)
     published.refused(published.mirror(at=3), 7, VerificationFailed)
 
 
 def test_a_store_that_does_not_answer_changes_nothing(published: Published) -> None:
     mirror, log = published.mirror(at=1), published.log()
-    published.store.get = lost  # type: ignore[method-assign]
+    published.store.get = weight_models.lost  # type: ignore[method-assign]
     with pytest.raises(Unavailable):
         mirror.advance(published.store, log, target=2)
     assert holds(mirror, published, 1)
 
 
 def test_a_damaged_asset_keeps_the_old_version(published: Published) -> None:
-    overwrite(published.store, published.log().manifest(0).assets[0].blob.key, b"[]")
+    weight_models.overwrite(published.store, published.log().manifest(0).assets[0].blob.key, b"[]")
     message = r"'config.json' of version 0 is damaged"
     published.refused(published.mirror(), 0, VerificationFailed, message)
     assert not (published.folder / "mirror" / "model.partial").exists()
@@ -232,9 +221,9 @@ def test_two_pullers_of_one_folder_do_not_mix(published: Published, monkeypatch:
 
 def test_a_folder_of_another_policy_is_refused(published: Published) -> None:
     published.mirror(at=1)
-    writer = VersionWriter.open(published.store, run_id=RUN, policy_id="verifier", epoch=1)
-    ModelPublisher(writer).publish(make_model(5), step=0)
-    other = read_log(published.store, "verifier")
+    writer = VersionWriter.open(published.store, run_id=weight_models.RUN, policy_id="verifier", epoch=1)
+    published_models.ModelPublisher(writer).publish(weight_models.make_model(5), step=0)
+    other = published_models.read_log(published.store, "verifier")
     with pytest.raises(MirrorMismatch, match="mirrors run-1/solver, not run-1/verifier"):
         published.mirror().advance(published.store, other, target=0)
 

@@ -8,24 +8,22 @@ from pathlib import Path
 import pytest
 
 from astraflow.errors import UnknownVersionError
-from astraflow_weights.errors import CorruptManifest, VerificationFailed
+from astraflow_weights import errors, settings
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.settings import PublishSettings
 from astraflow_weights.versions.log import VersionLog
-from support.published_models import PublishedModels
-from support.weight_models import KEYS, POLICY, RUN, FaultyStore, same_model
+from support import published_models, weight_models
 
-SETTINGS = PublishSettings(snapshot_every_versions=100, snapshot_chain_ratio=100)
+SETTINGS = settings.PublishSettings(snapshot_every_versions=100, snapshot_chain_ratio=100)
 
 
-class Damaged(PublishedModels):
+class Damaged(published_models.PublishedModels):
     """A store with a fence and three versions, a mirror that holds version 1, and one damage at a time."""
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self.folder = folder
         self.draw = draw
         (folder / "config.json").write_text('{"layers": 2}')
-        store, assets = FaultyStore(folder / "store"), [folder / "config.json"]
+        store, assets = weight_models.FaultyStore(folder / "store"), [folder / "config.json"]
         super().__init__(store, settings=SETTINGS, density=0.05, assets=assets)
         self.publish_up_to(2)
         self.known = self.log()
@@ -40,8 +38,8 @@ class Damaged(PublishedModels):
             "delta": (newest.deltas[0].parts[0].key, self.advance_is_refused),
             "snapshot": ((manifest.snapshot or ())[0].key, self.a_new_mirror_is_refused),
             "asset": (manifest.assets[0].blob.key, self.a_new_mirror_is_refused),
-            "manifest": (KEYS.entry(newest.sequence), self.the_log_is_refused),
-            "fence": (KEYS.entry(0), self.the_log_is_refused),
+            "manifest": (weight_models.KEYS.entry(newest.sequence), self.the_log_is_refused),
+            "fence": (weight_models.KEYS.entry(0), self.the_log_is_refused),
         }
 
     def damage(self, key: str) -> Path:
@@ -57,19 +55,19 @@ class Damaged(PublishedModels):
         return path
 
     def advance_is_refused(self) -> None:
-        with pytest.raises(VerificationFailed):
+        with pytest.raises(errors.VerificationFailed):
             self.mirror.advance(self.store, self.known, target=2)
 
     def a_new_mirror_is_refused(self) -> None:
         mirror = Mirror(self.folder / "cold")
-        with pytest.raises(VerificationFailed):
+        with pytest.raises(errors.VerificationFailed):
             mirror.advance(self.store, self.known, target=0)
         assert mirror.version is None
 
     def the_log_is_refused(self) -> None:
         """By who reads it anew; one who read it before learns of the damage when it needs the entry again."""
-        log = VersionLog(self.store, run_id=RUN, policy_id=POLICY)
-        with pytest.raises(CorruptManifest):
+        log = VersionLog(self.store, run_id=weight_models.RUN, policy_id=weight_models.POLICY)
+        with pytest.raises(errors.CorruptManifest):
             log.refresh()
         with pytest.raises(UnknownVersionError):
             self.mirror.advance(self.store, log, target=2)
@@ -78,7 +76,7 @@ class Damaged(PublishedModels):
         """Held, whole, and not a trace of another."""
         for mirror in (self.mirror, Mirror(self.folder / "mirror")):
             assert mirror.version == 1
-            assert same_model(mirror.load(), self.models[1])
+            assert weight_models.same_model(mirror.load(), self.models[1])
 
 
 def damage_often(folder: Path, *, times: int, seed: int) -> Counter[str]:
@@ -108,7 +106,7 @@ def test_one_damage_anywhere_is_noticed_and_the_old_version_stays(tmp_path: Path
 def test_a_manifest_damaged_after_the_log_was_read_is_noticed(tmp_path: Path) -> None:
     world = Damaged(tmp_path, random.Random(2))
     world.damage(world.objects()["manifest"][0])
-    with pytest.raises(CorruptManifest):
+    with pytest.raises(errors.CorruptManifest):
         world.mirror.advance(world.store, world.known, target=2)
     world.check_old_version()
 

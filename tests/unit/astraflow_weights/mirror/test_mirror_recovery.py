@@ -12,10 +12,8 @@ import pytest
 
 from astraflow_kit import failpoints
 from astraflow_kit.failpoints import FailpointRaised
-from astraflow_weights.codec.delta import encode_delta
+from astraflow_weights.codec import Array, encode_delta, encode_snapshot, tensors
 from astraflow_weights.codec.parts.reader import open_part
-from astraflow_weights.codec.snapshot import encode_snapshot
-from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, Array
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import Edge, MirrorBusy, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
@@ -27,7 +25,7 @@ from support.weight_models import POLICY, RUN, FaultyStore, copied, lost, make_m
 pytestmark = pytest.mark.slow
 
 # The first tensor has three tiles, of 4 MiB, 4 MiB and the rest; parts are small, so a tile needs few of them.
-ROWS = 2 * MAX_TILE_ELEMENTS // 64 + 1000
+ROWS = 2 * tensors.MAX_TILE_ELEMENTS // 64 + 1000
 PART_BYTES = 2**20
 TENSOR = "model.embed.weight"
 
@@ -70,7 +68,7 @@ class World(PublishedModels):
         # The file has the widest tensors first, then those of a width by name.
         ordered = sorted(self.models[0], key=lambda key: (-self.models[0][key].dtype.itemsize, key))
         behind = sum(self.models[0][key].nbytes for key in ordered[ordered.index(TENSOR) :])
-        at = self.weights.stat().st_size - behind + tile * MAX_TILE_ELEMENTS * 2 + 1000
+        at = self.weights.stat().st_size - behind + tile * tensors.MAX_TILE_ELEMENTS * 2 + 1000
         with self.weights.open("r+b") as file:
             file.seek(at)
             before = file.read(64)
@@ -208,9 +206,7 @@ def test_a_torn_tile_whose_slot_is_lost_is_fetched_alone(world: World) -> None:
     assert world.holds(2)
 
 
-def test_damage_that_the_store_cannot_mend_now_is_mended_later(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_that_cannot_be_mended_now_is_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     mirror = world.mirror_at(1)
     world.rot(0)
     monkeypatch.setattr(world.store, "get_range", lambda key, **_: lost(key))

@@ -11,14 +11,12 @@ SETTINGS = PublishSettings(snapshot_every_versions=6, snapshot_chain_ratio=0.5)
 
 
 def chain(count: int, *, delta_bytes: int = 1) -> list[VersionRecord]:
-    return [
-        version_record(
-            version,
-            snapshot=None if version else 100,
-            deltas={version - 1: delta_bytes} if version else {},
-        )
-        for version in range(count)
-    ]
+    first = version_record(0, snapshot=100, deltas={})
+    more = (
+        version_record(version, snapshot=None, deltas={version - 1: delta_bytes})
+        for version in range(1, count)
+    )
+    return [first, *more][:count]
 
 
 def with_path(records: list[VersionRecord], version: int, base_version: int | None) -> list[VersionRecord]:

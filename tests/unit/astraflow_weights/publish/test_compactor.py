@@ -15,21 +15,18 @@ from typing import Any
 import pytest
 
 from astraflow_kit import failpoints
-from astraflow_weights.codec import encode_delta, merge_deltas
+from astraflow_weights import codec, errors
 from astraflow_weights.codec.parts.writer import Placed
 from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.codec.snapshot import encode_snapshot, encode_snapshot_tiles
 from astraflow_weights.codec.tiles.grid import TileCodec
-from astraflow_weights.errors import Edge, NeedsBase
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish import compactor as compactor_module
 from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.versions.planner import plan_pull
+from support import rank_threads, scripted_batches, store_census
 from support.published_models import PublishedModels, commit_parts, new_compactor, rank_publisher, read_log
-from support.rank_threads import ThreadRanks, run_ranks
-from support.scripted_batches import eventually
-from support.store_census import Census, take
 from support.weight_models import (
     POLICY,
     RUN,
@@ -62,8 +59,8 @@ class World(PublishedModels):
     def added(self) -> list[tuple[int | None, int]]:
         return [(path.base_version, path.version) for record in self.log().records for path in record.added]
 
-    def census(self) -> Census:
-        return take(self.store, run_id=RUN, policy_id=POLICY)
+    def census(self) -> store_census.Census:
+        return store_census.take(self.store, run_id=RUN, policy_id=POLICY)
 
 
 @pytest.fixture
@@ -97,7 +94,7 @@ def test_a_node_eight_versions_behind_pulls_less_than_eight_deltas(world: World,
     for base in (0, 8):
         plan = plan_pull(world.log(), held=base, target=base + 8)
         one_by_one = sum(record.delta_bytes for record in records[base + 1 : base + 9])
-        assert [step.edge for step in plan.steps] == [Edge(version=base + 8, base_version=base)]
+        assert [step.edge for step in plan.steps] == [errors.Edge(version=base + 8, base_version=base)]
         assert plan.size_bytes <= 0.6 * one_by_one
     for target in (0, 8, 16):
         world.advance(mirror, target)
@@ -120,7 +117,7 @@ def test_a_damaged_merged_delta_is_only_another_rejected_path(eight: World, mirr
     overwrite(eight.store, merged.parts[0].key, b"damaged")
     eight.advance(mirror, 0)
     result = eight.advance(mirror, 8)
-    assert result.rejected == {Edge(version=8, base_version=0)}
+    assert result.rejected == {errors.Edge(version=8, base_version=0)}
     assert result.counts.deltas_fetched == 8
 
 
@@ -137,11 +134,11 @@ def test_a_damaged_short_merge_does_not_spoil_the_long_one(world: World, mirror:
 
 def test_deltas_that_need_their_base_are_merged_on_it(world: World, mirror: Mirror) -> None:
     world.models = models = adamw_like(9)
-    with pytest.raises(NeedsBase):
-        merge_deltas([encode_delta(models[0], models[1], context=True)])
+    with pytest.raises(errors.NeedsBase):
+        codec.merge_deltas([codec.encode_delta(models[0], models[1], context=True)])
     commit_parts(world.writer, models[0], snapshot=encode_snapshot(models[0]))
     for before, after in itertools.pairwise(models):
-        commit_parts(world.writer, after, delta=encode_delta(before, after, context=True))
+        commit_parts(world.writer, after, delta=codec.encode_delta(before, after, context=True))
     assert world.compactor(snapshots=False).compact()
     world.advance(mirror, 0)
     assert world.advance(mirror, 8).counts.deltas_fetched == 1
@@ -152,15 +149,15 @@ def test_versions_that_two_ranks_coded_differently_merge(store: FaultyStore, mir
     models = adamw_like(9)
     sharded = [split_model(model, 2) for model in models]
 
-    def publish(ranks: ThreadRanks, *, first: int, last: int, context: bool) -> None:
+    def publish(ranks: rank_threads.ThreadRanks, *, first: int, last: int, context: bool) -> None:
         base = sharded[first - 1][ranks.index] if first else None
         options: dict[str, Any] = {"inline_snapshots": False, "context": context}
         publisher = rank_publisher(store, ranks, epoch=first + 1, settings=NEVER, base=base, **options)
         for step in range(first, last + 1):
             publisher.publish(sharded[step][ranks.index], step=step)
 
-    run_ranks(2, lambda ranks: publish(ranks, first=0, last=4, context=False))
-    run_ranks(2, lambda ranks: publish(ranks, first=5, last=8, context=True))
+    rank_threads.run_ranks(2, lambda ranks: publish(ranks, first=0, last=4, context=False))
+    rank_threads.run_ranks(2, lambda ranks: publish(ranks, first=5, last=8, context=True))
     log = read_log(store)
     used = [codecs_of(store, record.deltas[0].parts) for record in log.records[1:]]
     assert used == [{TileCodec.RICE}] * 4 + [{TileCodec.RICE_CTX}] * 4
@@ -212,7 +209,7 @@ def test_the_thread_works_when_notified_and_ends_with_its_block(world: World) ->
         for version in range(9):
             world.publish_up_to(version)
             compactor.notify()
-        eventually(world.added, what="a merged delta", patience_s=60.0)
+        scripted_batches.eventually(world.added, what="a merged delta", patience_s=60.0)
     assert not any(thread.name == "weights-compactor" for thread in threading.enumerate())
     assert world.added() == [(0, 8)]
 
@@ -233,7 +230,7 @@ Compactor(FileStore(folder / "store"), run_id=run, policy_id=policy, kept=None).
     ("window", "made"),
     [("weights.compaction.parts_uploaded", []), ("weights.compaction.visible", [(0, 8)])],
 )
-def test_a_killed_compactor_leaves_a_whole_log(
+def test_a_killed_compactor_tears_nothing(
     eight: World, tmp_path: Path, window: str, made: list[tuple[int, int]]
 ) -> None:
     command = [sys.executable, "-c", _COMPACTOR, str(tmp_path), RUN, POLICY, window]

@@ -2,18 +2,16 @@
 
 from collections.abc import Callable
 
-from astraflow_weights.collection.collector import Collector
+from astraflow_weights import errors, settings
 from astraflow_weights.collection.retention import Roots
-from astraflow_weights.errors import Unavailable
-from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.tools.verification import verify_version
 from astraflow_weights.versions.inspection import buildable
 from astraflow_weights.versions.log import VersionLog
-from support.published_models import PublishedModels, new_compactor
+from support.published_models import PublishedModels, new_collector, new_compactor
 from support.scripted_batches import eventually
-from support.weight_models import POLICY, RUN, FaultyStore
+from support.weight_models import FaultyStore
 
-SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
+SETTINGS = settings.PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100)
 
 
 class Training(PublishedModels):
@@ -23,8 +21,7 @@ class Training(PublishedModels):
         self, store: FaultyStore, roots: Callable[[], Roots] = Roots, *, grace_s: float = 0.0
     ) -> None:
         super().__init__(store, settings=SETTINGS, inline_snapshots=False)
-        collection = CollectionSettings(keep_snapshots=2, grace_s=grace_s)
-        collector = Collector(store, run_id=RUN, policy_id=POLICY, roots=roots, settings=collection)
+        collector = new_collector(store, None, roots, grace_s=grace_s)
         kept = self.publisher.kept
         self.compactor = new_compactor(store, kept=kept, settings=SETTINGS, collector=collector)
 
@@ -61,7 +58,7 @@ def test_without_an_answer_about_pins_all_stays_and_compaction_goes_on(store: Fa
 
     def refuse() -> Roots:
         asked.append(True)
-        raise Unavailable("the server is down")
+        raise errors.Unavailable("the server is down")
 
     training = Training(store, refuse)
     with training.compactor:

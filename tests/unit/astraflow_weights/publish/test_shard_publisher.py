@@ -10,17 +10,16 @@ import pytest
 from astraflow.errors import ConflictError, InternalError, UnavailableError
 from astraflow_kit import failpoints
 from astraflow_kit.failpoints import FailpointRaised
+from astraflow_weights import errors, settings
 from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tensors import Array
-from astraflow_weights.errors import Unavailable
 from astraflow_weights.publish.version_writer import CommittedVersion
-from astraflow_weights.settings import PublishSettings
 from support.armed import armed
 from support.published_models import pulled, rank_publisher, read_log, steps
 from support.rank_threads import ThreadRanks, run_ranks
 from support.weight_models import FaultyStore, Models, make_model, same_model, split_model
 
-SETTINGS = PublishSettings(upload_threads=1, snapshot_chain_ratio=100)
+SETTINGS = settings.PublishSettings(upload_threads=1, snapshot_chain_ratio=100)
 open_publisher = partial(rank_publisher, settings=SETTINGS)
 
 
@@ -131,7 +130,7 @@ def test_a_failed_upload_of_one_process_is_everybodys_and_is_repeated(tmp_path: 
         stores[1].lose_before = 1
         with pytest.raises(UnavailableError) as raised:
             publisher.publish(parts[1][ranks.index], step=1)
-        assert isinstance(raised.value, Unavailable) is (ranks.index == 1)
+        assert isinstance(raised.value, errors.Unavailable) is (ranks.index == 1)
         assert len(read_log(stores[0]).records) == 1
         return publisher.publish(parts[1][ranks.index], step=1)
 

@@ -10,8 +10,7 @@ import pytest
 
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.publish.shard_publisher import ShardPublisher
-from astraflow_weights.publish.sharded_snapshots import ShardedSnapshots
+from astraflow_weights.publish import shard_publisher, sharded_snapshots
 from astraflow_weights.settings import PublishSettings
 from support.published_models import new_compactor, pulled, rank_publisher, read_log, steps
 from support.rank_threads import PATIENCE_S, RankGone, ThreadRanks, rank_groups, run_ranks
@@ -53,8 +52,8 @@ class Process:
     """One process of a trainer: its publisher and what makes snapshots behind it."""
 
     ranks: ThreadRanks
-    publisher: ShardPublisher
-    snapshots: ShardedSnapshots
+    publisher: shard_publisher.ShardPublisher
+    snapshots: sharded_snapshots.ShardedSnapshots
     steps: int = 0
 
     def publish(self, model: dict[str, Array]) -> None:
@@ -68,7 +67,7 @@ class Process:
 def process(store: SlowStore, ranks: ThreadRanks, behind: ThreadRanks) -> Iterator[Process]:
     """As the trainer opens it."""
     publisher = rank_publisher(store, ranks, settings=EVERY_SECOND, inline_snapshots=False)
-    with ShardedSnapshots(
+    with sharded_snapshots.ShardedSnapshots(
         store, run_id=RUN, policy_id=POLICY, epoch=1, kept=publisher.kept, peers=behind, threads=1
     ) as snapshots:
         yield Process(ranks, publisher, snapshots)

@@ -11,21 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from astraflow_weights.codec.digest import TensorDigest
-from astraflow_weights.codec.tensor_hash import tensor_digests
+from astraflow_weights.codec import digest, tensor_hash
 from astraflow_weights.errors import CorruptPart, Fenced, Unavailable
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.versions.manifest import DeltaRef
-from support.log_records import part_ref
-from support.published_models import open_writer, read_log
+from support import log_records, published_models
 from support.weight_models import KEYS, RUN, FaultyStore, lost, overwrite
 
 Commit = Callable[[], CommittedVersion]
 
 
-def tensors(value: int) -> tuple[TensorDigest, ...]:
-    return tensor_digests({"w": np.full(4, value, dtype=np.uint16)})
+def tensors(value: int) -> tuple[digest.TensorDigest, ...]:
+    return tensor_hash.tensor_digests({"w": np.full(4, value, dtype=np.uint16)})
 
 
 def commit(writer: VersionWriter, value: int, *, step: int | None = None) -> CommittedVersion:
@@ -35,50 +33,50 @@ def commit(writer: VersionWriter, value: int, *, step: int | None = None) -> Com
 
 @pytest.fixture
 def writer(store: FaultyStore) -> VersionWriter:
-    return open_writer(store, 1)
+    return published_models.open_writer(store, 1)
 
 
 def test_versions_and_sequence_numbers_grow_by_one(store: FaultyStore, writer: VersionWriter) -> None:
     committed = [commit(writer, value) for value in range(3)]
     assert [(entry.version, entry.sequence) for entry in committed] == [(0, 1), (1, 2), (2, 3)]
-    log = read_log(store)
+    log = published_models.read_log(store)
     written = [entry.manifest_sha256 for entry in committed]
     assert [record.manifest_sha256 for record in log.records] == written
     assert log.manifest(2).parent_version == 1
 
 
 def test_a_newer_epoch_shuts_out_the_older_writer(store: FaultyStore) -> None:
-    old = open_writer(store, 1)
+    old = published_models.open_writer(store, 1)
     commit(old, 0)
-    new = open_writer(store, 2)
+    new = published_models.open_writer(store, 2)
     with pytest.raises(Fenced, match="written under epoch 2; this writer has epoch 1"):
         commit(old, 1)
     assert commit(new, 2).version == 1
-    assert [record.writer_epoch for record in read_log(store).records] == [1, 2]
+    assert [record.writer_epoch for record in published_models.read_log(store).records] == [1, 2]
 
 
 def test_a_zombie_that_does_not_look_still_wins_nothing(store: FaultyStore) -> None:
     """The old writer's log is stale: it finds the fence only because its create-only PUT meets it."""
-    old = open_writer(store, 1)
-    open_writer(store, 2)
+    old = published_models.open_writer(store, 1)
+    published_models.open_writer(store, 2)
     old.log.refresh = lambda: None  # type: ignore[method-assign]
     with pytest.raises(Fenced):
         commit(old, 0)
-    assert read_log(store).latest() is None
+    assert published_models.read_log(store).latest() is None
 
 
 @pytest.mark.parametrize("epoch", [0, 3])
 def test_an_epoch_that_is_not_the_highest_cannot_open(store: FaultyStore, epoch: int) -> None:
-    open_writer(store, 3)
+    published_models.open_writer(store, 3)
     with pytest.raises(Fenced):
-        open_writer(store, epoch)
+        published_models.open_writer(store, epoch)
 
 
 def test_opening_again_with_the_same_nonce_is_the_same_writer(store: FaultyStore) -> None:
-    commit(open_writer(store, 1, nonce=b"a" * 16), 0)
-    again = open_writer(store, 1, nonce=b"a" * 16)
+    commit(published_models.open_writer(store, 1, nonce=b"a" * 16), 0)
+    again = published_models.open_writer(store, 1, nonce=b"a" * 16)
     assert commit(again, 1).version == 1
-    assert read_log(store).next_sequence == 3
+    assert published_models.read_log(store).next_sequence == 3
 
 
 def race(contestants: list[Callable[[], object]]) -> list[object]:
@@ -98,7 +96,7 @@ def race(contestants: list[Callable[[], object]]) -> list[object]:
 
 @pytest.mark.parametrize("round_number", range(10))
 def test_of_writers_racing_for_one_epoch_exactly_one_wins(store: FaultyStore, round_number: int) -> None:
-    results = race([lambda: open_writer(store, 1) for _ in range(4)])
+    results = race([lambda: published_models.open_writer(store, 1) for _ in range(4)])
     winners = [result for result in results if isinstance(result, VersionWriter)]
     assert len(winners) == 1
     assert commit(winners[0], 0).version == 0
@@ -106,29 +104,29 @@ def test_of_writers_racing_for_one_epoch_exactly_one_wins(store: FaultyStore, ro
 
 @pytest.mark.parametrize("round_number", range(10))
 def test_of_racing_epochs_only_the_highest_goes_on(store: FaultyStore, round_number: int) -> None:
-    results = race([lambda epoch=epoch: open_writer(store, epoch) for epoch in (1, 2, 3, 4)])
+    results = race([lambda epoch=epoch: published_models.open_writer(store, epoch) for epoch in (1, 2, 3, 4)])
     writers = [result for result in results if isinstance(result, VersionWriter)]
     assert max(writer.epoch for writer in writers) == 4
     outcomes = race([lambda writer=writer: commit(writer, writer.epoch) for writer in writers])
     assert [outcome.writer_epoch for outcome in outcomes if isinstance(outcome, CommittedVersion)] == [4]
-    assert read_log(store).refresh() == 0
+    assert published_models.read_log(store).refresh() == 0
 
 
 @pytest.mark.parametrize("round_number", range(10))
 def test_a_commit_racing_a_fence_is_before_it_or_not_at_all(store: FaultyStore, round_number: int) -> None:
-    old = open_writer(store, 1)
-    committed, new = race([lambda: commit(old, 7), lambda: open_writer(store, 2)])
+    old = published_models.open_writer(store, 1)
+    committed, new = race([lambda: commit(old, 7), lambda: published_models.open_writer(store, 2)])
     assert isinstance(new, VersionWriter)
     expected = 1 if isinstance(committed, CommittedVersion) else 0
     assert commit(new, 8).version == expected
-    assert len(read_log(store).records) == expected + 1
+    assert len(published_models.read_log(store).records) == expected + 1
 
 
 @pytest.mark.parametrize("round_number", range(5))
 def test_one_writer_per_policy_and_policies_do_not_meet(store: FaultyStore, round_number: int) -> None:
     names = [f"policy-{index}" for index in range(4)]
     race([lambda name=name: VersionWriter.open(store, run_id=RUN, policy_id=name, epoch=1) for name in names])
-    for log in (read_log(store, name) for name in names):
+    for log in (published_models.read_log(store, name) for name in names):
         assert (log.owner is None, log.next_sequence) == (False, 1)
 
 
@@ -142,13 +140,13 @@ def commit_zero(writer: VersionWriter) -> Commit:
 def test_a_lost_answer_to_the_commit_is_success(store: FaultyStore, commit_zero: Commit) -> None:
     store.lose_after = 1
     assert commit_zero().version == 0
-    assert len(read_log(store).records) == 1
+    assert len(published_models.read_log(store).records) == 1
 
 
 def test_a_lost_answer_to_the_fence_is_success(store: FaultyStore) -> None:
     store.lose_after = 1
-    assert commit(open_writer(store, 1), 0).version == 0
-    assert read_log(store).next_sequence == 2
+    assert commit(published_models.open_writer(store, 1), 0).version == 0
+    assert published_models.read_log(store).next_sequence == 2
 
 
 def test_a_request_that_never_arrived_can_be_made_again(store: FaultyStore, commit_zero: Commit) -> None:
@@ -172,16 +170,16 @@ def test_a_request_that_arrives_late_is_recognised_as_ours(store: FaultyStore, c
         commit_zero()
     store.before_put = arrive
     assert commit_zero().version == 0
-    assert (late, len(read_log(store).records)) == ([], 1)
+    assert (late, len(published_models.read_log(store).records)) == ([], 1)
 
 
 def test_publishing_a_step_with_the_same_bytes_is_success(store: FaultyStore, writer: VersionWriter) -> None:
     first = commit(writer, 5)
     commit(writer, 6)
-    again = commit(open_writer(store, 2), 5)
+    again = commit(published_models.open_writer(store, 2), 5)
     assert again.existed
     assert (again.version, again.manifest_sha256) == (first.version, first.manifest_sha256)
-    assert len(read_log(store).records) == 2
+    assert len(published_models.read_log(store).records) == 2
 
 
 def test_a_new_step_with_the_same_bytes_is_a_new_version(writer: VersionWriter) -> None:
@@ -189,21 +187,21 @@ def test_a_new_step_with_the_same_bytes_is_a_new_version(writer: VersionWriter) 
 
 
 def test_the_same_step_with_other_bytes_is_a_new_version(store: FaultyStore) -> None:
-    commit(open_writer(store, 1), 5, step=1)
-    assert commit(open_writer(store, 2), 6, step=1).version == 1
+    commit(published_models.open_writer(store, 1), 5, step=1)
+    assert commit(published_models.open_writer(store, 2), 6, step=1).version == 1
 
 
 def test_a_version_that_contradicts_itself_is_not_written(store: FaultyStore, writer: VersionWriter) -> None:
     with pytest.raises(ValueError, match="neither a snapshot nor a delta"):
         writer.commit(step=0, tensors=tensors(0))
-    assert read_log(store).next_sequence == 1
+    assert published_models.read_log(store).next_sequence == 1
 
 
 def test_the_hint_may_fail_without_hurting_the_commit(store: FaultyStore, writer: VersionWriter) -> None:
     store.put = lost  # type: ignore[method-assign]
     committed = commit(writer, 0)
     assert not committed.hint_written
-    assert read_log(store).refresh() == 0
+    assert published_models.read_log(store).refresh() == 0
 
 
 def test_parts_are_named_by_their_content_and_sent_once(store: FaultyStore, writer: VersionWriter) -> None:
@@ -222,7 +220,7 @@ def test_a_damaged_part_under_its_name_is_reported(store: FaultyStore, writer: V
 
 
 def test_assets_are_content_named_and_sent_once(store: FaultyStore, tmp_path: Path) -> None:
-    writer = open_writer(store, 1)
+    writer = published_models.open_writer(store, 1)
     files = [tmp_path / "tokenizer.json", tmp_path / "config.json"]
     for path in files:
         path.write_text(path.name)
@@ -241,7 +239,7 @@ def test_an_asset_cannot_replace_the_weights(writer: VersionWriter, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("deltas", "next_delta", "expected"),
+    ("deltas", "following", "due"),
     [
         ([], None, True),
         ([], 10, False),
@@ -252,14 +250,14 @@ def test_an_asset_cannot_replace_the_weights(writer: VersionWriter, tmp_path: Pa
         ([1, 1], 1, False),
     ],
 )
-def test_a_snapshot_is_due_by_bytes_or_by_number(
-    store: FaultyStore, deltas: list[int], next_delta: int | None, expected: bool
+def test_a_snapshot_is_due_by_bytes_or_number(
+    store: FaultyStore, deltas: list[int], following: int | None, due: bool
 ) -> None:
     settings = PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=0.5)
-    writer = open_writer(store, 1, settings=settings)
-    if next_delta is not None:
-        writer.commit(step=0, tensors=tensors(0), snapshot=(part_ref(100),))
+    writer = published_models.open_writer(store, 1, settings=settings)
+    if following is not None:
+        writer.commit(step=0, tensors=tensors(0), snapshot=(log_records.part_ref(100),))
     for version, size_bytes in enumerate(deltas, start=1):
-        delta = DeltaRef(base_version=version - 1, parts=(part_ref(size_bytes),))
+        delta = DeltaRef(base_version=version - 1, parts=(log_records.part_ref(size_bytes),))
         writer.commit(step=version, tensors=tensors(version), deltas=(delta,))
-    assert writer.wants_snapshot(delta_bytes=next_delta) is expected
+    assert writer.wants_snapshot(delta_bytes=following) is due

@@ -4,14 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_weights.codec.delta import encode_delta
-from astraflow_weights.codec.merge import merge_deltas
-from astraflow_weights.errors import CorruptManifest
+from astraflow_weights import codec, errors
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.tools.verification import Verification, verify_version
-from astraflow_weights.versions.fetch import fetch_part
-from astraflow_weights.versions.inspection import build_version
-from astraflow_weights.versions.manifest import AddedPath, encode_path
+from astraflow_weights.versions import fetch, inspection, manifest
 from support.published_models import PublishedModels, commit_parts, open_writer, read_log
 from support.weight_models import KEYS, POLICY, RUN, FaultyStore, flip, make_model
 
@@ -69,10 +65,10 @@ def test_the_older_version_that_a_path_breaks_at_is_named(store: FaultyStore) ->
 
 def test_parts_that_are_intact_but_lead_elsewhere_are_told_by_tensor(store: FaultyStore) -> None:
     log = read_log(store)
-    newest = build_version(store, log, target=LAST, threads=2)
+    newest = inspection.build_version(store, log, target=LAST, threads=2)
     wanted = newest | {"model.norm": newest["model.norm"] + 1}
     reached = newest | {"model.norm": newest["model.norm"] + 2}
-    commit_parts(open_writer(store, epoch=2), wanted, delta=encode_delta(newest, reached))
+    commit_parts(open_writer(store, epoch=2), wanted, delta=codec.encode_delta(newest, reached))
     (fault,) = verified(store, LAST + 1).faults
     assert (fault.version, fault.part, fault.tensor) == (LAST + 1, "", "model.norm")
 
@@ -80,22 +76,22 @@ def test_parts_that_are_intact_but_lead_elsewhere_are_told_by_tensor(store: Faul
 def test_a_changed_entry_of_the_log_is_refused(store: FaultyStore) -> None:
     log = read_log(store)
     flip(store, KEYS.entry(log.record(3).sequence))
-    with pytest.raises(CorruptManifest):
+    with pytest.raises(errors.CorruptManifest):
         verify_version(store, log, version=3, threads=2)
 
 
 def test_paths_added_later_are_rebuilt_and_checked_too(store: FaultyStore) -> None:
     record = read_log(store).record(3)
     chain = [
-        [fetch_part(store, part) for part in read_log(store).record(version).deltas[0].parts]
+        [fetch.fetch_part(store, part) for part in read_log(store).record(version).deltas[0].parts]
         for version in (2, 3)
     ]
     uploads = open_writer(store, epoch=2).uploads
-    parts = uploads.upload_parts(merge_deltas(chain))
-    path = AddedPath(
+    parts = uploads.upload_parts(codec.merge_deltas(chain))
+    path = manifest.AddedPath(
         run_id=RUN, policy_id=POLICY, version=3, base_version=1, model_root=record.model_root, parts=parts
     )
-    store.put_if_absent(KEYS.merged_delta(1, 3), encode_path(path))
+    store.put_if_absent(KEYS.merged_delta(1, 3), manifest.encode_path(path))
     assert (verified(store, 3).paths, verified(store, 3).faults) == (2, ())
     flip(store, KEYS.merged_delta(1, 3))
     assert [fault.part for fault in verified(store, 3).faults] == [KEYS.merged_delta(1, 3)]

@@ -6,13 +6,11 @@ from dataclasses import replace
 import pytest
 
 from astraflow_weights.codec.digest import model_root
-from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.manifest import Manifest, decode_entry, encode_entry
-from support import store_census
-from support.published_models import ModelPublisher, open_writer
+from support import published_models, store_census
 from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, overwrite, trained
 
-Damage = Callable[[FileStore, Manifest], None]
+Damage = Callable[[FaultyStore, Manifest], None]
 
 
 @pytest.fixture
@@ -20,8 +18,8 @@ def store(store: FaultyStore) -> FaultyStore:
     """Versions 0 to 2 of two writers, and a part that no manifest names."""
     model = make_model()
     for epoch in (1, 2):
-        writer = open_writer(store, epoch=epoch)
-        publisher = ModelPublisher(writer, base=None if epoch == 1 else model)
+        writer = published_models.open_writer(store, epoch=epoch)
+        publisher = published_models.ModelPublisher(writer, base=None if epoch == 1 else model)
         for step in (0, 1) if epoch == 1 else (2,):
             model = trained(model, step)
             publisher.publish(model, step=step)
@@ -29,38 +27,38 @@ def store(store: FaultyStore) -> FaultyStore:
     return store
 
 
-def manifest_of(store: FileStore, sequence: int) -> Manifest:
+def manifest_of(store: FaultyStore, sequence: int) -> Manifest:
     """The manifest under a number."""
     entry = decode_entry(store.get(KEYS.entry(sequence)))
     assert isinstance(entry, Manifest)
     return entry
 
 
-def test_a_sound_log_is_counted(store: FileStore) -> None:
+def test_a_sound_log_is_counted(store: FaultyStore) -> None:
     census = store_census.take(store, run_id=RUN, policy_id=POLICY)
     assert (census.steps, census.epochs, census.num_ignored) == ([0, 1, 2], [1, 1, 2], 0)
     assert (len(census.entries), census.num_stray_parts) == (5, 1)
 
 
-def lose_a_part(store: FileStore, manifest: Manifest) -> None:
+def lose_a_part(store: FaultyStore, manifest: Manifest) -> None:
     store.delete(manifest.deltas[0].parts[0].key)
 
 
-def damage_a_part(store: FileStore, manifest: Manifest) -> None:
+def damage_a_part(store: FaultyStore, manifest: Manifest) -> None:
     overwrite(store, manifest.deltas[0].parts[0].key, b"something else")
 
 
-def claim_another_root(store: FileStore, manifest: Manifest) -> None:
+def claim_another_root(store: FaultyStore, manifest: Manifest) -> None:
     tensors = (replace(manifest.tensors[0], digest=bytes(16)), *manifest.tensors[1:])
     entry = replace(manifest, tensors=tensors, model_root=model_root(tensors))
     overwrite(store, KEYS.entry(manifest.sequence), encode_entry(entry))
 
 
-def leave_a_gap(store: FileStore, manifest: Manifest) -> None:
+def leave_a_gap(store: FaultyStore, manifest: Manifest) -> None:
     store.put(KEYS.entry(9), encode_entry(replace(manifest, sequence=9)))
 
 
-def write_as_another(store: FileStore, manifest: Manifest) -> None:
+def write_as_another(store: FaultyStore, manifest: Manifest) -> None:
     entry = replace(manifest, writer_nonce=bytes(16))
     overwrite(store, KEYS.entry(manifest.sequence), encode_entry(entry))
 
@@ -75,7 +73,7 @@ def write_as_another(store: FileStore, manifest: Manifest) -> None:
         (write_as_another, "2 writers made versions under epoch 1"),
     ],
 )
-def test_what_no_reader_may_see_is_found(store: FileStore, damage: Damage, finding: str) -> None:
+def test_what_no_reader_may_see_is_found(store: FaultyStore, damage: Damage, finding: str) -> None:
     damage(store, manifest_of(store, 2))
     with pytest.raises(AssertionError, match=finding):
         store_census.take(store, run_id=RUN, policy_id=POLICY)

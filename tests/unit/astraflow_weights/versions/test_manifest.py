@@ -8,47 +8,29 @@ import pytest
 from astraflow.errors import IncompatibleError
 from astraflow.weights.v1 import manifest_pb2
 from astraflow_weights.codec.digest import model_root, sha256
-from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.versions import manifest as entries
-from support.weight_models import POLICY, RUN, make_model
+from support.log_records import TENSORS, added_path, fence, manifest
+from support.weight_models import KEYS
 
 
 def ref(content: bytes) -> entries.PartRef:
-    return entries.PartRef(
-        key=f"{RUN}/{POLICY}/parts/{content.hex()}.afwd", size_bytes=len(content), sha256=sha256(content)
-    )
+    return entries.PartRef(key=KEYS.part(content.hex()), size_bytes=len(content), sha256=sha256(content))
 
 
-TENSORS = tensor_digests(make_model())
-MANIFEST = entries.Manifest(
-    run_id=RUN,
-    policy_id=POLICY,
+MANIFEST = manifest(
+    5,
     version=3,
-    sequence=5,
-    writer_epoch=2,
-    writer_nonce=b"n" * 16,
+    epoch=2,
     step=40,
-    parent_version=2,
     snapshot=(ref(b"s0"), ref(b"s1")),
     deltas=(entries.DeltaRef(base_version=2, parts=(ref(b"d"),)),),
-    tensors=TENSORS,
-    model_root=model_root(TENSORS),
     assets=(entries.Asset(file_name="config.json", blob=ref(b"{}")),),
     num_changed=17,
-    num_elements=sum(tensor.spec.num_elements for tensor in TENSORS),
     learning_rate=1e-6,
     created_time_s=1_700_000_000.25,
 )
-FENCE = entries.Fence(
-    run_id=RUN,
-    policy_id=POLICY,
-    sequence=0,
-    epoch=4,
-    nonce=b"f" * 16,
-    previous_epoch=None,
-    created_time_s=1_700_000_000.5,
-)
+FENCE = replace(fence(0, epoch=4), created_time_s=1_700_000_000.5)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +92,14 @@ def test_a_contradictory_manifest_is_never_written(change: dict[str, object], me
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda manifest: manifest.ClearField("writer_nonce"),
-        lambda manifest: setattr(manifest.snapshot.parts[0], "sha256", b"short"),
-        lambda manifest: setattr(manifest.snapshot.parts[0], "key", "../../etc/passwd"),
-        lambda manifest: setattr(manifest.assets[0], "file_name", "../config.json"),
-        lambda manifest: setattr(manifest.tensors[0], "dtype", "float64"),
-        lambda manifest: setattr(manifest.tensors[0], "digest", b""),
-        lambda manifest: manifest.deltas[0].ClearField("parts"),
-        lambda manifest: setattr(manifest, "run_id", ".."),
+        lambda made: made.ClearField("writer_nonce"),
+        lambda made: setattr(made.snapshot.parts[0], "sha256", b"short"),
+        lambda made: setattr(made.snapshot.parts[0], "key", "../../etc/passwd"),
+        lambda made: setattr(made.assets[0], "file_name", "../config.json"),
+        lambda made: setattr(made.tensors[0], "dtype", "float64"),
+        lambda made: setattr(made.tensors[0], "digest", b""),
+        lambda made: made.deltas[0].ClearField("parts"),
+        lambda made: setattr(made, "run_id", ".."),
     ],
 )
 def test_a_sealed_manifest_with_a_bad_field_is_refused(damage: object) -> None:
@@ -129,15 +111,8 @@ def test_a_sealed_manifest_with_a_bad_field_is_refused(damage: object) -> None:
         entries.decode_entry(content + b"\x7a\x20" + sha256(content))
 
 
-ADDED = entries.AddedPath(
-    run_id=RUN,
-    policy_id=POLICY,
-    version=16,
-    base_version=8,
-    model_root=b"r" * 32,
-    parts=(ref(b"m0"), ref(b"m1")),
-    created_time_s=1_700_000_000.75,
-)
+PARTS = (ref(b"m0"), ref(b"m1"))
+ADDED = replace(added_path(16, base=8, size_bytes=1), parts=PARTS, created_time_s=1_700_000_000.75)
 
 
 @pytest.mark.parametrize("path", [ADDED, replace(ADDED, base_version=0), replace(ADDED, base_version=None)])

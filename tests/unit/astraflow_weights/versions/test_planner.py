@@ -56,17 +56,6 @@ def test_the_cheapest_of_paths(held: int | None, target: int, expected: list[tup
     assert plan.held == (held if not expected or expected[0][0] is not None else None)
 
 
-def test_a_delta_over_several_versions_is_taken_when_it_is_cheaper() -> None:
-    offers: list[Offer] = [(100, {}), (None, {0: 5}), (None, {1: 5}), (None, {2: 5, 0: 9})]
-    assert edges(plan_pull(KnownLog(offers), held=0, target=3)) == [(0, 3)]
-    assert edges(plan_pull(KnownLog(offers), held=1, target=3)) == [(1, 2), (2, 3)]
-
-
-def test_a_snapshot_is_taken_when_the_chain_costs_more() -> None:
-    offers: list[Offer] = [(100, {}), (None, {0: 60}), (100, {1: 60})]
-    assert edges(plan_pull(KnownLog(offers), held=0, target=2)) == [(None, 2)]
-
-
 def test_of_equal_paths_the_one_with_fewer_steps() -> None:
     offers: list[Offer] = [(10, {}), (20, {0: 10})]
     assert edges(plan_pull(KnownLog(offers), held=None, target=1)) == [(None, 1)]

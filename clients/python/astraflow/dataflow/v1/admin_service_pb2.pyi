@@ -136,6 +136,9 @@ class PolicyStatus(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
     RECENT_TRAINING_REWARD_FIELD_NUMBER: _builtins.int
+    NO_CREDIT_TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    CREDIT_ERROR_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     last_finished_step: _builtins.int
@@ -143,7 +146,7 @@ class PolicyStatus(_message.Message):
     trainer_epoch: _builtins.int
     """Current trainer epoch; 0 before the first claim."""
     outstanding_groups: _builtins.int
-    """Groups leased and not complete."""
+    """Groups leased and not complete, one for each trained role of a task."""
     ready_groups: _builtins.int
     """Complete groups waiting."""
     unpublished_groups: _builtins.int
@@ -154,6 +157,12 @@ class PolicyStatus(_message.Message):
     """Groups that may still be leased now."""
     recent_training_reward: _builtins.float
     """Mean reward of the training trajectories of the last `groups_per_step` completed groups; NaN before the first."""
+    no_credit_trajectories: _builtins.int
+    """Trajectories dropped because their role had no credit when their task was leased."""
+    credit_error: _builtins.int
+    """Outstanding groups as counted, less those that the open tasks account for; anything but 0 is a defect."""
+    frozen: _builtins.bool
+    """The run does not train it: it has no trainer, no window and no evaluation, and its version stays 0."""
     @_builtins.property
     def version(self) -> _version_pb2.Version:
         """Newest announced version; unset before the first."""
@@ -176,10 +185,13 @@ class PolicyStatus(_message.Message):
         credit: _builtins.int = ...,
         staleness: Global___StalenessSummary | None = ...,
         recent_training_reward: _builtins.float = ...,
+        no_credit_trajectories: _builtins.int = ...,
+        credit_error: _builtins.int = ...,
+        frozen: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["staleness", b"staleness", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "last_finished_step", b"last_finished_step", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

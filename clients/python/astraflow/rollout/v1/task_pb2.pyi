@@ -252,6 +252,7 @@ class Lease(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     REQUIRED_VERSIONS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    UNCREDITED_ROLES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Opaque; unique per (task, attempt)."""
     run_id: _builtins.str
@@ -284,6 +285,12 @@ class Lease(_message.Message):
         reason `version_unavailable`. Empty for training.
         """
 
+    @_builtins.property
+    def uncredited_roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Trained roles without credit for this task: their trajectories would end as `no_credit`, so workflows leave them
+        out. Every other trained role has credit. Empty for evaluations.
+        """
+
     def __init__(
         self,
         *,
@@ -296,10 +303,11 @@ class Lease(_message.Message):
         sampling: _abc.Mapping[_builtins.str, Global___SamplingParams] | None = ...,
         required_versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         seed: _builtins.int = ...,
+        uncredited_roles: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task", "ttl_duration", b"ttl_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "lease_id", b"lease_id", "members", b"members", "required_versions", b"required_versions", "run_id", b"run_id", "sampling", b"sampling", "seed", b"seed", "task", b"task", "ttl_duration", b"ttl_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "lease_id", b"lease_id", "members", b"members", "required_versions", b"required_versions", "run_id", b"run_id", "sampling", b"sampling", "seed", b"seed", "task", b"task", "ttl_duration", b"ttl_duration", "uncredited_roles", b"uncredited_roles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

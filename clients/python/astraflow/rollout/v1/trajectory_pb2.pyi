@@ -279,7 +279,9 @@ class TrajectoryHeader(_message.Message):
     policy_id: _builtins.str
     """Policy that sampled it."""
     role: _builtins.str
-    """Role of the policy in the workflow; empty when a policy has one role. Groups are per (policy, role)."""
+    """Role that it played, one of the recipe's and trained; empty means the role of the policy's own name. Groups are per
+    (policy, role).
+    """
     num_tokens: _builtins.int
     """T."""
     num_trainable_tokens: _builtins.int

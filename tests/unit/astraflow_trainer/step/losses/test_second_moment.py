@@ -28,14 +28,6 @@ def test_within_the_budget_nothing_is_clipped() -> None:
     assert water_filling_bounds(torch.zeros(0, dtype=torch.float64), region=M2po()) == UNCLIPPED
 
 
-def test_water_filling_finds_the_level_by_hand() -> None:
-    # d² = 0.01, 0.04, 1, 4 and mean budget 0.5: 0.01 + 0.04 + 2 t² = 2, so t² = 0.975 < 1.
-    bounds = water_filling_bounds(_squares([0.1, 0.2, 1.0, 2.0]), region=M2po(budget=0.5))
-    level = math.sqrt(0.975)
-    assert bounds.low == pytest.approx(1 - math.exp(-level))
-    assert bounds.high == pytest.approx(math.exp(level) - 1)
-
-
 def test_water_filling_is_never_tighter_than_its_floors() -> None:
     # Two tokens at distance 1, budget 0.01: t = 0.1, whose bounds 0.095 and 0.105 are below the floors.
     bounds = water_filling_bounds(_squares([1.0, 1.0]), region=M2po(budget=0.01))
@@ -89,9 +81,7 @@ def test_sorted_suffix_equals_its_definition(values: list[float], budget: float)
 
 
 @given(distances, budgets)
-def test_mask_keeps_the_most_tokens_whose_mean_is_below_the_budget(
-    values: list[float], budget: float
-) -> None:
+def test_mask_keeps_the_most_tokens_whose_mean_is_below_budget(values: list[float], budget: float) -> None:
     squares = _squares(values)
     threshold = mask_threshold(squares, region=M2poMask(budget=budget)).threshold
     kept = squares[squares < threshold]

@@ -28,11 +28,11 @@ def _statistics(chosen: slice) -> LossStatistics:
 
 def test_adding_parts_gives_the_whole() -> None:
     whole = _statistics(slice(0, 20)).metrics()
-    parts = (_statistics(slice(0, 7)) + _statistics(slice(7, 20)) + LossStatistics.empty()).over_ranks(
-        OneRank()
-    )
+    parts = _statistics(slice(0, 7)) + _statistics(slice(7, 20)) + LossStatistics.empty()
     for name in whole.__slots__:
-        assert getattr(parts.metrics(), name) == pytest.approx(getattr(whole, name), rel=1e-5), name
+        assert getattr(parts.over_ranks(OneRank()).metrics(), name) == pytest.approx(
+            getattr(whole, name), rel=1e-5
+        ), name
 
 
 def test_no_token_has_no_metrics() -> None:

@@ -1,0 +1,154 @@
+"""Which policy plays which role, and whether a workflow fits; every refusal names the nearest name and the remedy."""
+
+import pytest
+
+from astraflow.errors import RecipeError
+from astraflow.recipe import Recipe, workflow_roles
+from astraflow.recipe.file import parse_recipe
+
+POLICIES = "solver: {model: {path: p}}, verifier: {model: {path: q}}"
+
+
+BUILT = (
+    "{architecture: {hidden_size: 16, num_hidden_layers: 1, head_dim: 8, intermediate_size: 32, "
+    "num_attention_heads: 2, num_key_value_heads: 1}, warm_start: {demonstrations: 'recipe:D', steps: 1}, "
+    "tokenizer: TOKENIZER}"
+)
+
+
+def recipe(roles: str = "{}", *, policies: str = POLICIES, dataflow: str = "{}") -> Recipe:
+    return parse_recipe(
+        f"""
+run: {{name: r, dataset: "recipe:D"}}
+policies: {{{policies}}}
+roles: {roles}
+dataflow: {dataflow}
+raas: {{reward: "recipe:R"}}
+"""
+    ).recipe
+
+
+def played(found: Recipe, declared: tuple[str, ...] | None) -> dict[str, str]:
+    """The policy behind each name that the workflow uses."""
+    roles = workflow_roles(declared, roles=found.resolved_roles, are_given=bool(found.roles))
+    return {name: role.policy_id for name, role in roles.items()}
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        ("{}", {"solver": ("solver", True), "verifier": ("verifier", True)}),
+        (
+            "{plan: solver, work: {policy: solver}, check: verifier}",
+            {"plan": ("solver", True), "work": ("solver", True), "check": ("verifier", True)},
+        ),
+        (
+            "{plan: solver, judge: {policy: solver, train: false}, check: verifier}",
+            {"plan": ("solver", True), "judge": ("solver", False), "check": ("verifier", True)},
+        ),
+    ],
+)
+def test_a_recipe_gives_each_role_a_policy(roles: str, expected: dict[str, tuple[str, bool]]) -> None:
+    found = recipe(roles).resolved_roles
+    assert {name: (role.policy_id, role.is_trained) for name, role in found.items()} == expected
+    assert {role.name for role in found.values()} == set(expected)
+
+
+def test_the_text_that_nodes_get_gives_the_same_roles() -> None:
+    text = "{plan: solver, judge: {policy: solver, train: false}, check: verifier}"
+    first = parse_recipe(
+        f"run: {{name: r, dataset: 'recipe:D'}}\npolicies: {{{POLICIES}}}\nroles: {text}\nraas: {{reward: 'recipe:R'}}"
+    )
+    assert dict(parse_recipe(first.yaml_text).recipe.resolved_roles) == dict(first.recipe.resolved_roles)
+
+
+@pytest.mark.parametrize(
+    ("roles", "parts"),
+    [
+        ("{solver: solver, verifier: verifer}", ("roles.verifier", "'verifer'", "did you mean 'verifier'")),
+        ("{solver: solver}", ("no role", "'verifier'", "take it out")),
+        ("{solver: solver, verifier: {policy: verifier, train: false}}", ("'verifier'", "none of its roles")),
+        ("{Solver: solver, verifier: verifier}", ("Solver",)),
+        ("{solver: {policy: solver, trian: false}, verifier: verifier}", ("did you mean `train`",)),
+    ],
+)
+def test_roles_that_cannot_work_are_refused(roles: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(RecipeError) as refused:
+        recipe(roles)
+    assert all(part in refused.value.message for part in parts), refused.value.message
+
+
+def test_a_workflow_without_roles_takes_those_of_the_recipe() -> None:
+    assert played(recipe(), None) == {"solver": "solver", "verifier": "verifier"}
+
+
+def test_the_only_policy_plays_the_only_role_whatever_its_name() -> None:
+    assert played(recipe(policies="solver: {model: {path: p}}"), ("player",)) == {"player": "solver"}
+
+
+@pytest.mark.parametrize(
+    ("roles", "declared", "parts"),
+    [
+        ("{}", ("solver", "critic"), ("'critic'", "roles: {solver: solver, critic: ")),
+        ("{solvr: solver, verifier: verifier}", ("solver", "verifier"), ("did you mean 'solvr'",)),
+        ("{a: solver, b: verifier, c: solver}", ("a", "b"), ("'c'", "take them out")),
+    ],
+)
+def test_roles_that_only_one_side_has_are_refused(
+    roles: str, declared: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError, match="workflow") as refused:
+        played(recipe(roles), declared)
+    assert all(part in str(refused.value) for part in parts), refused.value
+
+
+def test_two_roles_of_the_only_policy_are_written_down_in_the_recipe() -> None:
+    with pytest.raises(ValueError, match=r"roles: \{planner: solver, worker: solver\}"):
+        played(recipe(policies="solver: {model: {path: p}}"), ("planner", "worker"))
+
+
+def test_a_policy_that_is_not_trained_plays_roles_that_are_not() -> None:
+    roles = recipe(
+        policies="solver: {model: {path: p}}, judge: {model: {path: q}, train: false}"
+    ).resolved_roles
+    assert {name: role.is_trained for name, role in roles.items()} == {"solver": True, "judge": False}
+
+
+def test_a_policy_starts_from_the_policy_that_the_last_of_a_chain_names() -> None:
+    found = recipe(
+        policies="a: {model: {from_policy: b}}, b: {model: {from_policy: c}}, c: {model: {path: there}}, "
+        f"d: {{model: {BUILT.replace('TOKENIZER', '{from_policy: e}')}}}, "
+        f"e: {{model: {BUILT.replace('TOKENIZER', '{vocab_size: 300}')}}}, f: {{model: {{from_policy: d}}}}"
+    )
+    assert [found.policy(name).model.path for name in "abc"] == ["there"] * 3
+    assert [found.policy(name).tokenizer_of for name in "abcdef"] == ["c", "c", "c", "e", "e", "e"]
+    assert found.policy("f").model == found.policy("d").model
+
+
+@pytest.mark.parametrize(
+    ("policies", "parts"),
+    [
+        ("a: {model: {path: p}, train: false}", ("no policy is trained",)),
+        ("a: {model: {from_policy: b}}, b: {model: {from_policy: a}}", ("a → b → a", "circle")),
+        (
+            "a: {model: {from_policy: sover}}, solver: {model: {path: p}}",
+            ("'sover'", "did you mean 'solver'"),
+        ),
+        ("a: {model: {from_policy: b, path: p}}, b: {model: {path: p}}", ("exactly one of",)),
+        (
+            f"a: {{model: {BUILT.replace('TOKENIZER', '{from_policy: b}')}}}, b: {{model: {{path: p}}}}",
+            ("'b' trains no tokenizer", "architecture"),
+        ),
+    ],
+)
+def test_policies_that_cannot_start_are_refused(policies: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(RecipeError) as refused:
+        recipe(policies=policies)
+    assert all(part in refused.value.message for part in parts), refused.value.message
+
+
+def test_admitting_all_needs_room_for_every_role_of_a_policy() -> None:
+    flow = "{admit: all, groups_per_step: 2, max_staleness: 0}"
+    with pytest.raises(RecipeError, match=r"2 trained roles, .* room for 1 groups"):
+        recipe("{plan: solver, work: solver}", policies="solver: {model: {path: p}}", dataflow=flow)
+    assert recipe("{plan: solver, work: solver, check: verifier}", dataflow="{admit: all}")
