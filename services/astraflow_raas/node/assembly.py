@@ -92,6 +92,7 @@ def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -
         node_id=inputs.request.node_id,
         policies=policies,
         endpoint=inputs.endpoint,
+        scorer=inputs.workflow.scorer,
         session=session,
         pusher=pusher,
         worker=worker,
