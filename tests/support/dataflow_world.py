@@ -241,8 +241,10 @@ class World:
         return reply.returned_groups, reply.dropped_trajectories
 
     async def has_account(self, **expected: object) -> None:
-        """Assert that the account of trajectories balances and has these figures; `dropped` as a mapping."""
-        account = (await self.status()).trajectories
+        """Assert that trajectories and credit balance, and that these are the figures; `dropped` as a mapping."""
+        status = await self.status()
+        account = status.trajectories
+        assert not any(policy.credit_error for policy in status.policies), status.policies
         found = {name: getattr(account, name) for name in expected}
         if "dropped" in found:
             found["dropped"] = dict(account.dropped)
