@@ -231,6 +231,19 @@ class DataflowSettings(BatchSettings):
         return self
 
 
+class RewardLimitSettings(Section):
+    """Where the reward runs and what it may use; what is not given is the plug-in's own choice."""
+
+    processes: int | None = Field(default=None, ge=0, le=256)
+    """Worker processes per node; 0 is the node's event loop."""
+    timeout_s: float | None = Field(default=None, gt=0, le=86_400)
+    """Seconds one call may take in a worker, or awaited."""
+    memory_mb: int | None = Field(default=None, ge=128, le=1_048_576)
+    """MiB of data one worker may allocate."""
+    max_calls: int | None = Field(default=None, ge=1)
+    """Calls after which a worker is replaced."""
+
+
 class RaasSettings(Section):
     """What nodes run."""
 
@@ -238,6 +251,8 @@ class RaasSettings(Section):
     """`Workflow` plug-in; its class may take `reward`, which is the reward below."""
     reward: PluginSettings
     """`Reward` plug-in."""
+    reward_limits: RewardLimitSettings = RewardLimitSettings()
+    """Processes, time and memory of the reward, instead of those of the plug-in."""
     max_concurrent_tasks: int = Field(default=16, ge=1, le=65_536)
     """Tasks a node runs at once."""
     episode_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
