@@ -30,9 +30,9 @@ class RecipeWorkflow:
 def load_workflow(
     run: run_pb2.Run, recipe: Recipe, *, into: Path, allowed: bool, endpoint: AgentEndpoint
 ) -> RecipeWorkflow:
-    """Make the recipe's workflow with its reward, and with the node's `endpoint` if it names that.
+    """Make the recipe's workflow with its reward, and with the node's `endpoint` and `recipe_dir` if it names those.
 
-    The run's own code lies below `into`, when it is `allowed`.
+    The run's own code lies below `into`, when it is `allowed`; else `recipe_dir` is None.
 
     Raises PluginError naming the plug-in, RecipeError for roles that do not fit; both with the remedy.
     """
@@ -40,7 +40,8 @@ def load_workflow(
     source = RecipeSource(name=f"recipe of run {run.run_id}", text=run.recipe_yaml, folder=folder)
     settings = recipe.raas
     reward = make(settings.reward, protocol=Reward, source=source)
-    workflow = make(settings.workflow, protocol=Workflow, source=source, reward=reward, endpoint=endpoint)
+    offered = {"reward": reward, "endpoint": endpoint, "recipe_dir": (folder or into) if allowed else None}
+    workflow = make(settings.workflow, protocol=Workflow, source=source, **offered)
     declared = getattr(workflow, "roles", None)
     try:
         if isinstance(declared, str):
