@@ -16,6 +16,7 @@ from astraflow.recipe import Recipe, ResolvedRole, workflow_roles
 from astraflow.recipe.file import place_of
 from astraflow_kit.plugins import RecipeSource, make
 from astraflow_kit.recipe_code import install_code
+from astraflow_raas.grading.scoring import RewardScorer, make_scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class RecipeWorkflow:
     """A run's workflow, made."""
 
     workflow: Workflow
+    scorer: RewardScorer
+    """The reward, which the workflow holds as well; its worker processes live as long as the node."""
     roles: Mapping[str, ResolvedRole]
     """The run's roles by the names that the workflow uses."""
 
@@ -40,7 +43,8 @@ def load_workflow(
     source = RecipeSource(name=f"recipe of run {run.run_id}", text=run.recipe_yaml, folder=folder)
     settings = recipe.raas
     reward = make(settings.reward, protocol=Reward, source=source)
-    offered = {"reward": reward, "endpoint": endpoint, "recipe_dir": (folder or into) if allowed else None}
+    scorer = make_scorer(reward, settings.reward, source=source, given=settings.reward_limits)
+    offered = {"reward": scorer, "endpoint": endpoint, "recipe_dir": (folder or into) if allowed else None}
     workflow = make(settings.workflow, protocol=Workflow, source=source, **offered)
     declared = getattr(workflow, "roles", None)
     try:
@@ -52,4 +56,4 @@ def load_workflow(
     except (TypeError, ValueError) as error:
         place = place_of(settings.workflow, source.text, source=source.name)
         raise RecipeError(f"{place}: {settings.workflow.use}: {error}") from error
-    return RecipeWorkflow(workflow=workflow, roles=roles)
+    return RecipeWorkflow(workflow=workflow, scorer=scorer, roles=roles)

@@ -44,7 +44,8 @@ class Frameworks:
             AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client,
         ):
             said = await ask(client, task.messages[0].content)
-            return session.episode(reward=self.reward(task, said), metrics={ask.__name__: 1.0})
+            score = await self.reward(task, said)
+            return session.episode(reward=score.reward, metrics={ask.__name__: 1.0})
 
     async def agents_sdk(self, client, question):
         model = OpenAIChatCompletionsModel(model="solver", openai_client=client)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from astraflow.plugin_state import PluginState
+from astraflow.rewards import MissingCapability, Reward, RewardFailed, RewardLimits, Score, Scorer
 
 __all__ = [
     "Advantage",
@@ -33,7 +34,11 @@ __all__ = [
     "Policy",
     "ReadyGroup",
     "Reward",
+    "RewardFailed",
+    "RewardLimits",
     "RewardedRows",
+    "Score",
+    "Scorer",
     "Selector",
     "StepRequest",
     "TaskSpec",
@@ -149,22 +154,6 @@ class Demonstrations(Protocol):
 
     def __call__(self, seed: int) -> Iterator[Demonstration]:
         """Return the stream for `seed`; equal seeds give equal streams."""
-
-
-class MissingCapability(Exception):
-    """Raised by a workflow or reward for a task that this machine cannot run: no sandbox, no browser.
-
-    The node gives the task back, it is leased to another node, and it loses no attempt. A plug-in that can run
-    no task at all here raises when it is made instead: then the node ends with status 2.
-    """
-
-
-@runtime_checkable
-class Reward(Protocol):
-    """Scores the text of one completion; called by a workflow on the node. Must be fast, pure and finite."""
-
-    def __call__(self, task: TaskSpec, completion: str) -> float:
-        """Return the reward. NaN and infinities are refused and fail the episode."""
 
 
 @dataclass(frozen=True)

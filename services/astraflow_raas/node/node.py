@@ -1,4 +1,4 @@
-"""The parts of one node put together: endpoint, policies with their engines and weights, session, pusher, worker.
+"""The parts of one node put together: endpoint, reward, policies with engines and weights, session, pusher, worker.
 
 Invariant: parts know nothing of each other but what is passed here; the order of `services` is the order of
 start, and its reverse the order of the end: no new work first, then the last pushes, then the engines. Built
@@ -12,6 +12,7 @@ from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow_kit.lifecycle import Service
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
+from astraflow_raas.grading.scoring import RewardScorer
 from astraflow_raas.node.engine_host import ChildHost, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
@@ -89,6 +90,7 @@ class Node:
     node_id: str
     policies: PolicyTable
     endpoint: Endpoint
+    scorer: RewardScorer
     session: Session
     pusher: Pusher
     worker: Worker
@@ -99,7 +101,7 @@ class Node:
         engines: list[Service] = []
         for part in self.policies.parts.values():
             engines += [part.host, part.weights]
-        return [self.endpoint, *engines, self.pusher, self.worker]
+        return [self.endpoint, self.scorer, *engines, self.pusher, self.worker]
 
     @property
     def waiting_for(self) -> str:

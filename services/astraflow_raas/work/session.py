@@ -218,6 +218,8 @@ def _of_error(error: Exception, *, member: int) -> Failure:
     detail = f"member {member}: {text}"
     if isinstance(error, plugins.MissingCapability):
         return Failure(reason=MISSING_CAPABILITY, detail=f"member {member}: {error}", retryable=True)
+    if isinstance(error, plugins.RewardFailed):
+        return Failure(reason=error.reason, detail=f"member {member}: {error}", retryable=True)
     if isinstance(error, VersionMoved):
         return Failure(reason="version_unavailable", detail=detail, retryable=True)
     if isinstance(error, EngineFaulty):

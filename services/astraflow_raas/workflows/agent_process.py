@@ -19,7 +19,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from astraflow.agents import AgentEndpoint, AgentLimits, AgentSession
-from astraflow.plugins import Episode, MissingCapability, Policy, Reward, TaskSpec
+from astraflow.plugins import Episode, MissingCapability, Policy, Score, Scorer, TaskSpec
 from astraflow_raas.agents.program import AgentFailed, run_program
 from astraflow_raas.settings import child_environment
 
@@ -72,7 +72,7 @@ class AgentProcess:
         self,
         *,
         settings: AgentProcessSettings,
-        reward: Reward,
+        reward: Scorer,
         endpoint: AgentEndpoint,
         recipe_dir: Path | None,
     ) -> None:
@@ -109,7 +109,8 @@ class AgentProcess:
                 timeout_s=self._settings.timeout_s,
             )
             said = await asyncio.to_thread(_read, result)
-            episode = session.episode(reward=self._earned(task, said, session), metrics=said.metrics)
+            score = await self._earned(task, said, session=session, policies=policies)
+            episode = session.episode(reward=score.reward, metrics={**score.metrics, **said.metrics})
         if not episode.metrics["agent_calls"]:
             raise AgentFailed(
                 "the agent ended without a call of a policy; it gets OPENAI_BASE_URL and OPENAI_API_KEY"
@@ -134,18 +135,21 @@ class AgentProcess:
         }
         return base | given
 
-    def _earned(self, task: TaskSpec, said: _Result, session: AgentSession) -> float:
+    async def _earned(
+        self, task: TaskSpec, said: _Result, *, session: AgentSession, policies: Mapping[str, Policy]
+    ) -> Score:
         if self._settings.reported_reward:
             if said.reward is None:
                 raise AgentFailed(
                     'the agent reported no reward; write {"reward": …} to the file ASTRAFLOW_RESULT'
                 )
-            return said.reward
+            return Score(said.reward)
         if said.reward is not None:
             raise AgentFailed(
                 "the agent reported a reward, which the recipe does not allow; set reported_reward"
             )
-        return self._reward(task, session.answer if said.answer is None else said.answer)
+        answer = session.answer if said.answer is None else said.answer
+        return await self._reward(task, answer, policies=policies)
 
 
 def _resolved(settings: AgentProcessSettings, recipe_dir: Path) -> tuple[str, ...]:

@@ -2,13 +2,13 @@
 
 import asyncio
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from astraflow.plugins import Episode, Message, MissingCapability, TaskSpec, Workflow
+from astraflow.plugins import Episode, Message, MissingCapability, Score, TaskSpec, Workflow
 from astraflow_kit.plugins import mismatch
 from astraflow_raas.agents.calls import AgentFlooded
 from astraflow_raas.agents.program import AgentFailed
@@ -34,22 +34,24 @@ def report(**result):
 """
 
 
+async def judged(task: TaskSpec, completion: str, *, policies: object = None) -> Score:
+    return Score(float(completion == task.data["answer"]))
+
+
 async def run(
     folder: Path,
     program: str,
     *,
     policy: ScriptedPolicy | None = None,
-    reward: object = None,
     **settings: Any,
 ) -> Episode:
     """One episode of a program that may `ask` and `report`."""
     (folder / "agent.py").write_text(ASK + textwrap.dedent(program))
     policy = policy or ScriptedPolicy(lambda _: "7")
-    judge: Any = reward or (lambda task, answer: float(answer == task.data["answer"]))
     async with serving_agents() as endpoint:
         workflow = AgentProcess(
             settings=AgentProcessSettings(**{"command": "python agent.py"} | settings),
-            reward=judge,
+            reward=judged,
             endpoint=endpoint,
             recipe_dir=folder,
         )
@@ -176,8 +178,7 @@ async def test_no_more_programs_run_at_once_than_allowed(tmp_path: Path) -> None
     policy.may_answer.clear()
     async with serving_agents() as endpoint:
         settings = AgentProcessSettings(command=("python", "agent.py"), max_processes=1)
-        earned: Callable[..., float] = lambda *_: 1.0  # noqa: E731
-        workflow = AgentProcess(settings=settings, reward=earned, endpoint=endpoint, recipe_dir=tmp_path)
+        workflow = AgentProcess(settings=settings, reward=judged, endpoint=endpoint, recipe_dir=tmp_path)
         episodes = [asyncio.create_task(workflow.run(TASK, {"solver": policy})) for _ in range(3)]
         await eventually(lambda: policy.prompts, what="one program asks", patience_s=30)
         policy.may_answer.set()
@@ -196,7 +197,7 @@ def test_a_node_that_cannot_run_it_says_so_when_it_starts(
 ) -> None:
     settings: Any = AgentProcessSettings.model_validate({"command": command})
     with pytest.raises(MissingCapability, match=complaint):
-        AgentProcess(settings=settings, reward=lambda *_: 0.0, endpoint=Any, recipe_dir=folder)  # type: ignore[arg-type]
+        AgentProcess(settings=settings, reward=judged, endpoint=Any, recipe_dir=folder)  # type: ignore[arg-type]
 
 
 def alive(pid: int) -> bool:

@@ -203,7 +203,9 @@ class LeaseFailure(_message.Message):
     lease_id: _builtins.str
     """Lease to give back."""
     reason: _builtins.str
-    """Slug: `workflow_error`, `timeout`, `engine_error`, `missing_capability`, `drain`, `version_unavailable`."""
+    """Slug: `workflow_error`, `reward_error`, `reward_timeout`, `timeout`, `engine_error`, `missing_capability`, `drain`,
+    `version_unavailable`.
+    """
     detail: _builtins.str
     """For people."""
     retryable: _builtins.bool
