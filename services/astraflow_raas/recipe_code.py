@@ -48,10 +48,6 @@ def load_workflow(
     workflow = make(settings.workflow, protocol=Workflow, source=source, **offered)
     declared = getattr(workflow, "roles", None)
     try:
-        if isinstance(declared, str):
-            raise ValueError(
-                f"`roles` is the text {declared!r}, not a sequence of names; write ({declared!r},)"
-            )
         roles = workflow_roles(declared, roles=recipe.resolved_roles, are_given=bool(recipe.roles))
     except (TypeError, ValueError) as error:
         place = place_of(settings.workflow, source.text, source=source.name)
