@@ -35,12 +35,6 @@ class ValkeyServer:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    @property
-    def pid(self) -> int:
-        """Its process."""
-        assert self._process is not None, "start the server first"
-        return self._process.pid
-
     def start(self) -> None:
         """Start and wait until it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)
