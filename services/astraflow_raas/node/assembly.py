@@ -7,7 +7,7 @@ accepted the node.
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from astraflow.dataflow.v1 import run_service_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
-from astraflow_raas.engine.command import EngineCommand
+from astraflow_raas.engine.command import EngineCommand, share_gpus
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import start_engine
 from astraflow_raas.node.engine_host import ChildHost, HostSettings, Launch, RemoteHost
@@ -25,6 +25,7 @@ from astraflow_raas.node.folder import NodeFolder
 from astraflow_raas.node.joining import FoundRun
 from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node, PolicyParts, PolicyTable, node_state
+from astraflow_raas.policies.external_model import ExternalModel, endpoints_of
 from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
@@ -33,7 +34,7 @@ from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
 from astraflow_raas.recipe_code import RecipeWorkflow
-from astraflow_raas.settings import NodeSettings
+from astraflow_raas.settings import SGLANG_ENGINE, NodeSettings
 from astraflow_raas.timeline import Timeline
 from astraflow_raas.work.session import Session, SessionSettings
 from astraflow_raas.work.worker import Worker, WorkerHooks
@@ -66,7 +67,8 @@ async def assemble_node(
 ) -> Node:
     """Return the node, not started. Raises MirrorMismatch, InvalidArgumentError."""
     maker = _PolicyMaker(inputs, store=store, folder=folder, mirrors=mirrors)
-    policies = PolicyTable({name: await maker.make(name) for name in inputs.found.recipe.policies})
+    names = inputs.found.recipe.served_policies
+    policies = PolicyTable({name: await maker.make(name) for name in names})
     settings = inputs.settings
     pusher = Pusher(
         inputs.client,
@@ -109,7 +111,25 @@ def _session(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher) -> Sessi
     )
     served = {name: part.policy for name, part in policies.parts.items()}
     workflow = inputs.workflow.workflow
-    return Session(workflow, policies=served, pusher=pusher, settings=settings, metrics=inputs.metrics)
+    return Session(
+        workflow,
+        policies=served,
+        externals=_externals(inputs),
+        pusher=pusher,
+        settings=settings,
+        metrics=inputs.metrics,
+    )
+
+
+def _externals(inputs: NodeInputs) -> dict[str, ExternalModel]:
+    """The policies that are endpoints elsewhere; a node without the endpoint of one refuses tasks that ask it."""
+    endpoints, found = endpoints_of(inputs.settings), {}
+    for policy_id, policy in inputs.found.recipe.resolved_policies.items():
+        external = policy.model.external
+        if external is not None:
+            endpoint = endpoints.get(policy_id)
+            found[policy_id] = ExternalModel(policy_id, external, endpoint=endpoint, metrics=inputs.metrics)
+    return found
 
 
 def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: Session) -> Worker:
@@ -130,6 +150,17 @@ def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: 
         hooks=hooks,
         metrics=inputs.metrics,
     )
+
+
+def gpus_of(settings: NodeSettings, policies: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """The GPUs of each policy's engine. Raises InvalidArgumentError."""
+    gpus = [int(number) for number in settings.engine_gpus.split(",") if number]
+    if gpus and settings.engine != SGLANG_ENGINE:
+        raise InvalidArgumentError(
+            f"--engine-gpus is for --engine {SGLANG_ENGINE}, which this node starts itself; the engine is "
+            f"{settings.engine}"
+        )
+    return share_gpus(gpus, tuple(policies), tp_size=settings.engine_tp_size)
 
 
 class _PolicyMaker:
@@ -181,14 +212,21 @@ class _PolicyMaker:
         return ChildHost(policy, weights, launch, settings=settings, metrics=metrics)
 
     def _connect(self) -> HttpEngine:
-        policies = self._inputs.found.recipe.policies
+        policies = self._inputs.found.recipe.served_policies
         if len(policies) > 1:
             raise InvalidArgumentError(
                 f"engine {self._settings.engine} serves one model, the run has the policies "
                 f"{', '.join(policies)}; let the node start its engines itself: --engine "
                 "astraflow_engine or sglang"
             )
-        return HttpEngine(self._settings.engine, request_timeout_s=self._settings.engine_request_timeout_s)
+        return self._engine_at(self._settings.engine)
+
+    def _engine_at(self, base_url: str) -> HttpEngine:
+        return HttpEngine(
+            base_url,
+            request_timeout_s=self._settings.engine_request_timeout_s,
+            swap_timeout_s=self._settings.engine_swap_timeout_s,
+        )
 
     def _launch(self, name: str) -> Launch:
         command = EngineCommand(
@@ -198,10 +236,8 @@ class _PolicyMaker:
             max_running_requests=min(_MAX_ENGINE_SLOTS, self._inputs.request.max_concurrent_tasks),
             num_threads=self._settings.engine_threads,
             seed=self._inputs.found.recipe.run.seed,
+            gpus=gpus_of(self._settings, self._inputs.found.recipe.policies)[name],
+            tp_size=self._settings.engine_tp_size,
         )
-        return partial(
-            start_engine,
-            command,
-            log_path=self._folder.engine_log(name),
-            request_timeout_s=self._settings.engine_request_timeout_s,
-        )
+        log_path = self._folder.engine_log(name)
+        return partial(start_engine, command, log_path=log_path, connect=self._engine_at)
