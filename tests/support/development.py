@@ -101,9 +101,11 @@ class RunFiles:
 
 
 @contextmanager
-def dev(folder: Path, *arguments: str, failpoints: str = "") -> Iterator[subprocess.Popen[str]]:
+def dev(
+    folder: Path, *arguments: str, failpoints: str = "", recipe: Path = ROOT / "recipes" / "quickstart"
+) -> Iterator[subprocess.Popen[str]]:
     """Start `astraflow dev` and end it, whatever the test did."""
-    command = [sys.executable, "-m", "astraflow.cli", "dev", str(ROOT / "recipes" / "quickstart"), "--json"]
+    command = [sys.executable, "-m", "astraflow.cli", "dev", str(recipe), "--json"]
     files = RunFiles(folder)
     plugins = ROOT / "tests" / "e2e" / "plugins"
     paths = filter(None, [str(plugins), os.environ.get("PYTHONPATH")])

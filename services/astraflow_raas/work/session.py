@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from astraflow import plugins
 from astraflow.dataflow.v1 import trajectory_service_pb2
@@ -22,14 +23,17 @@ from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.plugins import describe
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused
+from astraflow_raas.policies.external_model import ExternalModel
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.work.episode import EpisodeIds, VersionMoved, build_episode
+from astraflow_raas.work.external_handle import ExternalHandle
 from astraflow_raas.work.lease import complete_lease, is_evaluation
 from astraflow_raas.work.policy_handle import PolicyHandle
 
 log = get_logger(__name__)
 
+Handle: TypeAlias = PolicyHandle | ExternalHandle
 MISSING_CAPABILITY = "missing_capability"
 ENGINE_DOWN = "engine_down"
 _MAX_DETAIL_BYTES = 2048
@@ -74,6 +78,7 @@ class Session:
         workflow: plugins.Workflow,
         *,
         policies: Mapping[str, ServedPolicy],
+        externals: Mapping[str, ExternalModel] | None = None,
         pusher: Pusher,
         settings: SessionSettings,
         metrics: Metrics,
@@ -82,6 +87,7 @@ class Session:
     ) -> None:
         self._workflow = workflow
         self._policies = policies
+        self._externals = externals or {}
         self._pusher = pusher
         self._settings = settings
         self._metrics = metrics
@@ -163,13 +169,14 @@ class Session:
             return None, down or _of_error(error, member=member)
 
     def _engine_down(
-        self, lease: task_pb2.Lease, handles: Iterable[PolicyHandle], *, member: int
+        self, lease: task_pb2.Lease, handles: Iterable[Handle], *, member: int
     ) -> Failure | None:
         """The failure of an episode that ended because a policy has no engine; None when it ended otherwise.
 
         It costs no attempt, but for a task in whose calls engines are lost again and again.
         """
-        handle = next((handle for handle in handles if handle.unavailable is not None), None)
+        own = (handle for handle in handles if isinstance(handle, PolicyHandle))
+        handle = next((handle for handle in own if handle.unavailable is not None), None)
         if handle is None:
             return None
         if not handle.wants_trajectory:
@@ -182,9 +189,13 @@ class Session:
             self._suspects.add(task_id)
         return Failure(reason=ENGINE_DOWN, detail=detail, retryable=True)
 
-    def _handles(self, lease: task_pb2.Lease, *, member: int, episode_id: str) -> dict[str, PolicyHandle]:
+    def _handles(self, lease: task_pb2.Lease, *, member: int, episode_id: str) -> dict[str, Handle]:
         return {
-            name: PolicyHandle(
+            name: ExternalHandle(
+                role, self._externals[role.policy_id], sampling=lease.sampling[role.policy_id]
+            )
+            if role.policy_id in self._externals
+            else PolicyHandle(
                 role,
                 sampler=self._policies[role.policy_id],
                 lease=lease,
@@ -202,6 +213,8 @@ class Session:
             return
         self._show_next_s = now_s + _SHOW_EVERY_S
         for trajectory in episode.trajectories:
+            if trajectory.policy not in self._policies:
+                continue
             trained = [
                 token
                 for token, chosen in zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
@@ -228,7 +241,7 @@ class Session:
         limit = self._settings.coalesce_max_new_tokens
         return lambda max_new_tokens: shared if max_new_tokens <= limit else (lease.lease_id, member)
 
-    def _timed_out(self, error: TimeoutError, *, handles: Mapping[str, PolicyHandle], member: int) -> Failure:
+    def _timed_out(self, error: TimeoutError, *, handles: Mapping[str, Handle], member: int) -> Failure:
         limit = f"episode_timeout_s {self._settings.episode_timeout_s}"
         if any(handle.waiting_for_engine for handle in handles.values()):
             detail = f"member {member}: no engine answered within {limit}"

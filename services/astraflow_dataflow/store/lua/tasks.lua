@@ -251,14 +251,16 @@ end
 local function barred(P)
   if call('HGET', K.run(P), 'state') ~= 'active' then return 'run_finished' end
   for _, policy in ipairs(policies(P)) do
-    if call('HEXISTS', K.policy(P, policy), 'version') == 0 then return 'no_version' end
+    local f = call('HMGET', K.policy(P, policy), 'version', 'external')
+    if not f[1] and f[2] ~= '1' then return 'no_version' end
   end
   return nil
 end
 
 -- Why a node without credit gets nothing. `serving` maps policy to the version the node says it serves.
 local function no_room(P, serving)
-  for _, policy in ipairs(policies(P)) do
+  for _, role in ipairs(trained_roles(P)) do
+    local policy = role.policy
     local lag = lag_of(P, policy, serving)
     if lag > tonumber(call('HGET', K.policy(P, policy), 'max_staleness')) and free_credit(P, policy, 0) > 0 then
       return lag == math.huge and 'policy_not_served' or 'node_behind'
@@ -307,8 +309,8 @@ local function is_more(P, serving, reason)
   if not reason or reason == 'node_full' or reason == 'node_behind' or reason == 'policy_not_served' then return true end
   if call('HLEN', K.open_evaluations(P)) > 0 or call('ZCARD', K.retry(P, TRAIN)) > 0 then return true end
   if reason ~= 'staleness_window' then return false end
-  for _, policy in ipairs(policies(P)) do
-    if lag_of(P, policy, serving) > 0 then return true end
+  for _, role in ipairs(trained_roles(P)) do
+    if lag_of(P, role.policy, serving) > 0 then return true end
   end
   return false
 end
