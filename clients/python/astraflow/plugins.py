@@ -7,11 +7,11 @@ only, so a recipe's rewards and workflows can be tested without any service inst
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
+from astraflow.messages import Message, Tool, ToolCall
 from astraflow.plugin_state import PluginState
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Demonstration",
     "Demonstrations",
     "Environment",
+    "EnvironmentFailed",
     "Episode",
     "Filter",
     "GenerateResult",
@@ -47,61 +48,6 @@ __all__ = [
     "VersionSpan",
     "Workflow",
 ]
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of the tool `name` by an assistant; `arguments` is a JSON object as text, `id` names the call."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A tool that an assistant may call; `parameters` is a JSON schema as text."""
-
-    name: str
-    description: str = ""
-    parameters: str = '{"type": "object", "properties": {}}'
-
-    def as_chat(self) -> dict[str, Any]:
-        """Return the mapping that chat templates take."""
-        schema = json.loads(self.parameters)
-        described = {"name": self.name, "description": self.description, "parameters": schema}
-        return {"type": "function", "function": described}
-
-
-@dataclass(frozen=True)
-class Message:
-    """One chat message in the shape of the OpenAI API: `role` is `system`, `user`, `assistant` or `tool`.
-
-    An assistant makes `tool_calls`; a tool answers `tool_call_id`. `name` tells apart who has the same role.
-    """
-
-    role: str
-    content: str
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""
-    name: str = ""
-
-    def as_chat(self) -> dict[str, Any]:
-        """Return the mapping that chat templates take; arguments are decoded where they are JSON."""
-        calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _decoded(call)}}
-            for call in self.tool_calls
-        ]
-        optional = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
-        given = {name: value for name, value in optional.items() if value}
-        return {"role": self.role, "content": self.content, **given}
-
-
-def _decoded(call: ToolCall) -> Any:  # noqa: ANN401 - JSON
-    try:
-        return json.loads(call.arguments)
-    except ValueError:
-        return call.arguments
 
 
 @dataclass(frozen=True)
@@ -159,6 +105,14 @@ class MissingCapability(Exception):
     """
 
 
+class EnvironmentFailed(Exception):
+    """Raised when what an episode acts in raised, hung, died or broke its bounds; says which, in which turn, and what
+    to do.
+
+    The attempt ends with reason `environment_failed` and the task is leased again.
+    """
+
+
 @runtime_checkable
 class Reward(Protocol):
     """Scores the text of one completion; called by a workflow on the node. Must be fast, pure and finite."""
@@ -178,11 +132,13 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class TurnSpan:
-    """Tokens [start, end) of a sequence are one turn of the chat role `role`."""
+    """Tokens [start, end) of a sequence are one turn of the chat role `role`; `reward` is what the environment gave for
+    it."""
 
     start: int
     end: int
     role: str
+    reward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -307,14 +263,26 @@ class TrajectoryBuilder:
             raise ValueError("the prompt comes first, and once; add_messages adds what follows a generation")
         self._add_given(self._policy.encode(messages, tools=self._tools), messages)
 
-    def add_messages(self, messages: Sequence[Message]) -> None:
-        """Add what follows a generation and is not trained on."""
+    def add_messages(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> bool:
+        """Add what follows a generation and is not trained on.
+
+        Returns False, and adds nothing, when that would leave no room for a token below `max_tokens` in all.
+        """
         if not self._finish_reason:
             raise ValueError("messages follow a generation; give all that stand before it to add_prompt")
         extended = self._policy.extend(self._token_ids, messages, tools=self._tools)
         if extended[: len(self._token_ids)] != self._token_ids:
             raise ValueError("the policy's extend changed tokens that were sampled; it may only append")
+        if max_tokens is not None and len(extended) >= max_tokens:
+            return False
         self._add_given(extended[len(self._token_ids) :], messages)
+        return True
+
+    def reward_turn(self, reward: float) -> None:
+        """Note what the environment gave for the newest generation."""
+        if not self._turn_spans or self._turn_spans[-1].role != "assistant":
+            raise ValueError("a reward is for a generation; note it before more messages are added")
+        self._turn_spans[-1] = replace(self._turn_spans[-1], reward=reward)
 
     async def generate(self, *, max_new_tokens: int | None = None) -> GenerateResult:
         """Sample a continuation of what is built, and add it."""
@@ -373,17 +341,18 @@ class TrajectoryBuilder:
 @dataclass(frozen=True, kw_only=True)
 class Observation:
     """What an environment shows after a reset or an action. `reward` is that of the action; `done` tells that the
-    episode is over, by success, failure or the environment's own limit."""
+    episode is over, by success, failure or the environment's own limit. `tools` are named at the reset."""
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """What one episode acts in; made, used and closed by a workflow in the node's event loop."""
+    """What one episode acts in: in the node's event loop, or served by a process of its own."""
 
     async def reset(self, task: TaskSpec) -> Observation:
         """Start anew for `task`; deterministic in it. Returns what is seen first."""

@@ -12,6 +12,7 @@ from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow_kit.lifecycle import Service
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
+from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.node.engine_host import ChildHost, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
@@ -89,6 +90,7 @@ class Node:
     node_id: str
     policies: PolicyTable
     endpoint: Endpoint
+    served: ServedEnvironments
     session: Session
     pusher: Pusher
     worker: Worker
@@ -99,7 +101,7 @@ class Node:
         engines: list[Service] = []
         for part in self.policies.parts.values():
             engines += [part.host, part.weights]
-        return [self.endpoint, *engines, self.pusher, self.worker]
+        return [self.endpoint, self.served, *engines, self.pusher, self.worker]
 
     @property
     def waiting_for(self) -> str:

@@ -22,6 +22,7 @@ from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.plugins import describe
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused
+from astraflow_raas.environments.remote import EnvironmentUnavailable
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.work.episode import EpisodeIds, VersionMoved, build_episode
@@ -218,6 +219,10 @@ def _of_error(error: Exception, *, member: int) -> Failure:
     detail = f"member {member}: {text}"
     if isinstance(error, plugins.MissingCapability):
         return Failure(reason=MISSING_CAPABILITY, detail=f"member {member}: {error}", retryable=True)
+    if isinstance(error, plugins.EnvironmentFailed):
+        return Failure(reason="environment_failed", detail=f"member {member}: {error}", retryable=True)
+    if isinstance(error, EnvironmentUnavailable):
+        return Failure(reason="environment_unavailable", detail=f"member {member}: {error}", retryable=True)
     if isinstance(error, VersionMoved):
         return Failure(reason="version_unavailable", detail=detail, retryable=True)
     if isinstance(error, EngineFaulty):

@@ -202,8 +202,8 @@ class RaasSettings(Section):
 
     workflow: PluginSettings = PluginSettings(use="astraflow_raas.workflows.single_turn:SingleTurn")
     """`Workflow` plug-in; its class may take `reward`, which is the reward below."""
-    reward: PluginSettings
-    """`Reward` plug-in."""
+    reward: PluginSettings | None = None
+    """`Reward` plug-in; for a workflow whose environment gives all rewards it may be left out."""
     max_concurrent_tasks: int = Field(default=16, ge=1, le=65_536)
     """Tasks a node runs at once."""
     episode_timeout_s: float = Field(default=60.0, gt=0, le=86_400)

@@ -1,0 +1,103 @@
+"""Observations and tasks between environments and the contract, and the bounds that both sides keep.
+
+Invariant: an observation that `observation_to_proto` or `check_observation` let pass fits the contract; a task and an
+observation survive the way there and back. Used by nodes and by the environment service.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+
+from astraflow.chat import message_from_proto, message_to_proto
+from astraflow.plugins import Observation, TaskSpec, Tool
+from astraflow.raas.v1 import environment_service_pb2 as contract
+from astraflow.rollout.v1 import task_pb2
+
+__all__ = [
+    "check_observation",
+    "observation_from_proto",
+    "observation_to_proto",
+    "task_from_proto",
+    "task_to_proto",
+    "tools_to_proto",
+]
+
+MAX_MESSAGES, MAX_TEXT_BYTES, MAX_METRICS = 64, 2**20, 64
+_ROLES = ("system", "user", "tool")
+
+
+def check_observation(seen: object) -> Observation:
+    """Return it. Raises ValueError with the value, the bound and the remedy."""
+    if not isinstance(seen, Observation):
+        raise ValueError(f"it returned {type(seen).__name__} instead of an Observation")
+    if len(seen.messages) > MAX_MESSAGES:
+        raise ValueError(
+            f"an observation has {len(seen.messages)} messages, at most {MAX_MESSAGES}; join them"
+        )
+    num_bytes = sum(len(message.content.encode()) for message in seen.messages)
+    if num_bytes > MAX_TEXT_BYTES:
+        raise ValueError(f"an observation has {num_bytes} bytes of text, at most {MAX_TEXT_BYTES}; show less")
+    roles = {message.role for message in seen.messages} - set(_ROLES)
+    if roles:
+        raise ValueError(f"an observation speaks as {sorted(roles)}; it may as {', '.join(_ROLES)}")
+    if not math.isfinite(seen.reward):
+        raise ValueError(f"reward {seen.reward} is not finite")
+    bad = [name for name, value in seen.metrics.items() if not math.isfinite(value)]
+    if bad or len(seen.metrics) > MAX_METRICS:
+        raise ValueError(f"{len(seen.metrics)} metrics, at most {MAX_METRICS}, and finite (not so: {bad})")
+    return seen
+
+
+def observation_to_proto(seen: object) -> contract.Observation:
+    """Return the contract's form. Raises ValueError as `check_observation`."""
+    checked = check_observation(seen)
+    return contract.Observation(
+        messages=map(message_to_proto, checked.messages),
+        reward=checked.reward,
+        terminated=checked.done,
+        metrics=checked.metrics,
+    )
+
+
+def observation_from_proto(seen: contract.Observation, tools: Iterable[contract.Tool] = ()) -> Observation:
+    """Return the form that plug-ins see."""
+    return Observation(
+        messages=tuple(map(message_from_proto, seen.messages)),
+        reward=seen.reward,
+        done=seen.terminated or seen.truncated,
+        metrics=dict(seen.metrics),
+        tools=tuple(Tool(tool.name, tool.description, tool.arguments_schema_json.decode()) for tool in tools),
+    )
+
+
+def tools_to_proto(tools: Iterable[Tool]) -> list[contract.Tool]:
+    """Return the contract's form."""
+    return [
+        contract.Tool(
+            name=tool.name, description=tool.description, arguments_schema_json=tool.parameters.encode()
+        )
+        for tool in tools
+    ]
+
+
+def task_to_proto(task: TaskSpec) -> task_pb2.Task:
+    """Return the contract's form of what an environment starts from."""
+    return task_pb2.Task(
+        task_id=task.task_id,
+        messages=map(message_to_proto, task.messages),
+        data_json=json.dumps(dict(task.data)).encode(),
+        source=task.source,
+    )
+
+
+def task_from_proto(task: task_pb2.Task) -> TaskSpec:
+    """Return the form that plug-ins see. Raises ValueError for data that is no JSON object."""
+    try:
+        data = json.loads(task.data_json) if task.data_json else {}
+    except ValueError as error:
+        raise ValueError(f"task {task.task_id}: data_json is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"task {task.task_id}: data_json is {type(data).__name__}, expected an object")
+    return TaskSpec(task.task_id, tuple(map(message_from_proto, task.messages)), data, source=task.source)
