@@ -112,6 +112,8 @@ class PolicyState:
     """One policy inside an audit."""
 
     policy_id: str
+    frozen: bool
+    """Not trained."""
     outstanding: int
     ready: int
     unpublished: int
@@ -137,6 +139,12 @@ class PolicyState:
     """`outstanding`, counted again from the tasks that are not settled."""
     no_credit: int
     """Trajectories dropped as `no_credit` so far."""
+    settled: int
+    """Trajectories of complete tasks so far."""
+    trainer: str
+    """Who claimed it last."""
+    heard_ms: int
+    """When that trainer last called; 0 when nobody holds the policy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,9 +139,7 @@ class RunLoop:
         self._late = late
 
     async def _evaluate(self, life: Life) -> None:
-        newest = {
-            policy_id: version for policy_id, version in self.context.newest_versions.items() if version >= 0
-        }
+        newest = self.context.newest_trained
         await self._plan(newest, life)
         evaluations = await self.store.evaluations.all(self.context.run_id)
         self._busy = life is Life.FINISHING or any(item.state == "open" for item in evaluations)

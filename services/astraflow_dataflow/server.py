@@ -87,7 +87,9 @@ class Dataflow:
                 store, code_dir=settings.work_dir / "code" if settings.allow_recipe_code else None
             ),
             versions=versions,
-            reporting=Reporting(store=store, versions=versions, metrics=metrics),
+            reporting=Reporting(
+                store=store, versions=versions, metrics=metrics, trainer_lease_s=settings.batch_lease_s
+            ),
             settling=Settling(store, metrics),
             durability=Durability(connection, settings.durability),
         )

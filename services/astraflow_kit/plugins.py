@@ -213,7 +213,8 @@ def _method_mismatch(found: object, member: str, *, wanted: object) -> str | Non
     function = given.__func__ if isinstance(given, staticmethod | classmethod) else given
     if not callable(function):
         return f"its `{member}` is not a function; define {form}"
-    if inspect.iscoroutinefunction(wanted) != inspect.iscoroutinefunction(function):
+    may_be_async = "Awaitable" in str(expected.return_annotation)
+    if not may_be_async and inspect.iscoroutinefunction(wanted) != inspect.iscoroutinefunction(function):
         return f"its `{member}` is {'not ' if keyword == 'async def' else ''}async; define {form}"
     actual = _signature(function, drop_self=isinstance(found, type) and not isinstance(given, staticmethod))
     return _call_mismatch(actual, expected, member=member, form=form)

@@ -20,6 +20,7 @@ from astraflow_kit.plugins import RecipeSource, load, make
 from astraflow_kit.recipe_code import install_code
 from astraflow_raas.environments.recipe_environments import RecipeEnvironments
 from astraflow_raas.environments.served import ServedEnvironments
+from astraflow_raas.grading.scoring import RewardScorer, make_scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class RecipeWorkflow:
     """A run's workflow, made."""
 
     workflow: Workflow
+    scorer: RewardScorer | None
+    """The reward, which the workflow holds as well; its worker processes live as long as the node."""
     roles: Mapping[str, ResolvedRole]
     """The run's roles by the names that the workflow uses."""
 
@@ -53,8 +56,11 @@ def load_workflow(
         "endpoint": endpoint,
         "environments": RecipeEnvironments(source, served=served),
     }
+    scorer = None
     if settings.reward is not None:
-        offered["reward"] = make(settings.reward, protocol=Reward, source=source)
+        reward = make(settings.reward, protocol=Reward, source=source)
+        scorer = make_scorer(reward, settings.reward, source=source, given=settings.reward_limits)
+        offered["reward"] = scorer
     elif _requires_reward(settings.workflow, source=source):
         raise RecipeError(
             f"raas.reward is missing, and {settings.workflow.use} cannot do without; name a reward"
@@ -70,7 +76,7 @@ def load_workflow(
     except (TypeError, ValueError) as error:
         place = place_of(settings.workflow, source.text, source=source.name)
         raise RecipeError(f"{place}: {settings.workflow.use}: {error}") from error
-    return RecipeWorkflow(workflow=workflow, roles=roles)
+    return RecipeWorkflow(workflow=workflow, scorer=scorer, roles=roles)
 
 
 def _requires_reward(workflow: PluginSettings, *, source: RecipeSource) -> bool:

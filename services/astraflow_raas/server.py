@@ -25,7 +25,7 @@ from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.command import require_engine
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.loops import LoopService
-from astraflow_raas.node.assembly import NodeInputs, assemble_node
+from astraflow_raas.node.assembly import NodeInputs, assemble_node, gpus_of
 from astraflow_raas.node.folder import NodeFolder, claim_folder
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.node.mirror_folders import MirrorFolders
@@ -78,6 +78,7 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
     async with _claimed(settings) as folder, _client(settings) as client:
         await require_engine(settings.engine, python=settings.engine_python)
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
+        gpus_of(settings, found.recipe.policies)
         load_workflow(
             found.run,
             found.recipe,
@@ -113,6 +114,7 @@ async def _join(
     found = await find_run(client, settings.run_id, patience_s=settings.join_timeout_s)
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
+    gpus_of(settings, found.recipe.policies)
     endpoint, served = Endpoint(), _served_environments(settings)
     workflow = load_workflow(
         found.run,

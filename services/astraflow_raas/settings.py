@@ -46,13 +46,19 @@ class NodeSettings(StoreAccess):
     """One more argument for the engine's command line; repeat it."""
     engine_threads: Annotated[int, Field(ge=0, le=4096)] = 1
     """OMP threads of a CPU engine; 0 leaves it to the engine."""
+    engine_gpus: Annotated[str, Field(pattern=r"^$|^[0-9]+(,[0-9]+)*$"), CommandOption(metavar="0,1,…")] = ""
+    """GPUs for SGLang, in equal shares for the run's policies; empty leaves the choice to SGLang."""
+    engine_tp_size: Annotated[int, Field(ge=1, le=1024)] = 1
+    """GPUs that SGLang spreads one copy of a model over; a share that holds several copies is data parallel."""
     engine_start_timeout_s: Annotated[float, Field(gt=0, le=7200)] = 300.0
     """Seconds a started engine may take until it is healthy."""
     engine_request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """Seconds one call to the engine may take; episodes have their own, shorter bound from the recipe."""
-    engine_stall_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    """Seconds of running calls without any answer after which the engine must prove its health or be
-    restarted."""
+    engine_swap_timeout_s: Annotated[float, Field(gt=0, le=7200)] = 120.0
+    """Seconds an engine may take to load a version; sampling pauses meanwhile. One that takes longer is restarted."""
+    engine_stall_s: Annotated[float, Field(gt=0, le=3600)] = 15.0
+    """Seconds of running calls without any answer after which the engine must show within 25 s that it still makes
+    tokens, or be restarted."""
     engine_restart_backoff_s: Annotated[float, Field(gt=0, le=600)] = 0.5
     """Wait before the first restart of a dead engine; doubles up to 30 s while restarts keep failing."""
 

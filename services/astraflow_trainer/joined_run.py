@@ -32,8 +32,6 @@ class JoinedRun:
     store_uri: str
     source: RecipeSource
     """The recipe's text and own code, for its plug-ins."""
-    code_sha256: str
-    """Digest of that code, as hex."""
 
     @property
     def policy(self) -> ResolvedPolicy:
@@ -64,7 +62,6 @@ def join_run(
         policy_id=_choose(recipe, policy_id),
         store_uri=run.store_uri,
         source=source,
-        code_sha256=run.code.sha256.hex(),
     )
 
 

@@ -202,6 +202,9 @@ class TrainingSession:
             if newest is None or newest.version < start.version:
                 worker.submit(start.step, learner.published_bytes())
                 worker.wait_until_done()
+            if not policy.train:
+                log.info("policy.published", version=start.version, reason="it is not trained")
+                return
             loop = TrainingLoop(
                 source=RankBatches(self._source, self._group.training),
                 learner=learner,

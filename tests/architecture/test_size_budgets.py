@@ -18,9 +18,9 @@ from support.source_tree import REPOSITORY, SERVICES, modules, recipe_modules, r
 MODULE_LINES = 600
 Kind = type[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]
 BUDGETS: dict[Kind, int] = {ast.FunctionDef: 50, ast.AsyncFunctionDef: 50, ast.ClassDef: 300}
-KIT_LINES = 1_800
+KIT_LINES = 1_900
 RECIPE_LINES = 150
-PRODUCT_CODE_LINES = 30_000
+PRODUCT_CODE_LINES = 31_200
 TEST_CODE_LINES = 35_050
 MEDIAN_MODULE = 140
 ROOM_MODULES = 16

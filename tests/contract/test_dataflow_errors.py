@@ -31,6 +31,16 @@ def create(**fields: Any) -> Message:
     return runs.CreateRunRequest(run=run_pb2.Run(**({"run_id": "r", "recipe_yaml": RECIPE} | fields)))
 
 
+def bundle(path: str, **fields: Any) -> run_pb2.CodeBundle:
+    """Code of one file."""
+    return run_pb2.CodeBundle(files=[run_pb2.CodeFile(path=path, content=b"x")], **fields)
+
+
+def update(state: int, **fields: Any) -> Message:
+    """UpdateRun to this state."""
+    return request_of(runs.UpdateRunRequest, state=state, **fields)
+
+
 def submit(*submitted: task_pb2.Task) -> Message:
     """SubmitTasks with these tasks."""
     return request_of(tasks.SubmitTasksRequest, tasks=submitted)
@@ -66,30 +76,18 @@ async def submit_while_finishing(world: World) -> object:
 ROWS: dict[str, tuple[Call, str]] = {
     "run with a broken recipe": (create(recipe_yaml="run: 1"), "INVALID_RECIPE"),
     "run with an unknown plug-in": (
-        create(recipe_yaml=RECIPE.replace("dataflow_world:Empty", "nowhere:Empty")),
+        create(recipe_yaml=recipe_text(dataset="nowhere:Empty")),
         "PLUGIN_FAILED",
     ),
-    "run whose code is not what its digest says": (
-        create(code=run_pb2.CodeBundle(files=[run_pb2.CodeFile(path="recipe.py", content=b"x")], sha256=SHA)),
-        "INVALID_RECIPE",
-    ),
-    "run whose code leaves its folder": (
-        create(code=run_pb2.CodeBundle(files=[run_pb2.CodeFile(path="../a.py")])),
-        "INVALID_RECIPE",
-    ),
-    "run that needs its own code where that is not allowed": (
-        create(recipe_yaml=RECIPE.replace("support.dataflow_world:Empty", "recipe:Data")),
+    "run whose code has another digest": (create(code=bundle("recipe.py", sha256=SHA)), "INVALID_RECIPE"),
+    "run whose code leaves its folder": (create(code=bundle("../a.py")), "INVALID_RECIPE"),
+    "run whose own code is not allowed": (
+        create(recipe_yaml=recipe_text(dataset="recipe:Data")),
         "PLUGIN_FAILED",
     ),
     "run that exists with another store": (create(run_id="run", store_uri="file:///else"), "CONFLICT"),
-    "update to an unknown state": (
-        request_of(runs.UpdateRunRequest, state=run_pb2.RUN_STATE_FINISHED),
-        INVALID,
-    ),
-    "update of an unknown run": (
-        runs.UpdateRunRequest(run_id="nowhere", state=run_pb2.RUN_STATE_FINISHING),
-        MISSING,
-    ),
+    "update to an unknown state": (update(run_pb2.RUN_STATE_FINISHED), INVALID),
+    "update of an unknown run": (update(run_pb2.RUN_STATE_FINISHING, run_id="nowhere"), MISSING),
     "the only run when there are two": (the_only_run_of_two, STATE),
     "submit a task of the server's own": (submit(task_pb2.Task(task_id="eval:x")), INVALID),
     "submit an evaluation": (submit(task_pb2.Task(task_id="t", purpose=2)), INVALID),
@@ -98,16 +96,10 @@ ROWS: dict[str, tuple[Call, str]] = {
     "lease without a join": (lease(node_id="stranger"), MISSING),
     "lease as another incarnation": (lease(incarnation=2), "FENCED"),
     "claim of an unknown policy": (request_of(batches.ClaimPolicyRequest, policy_id="nobody"), MISSING),
-    "claim of a policy that is held": (
-        request_of(batches.ClaimPolicyRequest, only_if_unheld=True),
-        "POLICY_HELD",
-    ),
-    "hold of a policy under an epoch never given": (
-        request_of(batches.HoldPolicyRequest, trainer_epoch=99),
-        "FENCED",
-    ),
+    "claim of a held policy": (request_of(batches.ClaimPolicyRequest, only_if_unheld=True), "POLICY_HELD"),
+    "hold under an epoch never given": (request_of(batches.HoldPolicyRequest, trainer_epoch=99), "FENCED"),
     "hold of an unknown policy": (request_of(batches.HoldPolicyRequest, policy_id="nobody"), MISSING),
-    "release of a policy of somebody else's": (
+    "release of somebody else's policy": (
         request_of(batches.ReleasePolicyRequest, trainer_epoch=99),
         "FENCED",
     ),
@@ -115,10 +107,7 @@ ROWS: dict[str, tuple[Call, str]] = {
     "acquire a step too far": (of_step(batches.AcquireBatchRequest, step=2), INVALID),
     "fetch of a step that is not bound": (of_step(batches.FetchBatchRequest), MISSING),
     "renewal of a step that is not bound": (of_step(batches.RenewBatchRequest), MISSING),
-    "ack of a step that is not bound": (
-        of_step(batches.AckBatchRequest, stage=batches.BATCH_STAGE_TRAINED),
-        MISSING,
-    ),
+    "ack of an unbound step": (of_step(batches.AckBatchRequest, stage=batches.BATCH_STAGE_TRAINED), MISSING),
     "ack of no stage": (of_step(batches.AckBatchRequest), INVALID),
     "durable before trained": (of_step(batches.MarkDurableRequest), INVALID),
     "publish a gap": (publish(version=7), "VERSION_GAP"),
@@ -147,15 +136,13 @@ async def test_the_server_answers(world: World, row: str) -> None:
 async def test_creating_a_run_again_returns_the_stored_one(world: World) -> None:
     first = await world.create_run(name="run")
     assert await world.create_run(name="run") == first
-    listed = await world.client.call(world.client.runs.ListRuns, runs.ListRunsRequest())
-    assert list(listed.runs) == [first]
+    assert list((await world.ask(runs.ListRunsResponse)).runs) == [first]
 
 
 async def test_joining_returns_all_a_node_needs(world: World) -> None:
     run = await world.create_run(name="run")
     await world.trainer()
-    request = runs.JoinRunRequest(node_id="n1", incarnation=1, max_concurrent_tasks=1)
-    joined = await world.client.call(world.client.runs.JoinRun, request)
+    joined = await world.join("n1", incarnation=1, max_concurrent_tasks=1)
     assert joined.run == run
     assert [version.version for version in joined.versions] == [0]
     assert joined.lease_ttl_duration.ToSeconds() == 20

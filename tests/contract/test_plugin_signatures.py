@@ -39,7 +39,14 @@ CALLS = {
             "(self, token_ids: Sequence[int], *, tools: Sequence[Tool] = (), prompt_ids: Sequence[int] = ()) -> Message"
         ),
     },
-    "Reward": {"__call__": "(self, task: TaskSpec, completion: str) -> float"},
+    "Reward": {
+        "__call__": "(self, task: TaskSpec, completion: str) -> float | Score | Awaitable[float | Score]"
+    },
+    "Scorer": {
+        "__call__": (
+            "(self, task: TaskSpec, completion: str, *, policies: Mapping[str, Policy] | None = None) -> Score"
+        )
+    },
     "Selector": {"select": "(self, candidates: Sequence[ReadyGroup], request: StepRequest) -> Sequence[str]"},
     "Workflow": {"run": "(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode"},
 }
@@ -59,6 +66,8 @@ VALUES = {
     "Message": "role content tool_calls tool_call_id name",
     "Observation": "messages reward done metrics tools",
     "ReadyGroup": "group_id trajectories arrival task_id role source",
+    "RewardLimits": "processes timeout_s memory_mb max_calls",
+    "Score": "reward metrics",
     "StepRequest": "policy step base_version num_groups max_staleness num_outstanding",
     "TaskSpec": "task_id messages data source",
     "ToolCall": "id name arguments",

@@ -6,9 +6,10 @@ open. `tests/contract/test_dataflow_errors.py` holds one row per rule of the con
 """
 
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -16,16 +17,11 @@ import pytest
 
 from astraflow._status import from_rpc_error
 from astraflow.client import AsyncClient, RetryPolicy
-from astraflow.dataflow.v1 import (
-    batch_pb2,
-    batch_service_pb2,
-    trajectory_service_pb2,
-    trajectory_service_pb2_grpc,
-)
-from astraflow.dataflow.v1 import run_service_pb2 as runs
+from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2, trajectory_service_pb2
+from astraflow.dataflow.v1.trajectory_service_pb2_grpc import TrajectoryServiceStub
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
-from support.any_rpc import INVALID, MISSING, answer, assert_refused, request_of
+from support.any_rpc import INVALID, MISSING, assert_refused
 from support.dataflow_world import Node, Trainer, World, served, tokens_file
 from support.redis_content import Content, redis_content
 
@@ -84,7 +80,7 @@ async def send_more_than_the_server_reads(scene: Scene) -> object:
     """As a client of another make would, which has no limit of its own."""
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(scene.world.address, options=options) as channel:
-        stub = trajectory_service_pb2_grpc.TrajectoryServiceStub(channel)
+        stub = TrajectoryServiceStub(channel)
         episode = scene.episode(episode_id=HUGE)
         try:
             return await stub.PushEpisode(trajectory_service_pb2.PushEpisodeRequest(episode=episode))
@@ -92,76 +88,76 @@ async def send_more_than_the_server_reads(scene: Scene) -> object:
             raise from_rpc_error(error) from error
 
 
-Call = Callable[[Scene], Awaitable[object]]
-OLDER = ("epoch 1", "2")
+class Row(NamedTuple):
+    """What is done or spoilt, the reason of the refusal, the words a person needs."""
 
-# The call, the reason of its refusal, the words a person needs.
-ROWS: dict[str, tuple[Call, str, tuple[str, ...]]] = {
-    "ack with a digest of other trajectories": (
+    act: Callable[..., Any]
+    reason: str
+    words: tuple[str, ...]
+    token: str | None = None
+
+
+OLDER = ("epoch 1", "2")
+ROWS = {
+    "ack with a digest of other trajectories": Row(
         lambda scene: scene.trainer.ack(scene.batch, TRAINED, digest=b"x" * 32),
         "CONFLICT",
         ("digest", "fetch the batch again"),
     ),
-    "ack of another batch": (
+    "ack of another batch": Row(
         lambda scene: scene.trainer.ack(another_batch(scene), TRAINED),
         MISSING,
         ("solver.9 is not bound to step 1", "acquire the step again"),
     ),
-    "ack under an older epoch": (lambda scene: scene.zombie.ack(scene.batch, TRAINED), "FENCED", OLDER),
-    "acquire under an older epoch": (lambda scene: scene.zombie.acquire(1, wait_s=0), "FENCED", OLDER),
-    "publish under an older epoch": (lambda scene: scene.zombie.publish(version=1, step=1), "FENCED", OLDER),
-    "fetch under an older epoch": (lambda scene: scene.zombie.fetch(1), "FENCED", OLDER),
-    "give back under an older epoch": (lambda scene: scene.zombie.nack(1), "FENCED", OLDER),
-    "durable under an older epoch": (lambda scene: scene.zombie.mark_durable(0), "FENCED", OLDER),
-    "publish a step that is not trained": (
-        lambda scene: scene.trainer.publish(version=1, step=1),
-        INVALID,
-        ("step 1", "trained", "not finished"),
+    "ack under an older epoch": Row(lambda scene: scene.zombie.ack(scene.batch, TRAINED), "FENCED", OLDER),
+    "acquire under an older epoch": Row(lambda scene: scene.zombie.acquire(1, wait_s=0), "FENCED", OLDER),
+    "publish under an older epoch": Row(
+        lambda scene: scene.zombie.publish(version=1, step=1), "FENCED", OLDER
     ),
-    "publish another manifest as version 0": (
+    "fetch under an older epoch": Row(lambda scene: scene.zombie.fetch(1), "FENCED", OLDER),
+    "give back under an older epoch": Row(lambda scene: scene.zombie.nack(1), "FENCED", OLDER),
+    "durable under an older epoch": Row(lambda scene: scene.zombie.mark_durable(0), "FENCED", OLDER),
+    "publish a step that is not trained": Row(
+        lambda scene: scene.trainer.publish(version=1, step=1), INVALID, ("step 1", "trained", "not finished")
+    ),
+    "publish another manifest as version 0": Row(
         lambda scene: scene.trainer.publish(version=0, step=0, content=b"other"),
         "CONFLICT",
         ("version 0", "next free number"),
     ),
-    "fetch a trajectory of another batch": (
+    "fetch a trajectory of another batch": Row(
         lambda scene: scene.trainer.fetch(1, "somebody-elses"),
         INVALID,
         ("somebody-elses", "are not in batch"),
     ),
-    "push to another run": (
-        lambda scene: scene.node.push(scene.episode(run_id="elsewhere")),
-        MISSING,
-        ("elsewhere",),
+    "push to another run": Row(
+        lambda scene: scene.node.push(scene.episode(run_id="elsewhere")), MISSING, ("elsewhere",)
     ),
-    "lease in another run": (lease_in_another_run, MISSING, ("elsewhere",)),
-    "join a run that is not there": (
-        lambda scene: answer(
-            scene.world, request_of(runs.JoinRunRequest, run_id="rum", max_concurrent_tasks=1)
-        ),
+    "lease in another run": Row(lease_in_another_run, MISSING, ("elsewhere",)),
+    "join a run that is not there": Row(
+        lambda scene: scene.world.join("n1", incarnation=1, run_id="rum", max_concurrent_tasks=1),
         MISSING,
         ("rum", "run"),
     ),
-    "push under a version not announced yet": (
+    "push under a version not announced yet": Row(
         lambda scene: scene.node.push(scene.episode(version=3)),
         "UNKNOWN_VERSION",
         ("version 3", "newest announced here is 0", "push it again"),
     ),
-    "send more than a message holds": (
+    "send more than a message holds": Row(
         lambda scene: scene.node.push(scene.episode(episode_id=HUGE)),
         INVALID,
         ("bytes, at most 67108864", "send it in parts"),
     ),
-    "send more than the server reads": (
-        send_more_than_the_server_reads,
-        INVALID,
-        ("larger than max", "134217728", "shorten the episode"),
+    "send more than the server reads": Row(
+        send_more_than_the_server_reads, INVALID, ("larger than max", "134217728", "shorten the episode")
     ),
 }
 
 
 @pytest.mark.parametrize("row", ROWS)
 async def test_a_bad_call_is_refused_and_changes_nothing(scene: Scene, row: str) -> None:
-    call, reason, words = ROWS[row]
+    call, reason, words, _ = ROWS[row]
     before = scene.state()
     with pytest.raises(AstraflowError) as refused:
         await call(scene)
@@ -205,34 +201,29 @@ def not_a_body(episode: trajectory_pb2.Episode, _: trajectory_pb2.Trajectory) ->
     episode.trajectories[0].body = b"\xff" * 9
 
 
-# What is wrong with the episode, the slug of its reason, the words of its detail.
-POISONS: dict[str, tuple[Spoil, str, tuple[str, ...]]] = {
-    "token ids cut": (column("token_ids", lambda c: c[:-1]), "length_mismatch", ("31 bytes", "need 32")),
-    "one token less": (
-        column("token_ids", lambda c: c[:-4]),
-        "length_mismatch",
-        ("28 bytes", "8 tokens of the header"),
+POISONS = {
+    "token ids cut": Row(column("token_ids", lambda c: c[:-1]), "length_mismatch", ("31 bytes", "need 32")),
+    "one token less": Row(
+        column("token_ids", lambda c: c[:-4]), "length_mismatch", ("28 bytes", "8 tokens of the header")
     ),
-    "log-probs short": (column("logprobs", lambda c: c[:-4]), "length_mismatch", ("28 bytes", "need 32")),
-    "mask long": (column("loss_mask", lambda c: c + b"\0"), "length_mismatch", ("2 bytes", "need 1")),
-    "NaN log-prob": (logprob(float("nan")), "nan_logprob", ("token 7", "NaN")),
-    "infinite log-prob": (logprob(float("-inf")), "inf_logprob", ("-inf", "finite")),
-    "log-prob above zero": (logprob(0.5), "positive_logprob", ("0.5", "above 0")),
-    "NaN reward": (header(reward=float("nan")), "nan_reward", ("nan", "finite", "fail the episode")),
-    "infinite reward": (header(reward=float("inf")), "nan_reward", ("inf", "finite")),
-    "version that cannot exist": (
-        header(max_version=99),
-        "future_version",
-        ("version 99", "newest announced is 0"),
+    "log-probs short": Row(column("logprobs", lambda c: c[:-4]), "length_mismatch", ("28 bytes", "need 32")),
+    "mask long": Row(column("loss_mask", lambda c: c + b"\0"), "length_mismatch", ("2 bytes", "need 1")),
+    "NaN log-prob": Row(logprob(float("nan")), "nan_logprob", ("token 7", "NaN")),
+    "infinite log-prob": Row(logprob(float("-inf")), "inf_logprob", ("-inf", "finite")),
+    "log-prob above zero": Row(logprob(0.5), "positive_logprob", ("0.5", "above 0")),
+    "NaN reward": Row(header(reward=float("nan")), "nan_reward", ("nan", "finite", "fail the episode")),
+    "infinite reward": Row(header(reward=float("inf")), "nan_reward", ("inf", "finite")),
+    "version that cannot exist": Row(
+        header(max_version=99), "future_version", ("version 99", "newest announced is 0")
     ),
-    "unknown policy": (header(policy_id="critic"), "unknown_policy", ("'critic'", "(solver)")),
-    "body of something else": (not_a_body, "bad_body", ("9 bytes", "not a serialized Trajectory")),
+    "unknown policy": Row(header(policy_id="critic"), "unknown_policy", ("'critic'", "(solver)")),
+    "body of something else": Row(not_a_body, "bad_body", ("9 bytes", "not a serialized Trajectory")),
 }
 
 
 @pytest.mark.parametrize("name", POISONS)
 async def test_poison_is_told_by_name_counted_and_leaves_the_member_open(scene: Scene, name: str) -> None:
-    spoil, reason, words = POISONS[name]
+    spoil, reason, words, _ = POISONS[name]
     episode = scene.episode(episode_id="bad")
     body = trajectory_pb2.Trajectory.FromString(episode.trajectories[0].body)
     spoil(episode, body)
@@ -280,34 +271,17 @@ async def guarded(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
         yield world
 
 
-# Token, call, code, words.
 UNKNOWN, DENIED = "UNAUTHENTICATED", "PERMISSION_DENIED"
-PEOPLE: dict[str, tuple[str | None, Callable[[World], Awaitable[object]], str, tuple[str, ...]]] = {
-    "no token": (None, World.status, UNKNOWN, ("needs `authorization: Bearer TOKEN`",)),
-    "unknown token": (
-        "stranger",
-        World.status,
-        UNKNOWN,
-        ("the token is unknown to this server", "ask its operator"),
-    ),
-    "a node claims a policy": (
-        "node",
-        World.trainer,
-        DENIED,
-        ("'node' has roles ['rollout']", "ClaimPolicy is for ['operator', 'trainer']"),
-    ),
-    "a trainer joins as a node": (
-        "learner",
-        World.node,
-        DENIED,
-        ("'learner' has roles ['trainer']", "JoinRun is for"),
-    ),
-    "a viewer ends the run": (
-        "person",
-        World.finish,
-        DENIED,
-        ("'person' has roles ['viewer']", "UpdateRun is for ['operator']"),
-    ),
+CLAIMS = ("'node' has roles ['rollout']", "ClaimPolicy is for ['operator', 'trainer']")
+JOINS = ("'learner' has roles ['trainer']", "JoinRun is for")
+ENDS = ("'person' has roles ['viewer']", "UpdateRun is for ['operator']")
+STRANGER = ("the token is unknown to this server", "ask its operator")
+PEOPLE = {
+    "no token": Row(World.status, UNKNOWN, ("needs `authorization: Bearer TOKEN`",)),
+    "unknown token": Row(World.status, UNKNOWN, STRANGER, token="stranger"),
+    "a node claims a policy": Row(World.trainer, DENIED, CLAIMS, token="node"),
+    "a trainer joins as a node": Row(World.node, DENIED, JOINS, token="learner"),
+    "a viewer ends the run": Row(World.finish, DENIED, ENDS, token="person"),
 }
 
 
@@ -321,7 +295,7 @@ async def test_who_the_server_is_needs_no_token(guarded: World, token: str | Non
 async def test_who_may_not_call_is_told_what_is_missing_and_changes_nothing(
     guarded: World, redis_url: str, row: str
 ) -> None:
-    token, call, code, words = PEOPLE[row]
+    call, code, words, token = PEOPLE[row]
     before = redis_content(redis_url)
     async with AsyncClient(guarded.address, token=token, retry=RetryPolicy(total_s=0)) as caller:
         with pytest.raises(AstraflowError) as refused:

@@ -61,12 +61,8 @@ def run_json(text: str) -> Callable[[Path], object]:
     return write
 
 
-RECORD = {
-    "schema_version": 2,
-    "run_id": "other",
-    "recipe_sha256": "ab" * 32,
-    "created": "2030-01-01T00:00:00",
-}
+RECORD: dict[str, object] = {"schema_version": 2, "run_id": "other", "recipe_sha256": "ab" * 32}
+RECORD["created"] = "2030-01-01T00:00:00"
 DATA = ("--data-dir", "data")
 
 ROWS: dict[str, Row] = {

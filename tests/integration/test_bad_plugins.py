@@ -42,15 +42,28 @@ async def test_a_filter_that_raises_drops_the_group_under_its_own_reason(
 
 
 # Plug-ins of the node, the reason of the letter, the words of its detail, the tries it took.
-ON_NODES: dict[str, tuple[dict[str, object], tuple[str, ...], int]] = {
+ON_NODES: dict[str, tuple[dict[str, object], str, tuple[str, ...], int]] = {
     "reward raises": (
         {"reward": '"support.broken_plugins:Reward"'},
+        "reward_error",
         ("KeyError", "'answer' (broken_plugins.py:", "in __call__)"),
         2,
     ),
-    "reward is no number": ({"reward": '"support.broken_plugins:NotANumber"'}, ("nan_reward", "nan"), 1),
+    "reward raises in a worker": (
+        {"reward": '"support.broken_plugins:Reward"', "reward_limits": "{processes: 1}"},
+        "reward_error",
+        ("KeyError", "'answer' (broken_plugins.py:", "in __call__)"),
+        2,
+    ),
+    "reward is no number": (
+        {"reward": '"support.broken_plugins:NotANumber"'},
+        "workflow_error",
+        ("nan_reward", "nan"),
+        1,
+    ),
     "workflow raises": (
         {"workflow": '"support.broken_plugins:Workflow"'},
+        "workflow_error",
         ("RuntimeError", "the game server said no (broken_plugins.py:", "in run)"),
         2,
     ),
@@ -61,14 +74,14 @@ ON_NODES: dict[str, tuple[dict[str, object], tuple[str, ...], int]] = {
 async def test_a_task_no_node_can_finish_ends_as_a_letter_that_says_why(
     world: World, tmp_path: Path, row: str
 ) -> None:
-    raas, words, tries = ON_NODES[row]
+    raas, reason, words, tries = ON_NODES[row]
     await world.create_run(raas=raas, max_attempts=2)
     await world.trainer()
     await world.submit("t1")
     async with local_node(world.address, tmp_path):
         await world.until(lambda status: status.dead_letters == 1)
     (letter,) = (await world.dead_letters()).dead_letters
-    assert (letter.task_id, letter.reason, letter.attempt) == ("t1", "workflow_error", tries)
+    assert (letter.task_id, letter.reason, letter.attempt) == ("t1", reason, tries)
     assert [word for word in words if word not in letter.detail] == [], letter.detail
     await world.has_account(ingested=0)
 

@@ -17,10 +17,9 @@ async def test_a_server_says_who_it_is(world: World) -> None:
 
 
 async def test_an_error_names_the_correlation_id_of_its_call(world: World) -> None:
-    request = run_service_pb2.GetRunRequest(run_id="gone")
     with correlated("step-7"), pytest.raises(NotFoundError) as named:
-        await world.client.call(world.client.runs.GetRun, request)
+        await world.ask(run_service_pb2.GetRunResponse, run_id="gone")
     with pytest.raises(NotFoundError) as unnamed:
-        await world.client.call(world.client.runs.GetRun, request)
+        await world.ask(run_service_pb2.GetRunResponse, run_id="gone")
     assert named.value.metadata["correlation_id"] == "step-7"
     assert unnamed.value.metadata["correlation_id"] not in ("", "step-7")

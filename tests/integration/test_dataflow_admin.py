@@ -51,10 +51,8 @@ async def test_a_trace_tells_the_whole_way_of_a_task_to_its_version(world: World
     batch = await trainer.train(1, base_version=0)
     done = await trace(world, "t1")
     assert (done.state, done.leases[0].outcome) == (trace_pb2.TASK_STATE_DONE, "completed")
-    assert [(episode.member, episode.outcome, episode.node_id) for episode in done.episodes] == [
-        (0, "ACCEPTED", "n1"),
-        (1, "ACCEPTED", "n1"),
-    ]
+    ends = [(episode.member, episode.outcome, episode.node_id) for episode in done.episodes]
+    assert ends == [(0, "ACCEPTED", "n1"), (1, "ACCEPTED", "n1")]
     assert places(done) == [("TRAINED", "")] * 2
     first = done.trajectories[0]
     assert (first.batch_id, first.step, first.published_version) == (batch.batch_id, 1, 1)
@@ -73,10 +71,8 @@ async def test_a_trace_lists_each_attempt_with_its_end_and_each_refusal_with_its
     await other.complete(second)
     await node.push(node.episode(first, 0))
     task = await trace(world, "t1")
-    assert [(lease.attempt, lease.node_id, lease.outcome) for lease in task.leases] == [
-        (1, "n1", "workflow_error"),
-        (2, "n2", "completed"),
-    ]
+    attempts = [(lease.attempt, lease.node_id, lease.outcome) for lease in task.leases]
+    assert attempts == [(1, "n1", "workflow_error"), (2, "n2", "completed")]
     assert [episode.outcome for episode in task.episodes] == ["ACCEPTED", "ACCEPTED", "FENCED"]
     assert places(task) == [("READY", "")] * 2 + [("DROPPED", "fenced")]
 
@@ -89,8 +85,7 @@ async def test_a_task_that_was_never_submitted_is_not_found(world: World) -> Non
 
 async def list_nodes(world: World, **request: object) -> pb.ListNodesResponse:
     """List nodes."""
-    message = pb.ListNodesRequest(run_id=world.run_id, **request)  # type: ignore[arg-type]
-    return await world.client.call(world.client.admin.ListNodes, message)
+    return await world.ask(pb.ListNodesResponse, **request)
 
 
 async def test_nodes_are_listed_in_pages_with_what_they_joined_with(world: World) -> None:
@@ -133,8 +128,7 @@ async def test_a_node_that_falls_silent_is_last_seen_when_it_spoke_although_its_
 
 async def drain(world: World, node_id: str, reason: str = "") -> pb.DrainNodeResponse:
     """Order a drain."""
-    request = pb.DrainNodeRequest(run_id=world.run_id, node_id=node_id, reason=reason)
-    return await world.client.call(world.client.admin.DrainNode, request)
+    return await world.ask(pb.DrainNodeResponse, node_id=node_id, reason=reason)
 
 
 async def test_a_node_that_must_drain_gets_nothing_more_until_it_starts_anew(world: World) -> None:
@@ -172,12 +166,8 @@ async def test_dead_letters_are_listed_in_pages_with_reason_and_payload(world: W
     first = await world.dead_letters(page_size=1, include_tasks=True)
     assert (first.total, len(first.dead_letters)) == (2, 1)
     (letter,) = first.dead_letters
-    assert (letter.task_id, letter.reason, letter.node_id, letter.attempt) == (
-        "t1",
-        "workflow_error",
-        "n1",
-        1,
-    )
+    died = (letter.task_id, letter.reason, letter.node_id, letter.attempt)
+    assert died == ("t1", "workflow_error", "n1", 1)
     assert (letter.task.task_id, letter.payload_ref) == ("t1", f"af:{{run}}:dead {letter.dead_letter_id}")
     rest = await world.dead_letters(page_token=first.next_page_token)
     assert ([item.task_id for item in rest.dead_letters], rest.next_page_token) == (["t2"], "")
@@ -225,8 +215,7 @@ async def test_purged_letters_are_gone(world: World) -> None:
     (first, _) = (await world.dead_letters()).dead_letters
 
     async def purge(*letter_ids: str) -> int:
-        request = pb.PurgeDeadLettersRequest(run_id="run", dead_letter_ids=letter_ids)
-        return (await world.client.call(world.client.admin.PurgeDeadLetters, request)).purged
+        return (await world.ask(pb.PurgeDeadLettersResponse, dead_letter_ids=letter_ids)).purged
 
     assert [await purge(first.dead_letter_id), await purge(first.dead_letter_id), await purge()] == [1, 0, 1]
     assert (await world.dead_letters()).total == 0
@@ -240,23 +229,18 @@ async def test_an_id_that_is_no_letter_is_refused_showing_one(world: World) -> N
 
 
 async def test_a_pin_is_kept_listed_and_removed(world: World) -> None:
-    trainer, _ = await world.started()
-    client = world.client
-    request = versions_pb.PinVersionRequest(run_id="run", policy_id="solver", version=0, reason="baseline")
-    pin = (await client.call(client.versions.PinVersion, request)).pin
-    request.reason = "still the baseline"
-    assert (await client.call(client.versions.PinVersion, request)).pin.pin_time == pin.pin_time
-    listing = versions_pb.ListVersionsRequest(run_id="run", policy_id="solver")
-    (listed,) = (await client.call(client.versions.ListVersions, listing)).pins
+    await world.started()
+    ask = partial(world.ask, policy_id="solver")
+    pin = (await ask(versions_pb.PinVersionResponse, reason="baseline")).pin
+    again = (await ask(versions_pb.PinVersionResponse, reason="still the baseline")).pin
+    (listed,) = (await ask(versions_pb.ListVersionsResponse)).pins
     assert (listed.version, listed.reason) == (0, "still the baseline")
-    unpin = versions_pb.UnpinVersionRequest(run_id="run", policy_id="solver", version=0)
-    assert (await client.call(client.versions.UnpinVersion, unpin)).was_pinned
-    assert not (await client.call(client.versions.UnpinVersion, unpin)).was_pinned
-    assert not (await client.call(client.versions.ListVersions, listing)).pins
-    request.version = 9
+    assert again.pin_time == pin.pin_time
+    assert (await ask(versions_pb.UnpinVersionResponse)).was_pinned
+    assert not (await ask(versions_pb.UnpinVersionResponse)).was_pinned
+    assert not (await ask(versions_pb.ListVersionsResponse)).pins
     with pytest.raises(NotFoundError, match="version 9 of solver is not announced"):
-        await client.call(client.versions.PinVersion, request)
-    assert trainer.epoch == 1
+        await ask(versions_pb.PinVersionResponse, version=9)
 
 
 async def test_the_status_is_streamed_when_it_changes_and_only_then(world: World) -> None:
@@ -277,6 +261,6 @@ async def test_pools_report_their_load_and_what_is_left_to_lease(world: World) -
     _, node = await world.started("t1", "t2", "t3")
     await node.lease()
     await world.dataflow.store.nodes.report("run", node_id="n1", incarnation=1, connected_ms=60_000)
-    reply = await world.client.call(world.client.admin.PoolReport, pb.PoolReportRequest(run_id="run"))
+    reply = await world.ask(pb.PoolReportResponse)
     (pool,) = reply.pools
     assert (pool.pool, pool.nodes, pool.capacity, pool.leases, reply.leasable_tasks) == ("", 1, 64, 1, 2)

@@ -18,8 +18,7 @@ SERVERS_OWN = {"af:schema", "af:incarnation", "af:beat"}
 
 async def delete(world: World, run_id: str = "run", *, force: bool = False) -> pb.DeleteRunResponse:
     """Delete a run."""
-    request = pb.DeleteRunRequest(run_id=run_id, force=force)
-    return await world.client.call(world.client.runs.DeleteRun, request)
+    return await world.ask(pb.DeleteRunResponse, run_id=run_id, force=force)
 
 
 async def keys(world: World) -> set[str]:

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from astraflow.dataflow.v1.admin_service_pb2 import DrainNodeRequest, StatusResponse
+from astraflow.dataflow.v1.admin_service_pb2 import DrainNodeResponse, StatusResponse
 from astraflow_dataflow.run_loop import SWEEP_S
 from astraflow_dataflow.store.tasks import TaskStore
 from support.dataflow_world import Node, World, until
@@ -92,11 +92,9 @@ async def test_a_newer_stream_of_a_node_takes_the_session_over(world: World) -> 
 
 async def test_a_drain_order_reaches_an_open_session_and_one_that_opens_later(world: World) -> None:
     await started(world)
-    request = DrainNodeRequest(run_id="run", node_id="n1", reason="maintenance")
     async with working(world) as session:
         await world.until(holding(0))
-        reply = await world.client.call(world.client.admin.DrainNode, request)
-        assert reply.connected
+        assert (await world.ask(DrainNodeResponse, node_id="n1", reason="maintenance")).connected
         assert (await soon(session.drains)).reason == "maintenance"
         await session.credits(1, solver=0)
     async with working(world) as session:

@@ -84,12 +84,11 @@ class Data:
     def heldout(self, index): return None
 """
     run = run_pb2.Run(run_id="own", recipe_yaml=recipe_text(dataset="recipe:Data"), code=bundle_of(source))
-    request = run_service_pb2.CreateRunRequest(run=run)
     async with served(redis_url, tmp_path) as world:
         with pytest.raises(PluginError, match="--allow-recipe-code"):
-            await world.client.call(world.client.runs.CreateRun, request)
+            await world.ask(run_service_pb2.CreateRunResponse, run=run)
     async with served(redis_url, tmp_path, allow_recipe_code=True) as world:
-        assert (await world.client.call(world.client.runs.CreateRun, request)).run.run_id == "own"
+        assert (await world.ask(run_service_pb2.CreateRunResponse, run=run)).run.run_id == "own"
     # A server that may not run the code still answers for what it can and says why it cannot for the rest.
     async with served(redis_url, tmp_path) as world:
         world.run_id = "own"

@@ -136,3 +136,28 @@ async def test_charges_are_what_open_tasks_account_for_after_any_sequence(world:
     status = await world.status()
     assert status.trajectories.dropped["no_credit"] == 0
     assert status.trajectories.conservation_error == 0
+
+
+async def test_a_policy_that_is_not_trained_needs_a_version_and_nothing_else(world: World) -> None:
+    await world.create_run(dataset="Unevaluated", policies=("solver", "judge"), frozen=("judge",))
+    await world.trainer("solver")
+    node = await world.node()
+    assert (await node.lease_reply()).waiting_for == "no_version"
+    await world.trainer("judge")
+    training = await node.lease(3)
+    assert [list(lease.uncredited_roles) for lease in training] == [[]] * len(training)
+    judge, solver = await policy(world, "judge"), await policy(world, "solver")
+    assert (judge.frozen, judge.credit, judge.outstanding_groups) == (True, 0, 0)
+    assert (solver.frozen, solver.outstanding_groups) == (False, len(training))
+    pushed = node.episode(training[0], 0, policies=("solver", "judge"))
+    assert (await node.push(pushed)).reason == "unknown_role"
+    assert {item.policy_id for item in (await world.status()).evaluations} == {"solver"}
+
+
+async def test_a_run_ends_without_waiting_for_a_policy_that_is_not_trained(world: World) -> None:
+    await world.create_run(policies=("solver", "judge"), frozen=("judge",))
+    await world.trainer("judge")
+    assert "no_trainer" in await world.waits()
+    assert {wait.policy_id for wait in (await world.status()).waits if wait.stage == "batch"} == {"solver"}
+    await world.finish()
+    await until(world.is_finished)

@@ -1,6 +1,7 @@
 """Versions: announced once, in order, by the current epoch; heard by everyone who listens."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -63,10 +64,9 @@ async def test_a_watcher_hears_the_newest_version_and_every_later_one(world: Wor
 async def test_versions_are_listed_newest_first_in_pages(world: World) -> None:
     trainer = await train_one(world)
     await trainer.publish(version=1, step=1)
-    request = version_service_pb2.ListVersionsRequest(run_id="run", policy_id="solver", page_size=1)
-    first = await world.client.call(world.client.versions.ListVersions, request)
-    request.page_token = first.next_page_token
-    second = await world.client.call(world.client.versions.ListVersions, request)
+    page = partial(world.ask, version_service_pb2.ListVersionsResponse, policy_id="solver", page_size=1)
+    first = await page()
+    second = await page(page_token=first.next_page_token)
     assert [item.version for item in [*first.versions, *second.versions]] == [1, 0]
     assert second.next_page_token == ""
 

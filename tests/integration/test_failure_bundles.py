@@ -48,16 +48,8 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (project / "e2e" / "test_run.py").write_text(FAILING)
     (project / "test_plain.py").write_text("def test_without_daemons():\n    assert False\n")
     paths = os.pathsep.join([str(REPOSITORY / "tests"), *filter(None, sys.path)])
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--basetemp",
-        str(project / "tmp"),
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["--basetemp", str(project / "tmp")]
     place = {"cwd": project, "env": os.environ | {"PYTHONPATH": paths}}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **place)
     assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr

@@ -184,8 +184,7 @@ async def by_signal(run: Elastic, node: NodeProcess) -> None:
 
 
 async def by_the_server(run: Elastic, node: NodeProcess) -> None:
-    request = admin_service_pb2.DrainNodeRequest(run_id=RUN, node_id="leaving")
-    answer = await run.world.client.call(run.world.client.admin.DrainNode, request)
+    answer = await run.world.ask(admin_service_pb2.DrainNodeResponse, node_id="leaving")
     assert (answer.leases, answer.connected) == (2, True)
 
 

@@ -8,6 +8,7 @@ from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluatio
 
 POLICY = PolicyState(
     policy_id="p",
+    frozen=False,
     outstanding=0,
     ready=0,
     unpublished=0,
@@ -28,6 +29,9 @@ POLICY = PolicyState(
     last_consumed="",
     charged=0,
     no_credit=0,
+    settled=0,
+    trainer="t",
+    heard_ms=1000,
 )
 AUDIT = Audit(
     now_ms=1000,

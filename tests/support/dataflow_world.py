@@ -112,10 +112,11 @@ def recipe_text(
     dataset: str = "Empty",
     policies: Sequence[str] = ("solver",),
     roles: Mapping[str, str] | None = None,
+    frozen: Sequence[str] = (),
     raas: Mapping[str, object] | None = None,
     **dataflow: object,
 ) -> str:
-    """A recipe with small groups; `dataflow` and `raas` override single keys."""
+    """A recipe with small groups; `frozen` policies are not trained, `dataflow` and `raas` override single keys."""
     sizes = {"group_size": 2, "groups_per_step": 2, "max_staleness": 1, "lease_ttl_s": 20, "max_attempts": 3}
     merged = sizes | {"evaluation": "{every_versions: 0, num_samples: 2, final_samples: 2}"} | dataflow
     work = {"reward": f"{__name__}:Zero", **(raas or {})}
@@ -127,7 +128,8 @@ def recipe_text(
         dataflow=_flow(merged),
         raas=_flow(work),
     )
-    return parse_recipe(text).yaml_text
+    overrides = [f"policies.{policy}.train=false" for policy in frozen]
+    return parse_recipe(text, overrides=overrides).yaml_text
 
 
 def _flow(mapping: Mapping[str, object]) -> str:

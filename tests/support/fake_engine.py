@@ -12,6 +12,7 @@ from pathlib import Path
 
 from astraflow.plugins import VersionSpan
 from astraflow_raas.engine.base import EngineUnavailable, GenerateCall, Generation
+from astraflow_raas.engine.slots import EngineSlots
 
 STOP_TOKEN = 2
 
@@ -31,15 +32,35 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     swaps: list[tuple[Path, int]] = field(default_factory=list)
     swap_fault: Exception | None = None
+    introduction_fault: Exception | None = None
+    canary_fault: Exception | None = None
+    """Raised when the node asks for a proof of the weights."""
+    canary_token: int = 3
+    sampled_as: int | None = None
+    """Version that such a proof names; unset: the served one."""
     num_resumed: int = 0
     closed: bool = False
+    slots: EngineSlots = field(default_factory=lambda: EngineSlots(1024))
+    ranks: list[int] = field(default_factory=list)
+    """Of each request."""
 
     def __post_init__(self) -> None:
         self.may_answer.set()
 
-    async def generate(self, calls: Sequence[GenerateCall]) -> list[Generation]:
+    async def introduce(self) -> None:
         self._require_up()
+        if self.introduction_fault is not None:
+            raise self.introduction_fault
+
+    async def generate(self, calls: Sequence[GenerateCall], *, rank: int = 0) -> list[Generation]:
+        self._require_up()
+        if calls[0].rid.startswith("canary-"):
+            if self.canary_fault is not None:
+                raise self.canary_fault
+            version = self.version if self.sampled_as is None else self.sampled_as
+            return [_greedy(call, version=version, token=self.canary_token) for call in calls]
         self.requests.append(tuple(calls))
+        self.ranks.append(rank)
         if self.faults:
             raise self.faults.pop(0)
         started_under = self.version
@@ -85,6 +106,14 @@ class FakeEngine:
         spans = _spans(length, old=started_under or 0, new=self.version or 0)
         ended = "stop" if stopped else "length"
         return Generation(token_ids=tuple(tokens), logprobs=logprobs, spans=spans, finish_reason=ended)
+
+
+def _greedy(call: GenerateCall, *, version: int | None, token: int) -> Generation:
+    length = call.max_new_tokens
+    spans = (VersionSpan(0, length, version or 0),)
+    return Generation(
+        token_ids=(token,) * length, logprobs=(-1.0,) * length, spans=spans, finish_reason="length"
+    )
 
 
 def _spans(length: int, *, old: int, new: int) -> tuple[VersionSpan, ...]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from astraflow.plugins import Episode, MissingCapability, Policy, Reward, TaskSpec
+from astraflow.plugins import Episode, MissingCapability, Policy, Scorer, TaskSpec
 from astraflow_raas.workflows.single_turn import SingleTurn
 
 
@@ -37,7 +37,7 @@ class NeedsSandbox(SingleTurn):
 class CannotBeMade:
     """Says so when it is made."""
 
-    def __init__(self, *, reward: Reward) -> None:
+    def __init__(self, *, reward: Scorer) -> None:
         raise MissingCapability("no GPU on this machine; start the node where there is one")
 
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:

@@ -99,7 +99,11 @@ class NodeProcess:
         """Its living engine processes."""
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.process.pid).children(recursive=True)
-            return [child for child in children if "--model-path" in child.cmdline()]
+            commands = [(child, child.cmdline()) for child in children]
+            # Each has a process beside it that ends with it, of the same words.
+            return [
+                c for c, words in commands if "--model-path" in words and "astraflow_kit.family" not in words
+            ]
         return []
 
     @asynccontextmanager

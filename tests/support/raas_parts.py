@@ -51,7 +51,9 @@ def write_tokenizer(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     if not (folder / "config.json").exists():
-        (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 2}))
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": "qwen3", "eos_token_id": 2, "vocab_size": 320})
+        )
     return folder
 
 

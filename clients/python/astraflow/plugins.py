@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from astraflow.messages import Message, Tool, ToolCall
 from astraflow.plugin_state import PluginState
+from astraflow.rewards import MissingCapability, Reward, RewardFailed, RewardLimits, Score, Scorer
 
 __all__ = [
     "Advantage",
@@ -34,7 +35,11 @@ __all__ = [
     "Policy",
     "ReadyGroup",
     "Reward",
+    "RewardFailed",
+    "RewardLimits",
     "RewardedRows",
+    "Score",
+    "Scorer",
     "Selector",
     "StepRequest",
     "TaskSpec",
@@ -97,28 +102,12 @@ class Demonstrations(Protocol):
         """Return the stream for `seed`; equal seeds give equal streams."""
 
 
-class MissingCapability(Exception):
-    """Raised by a workflow or reward for a task that this machine cannot run: no sandbox, no browser.
-
-    The node gives the task back, it is leased to another node, and it loses no attempt. A plug-in that can run
-    no task at all here raises when it is made instead: then the node ends with status 2.
-    """
-
-
 class EnvironmentFailed(Exception):
     """Raised when what an episode acts in raised, hung, died or broke its bounds; says which, in which turn, and what
     to do.
 
     The attempt ends with reason `environment_failed` and the task is leased again.
     """
-
-
-@runtime_checkable
-class Reward(Protocol):
-    """Scores the text of one completion; called by a workflow on the node. Must be fast, pure and finite."""
-
-    def __call__(self, task: TaskSpec, completion: str) -> float:
-        """Return the reward. NaN and infinities are refused and fail the episode."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Pure: computed from one audit, the nodes and the evaluations. A wait is named by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ _PLUGIN_FAULTS = {
     "selector": ("batch", "batches take the groups whose deadline is nearest"),
 }
 _MANY_SKIPPED = 1024
+_MANY_UNUSED = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,9 @@ def current_waits(
     faults: Sequence[PluginFault] = (),
     skipped: int = 0,
     refused: Refused | None = None,
+    trainer_lease_s: float = math.inf,
 ) -> list[Wait]:
-    """Return what waits now; empty when all flows."""
+    """Return what waits now; empty when all flows. A trainer that has not called for its lease is silent."""
     if audit.life is Life.FINISHED:
         return []
     connected = [node for node in nodes if node.connected]
@@ -78,8 +81,9 @@ def current_waits(
     waits += _plugin_faults(faults)
     waits += _weight_faults(connected)
     for policy in audit.policies:
-        waits += _batch_waits(policy, now_ms=audit.now_ms)
-        waits += _publish_waits(policy)
+        if not policy.frozen:
+            waits += _batch_waits(policy, now_ms=audit.now_ms, lease_ms=1000 * trainer_lease_s)
+            waits += _publish_waits(policy)
     return waits
 
 
@@ -129,18 +133,31 @@ def _lease_waits(
                 "start a node and join it to this server",
             )
         ]
-    missing = [policy.policy_id for policy in audit.policies if policy.version is None]
+    missing = [policy for policy in audit.policies if policy.version is None]
     if missing:
+        remedy = (
+            "its trainer announces version 0 when it has loaded the initial model; see its log if it does not"
+        )
+        if any(policy.frozen for policy in missing):
+            remedy += "; that of a policy with `train: false` then ends, and may be started again"
         return [
             _lease(
                 "no_version",
-                f"no announced version of {', '.join(missing)}",
-                "its trainer announces version 0 when it has loaded the initial model; see its log if it does not",
+                f"no announced version of {', '.join(policy.policy_id for policy in missing)}",
+                remedy,
             )
         ]
-    full = [policy for policy in audit.policies if policy.credit == 0]
-    if len(full) == len(audit.policies):
-        return [_full(policy) for policy in full]
+    trained = [policy for policy in audit.policies if not policy.frozen]
+    full = [policy for policy in trained if policy.credit == 0]
+    if len(full) == len(trained) or not audit.admitted:
+        return [_full(policy) for policy in full or trained]
+    partly = [*(_full(policy, meanwhile="; tasks are leased for the other policies") for policy in full)]
+    partly += [_no_credit(policy) for policy in trained if policy.no_credit > _MANY_UNUSED * policy.settled]
+    return partly + _task_waits(audit, faults, skipped)
+
+
+def _task_waits(audit: Audit, faults: Sequence[PluginFault], skipped: int) -> list[Wait]:
+    """Why there are no tasks although there is room for them."""
     if audit.queued_tasks or audit.retries:
         return []
     for fault in faults:
@@ -174,10 +191,25 @@ def _refused(refused: Refused, connected: Sequence[NodeStatus]) -> Wait:
     )
 
 
-def _full(policy: PolicyState) -> Wait:
+def _no_credit(policy: PolicyState) -> Wait:
+    share = policy.no_credit / policy.settled
+    detail = (
+        f"{policy.no_credit} of its {policy.settled} trajectories ({share:.0%}) were sampled while it had no room, and "
+        "dropped"
+    )
+    return Wait(
+        stage="lease",
+        policy_id=policy.policy_id,
+        reason="no_credit",
+        detail=detail,
+        released_by="the workflow leaves out roles whose `wants_trajectory` is False, or dataflow.admit is `all`",
+    )
+
+
+def _full(policy: PolicyState, *, meanwhile: str = "") -> Wait:
     detail = (
         f"{policy.outstanding} groups outstanding at acceptance {policy.acceptance:.2f}, {policy.ready} ready, "
-        f"{policy.unpublished} unpublished: the staleness window is full"
+        f"{policy.unpublished} unpublished: the staleness window is full{meanwhile}"
     )
     return Wait(
         stage="lease",
@@ -200,7 +232,7 @@ def _window_release(policy: PolicyState) -> str:
     return "nodes finish the outstanding groups; the step trained on them then announces its version"
 
 
-def _batch_waits(policy: PolicyState, *, now_ms: int) -> Iterator[Wait]:
+def _batch_waits(policy: PolicyState, *, now_ms: int, lease_ms: float) -> Iterator[Wait]:
     if policy.wait and policy.wait_until_ms >= now_ms:
         stage = "publish" if policy.wait == "publish" else "batch"
         detail = (
@@ -221,6 +253,16 @@ def _batch_waits(policy: PolicyState, *, now_ms: int) -> Iterator[Wait]:
             reason="no_trainer",
             detail="no trainer has claimed the policy",
             released_by="its trainer claims it: start one, or wait while the one that runs loads its model",
+        )
+    elif policy.heard_ms and now_ms - policy.heard_ms > lease_ms:
+        silent_s, bound_s = (now_ms - policy.heard_ms) // 1000, lease_ms / 1000
+        yield Wait(
+            stage="batch",
+            policy_id=policy.policy_id,
+            reason="trainer_silent",
+            detail=f"trainer {policy.trainer} claimed it and has not called for {silent_s} s, the bound is {bound_s:g}",
+            released_by="it calls again; if it hangs or its machine is gone, another trainer takes over where it was",
+            since_ms=policy.heard_ms,
         )
 
 

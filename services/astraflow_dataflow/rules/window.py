@@ -18,6 +18,8 @@ class Window:
     """The bounds of one policy, from the recipe."""
 
     policy_id: str
+    frozen: bool = False
+    """Not trained: it has no window, and nothing is charged to it."""
     max_staleness: int
     groups_per_step: int
     min_acceptance: float
@@ -26,7 +28,7 @@ class Window:
     @property
     def groups(self) -> int:
         """The right side of the equation."""
-        return (self.max_staleness + 1) * self.groups_per_step
+        return 0 if self.frozen else (self.max_staleness + 1) * self.groups_per_step
 
     @property
     def smoothing(self) -> float:

@@ -69,6 +69,15 @@ class RunContext:
         """The policy of each role that is trained."""
         return trained_roles(self.recipe)
 
+    @property
+    def newest_trained(self) -> dict[str, int]:
+        """Newest announced version of each policy that is trained and has one."""
+        return {
+            policy_id: version
+            for policy_id, version in self.newest_versions.items()
+            if version >= 0 and self.recipe.policy(policy_id).train
+        }
+
     def require_policy(self, policy_id: str) -> None:
         """Raise NotFoundError unless the run trains the policy."""
         if policy_id not in self.recipe.policies:
@@ -196,6 +205,7 @@ def admission_of(recipe: Recipe) -> Admission:
     windows = [
         Window(
             policy_id=policy.policy_id,
+            frozen=not policy.train,
             max_staleness=policy.batches.max_staleness,
             groups_per_step=policy.batches.groups_per_step,
             min_acceptance=recipe.dataflow.min_acceptance,

@@ -37,6 +37,8 @@ class Reporting:
     store: Store
     versions: Versions
     metrics: Metrics
+    trainer_lease_s: float
+    """Time without a call after which a trainer is silent."""
     _books: dict[str, WaitBook] = field(default_factory=dict)
 
     async def status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
@@ -113,7 +115,13 @@ class Reporting:
                 "astraflow_dataflow_plugin_faults", fault.count, kind=fault.kind, plugin=fault.name
             )
         waits = current_waits(
-            audit, nodes, evaluations, faults=faults.current(), skipped=context.skipped, refused=refused
+            audit,
+            nodes,
+            evaluations,
+            faults=faults.current(),
+            skipped=context.skipped,
+            refused=refused,
+            trainer_lease_s=self.trainer_lease_s,
         )
         book = self._books.setdefault(context.run_id, WaitBook())
         waited = book.waited_ms(waits, now_ms=audit.now_ms)
@@ -164,6 +172,7 @@ def policy_message(policy: PolicyState) -> admin_service_pb2.PolicyStatus:
     ages = summarize(policy.staleness)
     return admin_service_pb2.PolicyStatus(
         policy_id=policy.policy_id,
+        frozen=policy.frozen,
         last_finished_step=policy.finished_step,
         trainer_epoch=policy.epoch,
         outstanding_groups=policy.outstanding,

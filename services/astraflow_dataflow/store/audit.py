@@ -80,6 +80,7 @@ def _policy_state(reply: Reply) -> PolicyState:
     version = as_text(stored.get("version"))
     return PolicyState(
         policy_id=as_text(fields[0]),
+        frozen=as_text(stored.get("frozen")) == "1",
         outstanding=as_int(fields[1]),
         ready=as_int(fields[2]),
         unpublished=as_int(fields[3]),
@@ -100,6 +101,9 @@ def _policy_state(reply: Reply) -> PolicyState:
         last_consumed=as_text(fields[10]),
         charged=as_int(fields[11]),
         no_credit=as_int(stored.get("no_credit")),
+        settled=as_int(stored.get("settled")),
+        trainer=as_text(stored.get("trainer")),
+        heard_ms=as_int(stored.get("heard_ms")),
     )
 
 

@@ -55,7 +55,13 @@ class RunStore:
         digest = _digest(run.recipe_yaml.encode(), code, run.store_uri.encode())
         limits: list[Argument] = []
         for window in admission.windows:
-            limits += [window.policy_id, window.groups, window.min_acceptance, window.smoothing]
+            limits += [
+                window.policy_id,
+                flag(window.frozen),
+                window.groups,
+                window.min_acceptance,
+                window.smoothing,
+            ]
             limits += [window.max_staleness, window.groups_per_step]
         arguments: list[Argument] = [run.run_id, digest, run.recipe_yaml, code, run.store_uri, max_attempts]
         arguments += [

@@ -152,10 +152,14 @@ class DevelopmentRun:
                 self._observer.watch_node(child.spec.name, child)
 
     async def _start_trainer(self, policy: str) -> None:
-        """Start all ranks; the first one answers for them."""
-        meeting_port = free_port()
-        for rank in range(self._options.trainer_ranks):
-            child = await self._start(self._trainer_spec(policy, rank=rank, meeting_port=meeting_port))
+        """Start all ranks; the first one answers for them. That of a frozen policy publishes its weights and ends."""
+        if not self._options.loaded.recipe.policy(policy).train:
+            await self._start(self._trainer_spec(policy, rank=0, meeting_port=0, size=1))
+            return
+        meeting_port, size = free_port(), self._options.trainer_ranks
+        for rank in range(size):
+            spec = self._trainer_spec(policy, rank=rank, meeting_port=meeting_port, size=size)
+            child = await self._start(spec)
             self._trainer_ranks.append(child)
             if rank == 0:
                 self._trainers[policy] = child
@@ -166,7 +170,7 @@ class DevelopmentRun:
         self._observer.watch_restarts(child)
         return child
 
-    def _trainer_spec(self, policy: str, *, rank: int, meeting_port: int) -> ChildSpec:
+    def _trainer_spec(self, policy: str, *, rank: int, meeting_port: int, size: int) -> ChildSpec:
         # The ranks of a trainer share its work folder: checkpoints are written by all of them.
         name = f"trainer-{policy}"
         spec = self._daemon(
@@ -177,7 +181,6 @@ class DevelopmentRun:
             *("--steps", str(self._options.loaded.recipe.policy(policy).steps)),
             "--allow-recipe-code",
         )
-        size = self._options.trainer_ranks
         if size == 1:
             return spec
         return replace(spec, group=name, env={**spec.env, **_rank_environment(rank, size, meeting_port)})

@@ -34,7 +34,8 @@ async def register_run(
     answer = await client.call(client.runs.CreateRun, request, timeout_s=_TIMEOUT_S)
     if answer.run.state not in (run_pb2.RUN_STATE_FINISHING, run_pb2.RUN_STATE_FINISHED):
         return
-    wanted = {policy.policy_id: policy.steps for policy in loaded.recipe.resolved_policies.values()}
+    policies = loaded.recipe.resolved_policies.values()
+    wanted = {policy.policy_id: policy.steps for policy in policies if policy.train}
     finished = await _finished_steps(client, run.run_id)
     if any(finished.get(policy_id, 0) < steps for policy_id, steps in wanted.items()):
         again = run_service_pb2.UpdateRunRequest(run_id=run.run_id, state=run_pb2.RUN_STATE_ACTIVE)

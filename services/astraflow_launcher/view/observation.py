@@ -66,8 +66,13 @@ class Observation:
         return [item for item in self.status.evaluations if item.policy_id == policy and item.complete]
 
     def policies(self) -> list[str]:
-        """Policy ids of the run, sorted."""
-        return sorted(item.policy_id for item in self.status.policies) if self.status else []
+        """Ids of the policies that are trained, sorted."""
+        return sorted(item.policy_id for item in self.trained)
+
+    @property
+    def trained(self) -> list[admin_service_pb2.PolicyStatus]:
+        """The status of each policy that is trained."""
+        return [item for item in self.status.policies if not item.frozen] if self.status else []
 
     def steps_of(self, policy: str) -> list[StepPoint]:
         """Finished steps of a policy, oldest first."""

@@ -80,8 +80,8 @@ def summarize(
     evaluations = [observation.evaluations(policy) for policy in policies]
     deltas = observation.deltas()
     return Summary(
-        steps=min((item.last_finished_step for item in status.policies), default=0),
-        steps_by_policy={item.policy_id: item.last_finished_step for item in status.policies},
+        steps=min((item.last_finished_step for item in observation.trained), default=0),
+        steps_by_policy={item.policy_id: item.last_finished_step for item in observation.trained},
         reward_first=_mean(_step_reward(observation, policy, first=True) for policy in policies),
         reward_last=_mean(_step_reward(observation, policy, first=False) for policy in policies),
         heldout_first=_mean(items[0].mean_reward if items else None for items in evaluations),

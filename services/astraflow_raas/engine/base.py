@@ -7,6 +7,7 @@ of the node knows only this module.
     RetryableError  EngineUnavailable  the engine is gone, starting or overloaded; nothing was sampled
     RequestError    EngineRefused      the engine will never accept this call
     AstraflowError  EngineFaulty       the answer contradicts itself or the contract
+                    EngineDoubtful     nobody knows with which weights it samples: it must be replaced
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Protocol
 
 from astraflow.errors import AstraflowError, RequestError, UnavailableError
 from astraflow.plugins import VersionSpan
+from astraflow_raas.engine.slots import EngineSlots
 
 
 class EngineUnavailable(UnavailableError):
@@ -32,6 +34,17 @@ class EngineFaulty(AstraflowError):
     """The engine answered with something that cannot be trained on."""
 
     reason, code = "ENGINE_FAULTY", "INTERNAL"
+
+
+class EngineDoubtful(EngineFaulty):
+    """What the engine computes with is not known any more, or it cannot go on. Only another one, or the same after
+    a whole update, may be used."""
+
+    reason = "ENGINE_DOUBTFUL"
+
+
+ABORTED = "abort"
+"""Finish reason of a call that the engine gave up; its tokens are cut short by chance and never trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +74,14 @@ class Generation:
 class Engine(Protocol):
     """One inference engine serving one policy. Every call has a deadline of its own."""
 
-    async def generate(self, calls: Sequence[GenerateCall]) -> list[Generation]:
+    slots: EngineSlots
+    """Its places; whoever calls `generate` takes one per call first, in one rank."""
+
+    async def introduce(self) -> None:
+        """Ask the engine what it is, and make `slots` those that it has. Raises EngineUnavailable, and
+        EngineUnsuitable when no node can use it."""
+
+    async def generate(self, calls: Sequence[GenerateCall], *, rank: int = 0) -> list[Generation]:
         """Sample all `calls` in one request, in their order; may span a weight swap. Never repeated inside.
 
         Raises EngineUnavailable, EngineRefused, EngineFaulty.
@@ -73,12 +93,14 @@ class Engine(Protocol):
     async def swap(self, *, model_dir: Path, version: int) -> None:
         """Load `model_dir` as `version` between two decode steps: running calls keep their tokens and go on.
 
-        Prefixes computed under older weights are not reused for new calls. On an error the old weights may or
-        may not be in place: ask `served_version`.
+        Prefixes computed under older weights are not reused for new calls. Returns once the engine says that it
+        serves `version` and goes on. Raises EngineDoubtful when the engine must not be used any more; after any
+        other error the old weights serve.
         """
 
     async def resume(self) -> None:
-        """Sample again when somebody paused the engine; harmless otherwise. Raises EngineUnavailable."""
+        """Sample again when somebody paused the engine; harmless otherwise, and repeated until the engine has
+        acknowledged it. Raises EngineUnavailable."""
 
     async def served_version(self) -> int | None:
         """Version the engine serves, None when it was started without one. Raises EngineUnavailable."""

@@ -1,9 +1,9 @@
 """Joins calls that wait at the same moment into one engine request.
 
-Invariant: a call waits only for calls with the same key, and never for a timer: what is queued is sent in the
-next turn of the loop, unless `max_requests` of that key are in flight, whose first answer then sends all that
-has queued up. An HTTP request costs milliseconds on both sides, as much as a short call itself, so hundreds of
-short calls share a few requests; a cancelled call is aborted in the engine and the others go on. Called by
+Invariant: a call waits only for a place in the engine or for calls with the same key, and never for a timer: what is
+queued is sent in the next turn of the loop, unless `max_requests` of that key are in flight, whose first answer then
+sends all that has queued up. An HTTP request costs milliseconds on both sides, as much as a short call itself, so
+hundreds of short calls share a few requests; a cancelled call is aborted in the engine and the others go on. Called by
 `served_policy`.
 """
 
@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from astraflow.errors import AstraflowError
@@ -74,29 +75,42 @@ class CallBatcher:
                 del self._in_flight[key]
             self._send(key)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def _request(self, batch: Sequence[_Pending]) -> None:
+        """Send `batch`, in as many requests as there are places for it one after the other."""
+        waiting, sent = list(batch), list[asyncio.Task[None]]()
         try:
-            engine = await self._engine()
-            for pending in batch:
-                self._abort_when_cancelled(pending, engine=engine)
-            answers = await engine.generate([pending.call for pending in batch])
-        except EngineRefused as error:
-            self._refused(batch, error)
-        except AstraflowError as error:
-            _fail(batch, error)
+            while waiting:
+                engine = await self._engine()
+                rank, taken = await engine.slots.take(partial(_num_wanted, waiting))
+                sent.append(self._spawn(self._ask(engine, waiting[:taken], rank=rank)))
+                del waiting[:taken]
+            await asyncio.gather(*sent)
         except asyncio.CancelledError:
             for pending in batch:
                 pending.answer.cancel()
             raise
+
+    async def _ask(self, engine: Engine, batch: Sequence[_Pending], *, rank: int) -> None:
+        try:
+            for pending in batch:
+                self._abort_when_cancelled(pending, engine=engine)
+            answers = await engine.generate([pending.call for pending in batch], rank=rank)
+        except EngineRefused as error:
+            self._refused(batch, error)
+        except AstraflowError as error:
+            _fail(batch, error)
         else:
             for pending, answer in zip(batch, answers, strict=True):
                 if not pending.answer.done():
                     pending.answer.set_result(answer)
+        finally:
+            engine.slots.give_back(rank, len(batch))
 
     def _refused(self, batch: Sequence[_Pending], error: EngineRefused) -> None:
         """Nothing was sampled: find the culprit by sending each call alone, so that the others do not pay for
@@ -122,6 +136,12 @@ async def _abort(engine: Engine, rid: str) -> None:
     except AstraflowError as error:
         # The call ends by its own bound; only engine time is lost.
         log.info("engine.abort_failed", rid=rid, message=error.message)
+
+
+def _num_wanted(waiting: list[_Pending]) -> int:
+    """How many calls still wait; those that nobody waits for any more are dropped."""
+    waiting[:] = [pending for pending in waiting if not pending.answer.done()]
+    return len(waiting)
 
 
 def _fail(batch: Sequence[_Pending], error: AstraflowError) -> None:

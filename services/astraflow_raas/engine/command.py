@@ -1,13 +1,14 @@
 """The command line that starts an engine, by kind.
 
-Invariant: an engine listens on loopback only, under a weight version that is a number, so every token it
-samples is attributable. `process` runs the command; `server` asks `require_engine` before it joins.
+Invariant: an engine listens on loopback only, under a weight version that is a number, and SGLang does not overlap
+scheduling with sampling, so every token it samples is attributable. `process` runs the command; `server` asks
+`require_engine` before it joins.
 """
 
 import asyncio
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from astraflow_kit.ports import LOOPBACK
 from astraflow_raas.settings import EMBEDDED_ENGINE, SGLANG_ENGINE
 
 _NEEDS = {EMBEDDED_ENGINE: ("astraflow_engine", "torch"), SGLANG_ENGINE: ("sglang",)}
+# A crashing SGLang otherwise stays for a minute, in case somebody wants dumps of its GPUs and its schedulers.
+_SGLANG_ENVIRONMENT = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
 _REMEDIES = {
     EMBEDDED_ENGINE: "pip install 'astraflow[engine]'",
     SGLANG_ENGINE: "in an environment of its own, not in this one",
@@ -32,6 +35,10 @@ class EngineCommand:
     max_running_requests: int
     num_threads: int
     seed: int
+    gpus: tuple[int, ...] = ()
+    """GPUs of SGLang, by their numbers here; empty leaves the choice to it."""
+    tp_size: int = 1
+    """GPUs that one copy of the model is spread over; what remains of `gpus` makes data-parallel copies."""
 
     def argv(self, *, model_dir: Path, version: int, port: int) -> list[str]:
         """The whole command for one start."""
@@ -41,18 +48,42 @@ class EngineCommand:
         return [str(self.python), "-m", *own[:1], *common, *own[1:], *self.extra_args]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The engine's environment: the node's, with the thread count that a CPU engine should use."""
+        """The engine's environment: the node's, with the threads and the GPUs that it may use."""
         threads = {"OMP_NUM_THREADS": str(self.num_threads)} if self.num_threads else {}
-        return {**inherited, **threads}
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))} if self.gpus else {}
+        defaults = _SGLANG_ENVIRONMENT if self.kind == SGLANG_ENGINE else {}
+        return {**defaults, **inherited, **threads, **gpus}
 
     def _embedded_args(self) -> list[str]:
         args = ["astraflow_engine", "--seed", str(self.seed)]
-        args += ["--max-running-requests", str(self.max_running_requests)]
+        # One more than the node fills: its own probes need a place too.
+        args += ["--max-running-requests", str(self.max_running_requests + 1)]
         return [*args, *(["--num-threads", str(self.num_threads)] if self.num_threads else [])]
 
     def _sglang_args(self) -> list[str]:
-        # The node decodes text itself and probes health itself.
-        return ["sglang.launch_server", "--skip-tokenizer-init", "--skip-server-warmup"]
+        # The node decodes text itself and probes health itself. Overlapped, the token that is in flight while weights
+        # are swapped would be labelled with the next version (23 of 24 swaps; none without).
+        args = [
+            "sglang.launch_server",
+            "--skip-tokenizer-init",
+            "--skip-server-warmup",
+            "--disable-overlap-schedule",
+        ]
+        args += ["--tp-size", str(self.tp_size)] if self.tp_size > 1 else []
+        copies = len(self.gpus) // self.tp_size
+        return [*args, *(["--dp-size", str(copies)] if copies > 1 else [])]
+
+
+def share_gpus(gpus: Sequence[int], policies: Sequence[str], *, tp_size: int) -> dict[str, tuple[int, ...]]:
+    """The GPUs of each policy's engine: equal shares in order. Raises InvalidArgumentError when they do not come out
+    even."""
+    share, rest = divmod(len(gpus), len(policies))
+    if gpus and (rest or share % tp_size):
+        raise InvalidArgumentError(
+            f"--engine-gpus names {len(gpus)} GPUs for {len(policies)} policies ({', '.join(policies)}) and "
+            f"--engine-tp-size is {tp_size}; give every policy the same number, a multiple of {tp_size}"
+        )
+    return {name: tuple(gpus[index * share : (index + 1) * share]) for index, name in enumerate(policies)}
 
 
 async def require_engine(kind: str, *, python: Path | None) -> None:

@@ -11,6 +11,9 @@ from contextlib import asynccontextmanager
 import httpx
 
 POOL_CONNECTIONS = 4
+_KEEPALIVE_S = 2.0
+"""Well below the 5 s after which SGLang closes an idle connection: a request on one that it closes just then is lost.
+"""
 
 
 class ConnectionPools:
@@ -20,7 +23,9 @@ class ConnectionPools:
         self._base_url = base_url
         self._timeout = timeout
         self._limits = httpx.Limits(
-            max_connections=POOL_CONNECTIONS, max_keepalive_connections=POOL_CONNECTIONS
+            max_connections=POOL_CONNECTIONS,
+            max_keepalive_connections=POOL_CONNECTIONS,
+            keepalive_expiry=_KEEPALIVE_S,
         )
         # One context for all: reading the certificates takes 20 ms, and plain HTTP needs none.
         self._verify = httpx.create_ssl_context() if base_url.startswith("https://") else False

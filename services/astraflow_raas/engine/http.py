@@ -1,222 +1,139 @@
 """Client of SGLang's HTTP API, which the embedded CPU engine speaks too.
 
-Invariant: every answer is checked before it leaves this module (lengths, finite log-probs, spans that cover
-the tokens), sampling is never repeated, and new calls wait while weights are swapped, so that the
-prefix-cache key of a call always names the weights it starts under. Made once per engine process; called by
-`batcher` and `weight_sync`.
+Invariant: every answer is checked before it leaves this module, sampling is never repeated, a paused engine is resumed
+until it acknowledges, and new calls wait while weights are swapped, so that the prefix-cache key of a call always names
+the weights it starts under. Made once per engine process; called by `batcher` and `weight_sync`.
 """
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
 
-import httpx
-
-from astraflow.plugins import VersionSpan
-from astraflow_kit.log import get_logger
+from astraflow.errors import AstraflowError
+from astraflow_raas.engine.answers import generate_body, is_version_number, read_answers
 from astraflow_raas.engine.base import (
+    EngineDoubtful,
     EngineFaulty,
     EngineRefused,
     EngineUnavailable,
     GenerateCall,
     Generation,
 )
-from astraflow_raas.engine.connection_pools import ConnectionPools
+from astraflow_raas.engine.server_info import ServerInfo, read_server_info
+from astraflow_raas.engine.slots import EngineSlots
+from astraflow_raas.engine.transport import EngineTransport, brief
 
-log = get_logger(__name__)
-
-_CONNECT_TIMEOUT_S = 5.0
-_CONTROL_TIMEOUT_S = 30.0
 _HEALTH_TIMEOUT_S = 25.0
-_SWAP_TIMEOUT_S = 600.0
-# Rounding of log_softmax may leave a certain token an ulp above zero; anything more is a fault.
-_LOGPROB_ROUNDING = 1e-4
-_BUSY = frozenset({408, 429, 502, 503, 504})
+_RESUME_DEADLINE_S = 60.0
+_RESUME = {"torch_empty_cache": False}
 
 
 class HttpEngine:
     """An `Engine` at a base URL."""
 
-    def __init__(self, base_url: str, *, request_timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, base_url: str, *, request_timeout_s: float = 600.0, swap_timeout_s: float = 120.0
+    ) -> None:
         self.base_url = base_url
-        timeout = httpx.Timeout(request_timeout_s, connect=_CONNECT_TIMEOUT_S)
-        self._pools = ConnectionPools(base_url, timeout=timeout)
+        self.slots = EngineSlots(1)
+        self._request_timeout_s = request_timeout_s
+        self._swap_timeout_s = swap_timeout_s
+        self._transport = EngineTransport(base_url)
+        self._info: ServerInfo | None = None
         self._open = asyncio.Event()
         self._open.set()
-        self._cache_key = ""
-        self._closed = False
+        self._served: int | None = None
+        self._resuming: asyncio.Task[None] | None = None
 
-    async def generate(self, calls: Sequence[GenerateCall]) -> list[Generation]:
+    async def introduce(self) -> None:
+        info = read_server_info(
+            await self._transport.get("/server_info"), where=f"the engine at {self.base_url}"
+        )
+        # One place stays free for the node's own probes, which must not wait behind long answers.
+        self.slots = EngineSlots(max(1, info.slots_per_rank - 1), num_ranks=info.num_ranks)
+        self._info = info
+
+    async def generate(self, calls: Sequence[GenerateCall], *, rank: int = 0) -> list[Generation]:
         await self._open.wait()
-        answers = await self._post("/generate", _generate_body(calls, cache_key=self._cache_key))
-        if not isinstance(answers, list) or len(answers) != len(calls):
-            raise EngineFaulty(f"the engine answered {len(calls)} calls with {_brief(answers)}")
-        return [_generation(call, answer) for call, answer in zip(calls, answers, strict=True)]
+        sent_under = self._served
+        body = generate_body(calls, cache_key=str(sent_under))
+        if self._info is not None and self._info.num_ranks > 1:
+            body["routed_dp_rank"] = rank
+        answers = await self._transport.post("/generate", body, timeout_s=self._request_timeout_s)
+        return read_answers(calls, answers, sent_under=sent_under, served=self._served)
 
     async def abort(self, rids: Sequence[str]) -> None:
         for rid in rids:
-            await self._post("/abort_request", {"rid": rid}, timeout_s=_CONTROL_TIMEOUT_S)
+            await self._transport.post_idempotent("/abort_request", {"rid": rid})
 
     async def swap(self, *, model_dir: Path, version: int) -> None:
-        async with self._paused():
-            # flush_cache stays off: SGLang cannot flush below running requests. The cache key of new calls names
-            # the version instead, so keys and values of older weights are never reused.
-            body = {"model_path": str(model_dir), "weight_version": str(version), "flush_cache": False}
-            answer = await self._post("/update_weights_from_disk", body, timeout_s=_SWAP_TIMEOUT_S)
-            if not isinstance(answer, dict) or not answer.get("success"):
-                raise EngineFaulty(
-                    f"the engine did not load version {version} from {model_dir}: {_brief(answer)}"
-                )
-            self._cache_key = str(version)
-
-    async def resume(self) -> None:
-        await self._post("/continue_generation", {"torch_empty_cache": False}, timeout_s=_CONTROL_TIMEOUT_S)
-
-    async def served_version(self) -> int | None:
-        info = await self._get("/model_info")
-        version = info.get("weight_version") if isinstance(info, dict) else None
-        self._cache_key = str(version)
-        return int(version) if _is_number(version) else None
-
-    async def check_health(self) -> None:
-        await self._get("/health_generate", timeout_s=_HEALTH_TIMEOUT_S)
-
-    async def close(self) -> None:
-        self._closed = True
-        await self._pools.close()
-
-    @asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
         self._open.clear()
         try:
-            await self._post("/pause_generation", {"mode": "in_place"}, timeout_s=_CONTROL_TIMEOUT_S)
-            try:
-                yield
-            finally:
-                # Shielded: an engine left paused by a cancelled swap would never answer again.
-                await asyncio.shield(self.resume())
+            await self._transport.post_idempotent("/pause_generation", {"mode": "in_place"})
+            await self._load(model_dir, version)
+        finally:
+            # A task of its own and shielded: an engine that a cancelled or failed swap left paused would never answer
+            # again. A lost answer to the pause is no sign that it is not paused.
+            self._resuming = asyncio.create_task(self._resume_and_open())
+            await asyncio.shield(self._resuming)
+
+    async def resume(self) -> None:
+        await self._transport.post_until_acknowledged(
+            "/continue_generation", _RESUME, deadline_s=_RESUME_DEADLINE_S
+        )
+
+    async def served_version(self) -> int | None:
+        info = await self._transport.get("/model_info")
+        version = info.get("weight_version") if isinstance(info, dict) else None
+        self._served = int(version) if is_version_number(version) else None
+        return self._served
+
+    async def check_health(self) -> None:
+        # Sent once: whoever asks has an idea of its own how often to ask.
+        await self._transport.get("/health_generate", timeout_s=_HEALTH_TIMEOUT_S, repeats=0)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def _load(self, model_dir: Path, version: int) -> None:
+        # flush_cache stays off: SGLang cannot flush below running requests. The cache key of new calls names
+        # the version instead, so keys and values of older weights are never reused.
+        body = {"model_path": str(model_dir), "weight_version": str(version), "flush_cache": False}
+        what = f"version {version} from {model_dir}"
+        try:
+            answer = await self._transport.post(
+                "/update_weights_from_disk", body, timeout_s=self._swap_timeout_s
+            )
+        except EngineRefused as error:
+            if self._info is not None and self._info.is_embedded:
+                raise
+            # SGLang "rolls back" by reading the same folder once more, so it may hold part of the new weights.
+            raise EngineDoubtful(f"the engine refused {what}: {error.message}") from error
+        except EngineFaulty as error:
+            raise EngineDoubtful(f"the engine did not load {what}: {error.message}") from error
+        except EngineUnavailable as error:
+            # The answer may be lost and the update not; the version tells.
+            answer = {"success": True, "message": error.message}
+        if not isinstance(answer, dict) or not answer.get("success"):
+            raise EngineDoubtful(f"the engine did not load {what}: {brief(answer)}")
+        served = await self._served_after_update()
+        if served != version:
+            raise EngineDoubtful(
+                f"the engine was given {what} and serves version {served}: {brief(answer.get('message'))}"
+            )
+
+    async def _served_after_update(self) -> int | None:
+        try:
+            return await self.served_version()
+        except AstraflowError as error:
+            raise EngineDoubtful(
+                f"the engine does not say what it serves after an update: {error.message}"
+            ) from error
+
+    async def _resume_and_open(self) -> None:
+        try:
+            await self.resume()
+        except EngineUnavailable as error:
+            raise EngineDoubtful(f"the engine may still be paused: {error.message}") from error
         finally:
             self._open.set()
-
-    async def _get(self, path: str, *, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:  # noqa: ANN401 - JSON
-        return await self._send("GET", path, timeout=httpx.Timeout(timeout_s))
-
-    async def _post(self, path: str, body: Mapping[str, object], *, timeout_s: float | None = None) -> Any:  # noqa: ANN401
-        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
-        return await self._send("POST", path, timeout=timeout, json=body)
-
-    async def _send(self, method: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - JSON
-        where = f"{method} {self.base_url}{path}"
-        if self._closed:
-            # The engine died: whoever still holds it learns so as from a refused connection.
-            raise EngineUnavailable(f"{where}: the engine is gone, its connections are closed")
-        try:
-            async with self._pools.client() as client:
-                response = await client.request(method, path, **request)
-        except httpx.TransportError as error:
-            raise EngineUnavailable(f"{where}: {type(error).__name__}: {error}") from error
-        if response.status_code in _BUSY:
-            raise EngineUnavailable(f"{where} answered {response.status_code}: {_brief(response.text)}")
-        if response.status_code >= 500:
-            raise EngineFaulty(f"{where} answered {response.status_code}: {_brief(response.text)}")
-        if response.status_code >= 400:
-            raise EngineRefused(f"{where} answered {response.status_code}: {_brief(response.text)}")
-        return _json(response, where=where)
-
-
-def _json(response: httpx.Response, *, where: str) -> Any:  # noqa: ANN401 - JSON
-    if "json" not in response.headers.get("content-type", ""):
-        return response.text
-    try:
-        return response.json()
-    except ValueError as error:
-        raise EngineFaulty(f"{where} answered with broken JSON: {error}") from error
-
-
-def _generate_body(calls: Sequence[GenerateCall], *, cache_key: str) -> dict[str, object]:
-    return {
-        "rid": [call.rid for call in calls],
-        "input_ids": [call.prompt_ids for call in calls],
-        "sampling_params": [_sampling_params(call) for call in calls],
-        "return_logprob": True,
-        "extra_key": cache_key,
-        "stream": False,
-    }
-
-
-def _sampling_params(call: GenerateCall) -> dict[str, object]:
-    return {
-        "max_new_tokens": call.max_new_tokens,
-        "temperature": call.temperature,
-        "top_p": call.top_p,
-        "top_k": call.top_k or -1,
-        "sampling_seed": call.seed,
-        "stop_token_ids": call.stop_token_ids,
-    }
-
-
-def _generation(call: GenerateCall, answer: object) -> Generation:
-    """Check one answer of /generate and return it. Raises EngineFaulty naming the call."""
-    try:
-        return _read_generation(answer)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        complaint = f"{type(error).__name__}: {error}"
-        raise EngineFaulty(f"the engine's answer to call {call.rid} is unusable: {complaint}") from error
-
-
-def _read_generation(answer: Any) -> Generation:  # noqa: ANN401 - JSON; every wrong shape raises
-    meta = answer["meta_info"]
-    token_ids = tuple(answer["output_ids"])
-    pairs = meta["output_token_logprobs"] if token_ids else []
-    logprobs = tuple([_logprob(pair[0]) for pair in pairs])
-    if len(logprobs) != len(token_ids) or any(
-        pair[1] != token for pair, token in zip(pairs, token_ids, strict=True)
-    ):
-        raise ValueError(f"{len(logprobs)} log-probs do not belong to the {len(token_ids)} output tokens")
-    finish = meta["finish_reason"]
-    if finish["type"] == "abort" and finish.get("message"):
-        log.info("engine.aborted_call", rid=meta.get("id"), message=_brief(finish["message"]))
-    spans = _spans(meta, num_tokens=len(token_ids))
-    return Generation(token_ids=token_ids, logprobs=logprobs, spans=spans, finish_reason=str(finish["type"]))
-
-
-def _logprob(value: float) -> float:
-    if not math.isfinite(value) or value > _LOGPROB_ROUNDING:
-        raise ValueError(f"log-prob {value!r} is not a finite number ≤ 0")
-    return min(value, 0.0)
-
-
-def _spans(meta: Mapping[str, Any], *, num_tokens: int) -> tuple[VersionSpan, ...]:
-    if not num_tokens:
-        return ()
-    # SGLang omits the list only in answers that never saw an update; then one version made all tokens.
-    listed = meta.get("weight_versions") or [
-        {"version": meta["weight_version"], "start": 0, "end": num_tokens}
-    ]
-    spans = tuple(
-        VersionSpan(span["start"], span["end"], _version_number(span["version"])) for span in listed
-    )
-    ends = [0, *(span.end for span in spans)]
-    if ends[-1] != num_tokens or any(
-        span.start != end or span.end <= end for span, end in zip(spans, ends, strict=False)
-    ):
-        raise ValueError(f"weight version spans {spans} do not cover {num_tokens} tokens")
-    return spans
-
-
-def _version_number(version: object) -> int:
-    if not _is_number(version):
-        raise ValueError(f"weight version {version!r} is not a number, so this node did not load it")
-    return int(version)
-
-
-def _is_number(version: object) -> TypeGuard[str]:
-    return isinstance(version, str) and version.isascii() and version.isdigit()
-
-
-def _brief(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 300 else f"{text[:300]}…"

@@ -1,7 +1,7 @@
 """One run of an engine as a child process: start, wait until healthy, end with everything it started.
 
-Invariant: the child leads a process group of its own and never outlives the node; its output goes to one log
-file. `engine_host` starts one after another and decides when to give up on one.
+Invariant: the child leads a process group of its own, and neither it nor anything it started outlives the node or its
+own end; its output goes to one log file. `engine_host` starts one after another and decides when to give up on one.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from astraflow_kit.family import ending_with_us
 from astraflow_kit.log import get_logger
-from astraflow_kit.parent import dying_with_us
 from astraflow_kit.ports import LOOPBACK, free_port
 from astraflow_raas.engine.base import EngineUnavailable
 from astraflow_raas.engine.command import EngineCommand
@@ -58,29 +58,29 @@ class EngineProcess:
         return await self.child.wait()
 
     async def end(self) -> None:
-        """End the whole process group, politely first. Idempotent."""
+        """End the engine, politely first, with everything it started. Idempotent."""
         await self.engine.close()
-        for number, grace_s in ((signal.SIGTERM, _TERM_GRACE_S), (signal.SIGKILL, _KILL_GRACE_S)):
-            self._signal_group(number)
+        # The child passes the first on to the engine, and kills all that is left of it on the second.
+        for number, grace_s in ((signal.SIGTERM, _TERM_GRACE_S), (signal.SIGINT, _KILL_GRACE_S)):
+            self._signal(os.kill, number)
             try:
                 await asyncio.wait_for(self.child.wait(), grace_s)
                 break
             except TimeoutError:
                 log.warning("engine.ignores_signal", signal=number.name, pid=self.child.pid)
-        # Helpers of the engine may outlive it: SGLang's scheduler would keep a core busy.
-        self._signal_group(signal.SIGKILL)
+        self._signal(os.killpg, signal.SIGKILL)
 
     def log_tail(self) -> str:
-        """The end of the log, for error messages."""
+        """The end of the log and where the whole of it is, for error messages."""
         with self.log_path.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
             stream.seek(max(0, stream.tell() - _LOG_TAIL_BYTES))
             lines = stream.read().decode(errors="replace").strip().splitlines()
-        return "\n".join(lines[-_LOG_TAIL_LINES:])
+        return "\n".join([*lines[-_LOG_TAIL_LINES:], f"(its whole log: {self.log_path})"])
 
-    def _signal_group(self, number: signal.Signals) -> None:
+    def _signal(self, send: Callable[[int, int], None], number: signal.Signals) -> None:
         try:
-            os.killpg(self.child.pid, number)
+            send(self.child.pid, number)
         except ProcessLookupError:
             return  # everybody is gone already
 
@@ -100,17 +100,17 @@ async def start_engine(
     model_dir: Path,
     version: int,
     log_path: Path,
-    request_timeout_s: float,
+    connect: Callable[[str], HttpEngine] = HttpEngine,
     choose_port: Callable[[], int] = free_port,
 ) -> EngineProcess:
-    """Start an engine on a free port; it is not healthy yet. Raises EngineUnavailable when it cannot be
-    started."""
+    """Start an engine on a free port and `connect` to it; it is not healthy yet. Raises EngineUnavailable when it
+    cannot be started."""
     port = choose_port()
     argv = command.argv(model_dir=model_dir, version=version, port=port)
     with log_path.open("ab") as output:
         try:
             child = await asyncio.create_subprocess_exec(
-                *dying_with_us(*argv),
+                *ending_with_us(*argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -122,5 +122,4 @@ async def start_engine(
     log.info(
         "engine.started", pid=child.pid, port=port, kind=command.kind, version=version, log=str(log_path)
     )
-    engine = HttpEngine(f"http://{LOOPBACK}:{port}", request_timeout_s=request_timeout_s)
-    return EngineProcess(child=child, engine=engine, log_path=log_path)
+    return EngineProcess(child=child, engine=connect(f"http://{LOOPBACK}:{port}"), log_path=log_path)

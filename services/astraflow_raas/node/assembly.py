@@ -7,7 +7,7 @@ accepted the node.
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from astraflow.dataflow.v1 import run_service_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
-from astraflow_raas.engine.command import EngineCommand
+from astraflow_raas.engine.command import EngineCommand, share_gpus
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import start_engine
 from astraflow_raas.environments.served import ServedEnvironments
@@ -34,7 +34,7 @@ from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
 from astraflow_raas.recipe_code import RecipeWorkflow
-from astraflow_raas.settings import NodeSettings
+from astraflow_raas.settings import SGLANG_ENGINE, NodeSettings
 from astraflow_raas.timeline import Timeline
 from astraflow_raas.work.session import Session, SessionSettings
 from astraflow_raas.work.worker import Worker, WorkerHooks
@@ -95,6 +95,7 @@ def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -
         policies=policies,
         endpoint=inputs.endpoint,
         served=inputs.served,
+        scorer=inputs.workflow.scorer,
         session=session,
         pusher=pusher,
         worker=worker,
@@ -132,6 +133,17 @@ def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: 
         hooks=hooks,
         metrics=inputs.metrics,
     )
+
+
+def gpus_of(settings: NodeSettings, policies: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """The GPUs of each policy's engine. Raises InvalidArgumentError."""
+    gpus = [int(number) for number in settings.engine_gpus.split(",") if number]
+    if gpus and settings.engine != SGLANG_ENGINE:
+        raise InvalidArgumentError(
+            f"--engine-gpus is for --engine {SGLANG_ENGINE}, which this node starts itself; the engine is "
+            f"{settings.engine}"
+        )
+    return share_gpus(gpus, tuple(policies), tp_size=settings.engine_tp_size)
 
 
 class _PolicyMaker:
@@ -190,7 +202,14 @@ class _PolicyMaker:
                 f"{', '.join(policies)}; let the node start its engines itself: --engine "
                 "astraflow_engine or sglang"
             )
-        return HttpEngine(self._settings.engine, request_timeout_s=self._settings.engine_request_timeout_s)
+        return self._engine_at(self._settings.engine)
+
+    def _engine_at(self, base_url: str) -> HttpEngine:
+        return HttpEngine(
+            base_url,
+            request_timeout_s=self._settings.engine_request_timeout_s,
+            swap_timeout_s=self._settings.engine_swap_timeout_s,
+        )
 
     def _launch(self, name: str) -> Launch:
         command = EngineCommand(
@@ -200,10 +219,8 @@ class _PolicyMaker:
             max_running_requests=min(_MAX_ENGINE_SLOTS, self._inputs.request.max_concurrent_tasks),
             num_threads=self._settings.engine_threads,
             seed=self._inputs.found.recipe.run.seed,
+            gpus=gpus_of(self._settings, self._inputs.found.recipe.policies)[name],
+            tp_size=self._settings.engine_tp_size,
         )
-        return partial(
-            start_engine,
-            command,
-            log_path=self._folder.engine_log(name),
-            request_timeout_s=self._settings.engine_request_timeout_s,
-        )
+        log_path = self._folder.engine_log(name)
+        return partial(start_engine, command, log_path=log_path, connect=self._engine_at)

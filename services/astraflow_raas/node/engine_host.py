@@ -136,7 +136,9 @@ class ChildHost(_Host[Launch]):
                 self._policy.timeline.mark(Stage.ENGINE_LAUNCHED)
                 process = await self._start(model_dir=held.directory, version=held.version)
                 await process.wait_healthy(timeout_s=self._settings.start_timeout_s)
+                await process.engine.introduce()
                 await _require_version(process.engine, held.version)
+                await self._weights.prove(process.engine, version=held.version)
                 self._ready(process.engine, version=held.version)
             await self._until_lost(process)
         finally:
@@ -149,6 +151,7 @@ class ChildHost(_Host[Launch]):
         ended = asyncio.ensure_future(process.ended())
         try:
             while not (await asyncio.wait((ended,), timeout=self._settings.watch_s))[0]:
+                self._policy.require_trust()
                 await self._prove_progress(process.engine)
         finally:
             ended.cancel()
@@ -164,9 +167,11 @@ class RemoteHost(_Host[Callable[[], Engine]]):
             async with self._weights.loading() as held:
                 # A node that was killed in the middle of a swap leaves its engine paused.
                 await engine.resume()
+                await engine.introduce()
                 await engine.check_health()
-                if await engine.served_version() != held.version:
-                    await engine.swap(model_dir=held.directory, version=held.version)
+                # Whatever it is called, what it holds was not loaded by this process.
+                await engine.swap(model_dir=held.directory, version=held.version)
+                await self._weights.prove(engine, version=held.version)
                 self._ready(engine, version=held.version)
             while True:
                 await asyncio.sleep(self._settings.watch_s)
@@ -177,6 +182,7 @@ class RemoteHost(_Host[Callable[[], Engine]]):
 
     async def _still_ours(self, engine: Engine) -> None:
         """Its owner may have restarted it: then it serves other weights than we say. Raises EngineFaulty."""
+        self._policy.require_trust()
         await self._prove_progress(engine)
         before = self._policy.version
         served = await engine.served_version()

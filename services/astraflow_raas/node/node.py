@@ -1,4 +1,4 @@
-"""The parts of one node put together: endpoint, policies with their engines and weights, session, pusher, worker.
+"""The parts of one node put together: endpoint, reward, policies with engines and weights, session, pusher, worker.
 
 Invariant: parts know nothing of each other but what is passed here; the order of `services` is the order of
 start, and its reverse the order of the end: no new work first, then the last pushes, then the engines. Built
@@ -13,6 +13,7 @@ from astraflow_kit.lifecycle import Service
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.environments.served import ServedEnvironments
+from astraflow_raas.grading.scoring import RewardScorer
 from astraflow_raas.node.engine_host import ChildHost, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
@@ -91,6 +92,7 @@ class Node:
     policies: PolicyTable
     endpoint: Endpoint
     served: ServedEnvironments
+    scorer: RewardScorer | None
     session: Session
     pusher: Pusher
     worker: Worker
@@ -101,7 +103,8 @@ class Node:
         engines: list[Service] = []
         for part in self.policies.parts.values():
             engines += [part.host, part.weights]
-        return [self.endpoint, self.served, *engines, self.pusher, self.worker]
+        scorers = [self.scorer] if self.scorer is not None else []
+        return [self.endpoint, self.served, *scorers, *engines, self.pusher, self.worker]
 
     @property
     def waiting_for(self) -> str:

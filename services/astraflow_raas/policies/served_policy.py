@@ -11,11 +11,12 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from astraflow.errors import StateError
+from astraflow.errors import AstraflowError, StateError
 from astraflow_kit.log import get_logger
 from astraflow_raas.engine.base import Engine, EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.engine.batcher import CallBatcher
 from astraflow_raas.policies.tokenizer import Tokenizer, load_tokenizer
+from astraflow_raas.policies.vocabulary import check_call, check_generation, read_vocab_size
 from astraflow_raas.timeline import Stage, Timeline
 
 log = get_logger(__name__)
@@ -50,6 +51,8 @@ class ServedPolicy:
         self._ready = asyncio.Event()
         self._batcher = CallBatcher(self._ready_engine)
         self._tokenizer: Tokenizer | None = None
+        self._vocab_size = 0
+        self._doubt: AstraflowError | None = None
         self._num_pins = 0
         self._num_calls = 0
         self._unpinned = asyncio.Event()
@@ -80,6 +83,8 @@ class ServedPolicy:
 
     async def generate(self, call: GenerateCall, *, key: Hashable) -> Generation:
         """Sample one call; waits for an engine. Raises the errors of `engine.base`."""
+        if self._vocab_size:
+            check_call(call, vocab_size=self._vocab_size)
         if not self._num_calls:
             self.last_answer_s = asyncio.get_running_loop().time()
         self._num_calls += 1
@@ -87,9 +92,15 @@ class ServedPolicy:
             generation = await self._batcher.generate(call, key=key)
         finally:
             self._num_calls -= 1
+        self.check(call, generation)
         self.last_answer_s = asyncio.get_running_loop().time()
         self.num_tokens += len(generation.token_ids)
         return generation
+
+    def check(self, call: GenerateCall, generation: Generation) -> None:
+        """Raises EngineFaulty for tokens that the model does not know."""
+        if self._vocab_size:
+            check_generation(call, generation, vocab_size=self._vocab_size)
 
     @contextmanager
     def pinned(self, version: int) -> Iterator[None]:
@@ -126,13 +137,14 @@ class ServedPolicy:
         return True
 
     async def read_tokenizer(self, model_dir: Path) -> None:
-        """Load the tokenizer from the first weights; later versions share it. Raises RecipeError."""
+        """Load tokenizer and vocabulary from the first weights; later versions share them. Raises RecipeError."""
         if self._tokenizer is None:
+            self._vocab_size = await asyncio.to_thread(read_vocab_size, model_dir)
             self._tokenizer = await asyncio.to_thread(load_tokenizer, model_dir)
 
     def engine_ready(self, engine: Engine, *, version: int) -> None:
         """An engine serves `version`: calls flow."""
-        self._engine, self.version = engine, version
+        self._engine, self.version, self._doubt = engine, version, None
         self._ready.set()
         self.timeline.mark(Stage.ENGINE_READY)
         self.on_change()
@@ -141,6 +153,16 @@ class ServedPolicy:
         """The engine is gone: calls wait for the next one."""
         self._ready.clear()
         self.on_change()
+
+    def distrust(self, error: AstraflowError) -> None:
+        """Nobody knows what the engine samples with: calls wait until its host has brought up the next one."""
+        self._doubt = error
+        self.engine_lost()
+
+    def require_trust(self) -> None:
+        """Raises the error for which the engine is not trusted."""
+        if self._doubt is not None:
+            raise self._doubt
 
     def serves(self, version: int) -> None:
         """The engine now serves `version`."""

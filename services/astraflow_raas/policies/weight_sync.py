@@ -1,10 +1,11 @@
 """Following the announced versions of one policy: fetch while the engine serves, verify, then swap.
 
 Invariant: the engine serves the last version that was fetched and verified whole; only announced versions are
-activated, numbers never go back, and whatever fails (store, digest, engine) leaves the old version serving
-and is reported; only a node that serves nothing yet ends when its weights can never be read. Engines load what the
-mirror holds, and it does not change while they do; an evaluation that needs the served version holds the next one
-back, in the mirror too, up to a deadline. The worker calls `announce`; the lifecycle runs the loop.
+activated, numbers never go back, and whatever fails (store, digest, engine) is reported and leaves the old version
+serving, or takes an engine out of service whose weights nobody knows; only a node that serves nothing yet ends when its
+weights can never be read. Engines load what the mirror holds, and it does not change while they do; an evaluation that
+needs the served version holds the next one back, in the mirror too, up to a deadline. The worker calls `announce`; the
+lifecycle runs the loop.
 """
 
 import asyncio
@@ -19,8 +20,9 @@ from astraflow.errors import AstraflowError, IncompatibleError, RetryableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.engine.base import Engine, EngineUnavailable
+from astraflow_raas.engine.base import Engine, EngineDoubtful
 from astraflow_raas.loops import LoopService
+from astraflow_raas.policies.canary import Canary, sample_a_little
 from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.timeline import Stage
@@ -52,7 +54,13 @@ class WeightSync(LoopService):
     """Keeps one policy at its newest announced version. A lifecycle `Service`."""
 
     def __init__(
-        self, policy: ServedPolicy, *, source: MirrorSource, metrics: Metrics, evaluation_hold_s: float
+        self,
+        policy: ServedPolicy,
+        *,
+        source: MirrorSource,
+        metrics: Metrics,
+        evaluation_hold_s: float,
+        canary: Canary = sample_a_little,
     ) -> None:
         super().__init__()
         self._policy = policy
@@ -60,6 +68,7 @@ class WeightSync(LoopService):
         """Where versions come from, and what it holds and fetched."""
         self._metrics = metrics
         self._evaluation_hold_s = evaluation_hold_s
+        self._canary = canary
         self._announced: version_pb2.Version | None = None
         self._news = asyncio.Event()
         self._has_weights = asyncio.Event()
@@ -93,6 +102,10 @@ class WeightSync(LoopService):
     async def wait_for_weights(self) -> None:
         """Wait until there was a version that an engine could be started with."""
         await self._has_weights.wait()
+
+    async def prove(self, engine: Engine, *, version: int) -> None:
+        """Have an engine that was given `version` prove it. Raises EngineDoubtful."""
+        await self._canary(engine, self._policy, version=version)
 
     @asynccontextmanager
     async def loading(self) -> AsyncIterator[Hold]:
@@ -194,10 +207,12 @@ class WeightSync(LoopService):
         held = await self._hold()
         try:
             await engine.swap(model_dir=held.directory, version=held.version)
-        except AstraflowError:
-            if await self._served(engine) != held.version:
-                raise
-            # The answer was lost, the swap was not.
+            await self.prove(engine, version=held.version)
+        except EngineDoubtful as error:
+            self._policy.distrust(error)
+            # Its answers are not believed any more, those under way neither.
+            await engine.close()
+            raise
         finally:
             held.release()
         took_s = time.monotonic() - started_s
@@ -212,12 +227,6 @@ class WeightSync(LoopService):
             await asyncio.sleep(_HOLD_POLL_S)
             held = self.source.try_hold()
         return held
-
-    async def _served(self, engine: Engine) -> int | None:
-        try:
-            return await engine.served_version()
-        except EngineUnavailable:
-            return None
 
     def _clear_fault(self) -> None:
         if self.fault is not None:

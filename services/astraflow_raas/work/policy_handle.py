@@ -11,6 +11,7 @@ import json
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from operator import index
 from typing import Protocol
 
 from astraflow.errors import InvalidArgumentError
@@ -19,15 +20,12 @@ from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
-from astraflow_raas.engine.base import EngineUnavailable, GenerateCall, Generation
+from astraflow_raas.engine.base import ABORTED, EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.policies.tokenizer import Tokenizer
 from astraflow_raas.work.lease import call_seed
 
 log = get_logger(__name__)
 
-ABORTED = "abort"
-"""Finish reason of a call that the engine gave up; its tokens are cut short by chance and never trained
-on."""
 _FIRST_RETRY_S = 0.1
 _MAX_RETRY_S = 2.0
 
@@ -131,7 +129,8 @@ class PolicyHandle:
         return GenerateCall(
             # Ends in a sign of its own: SGLang aborts by prefix, and call 1 must not take call 10 along.
             rid=f"{self._episode_id}-{self.role}-{number};",
-            prompt_ids=tuple(prompt_ids),
+            # A workflow may count in numpy's integers, which no JSON holds.
+            prompt_ids=tuple(map(index, prompt_ids)),
             max_new_tokens=limit,
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,

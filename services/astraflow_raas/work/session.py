@@ -223,6 +223,8 @@ def _of_error(error: Exception, *, member: int) -> Failure:
         return Failure(reason="environment_failed", detail=f"member {member}: {error}", retryable=True)
     if isinstance(error, EnvironmentUnavailable):
         return Failure(reason="environment_unavailable", detail=f"member {member}: {error}", retryable=True)
+    if isinstance(error, plugins.RewardFailed):
+        return Failure(reason=error.reason, detail=f"member {member}: {error}", retryable=True)
     if isinstance(error, VersionMoved):
         return Failure(reason="version_unavailable", detail=detail, retryable=True)
     if isinstance(error, EngineFaulty):

@@ -22,7 +22,7 @@ from astraflow.plugins import (
     Message,
     Observation,
     Policy,
-    Reward,
+    Scorer,
     TaskSpec,
     Tool,
     TrajectoryBuilder,
@@ -69,7 +69,7 @@ class MultiTurn:
     """Lets the run's only policy act until the episode ends."""
 
     def __init__(
-        self, *, settings: MultiTurnSettings, environments: Environments, reward: Reward | None = None
+        self, *, settings: MultiTurnSettings, environments: Environments, reward: Scorer | None = None
     ) -> None:
         """`reward`, where the recipe names one, grades the last answer on top of what the environment gave."""
         self._settings = settings
@@ -89,7 +89,9 @@ class MultiTurn:
             await environment.close()
         earned = self._settings.total(play.rewards)
         if self._reward is not None:
-            earned += self._reward(task, play.said)
+            score = await self._reward(task, play.said, policies=policies)
+            earned += score.reward
+            play.metrics.update(score.metrics)
         return play.episode(earned)
 
 
@@ -102,9 +104,10 @@ class _Play:
         self._settings = settings
         self._turns = TrajectoryBuilder(policy)
         self._tools: Sequence[Tool] = ()
-        self._metrics: Mapping[str, float] = {}
         self._began_s = asyncio.get_running_loop().time()
         self.rewards: list[float] = []
+        self.metrics: dict[str, float] = {}
+        """Named numbers for people."""
         self.said = ""
         """The text of the newest turn."""
         self.ending = ""
@@ -146,7 +149,7 @@ class _Play:
         seen = await self._environment.step(self._action(result, prompt_ids))
         self._turns.reward_turn(seen.reward)
         self.rewards.append(seen.reward)
-        self._metrics = seen.metrics
+        self.metrics = {f"environment.{name}": value for name, value in seen.metrics.items()}
         self.ending = self._ending_after(seen) or await self._show(seen.messages)
 
     def episode(self, reward: float) -> Episode:
@@ -154,8 +157,7 @@ class _Play:
         trajectory = replace(self._turns.build(reward=reward), finish_reason=self.ending)
         endings = {f"ending.{name}": float(name == self.ending) for name in ENDINGS}
         counts = {"turns": float(len(self.rewards)), "completion_tokens": float(self._turns.num_sampled)}
-        seen = {f"environment.{name}": value for name, value in self._metrics.items()}
-        return Episode((trajectory,), {**counts, **endings, **seen})
+        return Episode((trajectory,), {**counts, **endings, **self.metrics})
 
     def _action(self, result: GenerateResult, prompt_ids: Sequence[int]) -> Message:
         if not self._tools:

@@ -8,13 +8,13 @@ episode with it.
 from collections.abc import Mapping
 
 from astraflow.errors import RecipeError
-from astraflow.plugins import Episode, Policy, Reward, TaskSpec, TrajectoryBuilder
+from astraflow.plugins import Episode, Policy, Scorer, TaskSpec, TrajectoryBuilder
 
 
 class SingleTurn:
     """Encodes the task's messages, samples once, scores the text."""
 
-    def __init__(self, *, reward: Reward) -> None:
+    def __init__(self, *, reward: Scorer) -> None:
         self._reward = reward
 
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
@@ -22,8 +22,9 @@ class SingleTurn:
         turn = TrajectoryBuilder(_only(policies))
         turn.add_prompt(task.messages)
         result = await turn.generate()
-        trajectory = turn.build(reward=self._reward(task, result.text))
-        return Episode((trajectory,), {"completion_tokens": float(turn.num_sampled)})
+        score = await self._reward(task, result.text, policies=policies)
+        metrics = {"completion_tokens": float(turn.num_sampled), **score.metrics}
+        return Episode((turn.build(reward=score.reward),), metrics)
 
 
 def _only(policies: Mapping[str, Policy]) -> Policy:

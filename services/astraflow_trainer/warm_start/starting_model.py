@@ -13,13 +13,13 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from astraflow.errors import RecipeError
-from astraflow.plugins import Demonstration, Demonstrations
+from astraflow.plugins import Demonstrations
 from astraflow.recipe import ArchitectureSettings, ModelSettings
 from astraflow_kit.plugins import make
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.model.model import Qwen3Shape
 from astraflow_trainer.model.tokenizer import TokenizerSettings, render_chat
-from astraflow_trainer.warm_start.cache import InitialModel, prepare_initial_model
+from astraflow_trainer.warm_start.cache import InitialModel, digest_of, prepare_initial_model
 from astraflow_trainer.warm_start.training import Example
 from astraflow_trainer.warm_start.training import WarmStartSettings as SupervisedSettings
 
@@ -62,46 +62,59 @@ def _warm_started(
     threads: int,
     progress: Callable[[float], None],
 ) -> Path:
-    architecture, tokenizer, warm_start = settings.architecture, settings.tokenizer, settings.warm_start
+    tokenizer_settings = joined.recipe.policy(joined.policy.tokenizer_of).model
+    architecture, warm_start, tokenizer = (
+        settings.architecture,
+        settings.warm_start,
+        tokenizer_settings.tokenizer,
+    )
     # The recipe's own validation allows no `architecture` without the other two.
     assert architecture is not None
     assert tokenizer is not None
     assert warm_start is not None
-    demonstrations = make(warm_start.demonstrations, protocol=Demonstrations, source=joined.source)
-    seed = joined.recipe.run.seed
+    supervised = SupervisedSettings(
+        steps=warm_start.steps, batch_size=warm_start.batch_size, learning_rate=warm_start.learning_rate
+    )
+    texts = _Examples(joined, tokenizer_settings, tokenizer.num_texts)
+    examples = _Examples(joined, settings, supervised.num_examples)
     initial = InitialModel(
         shape=_shape(architecture),
         tokenizer=TokenizerSettings(vocab_size=tokenizer.vocab_size),
-        num_tokenizer_texts=tokenizer.num_texts,
-        warm_start=SupervisedSettings(
-            steps=warm_start.steps,
-            batch_size=warm_start.batch_size,
-            learning_rate=warm_start.learning_rate,
-        ),
-        seed=seed,
-        demonstrations_digest=f"{joined.code_sha256}/{warm_start.demonstrations.model_dump_json()}/{seed}",
+        warm_start=supervised,
+        seed=joined.recipe.run.seed,
+        digests=(digest_of(texts), digest_of(examples)),
     )
-    needed = max(initial.warm_start.num_examples, tokenizer.num_texts)
     return prepare_initial_model(
         cache,
         initial=initial,
-        examples=lambda: _examples(demonstrations(seed), needed=needed, plugin=warm_start.demonstrations.use),
+        tokenizer_examples=texts,
+        examples=examples,
         num_threads=threads,
         progress=lambda step, loss: progress(step / warm_start.steps),
     )
 
 
-def _examples(stream: Iterator[Demonstration], *, needed: int, plugin: str) -> Iterator[Example]:
-    count = 0
-    for demonstration in islice(stream, needed):
-        count += 1
-        prompt = render_chat([message.as_chat() for message in demonstration.messages])
-        yield Example(prompt=prompt, completion=demonstration.completion)
-    if count < needed:
-        raise RecipeError(
-            f"{plugin} ended after {count} demonstrations, the warm start needs {needed}; "
-            "make the stream endless, or lower warm_start.steps or tokenizer.num_texts"
-        )
+class _Examples:
+    """The first demonstrations of a model's warm start as examples; each iteration starts the stream anew."""
+
+    def __init__(self, joined: JoinedRun, settings: ModelSettings, num_needed: int) -> None:
+        # The recipe's own validation allows no `tokenizer`, and no `architecture`, without it.
+        assert settings.warm_start is not None
+        self._plugin = settings.warm_start.demonstrations
+        self._demonstrations = make(self._plugin, protocol=Demonstrations, source=joined.source)
+        self._seed, self._num_needed = joined.recipe.run.seed, num_needed
+
+    def __iter__(self) -> Iterator[Example]:
+        count = 0
+        for demonstration in islice(self._demonstrations(self._seed), self._num_needed):
+            count += 1
+            prompt = render_chat([message.as_chat() for message in demonstration.messages])
+            yield Example(prompt=prompt, completion=demonstration.completion)
+        if count < self._num_needed:
+            raise RecipeError(
+                f"{self._plugin.use} ended after {count} demonstrations, the warm start needs {self._num_needed}; "
+                "make the stream endless, or lower warm_start.steps or tokenizer.num_texts"
+            )
 
 
 def _shape(architecture: ArchitectureSettings) -> Qwen3Shape:

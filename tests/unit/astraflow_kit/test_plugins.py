@@ -33,6 +33,10 @@ def narrow(task):
 async def late(task, completion):
     return 1.0
 
+class Late:
+    async def __call__(self, group):
+        return True
+
 class Solve:
     async def run(self, task, policies):
         return None
@@ -90,7 +94,8 @@ def recipe_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "protocol"), [("Exact", public.Reward), ("exact", public.Reward), ("Solve", public.Workflow)]
+    ("name", "protocol"),
+    [("Exact", public.Reward), ("exact", public.Reward), ("late", public.Reward), ("Solve", public.Workflow)],
 )
 def test_a_fitting_class_or_function_is_loaded(recipe_dir: Path, name: str, protocol: type) -> None:
     found = load(f"recipe:{name}", protocol=protocol, recipe_dir=recipe_dir)
@@ -101,7 +106,7 @@ def test_a_fitting_class_or_function_is_loaded(recipe_dir: Path, name: str, prot
     ("name", "protocol", "complaint"),
     [
         ("narrow", public.Reward, r"is not a Reward: its `__call__` cannot be called as `def __call__\(task"),
-        ("late", public.Reward, "its `__call__` is async"),
+        ("Late", public.Filter, "its `__call__` is async; define `def __call__"),
         ("Blocking", public.Workflow, "its `run` is not async; define `async def run"),
         ("Exact", public.Workflow, "it lacks `run`; define `async def run"),
         ("Empty", public.Workflow, "it lacks `run`"),

@@ -7,7 +7,7 @@ import pytest
 
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import PluginError, RecipeError
-from astraflow.plugins import Workflow
+from astraflow.plugins import Score, Workflow
 from astraflow.recipe.file import CodeFile, bundle_digest, parse_recipe
 from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.environments.served import ServedEnvironments
@@ -31,8 +31,8 @@ def constant(task, completion, *, value: float = 1.0):
 class Scores:
     def __init__(self, *, reward, text: str):
         self.reward, self.text = reward, text
-    def score(self):
-        return self.reward(None, self.text)
+    async def score(self):
+        return await self.reward(None, self.text)
     async def run(self, task, policies):
         return None
 
@@ -74,9 +74,11 @@ raas: {{reward: {reward}, workflow: {workflow}}}
         ("{use: recipe:constant, with: {value: 3}}", 3.0),
     ],
 )
-def test_the_workflow_scores_with_the_recipes_reward(tmp_path: Path, reward: str, earned: float) -> None:
+async def test_the_workflow_scores_with_the_recipes_reward(
+    tmp_path: Path, reward: str, earned: float
+) -> None:
     workflow = workflow_of(tmp_path, reward=reward, workflow="{use: recipe:Scores, with: {text: hello}}")
-    assert cast("Any", workflow).score() == earned
+    assert await cast("Any", workflow).score() == Score(earned)
 
 
 def test_installed_plug_ins_need_no_leave(tmp_path: Path) -> None:

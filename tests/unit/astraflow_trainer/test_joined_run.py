@@ -63,7 +63,6 @@ def test_recipe_code_is_written_only_with_leave(tmp_path: Path) -> None:
     allowed = _join(ScriptedBatches(code=CODE), tmp_path, allow_recipe_code=True)
     assert allowed.source.folder == tmp_path / "recipe" / DIGEST.hex()
     assert (allowed.source.folder / "recipe.py").read_bytes() == SOURCE
-    assert refused.code_sha256 == allowed.code_sha256 == DIGEST.hex()
 
 
 def test_damaged_recipe_code_is_refused(tmp_path: Path) -> None:

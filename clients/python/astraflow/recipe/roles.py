@@ -20,7 +20,15 @@ from astraflow.recipe.section import Section
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
-__all__ = ["PolicyName", "ResolvedRole", "RoleName", "RoleSettings", "resolve_roles", "workflow_roles"]
+__all__ = [
+    "PolicyName",
+    "ResolvedRole",
+    "RoleName",
+    "RoleSettings",
+    "require_policy",
+    "resolve_roles",
+    "workflow_roles",
+]
 
 _NAME = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 PolicyName = Annotated[str, Field(pattern=_NAME)]
@@ -73,10 +81,7 @@ def resolve_roles(
     """
     given = roles or {policy_id: RoleSettings(policy=policy_id) for policy_id in trained}
     for name, role in given.items():
-        if role.policy not in trained:
-            raise ValueError(
-                f"roles.{name}: there is no policy {role.policy!r}; {_near(role.policy, trained)}"
-            )
+        require_policy(role.policy, trained, place=f"roles.{name}")
     resolved = {
         name: ResolvedRole(name, role.policy, role.train and trained[role.policy])
         for name, role in given.items()
@@ -93,6 +98,12 @@ def resolve_roles(
                 f"{', '.join(role.name for role in own)}, or set policies.{policy_id}.train to false"
             )
     return resolved
+
+
+def require_policy(policy_id: str, policies: Collection[str], *, place: str) -> None:
+    """Raise ValueError with the nearest name unless a recipe has the policy that `place` names."""
+    if policy_id not in policies:
+        raise ValueError(f"{place}: there is no policy {policy_id!r}; {_near(policy_id, policies)}")
 
 
 def workflow_roles(

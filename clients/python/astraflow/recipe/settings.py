@@ -7,6 +7,7 @@ arithmetic. Endpoints and secrets are never part of a recipe; they come from the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,14 @@ from pydantic import Field, field_serializer, model_validator
 
 from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow.recipe.plugin_settings import PluginSettings
-from astraflow.recipe.roles import PolicyName, ResolvedRole, RoleName, RoleSettings, resolve_roles
+from astraflow.recipe.roles import (
+    PolicyName,
+    ResolvedRole,
+    RoleName,
+    RoleSettings,
+    require_policy,
+    resolve_roles,
+)
 from astraflow.recipe.section import Section, merged
 
 SCHEMA_VERSION = 1
@@ -77,6 +85,9 @@ class ArchitectureSettings(Section):
 class TokenizerSettings(Section):
     """A byte-level BPE tokenizer trained on the demonstrations."""
 
+    from_policy: PolicyName | None = None
+    """Take the tokenizer that this policy trains on its demonstrations; the other keys are then those of that policy.
+    """
     vocab_size: int = Field(default=512, ge=260, le=1_000_000)
     """Upper bound of the vocabulary, special tokens included."""
     num_texts: int = Field(default=2000, ge=1, le=10_000_000)
@@ -97,10 +108,12 @@ class WarmStartSettings(Section):
 
 
 class ModelSettings(Section):
-    """Where the initial weights come from: exactly one of `path` and `architecture`."""
+    """Where the initial weights come from: exactly one of `path`, `architecture` and `from_policy`."""
 
     path: str | None = None
     """A Hugging Face model directory or hub name."""
+    from_policy: PolicyName | None = None
+    """Start with the weights and the tokenizer that this policy starts with."""
     architecture: ArchitectureSettings | None = None
     """Build the model from numbers."""
     tokenizer: TokenizerSettings | None = None
@@ -110,9 +123,10 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSettings:
-        if (self.path is None) == (self.architecture is None):
+        if [self.path, self.architecture, self.from_policy].count(None) != 2:
             raise ValueError(
-                "give exactly one of `path` (a model to load) and `architecture` (a model to build)"
+                "give exactly one of `path` (a model to load), `architecture` (a model to build) and `from_policy` "
+                "(another policy's)"
             )
         missing = [name for name in ("tokenizer", "warm_start") if getattr(self, name) is None]
         if self.architecture is not None and missing:
@@ -122,6 +136,10 @@ class ModelSettings(Section):
             )
         if self.path is not None and self.tokenizer is not None:
             raise ValueError("`tokenizer` trains a new one and cannot be combined with `path`; remove it")
+        if self.from_policy is not None and (self.tokenizer or self.warm_start):
+            raise ValueError(
+                "`from_policy` takes weights and tokenizer of that policy; remove the other keys"
+            )
         return self
 
 
@@ -197,6 +215,19 @@ class DataflowSettings(BatchSettings):
         return self
 
 
+class RewardLimitSettings(Section):
+    """Where the reward runs and what it may use; what is not given is the plug-in's own choice."""
+
+    processes: int | None = Field(default=None, ge=0, le=256)
+    """Worker processes per node; 0 is the node's event loop."""
+    timeout_s: float | None = Field(default=None, gt=0, le=86_400)
+    """Seconds one call may take in a worker, or awaited."""
+    memory_mb: int | None = Field(default=None, ge=128, le=1_048_576)
+    """MiB of data one worker may allocate."""
+    max_calls: int | None = Field(default=None, ge=1)
+    """Calls after which a worker is replaced."""
+
+
 class RaasSettings(Section):
     """What nodes run."""
 
@@ -204,6 +235,8 @@ class RaasSettings(Section):
     """`Workflow` plug-in; its class may take `reward`, which is the reward below."""
     reward: PluginSettings | None = None
     """`Reward` plug-in; for a workflow whose environment gives all rewards it may be left out."""
+    reward_limits: RewardLimitSettings = RewardLimitSettings()
+    """Processes, time and memory of the reward, instead of those of the plug-in."""
     max_concurrent_tasks: int = Field(default=16, ge=1, le=65_536)
     """Tasks a node runs at once."""
     episode_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
@@ -271,6 +304,8 @@ class PolicySettings(Section):
 
     model: ModelSettings
     """Initial weights."""
+    train: bool = True
+    """Whether it is trained. If not, its weights stay as they are and it is only asked: a fixed judge, a reference."""
     sampling: SamplingSettings = SamplingSettings()
     """Rollout sampling."""
     steps: int | None = Field(default=None, ge=1, le=10_000_000)
@@ -294,6 +329,10 @@ class ResolvedPolicy:
 
     policy_id: str
     model: ModelSettings
+    """Of the policy that the weights are from."""
+    tokenizer_of: str
+    """The policy whose tokenizer it has; the policy itself where it has its own."""
+    train: bool
     sampling: SamplingSettings
     steps: int
     batches: BatchSettings
@@ -322,7 +361,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sequences_fit(self) -> Recipe:
-        for name, policy in self.policies.items():
+        for name, policy in self.resolved_policies.items():
             architecture = policy.model.architecture
             if architecture and policy.sampling.max_new_tokens >= architecture.max_position_embeddings:
                 raise ValueError(
@@ -334,7 +373,24 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _policies_fit(self) -> Recipe:
-        _ = self.resolved_policies, self.resolved_roles
+        if not any(policy.train for policy in self.policies.values()):
+            raise ValueError("no policy is trained; take `train: false` from one of policies")
+        _ = self.resolved_roles
+        return self
+
+    @model_validator(mode="after")
+    def _windows_fit(self) -> Recipe:
+        """Under `all`, what a window always has free when nothing is in flight must hold a task's groups."""
+        trained = Counter(role.policy_id for role in self.resolved_roles.values() if role.is_trained)
+        for policy_id, num_roles in trained.items():
+            batches = self.resolved_policies[policy_id].batches
+            room = batches.max_staleness * batches.groups_per_step + 1
+            if self.dataflow.admit == "all" and num_roles > room:
+                raise ValueError(
+                    f"dataflow.admit is `all` and policy {policy_id!r} has {num_roles} trained roles, but its window "
+                    f"may have room for {room} groups only (max_staleness {batches.max_staleness} · groups_per_step "
+                    f"{batches.groups_per_step} + 1); raise one of them, or set admit to `any`"
+                )
         return self
 
     @cached_property
@@ -345,7 +401,8 @@ class Recipe(Section):
     @cached_property
     def resolved_roles(self) -> Mapping[str, ResolvedRole]:
         """Every role with the policy that plays it, in recipe order."""
-        return resolve_roles(self.roles, trained=dict.fromkeys(self.policies, True))
+        trained = {policy_id: policy.train for policy_id, policy in self.policies.items()}
+        return resolve_roles(self.roles, trained=trained)
 
     def policy(self, policy_id: str) -> ResolvedPolicy:
         """Return the settings of a policy. Raises KeyError when there is no such policy."""
@@ -353,6 +410,13 @@ class Recipe(Section):
 
     def _resolve(self, policy_id: str) -> ResolvedPolicy:
         policy = self.policies[policy_id]
+        model = self.policies[self._source(policy_id, "from_policy")].model
+        tokenizer_of = self._source(policy_id, "tokenizer.from_policy")
+        if model.architecture and self.policies[tokenizer_of].model.tokenizer is None:
+            raise ValueError(
+                f"policies.{policy_id}.model.tokenizer.from_policy: policy {tokenizer_of!r} trains no tokenizer, its "
+                "model has one; name a policy that is built from `architecture`"
+            )
         trainer = merged(self.trainer, policy.trainer or TrainerSettings())
         try:
             trainer.algorithm.require_consistent()
@@ -360,12 +424,31 @@ class Recipe(Section):
             raise ValueError(f"policies.{policy_id}: {error}") from error
         return ResolvedPolicy(
             policy_id=policy_id,
-            model=policy.model,
+            model=model,
+            tokenizer_of=tokenizer_of,
+            train=policy.train,
             sampling=policy.sampling,
             steps=policy.steps or self.run.steps,
             batches=merged(self.dataflow, policy.dataflow or BatchSettings()),
             trainer=trainer,
         )
+
+    def _source(self, policy_id: str, key: str) -> str:
+        """Return the policy that `from_policy` leads to: for weights, or with `tokenizer.from_policy` for those too."""
+        path = [policy_id]
+        while True:
+            model = self.policies[path[-1]].model
+            tokenizer = model.tokenizer if key == "tokenizer.from_policy" else None
+            following = model.from_policy or (tokenizer and tokenizer.from_policy)
+            if not following:
+                return path[-1]
+            require_policy(following, self.policies, place=f"policies.{path[-1]}.model")
+            if following in path:
+                circle = " → ".join([*path, following])
+                raise ValueError(
+                    f"policies.{policy_id}.model: `from_policy` leads in a circle, {circle}; break it"
+                )
+            path.append(following)
 
 
 def json_schema() -> dict[str, Any]:

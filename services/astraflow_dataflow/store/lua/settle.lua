@@ -54,6 +54,7 @@ local function settle(keys, a)
   for _, item in ipairs(a.each) do
     local gid, policy, verdict, n = item.gid, item.policy, item.verdict, tonumber(item.n)
     note_group(P, gid, 'G', verdict)
+    call('HINCRBY', K.policy(P, policy), 'settled', n)
     if item.judged == '1' then judge(P, policy, verdict == 'ready', item.reward_sum, n) end
     if verdict == 'ready' then
       make_ready(P, task, gid, policy, n, item.oldest, item.items, item.ids)

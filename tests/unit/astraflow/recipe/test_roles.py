@@ -9,12 +9,20 @@ from astraflow.recipe.file import parse_recipe
 POLICIES = "solver: {model: {path: p}}, verifier: {model: {path: q}}"
 
 
-def recipe(roles: str = "{}", *, policies: str = POLICIES) -> Recipe:
+BUILT = (
+    "{architecture: {hidden_size: 16, num_hidden_layers: 1, head_dim: 8, intermediate_size: 32, "
+    "num_attention_heads: 2, num_key_value_heads: 1}, warm_start: {demonstrations: 'recipe:D', steps: 1}, "
+    "tokenizer: TOKENIZER}"
+)
+
+
+def recipe(roles: str = "{}", *, policies: str = POLICIES, dataflow: str = "{}") -> Recipe:
     return parse_recipe(
         f"""
 run: {{name: r, dataset: "recipe:D"}}
 policies: {{{policies}}}
 roles: {roles}
+dataflow: {dataflow}
 raas: {{reward: "recipe:R"}}
 """
     ).recipe
@@ -97,3 +105,50 @@ def test_roles_that_only_one_side_has_are_refused(
 def test_two_roles_of_the_only_policy_are_written_down_in_the_recipe() -> None:
     with pytest.raises(ValueError, match=r"roles: \{planner: solver, worker: solver\}"):
         played(recipe(policies="solver: {model: {path: p}}"), ("planner", "worker"))
+
+
+def test_a_policy_that_is_not_trained_plays_roles_that_are_not() -> None:
+    roles = recipe(
+        policies="solver: {model: {path: p}}, judge: {model: {path: q}, train: false}"
+    ).resolved_roles
+    assert {name: role.is_trained for name, role in roles.items()} == {"solver": True, "judge": False}
+
+
+def test_a_policy_starts_from_the_policy_that_the_last_of_a_chain_names() -> None:
+    found = recipe(
+        policies="a: {model: {from_policy: b}}, b: {model: {from_policy: c}}, c: {model: {path: there}}, "
+        f"d: {{model: {BUILT.replace('TOKENIZER', '{from_policy: e}')}}}, "
+        f"e: {{model: {BUILT.replace('TOKENIZER', '{vocab_size: 300}')}}}, f: {{model: {{from_policy: d}}}}"
+    )
+    assert [found.policy(name).model.path for name in "abc"] == ["there"] * 3
+    assert [found.policy(name).tokenizer_of for name in "abcdef"] == ["c", "c", "c", "e", "e", "e"]
+    assert found.policy("f").model == found.policy("d").model
+
+
+@pytest.mark.parametrize(
+    ("policies", "parts"),
+    [
+        ("a: {model: {path: p}, train: false}", ("no policy is trained",)),
+        ("a: {model: {from_policy: b}}, b: {model: {from_policy: a}}", ("a → b → a", "circle")),
+        (
+            "a: {model: {from_policy: sover}}, solver: {model: {path: p}}",
+            ("'sover'", "did you mean 'solver'"),
+        ),
+        ("a: {model: {from_policy: b, path: p}}, b: {model: {path: p}}", ("exactly one of",)),
+        (
+            f"a: {{model: {BUILT.replace('TOKENIZER', '{from_policy: b}')}}}, b: {{model: {{path: p}}}}",
+            ("'b' trains no tokenizer", "architecture"),
+        ),
+    ],
+)
+def test_policies_that_cannot_start_are_refused(policies: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(RecipeError) as refused:
+        recipe(policies=policies)
+    assert all(part in refused.value.message for part in parts), refused.value.message
+
+
+def test_admitting_all_needs_room_for_every_role_of_a_policy() -> None:
+    flow = "{admit: all, groups_per_step: 2, max_staleness: 0}"
+    with pytest.raises(RecipeError, match=r"2 trained roles, .* room for 1 groups"):
+        recipe("{plan: solver, work: solver}", policies="solver: {model: {path: p}}", dataflow=flow)
+    assert recipe("{plan: solver, work: solver, check: verifier}", dataflow="{admit: all}")

@@ -43,6 +43,11 @@ def test_each_reason_has_its_name() -> None:
     assert reasons(empty, NODE, skipped=1024) == [("lease", "tasks_skipped")]
     assert reasons(empty, NODE, skipped=1023) == []
     assert reasons(with_policy(epoch=0), NODE) == [("batch", "no_trainer")]
+    assert reasons(with_policy(heard_ms=400), NODE, trainer_lease_s=0.5) == [("batch", "trainer_silent")]
+    assert reasons(with_policy(heard_ms=500), NODE, trainer_lease_s=0.5) == []
+    assert reasons(with_policy(heard_ms=0), NODE, trainer_lease_s=0.5) == [], "it was released"
+    assert reasons(with_policy(no_credit=3, settled=100), NODE) == [("lease", "no_credit")]
+    assert reasons(with_policy(no_credit=2, settled=100), NODE) == []
     assert reasons(with_policy(wait="ready_groups", wait_until_ms=1000), NODE) == [("batch", "ready_groups")]
     assert reasons(with_policy(wait="ready_groups", wait_until_ms=999), NODE) == []
     assert reasons(with_policy(wait="publish", wait_until_ms=1000), NODE) == [("publish", "publish")]
@@ -73,11 +78,6 @@ def test_an_evaluation_waits_while_no_connected_node_serves_its_version() -> Non
     elsewhere = node(serving_versions={"p": 1})
     assert reasons(AUDIT, NODE, evaluations=(EVALUATION,)) == []
     assert reasons(AUDIT, elsewhere, evaluations=(EVALUATION,)) == [("evaluate", "no_node_at_version")]
-
-
-def test_one_policy_with_credit_keeps_leasing_going() -> None:
-    full = dataclasses.replace(POLICY, policy_id="q", credit=0)
-    assert reasons(dataclasses.replace(AUDIT, policies=(POLICY, full)), NODE) == []
 
 
 def test_a_finished_run_waits_for_nothing() -> None:
@@ -133,3 +133,28 @@ def test_every_wait_says_what_would_release_it() -> None:
     assert refused
     assert alone
     assert all(wait.released_by for wait in refused + alone)
+
+
+def test_a_full_window_is_named_while_other_policies_go_on() -> None:
+    full, other = dataclasses.replace(POLICY, credit=0), dataclasses.replace(POLICY, policy_id="q")
+    (wait,) = current_waits(dataclasses.replace(AUDIT, policies=(full, other)), [NODE], [])
+    assert (wait.policy_id, wait.reason) == ("p", "staleness_window")
+    assert "for the other policies" in wait.detail
+
+
+def test_a_policy_that_is_not_trained_waits_for_nothing_but_its_version() -> None:
+    frozen = dataclasses.replace(POLICY, policy_id="judge", frozen=True, credit=0, epoch=0)
+    both = dataclasses.replace(AUDIT, policies=(POLICY, frozen))
+    assert reasons(both, NODE) == []
+    (wait,) = current_waits(
+        dataclasses.replace(both, policies=(POLICY, dataclasses.replace(frozen, version=None))), [NODE], []
+    )
+    assert "judge" in wait.detail
+    assert "started again" in wait.released_by
+
+
+def test_when_all_roles_need_credit_the_policies_without_are_named() -> None:
+    full, other = dataclasses.replace(POLICY, credit=0), dataclasses.replace(POLICY, policy_id="q")
+    audit = dataclasses.replace(AUDIT, policies=(full, other), admitted=0)
+    (wait,) = current_waits(audit, [NODE], [])
+    assert (wait.policy_id, "other policies" in wait.detail) == ("p", False)

@@ -8,6 +8,7 @@ import pytest
 
 from astraflow_raas.engine.base import Engine, EngineRefused, EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.engine.batcher import CallBatcher
+from astraflow_raas.engine.slots import EngineSlots
 from support.fake_engine import FakeEngine
 from support.raas_parts import generate_call
 from support.scripted_dataflow import eventually
@@ -106,10 +107,10 @@ async def test_an_engine_that_is_down_fails_every_call_of_the_request(setup: Set
 class _Picky(FakeEngine):
     """Refuses a whole request when one prompt is too long, as the HTTP API does."""
 
-    async def generate(self, calls: Sequence[GenerateCall]) -> list[Generation]:
+    async def generate(self, calls: Sequence[GenerateCall], *, rank: int = 0) -> list[Generation]:
         if any(len(one.prompt_ids) > 3 for one in calls):
             raise EngineRefused("a prompt is too long")
-        return await super().generate(calls)
+        return await super().generate(calls, rank=rank)
 
 
 async def test_a_refused_request_is_split_so_that_only_the_culprit_fails() -> None:
@@ -125,3 +126,25 @@ async def test_closing_cancels_callers_that_still_wait(setup: Setup) -> None:
     await setup.batcher.close()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_the_engine_never_holds_more_calls_than_it_has_places(setup: Setup) -> None:
+    setup.engine.slots = EngineSlots(2, num_ranks=2)
+    setup.engine.may_answer.clear()
+    calls = setup.generating(*"abcdefg")
+    await eventually(lambda: setup.sizes == [2, 2], what="both ranks are full")
+    calls[4].cancel()
+    await asyncio.sleep(0.05)
+    assert (setup.sizes, setup.engine.ranks) == ([2, 2], [0, 1])
+    setup.engine.may_answer.set()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert [[one.rid for one in request] for request in setup.engine.requests[2:]] == [["f", "g"]]
+
+
+async def test_places_of_failed_calls_are_free_again(setup: Setup) -> None:
+    setup.engine.slots = EngineSlots(1)
+    setup.engine.up = False
+    await asyncio.gather(*setup.generating("a", "b"), return_exceptions=True)
+    setup.engine.up = True
+    answers = await asyncio.gather(*setup.generating("c", "d"))
+    assert all(answer.token_ids for answer in answers)

@@ -2,16 +2,18 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from astraflow_raas.engine.command import EngineCommand
+from astraflow.errors import InvalidArgumentError
+from astraflow_raas.engine.command import EngineCommand, share_gpus
 
 
-def command(kind: str, *, threads: int = 1) -> EngineCommand:
+def command(kind: str, *, threads: int = 1, **layout: Any) -> EngineCommand:
     python, extra = Path("/opt/engine/bin/python"), ("--mem-fraction-static", "0.8")
     sizes = {"max_running_requests": 128, "num_threads": threads, "seed": 7}
-    return EngineCommand(kind=kind, python=python, extra_args=extra, **sizes)
+    return EngineCommand(kind=kind, python=python, extra_args=extra, **sizes, **layout)
 
 
 MODULES = {"astraflow_engine": "astraflow_engine", "sglang": "sglang.launch_server"}
@@ -31,11 +33,55 @@ def test_the_embedded_engine_gets_slots_threads_and_seed() -> None:
     argv = command("astraflow_engine", threads=2).argv(model_dir=Path("m"), version=0, port=1)
     options = dict(itertools.pairwise(argv))
     asked = options["--max-running-requests"], options["--num-threads"], options["--seed"]
-    assert asked == ("128", "2", "7")
+    assert asked == ("129", "2", "7"), "one place more for the node's own probes"
 
 
 def test_a_thread_count_of_zero_is_left_to_the_engine() -> None:
     argv = command("astraflow_engine", threads=0).argv(model_dir=Path("m"), version=0, port=1)
     assert "--num-threads" not in argv
-    assert command("sglang", threads=0).environment({"A": "1"}) == {"A": "1"}
-    assert command("sglang", threads=3).environment({"A": "1"}) == {"A": "1", "OMP_NUM_THREADS": "3"}
+    threadless = command("astraflow_engine", threads=0)
+    assert threadless.environment({"A": "1"}) == {"A": "1"}
+    threaded = command("astraflow_engine", threads=3)
+    assert threaded.environment({"A": "1"}) == {"A": "1", "OMP_NUM_THREADS": "3"}
+
+
+def test_sglang_labels_every_token_exactly_and_dies_without_delay() -> None:
+    sglang = command("sglang", threads=0)
+    argv = sglang.argv(model_dir=Path("m"), version=0, port=1)
+    assert "--disable-overlap-schedule" in argv
+    assert not {"--tp-size", "--dp-size"} & set(argv)
+    dumps = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
+    assert sglang.environment({}) == dumps
+    wanted = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "1"}
+    assert sglang.environment(wanted) == dumps | wanted, "whoever wants dumps gets them"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tp_size", "options"),
+    [
+        ((5,), 1, {}),
+        ((0, 1), 2, {"--tp-size": "2"}),
+        ((2, 3), 1, {"--dp-size": "2"}),
+        ((0, 1, 2, 3), 2, {"--tp-size": "2", "--dp-size": "2"}),
+    ],
+)
+def test_sglang_spreads_copies_of_the_model_over_its_gpus(
+    gpus: tuple[int, ...], tp_size: int, options: dict[str, str]
+) -> None:
+    sglang = command("sglang", gpus=gpus, tp_size=tp_size)
+    argv = sglang.argv(model_dir=Path("m"), version=0, port=1)
+    assert {
+        name: argv[argv.index(name) + 1] for name in ("--tp-size", "--dp-size") if name in argv
+    } == options
+    assert sglang.environment({})["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, gpus))
+
+
+def test_policies_share_gpus_evenly_or_not_at_all() -> None:
+    assert share_gpus([0, 1, 2, 3], ["solver", "verifier"], tp_size=2) == {
+        "solver": (0, 1),
+        "verifier": (2, 3),
+    }
+    assert share_gpus([], ["solver", "verifier"], tp_size=2) == {"solver": (), "verifier": ()}
+    for gpus, tp_size in (([0, 1, 2], 1), ([0, 1], 2)):
+        with pytest.raises(InvalidArgumentError, match=r"GPUs for 2 policies \(solver, verifier\).*multiple"):
+            share_gpus(gpus, ["solver", "verifier"], tp_size=tp_size)

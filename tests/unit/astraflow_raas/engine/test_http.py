@@ -1,160 +1,119 @@
-"""The HTTP client against a scripted server that speaks SGLang: what it sends, believes, and how it fails."""
+"""The HTTP client against a server that speaks SGLang: what it sends, how it swaps, what it repeats and what it doubts.
+
+What it believes of an answer is in tests/integration/test_misbehaving_engine.py.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from astraflow.plugins import VersionSpan
-from astraflow_kit.http import HttpServer
-from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable
+from astraflow_raas.engine import http
+from astraflow_raas.engine.base import EngineDoubtful, EngineFaulty, EngineRefused, EngineUnavailable
 from astraflow_raas.engine.http import HttpEngine
+from support import misbehaving_engine as bad
+from support.misbehaving_engine import MisbehavingEngine, Misbehaviour
 from support.raas_parts import generate_call
 from support.scripted_dataflow import eventually
 
 pytestmark = pytest.mark.slow
 
-UPDATE = "/update_weights_from_disk"
 CALL = generate_call(
     prompt_ids=(5, 6), max_new_tokens=3, temperature=0.7, top_p=0.9, seed=42, stop_token_ids=(2,)
 )
-
-
-def answer(**meta: object) -> dict[str, object]:
-    """One answer of /generate: three tokens under version 4."""
-    given: dict[str, object] = {
-        "id": "r0",
-        "finish_reason": {"type": "stop", "matched": 2},
-        "weight_version": "4",
-        "weight_versions": [{"version": "4", "start": 0, "end": 3}],
-        "output_token_logprobs": [(-0.5, 7, None), (-0.25, 8, None), (-1.0, 2, None)],
-    }
-    return {"output_ids": [7, 8, 2], "meta_info": given | meta}
-
-
-@dataclass
-class Script:
-    """Answers by path and what was asked, in order."""
-
-    answers: dict[str, Response] = field(default_factory=dict)
-    """One good answer for each call of /generate unless given."""
-    asked: list[tuple[str, Any]] = field(default_factory=list)
-    may_update: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def answer(self, path: str, content: object, status: int = 200) -> None:
-        self.answers[path] = JSONResponse(content, status_code=status)
-
-    @property
-    def paths(self) -> list[str]:
-        return [path for path, _ in self.asked]
-
-    async def respond(self, request: Request) -> Response:
-        path, body = request.url.path, await request.json() if await request.body() else None
-        self.asked.append((path, body))
-        if path == UPDATE:
-            await self.may_update.wait()
-        good = [answer() for _ in body["rid"]] if path == "/generate" else {"success": True, "message": "ok"}
-        return self.answers.get(path, JSONResponse(good))
+V5 = Path("v5")
 
 
 @pytest.fixture
-def script() -> Script:
-    script = Script()
-    script.answer("/model_info", {"weight_version": "4"})
-    script.may_update.set()
-    return script
+async def server() -> AsyncIterator[MisbehavingEngine]:
+    async with bad.misbehaving_engine() as server:
+        yield server
 
 
 @pytest.fixture
-async def engine(script: Script) -> AsyncIterator[HttpEngine]:
-    server = HttpServer(Starlette(routes=[Route("/{path}", script.respond, methods=["GET", "POST"])]))
-    await server.start()
-    serving = asyncio.create_task(server.run())
-    client = HttpEngine(f"http://{server.address}", request_timeout_s=10.0)
+async def engine(server: MisbehavingEngine) -> AsyncIterator[HttpEngine]:
+    client = HttpEngine(server.url, request_timeout_s=10.0, swap_timeout_s=1.0)
+    await client.introduce()
+    await client.served_version()
+    server.asked.clear()
     yield client
     await client.close()
-    await server.stop(deadline_s=1.0)
-    await serving
 
 
-async def test_a_call_is_sent_in_sglangs_words(engine: HttpEngine, script: Script) -> None:
-    await engine.served_version()
+async def test_a_call_is_sent_in_sglangs_words(engine: HttpEngine, server: MisbehavingEngine) -> None:
     await engine.generate([CALL, replace(CALL, rid="r1", seed=43)])
-    _, body = script.asked[-1]
+    _, body = server.asked[-1]
+    assert body["rid"] == ["r0", "r1"]
+    assert body["input_ids"] == [[5, 6], [5, 6]]
+    assert body["return_logprob"] is True
+    assert body["extra_key"] == "4"
+    assert [params["sampling_seed"] for params in body["sampling_params"]] == [42, 43]
+    assert "routed_dp_rank" not in body
     # Zero candidates mean all of them; SGLang says -1.
-    sampling = {"max_new_tokens": 3, "temperature": 0.7, "top_p": 0.9, "top_k": -1, "stop_token_ids": [2]}
-    assert body == {
-        "rid": ["r0", "r1"],
-        "input_ids": [[5, 6], [5, 6]],
-        "return_logprob": True,
-        "extra_key": "4",
-        "stream": False,
-        "sampling_params": [{**sampling, "sampling_seed": seed} for seed in (42, 43)],
+    assert body["sampling_params"][0] | {"sampling_seed": 0} == {
+        "max_new_tokens": 3,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": -1,
+        "sampling_seed": 0,
+        "stop_token_ids": [2],
     }
 
 
-async def test_an_answer_becomes_tokens_logprobs_and_spans(engine: HttpEngine, script: Script) -> None:
-    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
-    script.answer("/generate", [answer(weight_versions=spans)])
+async def test_an_answer_becomes_tokens_logprobs_and_spans(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
     (generation,) = await engine.generate([CALL])
-    assert generation.spans == (VersionSpan(0, 1, 3), VersionSpan(1, 3, 4))
-    assert (generation.token_ids, generation.logprobs) == ((7, 8, 2), (-0.5, -0.25, -1.0))
-    assert generation.finish_reason == "stop"
-
-
-async def test_without_a_list_of_versions_one_made_all_tokens(engine: HttpEngine, script: Script) -> None:
-    script.answer("/generate", [answer(weight_versions=None)])
-    (generation,) = await engine.generate([CALL])
+    assert generation.token_ids == (7, 8, 2)
+    assert generation.logprobs == (-0.5, -1.5, -2.5)
     assert generation.spans == (VersionSpan(0, 3, 4),)
-
-
-@pytest.mark.parametrize(
-    "meta",
-    [
-        {"output_token_logprobs": [(-0.5, 7, None)]},
-        {"output_token_logprobs": [(-0.5, 7, None), (-0.2, 9, None), (-1.0, 2, None)]},
-        {"output_token_logprobs": [(-0.5, 7, None), (0.3, 8, None), (-1.0, 2, None)]},
-        {"output_token_logprobs": [(-0.5, 7, None), (None, 8, None), (-1.0, 2, None)]},
-        {"output_token_logprobs": None},
-        {"weight_versions": [{"version": "4", "start": 0, "end": 2}]},
-        {"weight_versions": [{"version": "4", "start": 1, "end": 3}]},
-        {"weight_versions": [{"version": "default", "start": 0, "end": 3}]},
-        {"finish_reason": None},
-    ],
-)
-async def test_contradictory_answers_are_not_believed(engine: HttpEngine, script: Script, meta: Any) -> None:
-    script.answer("/generate", [answer(**meta)])
-    with pytest.raises(EngineFaulty, match="call r0 is unusable"):
-        await engine.generate([CALL])
-
-
-async def test_the_wrong_number_of_answers_is_not_believed(engine: HttpEngine, script: Script) -> None:
-    script.answer("/generate", [answer(), answer()])
-    with pytest.raises(EngineFaulty, match="1 calls"):
-        await engine.generate([CALL])
-
-
-async def test_a_logprob_an_ulp_above_zero_is_rounding(engine: HttpEngine, script: Script) -> None:
-    pairs = [(1e-7, 7, None), (-0.25, 8, None), (-1.0, 2, None)]
-    script.answer("/generate", [answer(output_token_logprobs=pairs)])
+    assert generation.finish_reason == "stop"
+    server.next("/generate", bad.meta(weight_versions=None))
     (generation,) = await engine.generate([CALL])
-    assert generation.logprobs[0] == 0.0
+    assert generation.spans == (VersionSpan(0, 3, 4),), "without a list one version made all tokens"
+    server.next("/generate", bad.outputs(7, 8, 2, logprobs=(1e-7, -1.0, -1.0)))
+    (generation,) = await engine.generate([CALL])
+    assert generation.logprobs[0] == 0.0, "an ulp above zero is rounding"
 
 
-REFUSED, AWAY = EngineRefused, EngineUnavailable
-STATUSES = {400: REFUSED, 422: REFUSED, 429: AWAY, 503: AWAY, 500: EngineFaulty}
+async def test_a_call_that_met_a_swap_names_both_versions_unless_it_took_old_prefixes(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
+    async def swap_meanwhile(exchange: bad.Exchange) -> None:
+        await engine.swap(model_dir=V5, version=5)
+        exchange.answer[0]["meta_info"] |= next_meta
+        await exchange.send()
+
+    next_meta: bad.Json = {
+        "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in (("4", 0, 1), ("5", 1, 3))]
+    }
+    server.next("/generate", swap_meanwhile)
+    (generation,) = await engine.generate([CALL])
+    assert generation.spans == (VersionSpan(0, 1, 4), VersionSpan(1, 3, 5))
+    # It waited inside the engine over the swap and began with a prefix of the old weights.
+    next_meta = {"weight_versions": [{"version": "5", "start": 0, "end": 3}], "cached_tokens": 2}
+    server.version = "4"
+    await engine.served_version()
+    server.next("/generate", swap_meanwhile)
+    (generation,) = await engine.generate([CALL])
+    assert generation.finish_reason == "abort", "it is made again"
+
+
+STATUSES: dict[int, type[Exception]] = {
+    **dict.fromkeys((400, 422), EngineRefused),
+    **dict.fromkeys((429, 503), EngineUnavailable),
+    500: EngineFaulty,
+}
 
 
 @pytest.mark.parametrize("status", STATUSES)
-async def test_status_codes_say_what_to_do_next(engine: HttpEngine, script: Script, status: int) -> None:
-    script.answer("/generate", {"error": {"message": "as scripted"}}, status)
+async def test_status_codes_say_what_to_do_next(
+    engine: HttpEngine, server: MisbehavingEngine, status: int
+) -> None:
+    server.next("/generate", bad.says(status, '{"error": {"message": "as scripted"}}'))
     with pytest.raises(STATUSES[status], match="as scripted"):
         await engine.generate([CALL])
 
@@ -165,65 +124,156 @@ async def test_nobody_at_the_address_and_an_engine_given_up_are_unavailable(tmp_
         with pytest.raises(EngineUnavailable):
             await attempt
     await engine.close()
-    for attempt in (engine.served_version(), engine.swap(model_dir=tmp_path, version=1)):
-        with pytest.raises(EngineUnavailable, match="gone"):
-            await attempt
+    with pytest.raises(EngineUnavailable, match="gone"):
+        await engine.served_version()
 
 
-async def test_a_swap_pauses_in_place_loads_and_continues(engine: HttpEngine, script: Script) -> None:
-    await engine.swap(model_dir=Path("v5"), version=5)
-    update = {"model_path": "v5", "weight_version": "5", "flush_cache": False}
-    assert script.asked[:2] == [("/pause_generation", {"mode": "in_place"}), (UPDATE, update)]
-    assert script.paths[2:] == ["/continue_generation"]
+async def test_a_swap_pauses_in_place_loads_asks_and_continues(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
+    await engine.swap(model_dir=V5, version=5)
+    assert server.asked == [
+        ("/pause_generation", {"mode": "in_place"}),
+        ("/update_weights_from_disk", {"model_path": "v5", "weight_version": "5", "flush_cache": False}),
+        ("/model_info", {}),
+        ("/continue_generation", {"torch_empty_cache": False}),
+    ]
 
 
-async def swap_begun(engine: HttpEngine, script: Script) -> "asyncio.Task[None]":
+async def swap_begun(engine: HttpEngine, server: MisbehavingEngine) -> "asyncio.Task[None]":
     """A swap that waits for the engine to load."""
-    script.may_update.clear()
-    swapping = asyncio.create_task(engine.swap(model_dir=Path("v5"), version=5))
-    await eventually(lambda: UPDATE in script.paths, what="the update")
+    server.may_update.clear()
+    swapping = asyncio.create_task(engine.swap(model_dir=V5, version=5))
+    await eventually(lambda: "/update_weights_from_disk" in server.paths, what="the update")
     return swapping
 
 
 async def test_calls_made_during_a_swap_wait_and_never_share_prefixes_with_older_weights(
-    engine: HttpEngine, script: Script
+    engine: HttpEngine, server: MisbehavingEngine
 ) -> None:
-    await engine.served_version()
-    swapping = await swap_begun(engine, script)
+    swapping = await swap_begun(engine, server)
     calling = asyncio.create_task(engine.generate([CALL]))
     await asyncio.sleep(0.05)
-    assert "/generate" not in script.paths
-    script.may_update.set()
+    assert "/generate" not in server.paths
+    server.may_update.set()
     await asyncio.gather(swapping, calling)
-    path, body = script.asked[-1]
-    assert (path, body["extra_key"]) == ("/generate", "5")
+    assert server.asked[-1][0] == "/generate"
+    assert server.asked[-1][1]["extra_key"] == "5"
 
 
-async def test_a_refused_update_leaves_the_engine_running(engine: HttpEngine, script: Script) -> None:
-    script.answer(UPDATE, {"success": False, "message": "shape mismatch"}, 400)
-    with pytest.raises(EngineRefused, match="shape mismatch"):
-        await engine.swap(model_dir=Path("v5"), version=5)
-    assert script.paths[-1] == "/continue_generation"
-    await engine.generate([CALL])
-
-
-async def test_a_cancelled_swap_never_leaves_the_engine_paused(engine: HttpEngine, script: Script) -> None:
-    swapping = await swap_begun(engine, script)
+async def test_a_cancelled_swap_never_leaves_the_engine_paused(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
+    swapping = await swap_begun(engine, server)
+    server.next("/continue_generation", bad.says(503, "busy"))
     swapping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await swapping
-    script.may_update.set()
-    assert script.paths[-1] == "/continue_generation"
+    server.may_update.set()
+    await eventually(lambda: server.paths.count("/continue_generation") == 2, what="the resume is repeated")
+    assert not server.paused
 
 
-@pytest.mark.parametrize(("named", "served"), [("4", 4), ("default", None), ("v4", None), (None, None)])
-async def test_only_a_numbered_version_counts_as_ours(
-    engine: HttpEngine, script: Script, named: str | None, served: int | None
+@pytest.mark.parametrize("path", ["/pause_generation", "/continue_generation", "/model_info"])
+@pytest.mark.parametrize("how", [bad.reset, bad.half_closed, bad.says(503, "busy")])
+async def test_a_swap_outlives_a_lost_answer(
+    engine: HttpEngine, server: MisbehavingEngine, path: str, how: Misbehaviour
 ) -> None:
-    script.answer("/model_info", {"weight_version": named})
+    server.next(path, how)
+    await engine.swap(model_dir=V5, version=5)
+    assert (server.version, server.paused) == ("5", False)
+
+
+async def test_an_update_whose_answer_was_lost_has_happened(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
+    server.next("/update_weights_from_disk", bad.reset)
+    await engine.swap(model_dir=V5, version=5)
+    assert server.paths.count("/update_weights_from_disk") == 1
+    assert not server.paused
+
+
+async def test_an_engine_that_never_acknowledges_its_resume_is_doubted(
+    engine: HttpEngine, server: MisbehavingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_RESUME_DEADLINE_S", 0.3)
+    server.next("/continue_generation", *[bad.says(500, "it stays paused")] * 100)
+    with pytest.raises(
+        EngineDoubtful, match="may still be paused: /continue_generation was not acknowledged"
+    ):
+        await engine.swap(model_dir=V5, version=5)
+
+
+DOUBTFUL: dict[str, tuple[Misbehaviour, str]] = {
+    "a refusal": (
+        bad.says(400, '{"success": false, "message": "shape mismatch"}'),
+        "refused version 5.*shape mismatch",
+    ),
+    "a failure in a good answer": (bad.says(200, '{"success": false, "message": "no memory"}'), "no memory"),
+    "a crash": (bad.says(500, "Internal Server Error"), "did not load version 5.*Internal Server Error"),
+    "a broken answer": (bad.truncated_json, "broken JSON"),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+async def test_an_update_that_did_not_succeed_leaves_an_engine_that_is_doubted_and_not_paused(
+    engine: HttpEngine, server: MisbehavingEngine, name: str
+) -> None:
+    misbehaviour, words = DOUBTFUL[name]
+    server.next("/update_weights_from_disk", misbehaviour)
+    with pytest.raises(EngineDoubtful, match=words):
+        await engine.swap(model_dir=V5, version=5)
+    assert not server.paused
+
+
+async def test_a_version_that_does_not_move_is_noticed_before_anything_is_sampled(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
+    server.next("/model_info", bad.says(200, '{"weight_version": "4"}'))
+    with pytest.raises(EngineDoubtful, match="given version 5 from v5 and serves version 4"):
+        await engine.swap(model_dir=V5, version=5)
+
+
+async def test_an_engine_that_hangs_while_it_loads_is_doubted_after_its_time(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
+    server.next("/model_info", bad.says(200, '{"weight_version": "4"}'))
+    server.next("/update_weights_from_disk", bad.hang)
+    with pytest.raises(EngineDoubtful, match=r"no whole answer within 1.0 s"):
+        await engine.swap(model_dir=V5, version=5)
+
+
+async def test_the_embedded_engine_keeps_its_weights_when_it_refuses(server: MisbehavingEngine) -> None:
+    server.server_info = {"engine": "astraflow"}
+    engine = HttpEngine(server.url)
+    await engine.introduce()
+    server.next("/update_weights_from_disk", bad.says(400, '{"success": false, "message": "NaN"}'))
+    with pytest.raises(EngineRefused, match="NaN") as refused:
+        await engine.swap(model_dir=V5, version=5)
+    assert not isinstance(refused.value, EngineDoubtful)
+    await engine.close()
+
+
+async def test_calls_go_to_the_rank_whose_places_were_taken(server: MisbehavingEngine) -> None:
+    state = {"effective_max_running_requests_per_dp": 5}
+    server.server_info = {"internal_states": [state, state]}
+    engine = HttpEngine(server.url)
+    await engine.introduce()
+    taken = [await engine.slots.take(lambda: 9) for _ in range(2)]
+    assert taken == [(0, 4), (1, 4)], "one place of each stays free for probes"
+    await engine.generate([CALL], rank=1)
+    assert server.asked[-1][1]["routed_dp_rank"] == 1
+    await engine.close()
+
+
+@pytest.mark.parametrize(("named", "served"), [("4", 4), ("default", None), ("v4", None), ("", None)])
+async def test_only_a_numbered_version_counts_as_ours(
+    engine: HttpEngine, server: MisbehavingEngine, named: str, served: int | None
+) -> None:
+    server.version = named
     assert await engine.served_version() == served
 
 
-async def test_calls_are_aborted_by_their_id(engine: HttpEngine, script: Script) -> None:
+async def test_calls_are_aborted_by_their_id(engine: HttpEngine, server: MisbehavingEngine) -> None:
     await engine.abort(["r1", "r2"])
-    assert script.asked == [("/abort_request", {"rid": "r1"}), ("/abort_request", {"rid": "r2"})]
+    assert server.asked == [("/abort_request", {"rid": "r1"}), ("/abort_request", {"rid": "r2"})]

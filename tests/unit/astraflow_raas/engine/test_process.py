@@ -28,7 +28,7 @@ async def started(program: str, folder: Path) -> EngineProcess:
     command = Mock(kind="stand-in", environment=dict)
     command.argv = lambda *, port, **_: [sys.executable, "-c", program, str(port)]
     log_path = folder / "engine.log"
-    return await start_engine(command, model_dir=folder, version=0, log_path=log_path, request_timeout_s=5.0)
+    return await start_engine(command, model_dir=folder, version=0, log_path=log_path)
 
 
 def family(process: EngineProcess) -> list[psutil.Process]:
@@ -48,7 +48,7 @@ async def test_an_engine_is_usable_once_it_is_healthy_and_ends_with_its_helpers(
     process = await started(program, tmp_path)
     await process.wait_healthy(timeout_s=20.0)
     members = family(process)
-    assert len(members) == 2
+    assert len(members) == 3, "it, its helper, and the one that ends them"
     await process.end()
     assert not process.alive
     await eventually(lambda: all(map(is_gone, members)), what="all have ended")

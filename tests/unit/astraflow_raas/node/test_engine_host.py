@@ -11,7 +11,8 @@ import pytest
 
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.engine.base import EngineUnavailable
+from astraflow_raas.engine.base import EngineDoubtful, EngineUnavailable
+from astraflow_raas.engine.server_info import EngineUnsuitable
 from astraflow_raas.loops import LoopService
 from astraflow_raas.node.engine_host import ChildHost, HostSettings, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
@@ -138,6 +139,24 @@ async def test_a_silent_engine_that_cannot_prove_health_is_replaced(setup: Setup
     first.engine.may_answer.set()
     with pytest.raises(EngineUnavailable):
         await waiting
+
+
+async def test_an_engine_that_is_not_trusted_is_replaced(setup: Setup, first: Mock) -> None:
+    setup.policy.distrust(EngineDoubtful("it may still be paused"))
+    assert setup.policy.engine is None, "no call is sent to it any more"
+    await setup.engines(2)
+    assert first.end.called
+
+
+async def test_an_engine_that_no_node_can_use_ends_the_node_at_once(tmp_path: Path) -> None:
+    setup, engine = Setup(tmp_path), FakeEngine(version=0)
+    engine.introduction_fault = EngineUnsuitable("it is SGLang 0.4.0")
+    host = RemoteHost(setup.policy, setup.sync, lambda: engine, settings=FAST, metrics=Metrics())
+    async with running(setup.sync):
+        setup.announce(0)
+        with pytest.raises(EngineUnsuitable, match=r"0\.4\.0"):
+            await asyncio.wait_for(host.run(), 60.0)
+    assert host.num_restarts == 0
 
 
 async def test_an_idle_engine_is_left_alone(setup: Setup, first: Mock) -> None:

@@ -11,7 +11,7 @@ import structlog.testing
 
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.engine.base import EngineFaulty, EngineUnavailable
+from astraflow_raas.engine.base import EngineDoubtful, EngineFaulty, EngineUnavailable
 from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.policies.weight_sync import WeightSync
@@ -262,10 +262,43 @@ async def test_a_failed_swap_is_tried_again_and_the_old_version_serves_meanwhile
     await serving.serves(1)
 
 
-async def test_a_swap_whose_answer_was_lost_counts_when_the_engine_says_so(serving: Setup) -> None:
-    serving.engine.swap_fault = EngineUnavailable("connection reset")
-    serving.engine.version = 1
+def break_swap(engine: FakeEngine) -> None:
+    engine.swap_fault = EngineDoubtful("it holds part of the new weights")
+
+
+def break_samples(engine: FakeEngine) -> None:
+    engine.canary_fault = EngineFaulty("log-prob nan is not a finite number")
+
+
+def break_tokens(engine: FakeEngine) -> None:
+    engine.canary_token = 10**6
+
+
+def break_label(engine: FakeEngine) -> None:
+    engine.sampled_as = 0
+
+
+@pytest.mark.parametrize("breaks", [break_swap, break_samples, break_tokens, break_label])
+async def test_an_engine_that_does_not_prove_its_new_weights_samples_nothing_more(
+    serving: Setup, breaks: Callable[[FakeEngine], None]
+) -> None:
+    breaks(serving.engine)
+    serving.announce_next()
+    await eventually(lambda: serving.policy.engine is None, what="the engine is out of service")
+    await eventually(lambda: serving.engine.closed, what="answers under way are not believed either")
+    with pytest.raises(EngineDoubtful):
+        serving.policy.require_trust()
+    # Its host starts the next one, with what the mirror holds.
+    serving.engine = FakeEngine()
+    await serving.start_engine()
+    serving.policy.require_trust()
+    assert (serving.policy.version, serving.engine.version) == (1, 1)
+
+
+async def test_an_engine_that_could_not_be_asked_for_its_proof_goes_on(serving: Setup) -> None:
+    serving.engine.canary_fault = EngineUnavailable("no answer in time")
     await serving.serve(serving.trainer.publish())
+    assert serving.policy.engine is serving.engine
 
 
 async def test_without_an_engine_the_next_one_is_started_with_the_newest_version(serving: Setup) -> None:

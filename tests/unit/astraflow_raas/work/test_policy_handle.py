@@ -1,6 +1,6 @@
 """What a workflow holds: bounded calls, own seeds, repetition of lost calls, and nothing cut short by chance."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from support.raas_parts import SAMPLING, SOLVER, leased, served_policy
 class Aborting(FakeEngine):
     """Gives the first call up after two tokens, as an engine does whose operator aborts everything."""
 
-    async def generate(self, calls: list[GenerateCall]) -> list[Generation]:  # type: ignore[override]
+    async def generate(self, calls: Sequence[GenerateCall], *, rank: int = 0) -> list[Generation]:
         if not self.requests:
             self.requests.append(tuple(calls))
             spans = (VersionSpan(0, 2, 0),)

@@ -14,7 +14,7 @@ import pytest
 from astraflow import plugins
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import trajectory_service_pb2 as outcomes
-from astraflow.plugins import Message, MissingCapability, TaskSpec
+from astraflow.plugins import Message, MissingCapability, RewardFailed, Score, TaskSpec
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable
@@ -68,8 +68,16 @@ class Setup:
         return sorted(episode.member for episode in self.pushed)
 
 
-def length_of(_task: TaskSpec, completion: str) -> float:
-    return float(len(completion))
+async def length_of(_task: TaskSpec, completion: str, **_given: object) -> Score:
+    return Score(float(len(completion)))
+
+
+async def no_number(_task: TaskSpec, _completion: str, **_given: object) -> Score:
+    return Score(math.nan)
+
+
+async def too_slow(_task: TaskSpec, _completion: str, **_given: object) -> Score:
+    raise RewardFailed("it did not return", reason="reward_timeout")
 
 
 @pytest.fixture
@@ -188,11 +196,17 @@ async def test_faults_of_the_engine_keep_their_meaning(
 
 
 async def test_a_reward_that_is_not_a_number_is_final(setup: Setup) -> None:
-    setup.workflow.inner = SingleTurn(reward=lambda _task, _completion: math.nan)
+    setup.workflow.inner = SingleTurn(reward=no_number)
     failure = await setup.fails(leased(members=(0, 1)))
     assert (setup.pushed, failure.retryable) == ([], False)
     assert "nan_reward" in failure.detail
     assert "1 more" in failure.detail
+
+
+async def test_a_reward_that_failed_is_named_and_tried_again(setup: Setup) -> None:
+    setup.workflow.inner = SingleTurn(reward=too_slow)
+    failure = await setup.fails(leased(members=(0,)))
+    assert failure == Failure(reason="reward_timeout", detail="member 0: it did not return", retryable=True)
 
 
 async def test_a_quarantined_push_gives_the_lease_back(setup: Setup) -> None:

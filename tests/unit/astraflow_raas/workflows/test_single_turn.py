@@ -7,12 +7,14 @@ import pytest
 
 from astraflow.errors import RecipeError
 from astraflow.plugins import GenerateResult, Message, TaskSpec, VersionSpan
+from astraflow_raas.grading.scoring import RewardScorer
 from astraflow_raas.rewards.boxed_match import BoxedMatch
 from astraflow_raas.workflows.single_turn import SingleTurn
 
 TASK = TaskSpec("t", (Message("user", "3 + 4?"),), {"answer": "7"})
 
 
+BOXED = RewardScorer(BoxedMatch())
 SPANS = (VersionSpan(0, 1, 4), VersionSpan(1, 2, 5))
 ANSWER = GenerateResult((8, 9), (-0.5, -0.25), SPANS, r"\boxed{7}", "length")
 
@@ -25,7 +27,7 @@ def one_policy() -> Mock:
 
 
 def test_a_single_turn_trains_on_the_completion_alone() -> None:
-    episode = asyncio.run(SingleTurn(reward=BoxedMatch()).run(TASK, {"solver": one_policy()}))
+    episode = asyncio.run(SingleTurn(reward=BOXED).run(TASK, {"solver": one_policy()}))
     (trajectory,) = episode.trajectories
     assert trajectory.token_ids == (1, 2, 3, 8, 9)
     assert trajectory.loss_mask == (False, False, False, True, True)
@@ -36,4 +38,4 @@ def test_a_single_turn_trains_on_the_completion_alone() -> None:
 
 def test_a_single_turn_does_not_guess_among_policies() -> None:
     with pytest.raises(RecipeError, match="exactly one role"):
-        asyncio.run(SingleTurn(reward=BoxedMatch()).run(TASK, {"a": one_policy(), "b": one_policy()}))
+        asyncio.run(SingleTurn(reward=BOXED).run(TASK, {"a": one_policy(), "b": one_policy()}))

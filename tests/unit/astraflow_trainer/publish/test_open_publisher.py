@@ -29,7 +29,7 @@ def test_deltas_are_coded_as_the_recipe_says(
     log = VersionLog(store, run_id="run-1", policy_id="solver")
     publisher = open_publisher(
         store,
-        joined=JoinedRun("run-1", recipe, "solver", store.uri, source=RecipeSource(), code_sha256=""),
+        joined=JoinedRun("run-1", recipe, "solver", store.uri, source=RecipeSource()),
         epoch=1,
         peers=peers.OnePeer(),
         held=HeldPart(make_policy()),

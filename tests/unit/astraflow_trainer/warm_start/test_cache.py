@@ -1,34 +1,35 @@
 """The initial model is made once per key, appears whole, and depends on all that its key names."""
 
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from astraflow_trainer.model.model import load_causal_lm
 from astraflow_trainer.model.tokenizer import TokenizerSettings
-from astraflow_trainer.warm_start.cache import InitialModel, prepare_initial_model
+from astraflow_trainer.warm_start.cache import InitialModel, digest_of, prepare_initial_model
 from astraflow_trainer.warm_start.training import Example, WarmStartSettings
 from support.tiny_training import TINY
 
 INITIAL = InitialModel(
     shape=TINY,
     tokenizer=TokenizerSettings(vocab_size=280),
-    num_tokenizer_texts=10,
     warm_start=WarmStartSettings(steps=2, batch_size=4),
     seed=3,
-    demonstrations_digest="d",
+    digests=("t", "d"),
 )
 
 
-def _examples() -> Iterator[Example]:
-    return (Example(prompt=f"Say {n}: ", completion=f"{n} indeed") for n in range(20))
+EXAMPLES = [Example(prompt=f"Say {n}: ", completion=f"{n} indeed") for n in range(20)]
 
 
-def _prepare(cache: Path, initial: InitialModel = INITIAL) -> Path:
-    return prepare_initial_model(cache, initial=initial, examples=_examples)
+def _prepare(cache: Path, initial: InitialModel = INITIAL, **more: Any) -> Path:
+    return prepare_initial_model(
+        cache, initial=initial, tokenizer_examples=EXAMPLES, examples=EXAMPLES, **more
+    )
 
 
 def test_equal_settings_give_equal_weights(tmp_path: Path) -> None:
@@ -38,8 +39,8 @@ def test_equal_settings_give_equal_weights(tmp_path: Path) -> None:
 
 CHANGES = [
     replace(INITIAL, seed=4),
-    replace(INITIAL, demonstrations_digest="other"),
-    replace(INITIAL, num_tokenizer_texts=9),
+    replace(INITIAL, digests=("t", "other")),
+    replace(INITIAL, digests=("other", "d")),
     replace(INITIAL, tokenizer=TokenizerSettings(vocab_size=281)),
     replace(INITIAL, shape=replace(INITIAL.shape, rope_theta=5000.0)),
     replace(INITIAL, warm_start=replace(INITIAL.warm_start, learning_rate=1e-3)),
@@ -52,15 +53,16 @@ def test_the_key_covers_every_setting(changed: InitialModel) -> None:
     assert replace(INITIAL).key == INITIAL.key
 
 
-def test_the_loser_of_a_race_uses_the_winners_directory(tmp_path: Path) -> None:
-    """A second process that finishes later finds the name taken."""
-    other = _prepare(tmp_path / "elsewhere")
+def test_of_several_at_once_one_makes_the_model_and_the_others_wait(tmp_path: Path) -> None:
+    steps: list[int] = []
+    with ThreadPoolExecutor(3) as pool:
+        made = [
+            pool.submit(_prepare, tmp_path, progress=lambda step, _loss: steps.append(step)) for _ in range(3)
+        ]
+    assert steps == [1, 2]
+    assert list(tmp_path.iterdir()) == [made[0].result()] == [made[1].result()] == [made[2].result()]
 
-    def examples() -> Iterator[Example]:
-        if not (tmp_path / "cache" / other.name).exists():
-            other.rename(tmp_path / "cache" / other.name)
-        return _examples()
 
-    directory = prepare_initial_model(tmp_path / "cache", initial=INITIAL, examples=examples)
-    assert directory.name == other.name
-    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+def test_a_digest_tells_apart_where_a_prompt_ends() -> None:
+    texts = [("ab", "c"), ("a", "bc"), ("abc", "")]
+    assert len({digest_of([Example(prompt=p, completion=c)]) for p, c in texts}) == 3

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -35,6 +34,9 @@ def endless(seed: int):
         question = Message(role="user", content=f"Say {number}.")
         yield Demonstration(messages=(question,), completion=f"{number} of {seed}")
 
+def others(seed: int):
+    return (Demonstration(shown.messages, shown.completion[::-1]) for shown in endless(seed))
+
 def ends_after_five(seed: int):
     return islice(endless(seed), 5)
 
@@ -52,15 +54,21 @@ class Bench:
     shares: list[float] = field(default_factory=list)
     """The progress that was told."""
 
-    def start(self, *, plugin: str = "recipe:endless", code_sha256: str = "c0de", seed: int = 5) -> Path:
-        return self.start_from(BUILT.replace("recipe:PLUGIN", plugin), code_sha256=code_sha256, seed=seed)
+    def start(self, *, plugin: str = "recipe:endless", seed: int = 5) -> Path:
+        return self.start_from(BUILT.replace("recipe:PLUGIN", plugin), seed=seed)
 
-    def start_from(self, model: str, *, code_sha256: str = "", seed: int = 5) -> Path:
-        text = RECIPE.replace(" {path: somewhere}", model)
+    def start_from(self, model: str, *, seed: int = 5, second: str = "", policy: str = "solver") -> Path:
+        other = f"\n  second:\n    model: {second}\n" if second else ""
+        text = RECIPE.replace(" {path: somewhere}", model.rstrip() + other)
         recipe = parse_recipe(text, overrides=[f"run.seed={seed}"]).recipe
         source = RecipeSource(text=text, folder=self.code)
-        joined = JoinedRun("run-1", recipe, "solver", "file:///nowhere", source, code_sha256)
+        joined = JoinedRun("run-1", recipe, policy, "file:///nowhere", source)
         return starting_model(joined, cache=self.cache, threads=1, progress=self.shares.append)
+
+    def write(self, code: str) -> None:
+        """Replace the recipe's code."""
+        assert self.code is not None
+        (self.code / "recipe.py").write_text(code)
 
 
 @pytest.fixture
@@ -103,25 +111,37 @@ def test_a_warm_start_makes_a_model_with_its_tokenizer_and_tells_how_far_it_is(b
     assert set((bench.code / "calls.txt").read_text().split()) == {"5"}
 
 
-def test_a_cached_warm_start_is_used_again(bench: Bench) -> None:
+def test_a_cached_warm_start_is_used_again_whatever_else_the_code_says(bench: Bench) -> None:
     first = bench.start()
-    assert bench.code is not None
-    (bench.code / "calls.txt").unlink()
     bench.shares.clear()
+    bench.write(PLUGINS + "\nclass Reward: ...\n")
     assert bench.start() == first
     assert bench.shares == []
-    assert not (bench.code / "calls.txt").exists()
 
 
-@pytest.mark.parametrize("changed", [{"code_sha256": "c0ffee"}, {"seed": 6}])
-def test_other_recipe_code_or_another_seed_makes_another_model(changed: dict[str, Any], bench: Bench) -> None:
-    assert bench.start() != bench.start(**changed)
+def test_other_demonstrations_or_another_seed_make_another_model(bench: Bench) -> None:
+    first = bench.start()
+    assert bench.start(seed=6) != first
+    bench.write(PLUGINS.replace("Say {number}.", "Tell {number}."))
+    assert bench.start() != first
+
+
+def test_a_policy_may_start_from_another_or_with_its_tokenizer(bench: Bench) -> None:
+    built = BUILT.replace("recipe:PLUGIN", "recipe:endless")
+    first = bench.start_from(built)
+    assert bench.start_from(built, second="{from_policy: solver}", policy="second") == first
+    own = built.replace("{vocab_size: 280, num_texts: 10}", "{from_policy: solver}").replace(
+        "endless", "others"
+    )
+    second = bench.start_from(built, second=own, policy="second")
+    assert second != first
+    assert (second / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
 
 
 def test_demonstrations_that_end_early_are_named_with_what_was_needed(bench: Bench) -> None:
     with pytest.raises(RecipeError, match=r"ends_after_five ended after 5 demonstrations, .* needs 10"):
         bench.start(plugin="recipe:ends_after_five")
-    assert list(bench.cache.iterdir()) == []
+    assert not bench.cache.exists()
 
 
 UNUSABLE = [

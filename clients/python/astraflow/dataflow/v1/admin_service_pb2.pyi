@@ -138,6 +138,7 @@ class PolicyStatus(_message.Message):
     RECENT_TRAINING_REWARD_FIELD_NUMBER: _builtins.int
     NO_CREDIT_TRAJECTORIES_FIELD_NUMBER: _builtins.int
     CREDIT_ERROR_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     last_finished_step: _builtins.int
@@ -160,6 +161,8 @@ class PolicyStatus(_message.Message):
     """Trajectories dropped because their role had no credit when their task was leased."""
     credit_error: _builtins.int
     """Outstanding groups as counted, less those that the open tasks account for; anything but 0 is a defect."""
+    frozen: _builtins.bool
+    """The run does not train it: it has no trainer, no window and no evaluation, and its version stays 0."""
     @_builtins.property
     def version(self) -> _version_pb2.Version:
         """Newest announced version; unset before the first."""
@@ -184,10 +187,11 @@ class PolicyStatus(_message.Message):
         recent_training_reward: _builtins.float = ...,
         no_credit_trajectories: _builtins.int = ...,
         credit_error: _builtins.int = ...,
+        frozen: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["staleness", b"staleness", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

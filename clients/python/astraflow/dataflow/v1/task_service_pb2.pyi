@@ -203,8 +203,8 @@ class LeaseFailure(_message.Message):
     lease_id: _builtins.str
     """Lease to give back."""
     reason: _builtins.str
-    """Slug: `workflow_error`, `timeout`, `engine_error`, `environment_failed`; at no cost of an attempt:
-    `missing_capability`, `drain`, `version_unavailable`, `environment_unavailable`.
+    """Slug: `workflow_error`, `reward_error`, `reward_timeout`, `timeout`, `engine_error`, `environment_failed`; at no
+    cost of an attempt: `missing_capability`, `drain`, `version_unavailable`, `environment_unavailable`.
     """
     detail: _builtins.str
     """For people."""

@@ -1,0 +1,119 @@
+"""A program that ends with everything it started: `python -m astraflow_kit.family PARENT_PID PROGRAM ARGUMENTS…`.
+
+Invariant: whoever is killed first, even by SIGKILL (the process that asked for it, the program, one of its helpers that
+made itself a daemon), nothing of the program is left: this process adopts its orphans and kills them. It ends as the
+program did. SIGTERM is passed on to the program alone, SIGINT kills all. Imports nothing but the standard library: it
+stands beside every engine for as long as that runs.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from astraflow_kit.parent import die_with_parent, dying_with_us
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_KILL_POLL_S = 0.01
+
+
+def ending_with_us(*command: str) -> tuple[str, ...]:
+    """The command line of a child that ends, with all of its own, when this process does; off Linux without its own.
+
+    Start it from a thread that lives as long as the process. Its pid is not the program's.
+    """
+    if not sys.platform.startswith("linux"):
+        return dying_with_us(*command)
+    return (sys.executable, "-m", __name__, str(os.getpid()), *command)
+
+
+def _guard(parent_pid: int, command: list[str]) -> NoReturn:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) or libc.prctl(
+        _PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0
+    ):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER or PR_SET_PDEATHSIG) failed")
+    # Before the program exists, so that no signal finds one without the other.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    program = os.fork()
+    if not program:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+        die_with_parent(os.getppid())
+        os.execvp(command[0], command)
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        os.kill(program, number)
+
+    def kill_all(_number: int, _frame: FrameType | None) -> None:
+        _kill(_descendants())
+
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGINT, kill_all)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+    if os.getppid() != parent_pid:
+        _kill([program])
+    ended, status = os.wait()
+    while ended != program:
+        ended, status = os.wait()
+    # It was reaped: its number may soon be somebody else's.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _end_orphans()
+    _end_as(status)
+
+
+def _end_orphans() -> None:
+    """Kill until nothing is left; who holds the group may end us before."""
+    while True:
+        _kill(_descendants())
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(_KILL_POLL_S)
+
+
+def _end_as(status: int) -> NoReturn:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _descendants() -> list[int]:
+    """Our children, theirs, and so on, by the table of processes."""
+    parents = dict(filter(None, map(_pid_and_parent, Path("/proc").glob("[0-9]*/stat"))))
+    found, ours = list[int](), {os.getpid()}
+    while new := [pid for pid, parent in parents.items() if parent in ours and pid not in ours]:
+        found += new
+        ours.update(new)
+    return found
+
+
+def _pid_and_parent(stat: Path) -> tuple[int, int] | None:
+    try:
+        # The name in parentheses may hold anything, spaces and parentheses too.
+        rest = stat.read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None  # it ended meanwhile
+    return int(stat.parent.name), int(rest[1])
+
+
+if __name__ == "__main__":
+    _guard(int(sys.argv[1]), sys.argv[2:])
