@@ -17,9 +17,8 @@ from typing import Self
 
 from google.protobuf.message import Message as Proto
 
-from astraflow.chat import message_from_proto
+from astraflow.chat import message_from_proto, observation_to_proto, task_from_proto, tools_to_proto
 from astraflow.errors import PluginError
-from astraflow.observations import observation_to_proto, task_from_proto, tools_to_proto
 from astraflow.plugins import Environment, MissingCapability
 from astraflow.raas.v1 import environment_service_pb2 as contract
 from astraflow.recipe.plugin_settings import PluginSettings

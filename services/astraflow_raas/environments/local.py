@@ -7,7 +7,7 @@ the turn. Made by `recipe_environments`.
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from astraflow.observations import check_observation
+from astraflow.chat import check_observation
 from astraflow.plugins import (
     Environment,
     EnvironmentFailed,

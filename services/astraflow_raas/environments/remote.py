@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
-from astraflow.chat import message_to_proto
+from astraflow.chat import message_to_proto, observation_from_proto, task_to_proto
 from astraflow.client import AsyncClient, RetryPolicy
 from astraflow.errors import AstraflowError, NotFoundError, ResourceExhaustedError, UnavailableError
-from astraflow.observations import observation_from_proto, task_to_proto
 from astraflow.plugins import EnvironmentFailed, Message, MissingCapability, Observation, TaskSpec
 from astraflow.raas.v1 import environment_service_pb2 as contract
 from astraflow.raas.v1.environment_service_pb2_grpc import EnvironmentServiceStub

@@ -8,8 +8,8 @@ makes a call of an episode.
 import hashlib
 from collections.abc import Mapping
 
+from astraflow.chat import task_from_proto
 from astraflow.errors import InvalidArgumentError
-from astraflow.observations import task_from_proto
 from astraflow.plugins import TaskSpec
 from astraflow.rollout.v1 import task_pb2
 
