@@ -43,9 +43,10 @@ def load_workflow(
     endpoint: AgentEndpoint,
     served: ServedEnvironments,
 ) -> RecipeWorkflow:
-    """Make the recipe's workflow with its reward, and with the node's `endpoint` and `environments` if it names those.
+    """Make the recipe's workflow with its reward, and with the node's `endpoint`, `environments` and `recipe_dir` if it
+    names those.
 
-    The run's own code lies below `into`, when it is `allowed`.
+    The run's own code lies below `into`, when it is `allowed`; else `recipe_dir` is None.
 
     Raises PluginError naming the plug-in, RecipeError for roles that do not fit; both with the remedy.
     """
@@ -55,6 +56,7 @@ def load_workflow(
     offered: dict[str, object] = {
         "endpoint": endpoint,
         "environments": RecipeEnvironments(source, served=served),
+        "recipe_dir": (folder or into) if allowed else None,
     }
     scorer = None
     if settings.reward is not None:
@@ -68,10 +70,6 @@ def load_workflow(
     workflow = make(settings.workflow, protocol=Workflow, source=source, **offered)
     declared = getattr(workflow, "roles", None)
     try:
-        if isinstance(declared, str):
-            raise ValueError(
-                f"`roles` is the text {declared!r}, not a sequence of names; write ({declared!r},)"
-            )
         roles = workflow_roles(declared, roles=recipe.resolved_roles, are_given=bool(recipe.roles))
     except (TypeError, ValueError) as error:
         place = place_of(settings.workflow, source.text, source=source.name)

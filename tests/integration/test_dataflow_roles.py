@@ -13,6 +13,7 @@ from support.dataflow_world import Node, World, make_trajectory, until
 pytestmark = pytest.mark.integration
 BOTH = ("solver", "verifier")
 SAME = {"solver": "solver", "verifier": "verifier"}
+FROZEN = ["policies.judge.train=false"]
 TWO_ROLES = {"planner": "solver", "worker": "solver"}
 
 
@@ -113,7 +114,9 @@ async def test_a_task_leased_again_keeps_the_credit_it_was_given(world: World) -
     assert [(await policy(world, name)).outstanding_groups for name in BOTH] == [1, 0]
 
 
-async def test_charges_are_what_open_tasks_account_for_after_any_sequence(world: World) -> None:
+async def test_charges_fit_the_window_and_are_what_open_tasks_account_for_after_any_sequence(
+    world: World,
+) -> None:
     roles = {"plan": "solver", "work": "solver", "check": "verifier"}
     await world.create_run(
         dataset="Unevaluated", policies=BOTH, roles=roles, groups_per_step=3, max_attempts=2
@@ -129,7 +132,10 @@ async def test_charges_are_what_open_tasks_account_for_after_any_sequence(world:
             else:
                 await play(node, lease, roles, leave=lease.uncredited_roles, versions=steps)
         name = rng.choice(BOTH)
-        if (await policy(world, name)).ready_groups >= 3:
+        found = await policy(world, name)
+        used = found.outstanding_groups + found.ready_groups + found.unpublished_groups
+        assert found.credit == 6 - used, "acceptance is 1: what is not used is free"
+        if found.ready_groups >= 3:
             steps[name] += 1
             await trainers[name].train(steps[name], base_version=steps[name] - 1)
     assert sum(steps.values()) > 4
@@ -139,7 +145,7 @@ async def test_charges_are_what_open_tasks_account_for_after_any_sequence(world:
 
 
 async def test_a_policy_that_is_not_trained_needs_a_version_and_nothing_else(world: World) -> None:
-    await world.create_run(dataset="Unevaluated", policies=("solver", "judge"), frozen=("judge",))
+    await world.create_run(dataset="Unevaluated", policies=("solver", "judge"), overrides=FROZEN)
     await world.trainer("solver")
     node = await world.node()
     assert (await node.lease_reply()).waiting_for == "no_version"
@@ -155,7 +161,7 @@ async def test_a_policy_that_is_not_trained_needs_a_version_and_nothing_else(wor
 
 
 async def test_a_run_ends_without_waiting_for_a_policy_that_is_not_trained(world: World) -> None:
-    await world.create_run(policies=("solver", "judge"), frozen=("judge",))
+    await world.create_run(policies=("solver", "judge"), overrides=FROZEN)
     await world.trainer("judge")
     assert "no_trainer" in await world.waits()
     assert {wait.policy_id for wait in (await world.status()).waits if wait.stage == "batch"} == {"solver"}
