@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from astraflow.client import AsyncClient, RetryPolicy
+from astraflow.environments import EnvironmentFailed
 from astraflow.errors import AstraflowError
-from astraflow.plugins import EnvironmentFailed, Message, MissingCapability, TaskSpec
+from astraflow.plugins import Message, MissingCapability, TaskSpec
 from astraflow.raas.v1 import environment_service_pb2 as contract
 from astraflow.raas.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 from astraflow.rollout.v1 import task_pb2

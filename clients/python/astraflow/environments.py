@@ -12,10 +12,17 @@ from typing import Protocol
 from astraflow.plugins import Environment
 from astraflow.recipe.plugin_settings import PluginSettings
 
-__all__ = ["SERVED", "Environments"]
+__all__ = ["SERVED", "EnvironmentFailed", "Environments"]
 
 SERVED = "served"
 """`served:Name` in a recipe means the environment that the node's settings know by that name."""
+
+
+class EnvironmentFailed(Exception):
+    """Raised when what an episode acts in raised, hung, died or broke its bounds; says which, and in which turn.
+
+    The attempt ends with reason `environment_failed`, and the task is leased again.
+    """
 
 
 class Environments(Protocol):

@@ -22,7 +22,6 @@ __all__ = [
     "Demonstration",
     "Demonstrations",
     "Environment",
-    "EnvironmentFailed",
     "Episode",
     "Filter",
     "GenerateResult",
@@ -33,6 +32,7 @@ __all__ = [
     "Observation",
     "PluginState",
     "Policy",
+    "PolicyUnavailable",
     "ReadyGroup",
     "Reward",
     "RewardFailed",
@@ -157,9 +157,12 @@ class Demonstrations(Protocol):
         """Return the stream for `seed`; equal seeds give equal streams."""
 
 
-class EnvironmentFailed(Exception):
-    """Raised when what an episode acts in raised, hung, died or broke its bounds; says which, and in which turn. It
-    costs an attempt, with reason `environment_failed`."""
+class PolicyUnavailable(Exception):
+    """Raised by a policy's `generate` and `chat` when its engine is down and the run has other policies.
+
+    A workflow that catches it may return what is complete without that policy; it is pushed and used. Otherwise the
+    node gives the episode back, which costs no attempt.
+    """
 
 
 @dataclass(frozen=True)
@@ -173,8 +176,7 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class TurnSpan:
-    """Tokens [start, end) of a sequence are one turn of the chat role `role`; `reward` is what the environment gave for
-    it."""
+    """Tokens [start, end) are one turn of the chat role `role`; `reward` is what the environment gave for it."""
 
     start: int
     end: int
@@ -266,7 +268,7 @@ class Policy(Protocol):
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None
     ) -> GenerateResult:
         """Sample one continuation; may span a weight update. Raises when the episode is cancelled or out of
-        time."""
+        time, and PolicyUnavailable."""
 
     async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
         """Sample the answer to `messages`: `generate` of what `encode` makes of them."""

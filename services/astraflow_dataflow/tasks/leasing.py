@@ -27,7 +27,9 @@ log = get_logger(__name__)
 
 UNBOUNDED = 1_000_000
 LEASES_PER_CALL = 256
-FREE_REASONS = frozenset({"missing_capability", "drain", "version_unavailable", "environment_unavailable"})
+FREE_REASONS = frozenset(
+    {"missing_capability", "drain", "version_unavailable", "engine_down", "environment_unavailable"}
+)
 """Failures that cost no attempt: the node cannot help it."""
 _BACKOFF_S = {
     "version_unavailable": 0.2,

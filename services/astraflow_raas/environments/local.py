@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from astraflow.chat import check_observation
+from astraflow.environments import EnvironmentFailed
 from astraflow.plugins import (
     Environment,
-    EnvironmentFailed,
     Message,
     MissingCapability,
     Observation,

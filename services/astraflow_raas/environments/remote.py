@@ -13,8 +13,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from astraflow.chat import message_to_proto, observation_from_proto, task_to_proto
 from astraflow.client import AsyncClient, RetryPolicy
+from astraflow.environments import EnvironmentFailed
 from astraflow.errors import AstraflowError, NotFoundError, ResourceExhaustedError, UnavailableError
-from astraflow.plugins import EnvironmentFailed, Message, MissingCapability, Observation, TaskSpec
+from astraflow.plugins import Message, MissingCapability, Observation, TaskSpec
 from astraflow.raas.v1 import environment_service_pb2 as contract
 from astraflow.raas.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 from astraflow_kit.log import get_logger

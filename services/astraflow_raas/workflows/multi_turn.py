@@ -12,11 +12,10 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from astraflow.environments import Environments
+from astraflow.environments import EnvironmentFailed, Environments
 from astraflow.errors import AstraflowError, InvalidArgumentError, RecipeError
 from astraflow.plugins import (
     Environment,
-    EnvironmentFailed,
     Episode,
     GenerateResult,
     Message,

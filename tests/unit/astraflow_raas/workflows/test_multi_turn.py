@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from astraflow.environments import EnvironmentFailed
 from astraflow.errors import InvalidArgumentError, RecipeError
-from astraflow.plugins import Environment, EnvironmentFailed, Episode, Message, TaskSpec
+from astraflow.plugins import Environment, Episode, Message, TaskSpec
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_kit.plugins import RecipeSource
 from astraflow_raas.engine.base import EngineRefused
