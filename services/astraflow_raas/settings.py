@@ -5,6 +5,7 @@ joins. `__main__` builds them from options and `ASTRAFLOW_*` variables, `server`
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -55,9 +56,9 @@ class NodeSettings(StoreAccess):
     """Seconds one call to the engine may take; episodes have their own, shorter bound from the recipe."""
     engine_swap_timeout_s: Annotated[float, Field(gt=0, le=7200)] = 120.0
     """Seconds an engine may take to load a version; sampling pauses meanwhile. One that takes longer is restarted."""
-    engine_stall_s: Annotated[float, Field(gt=0, le=3600)] = 15.0
-    """Seconds of running calls without any answer after which the engine must show within 25 s that it still makes
-    tokens, or be restarted."""
+    engine_stall_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """Seconds without a token, of running calls or of a probe, after which the engine is restarted; at most a quarter
+    of the recipe's `raas.episode_timeout_s`."""
     external: Annotated[tuple[str, ...], CommandOption(metavar="POLICY=URL")] = ()
     """Base URL of an external policy's OpenAI-compatible endpoint, as in judge=https://api.example.com/v1; repeat it.
     """
@@ -65,6 +66,14 @@ class NodeSettings(StoreAccess):
     """File holding the key of that endpoint; repeat it."""
     engine_restart_backoff_s: Annotated[float, Field(gt=0, le=600)] = 0.5
     """Wait before the first restart of a dead engine; doubles up to 30 s while restarts keep failing."""
+
+    environments: Annotated[
+        tuple[str, ...],
+        CommandOption("Environments", names=("--environment",), metavar="NAME=HOST:PORT"),
+    ] = ()
+    """Where the environment is served that recipes call `served:NAME`; repeat it."""
+    environment_token_file: Path | None = None
+    """File holding the node's token for these services."""
 
     work_dir: Annotated[Path, CommandOption("Folders and limits")] = Path("~/.cache/astraflow/raas")
     """Folder for mirrors, the recipe's code and engine logs; one sub-folder per node."""
@@ -93,6 +102,20 @@ class NodeSettings(StoreAccess):
     @classmethod
     def _expand_home(cls, path: Path | None) -> Path | None:
         return path.expanduser() if path is not None else None
+
+    @field_validator("environments")
+    @classmethod
+    def _environments_have_addresses(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for each in given:
+            name, _, address = each.partition("=")
+            if not (name.isidentifier() and re.match(_ADDRESS, address)):
+                raise ValueError(f"{each!r} is not NAME=HOST:PORT; NAME has letters, digits and _")
+        return given
+
+    @property
+    def environment_addresses(self) -> dict[str, str]:
+        """Address of each served environment by name."""
+        return dict(each.split("=", 1) for each in self.environments)
 
     @field_validator("external", "external_key_file")
     @classmethod

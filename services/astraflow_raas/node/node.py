@@ -5,13 +5,14 @@ start, and its reverse the order of the end: no new work first, then the last pu
 by `server` once the node has joined; the status pages read it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow_kit.lifecycle import Service
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
+from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.grading.scoring import RewardScorer
 from astraflow_raas.node.engine_host import ChildHost, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
@@ -40,8 +41,10 @@ class PolicyParts:
 class PolicyTable:
     """All policies of the run on this node."""
 
-    def __init__(self, parts: Mapping[str, PolicyParts]) -> None:
+    def __init__(self, parts: Mapping[str, PolicyParts], *, spared: Collection[str] = ()) -> None:
+        """`spared` are policies that a workflow may leave out for a while, as long as another of them is served."""
         self.parts = parts
+        self._spared = frozenset(spared)
 
     @property
     def tokens_sampled(self) -> int:
@@ -55,8 +58,15 @@ class PolicyTable:
 
     @property
     def waiting_for(self) -> str:
-        """What keeps the node from working, of the first policy that lacks something."""
-        return next((part.waiting_for for part in self.parts.values() if part.waiting_for), "")
+        """What keeps the node from working: of the first policy that lacks something and is needed. All are until each
+        was served once.
+        """
+        lacking = {name: part for name, part in self.parts.items() if part.waiting_for}
+        can_go_on = self._spared - lacking.keys() and all(
+            name in self._spared and part.policy.version is not None and not part.policy.is_needed
+            for name, part in lacking.items()
+        )
+        return "" if can_go_on else next((part.waiting_for for part in lacking.values()), "")
 
     def announce(self, version: version_pb2.Version) -> None:
         """Hand an announced version to its policy; versions of policies that this node does not serve are
@@ -90,7 +100,8 @@ class Node:
     node_id: str
     policies: PolicyTable
     endpoint: Endpoint
-    scorer: RewardScorer
+    served: ServedEnvironments
+    scorer: RewardScorer | None
     session: Session
     pusher: Pusher
     worker: Worker
@@ -101,7 +112,8 @@ class Node:
         engines: list[Service] = []
         for part in self.policies.parts.values():
             engines += [part.host, part.weights]
-        return [self.endpoint, self.scorer, *engines, self.pusher, self.worker]
+        scorers = [self.scorer] if self.scorer is not None else []
+        return [self.endpoint, self.served, *scorers, *engines, self.pusher, self.worker]
 
     @property
     def waiting_for(self) -> str:

@@ -100,7 +100,7 @@ def test_a_node_without_a_sandbox_refuses_and_says_what_to_do(monkeypatch: pytes
 
 @needs_bubblewrap
 def test_a_sandbox_that_does_not_start_says_why(tmp_path: Any) -> None:
-    with pytest.raises(PluginError, match="bwrap cannot start .*python: "):
+    with pytest.raises(PluginError, match=r"bwrap cannot start .*python: "):
         make(
             PluginSettings.model_validate(
                 {
