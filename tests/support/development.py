@@ -72,17 +72,17 @@ class RunFiles:
         """Lines of metrics.jsonl."""
         return _read_lines(self.data_dir / "metrics.jsonl")
 
-    def read_ledger(self) -> list[dict[str, Any]]:
-        """Lines of the trainer's ledger."""
-        return _read_lines(self.data_dir / "work" / f"trainer-{POLICY}" / "ledger.jsonl")
+    def read_ledger(self, policy: str = POLICY) -> list[dict[str, Any]]:
+        """Lines of a trainer's ledger."""
+        return _read_lines(self.data_dir / "work" / f"trainer-{policy}" / "ledger.jsonl")
 
     def steps_done(self) -> int:
         """The last finished step that the launcher wrote down."""
         return max((line["step"] for line in self.read_metrics() if line["kind"] == "step"), default=0)
 
-    def steps_taken(self) -> int:
-        """The last step in the trainer's ledger."""
-        return max((line["step"] for line in self.read_ledger()), default=0)
+    def steps_taken(self, policy: str = POLICY) -> int:
+        """The last step in a trainer's ledger."""
+        return max((line["step"] for line in self.read_ledger(policy)), default=0)
 
     def starts(self) -> list[tuple[str, int]]:
         """(child, pid) of every start the launcher logged, oldest first, over all its lives."""
@@ -101,9 +101,11 @@ class RunFiles:
 
 
 @contextmanager
-def dev(folder: Path, *arguments: str, failpoints: str = "") -> Iterator[subprocess.Popen[str]]:
+def dev(
+    folder: Path, *arguments: str, failpoints: str = "", recipe: str = "quickstart"
+) -> Iterator[subprocess.Popen[str]]:
     """Start `astraflow dev` and end it, whatever the test did."""
-    command = [sys.executable, "-m", "astraflow.cli", "dev", str(ROOT / "recipes" / "quickstart"), "--json"]
+    command = [sys.executable, "-m", "astraflow.cli", "dev", str(ROOT / "recipes" / recipe), "--json"]
     files = RunFiles(folder)
     plugins = ROOT / "tests" / "e2e" / "plugins"
     paths = filter(None, [str(plugins), os.environ.get("PYTHONPATH")])
