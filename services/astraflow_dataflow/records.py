@@ -114,6 +114,8 @@ class PolicyState:
     policy_id: str
     frozen: bool
     """Not trained."""
+    external: bool
+    """An endpoint elsewhere: it has no versions."""
     outstanding: int
     ready: int
     unpublished: int
@@ -145,6 +147,11 @@ class PolicyState:
     """Who claimed it last."""
     heard_ms: int
     """When that trainer last called; 0 when nobody holds the policy."""
+
+    @property
+    def lacks_version(self) -> bool:
+        """Whether it cannot be asked before a version is announced."""
+        return self.version is None and not self.external
 
 
 @dataclass(frozen=True, kw_only=True)

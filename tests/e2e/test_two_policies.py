@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from support.audit import read_pushes
-from support.development import RunFiles, dev, finish, wait_for
+from support.development import ROOT, RunFiles, dev, finish, wait_for
 from support.ledger_audit import audit
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -109,7 +109,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     """A run in which every victim was frozen and killed."""
     folder = tmp_path_factory.mktemp("pair")
     lived = Story(RunFiles(folder))
-    with dev(folder, *SMALL, recipe="solver-verifier-tiny") as launcher:
+    with dev(folder, *SMALL, recipe=ROOT / "recipes" / "solver-verifier-tiny") as launcher:
         for policy in POLICIES:
             lived.await_steps(policy, STEPS_AFTER)
         for how, victim in product((FREEZE, KILL), VICTIMS):

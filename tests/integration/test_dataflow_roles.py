@@ -13,6 +13,7 @@ from support.dataflow_world import Node, World, make_trajectory, until
 pytestmark = pytest.mark.integration
 BOTH = ("solver", "verifier")
 SAME = {"solver": "solver", "verifier": "verifier"}
+FROZEN = ["policies.judge.train=false"]
 TWO_ROLES = {"planner": "solver", "worker": "solver"}
 
 
@@ -139,7 +140,7 @@ async def test_charges_are_what_open_tasks_account_for_after_any_sequence(world:
 
 
 async def test_a_policy_that_is_not_trained_needs_a_version_and_nothing_else(world: World) -> None:
-    await world.create_run(dataset="Unevaluated", policies=("solver", "judge"), frozen=("judge",))
+    await world.create_run(dataset="Unevaluated", policies=("solver", "judge"), overrides=FROZEN)
     await world.trainer("solver")
     node = await world.node()
     assert (await node.lease_reply()).waiting_for == "no_version"
@@ -155,7 +156,7 @@ async def test_a_policy_that_is_not_trained_needs_a_version_and_nothing_else(wor
 
 
 async def test_a_run_ends_without_waiting_for_a_policy_that_is_not_trained(world: World) -> None:
-    await world.create_run(policies=("solver", "judge"), frozen=("judge",))
+    await world.create_run(policies=("solver", "judge"), overrides=FROZEN)
     await world.trainer("judge")
     assert "no_trainer" in await world.waits()
     assert {wait.policy_id for wait in (await world.status()).waits if wait.stage == "batch"} == {"solver"}

@@ -9,6 +9,7 @@ from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluatio
 POLICY = PolicyState(
     policy_id="p",
     frozen=False,
+    external=False,
     outstanding=0,
     ready=0,
     unpublished=0,

@@ -102,10 +102,10 @@ class RunFiles:
 
 @contextmanager
 def dev(
-    folder: Path, *arguments: str, failpoints: str = "", recipe: str = "quickstart"
+    folder: Path, *arguments: str, failpoints: str = "", recipe: Path = ROOT / "recipes" / "quickstart"
 ) -> Iterator[subprocess.Popen[str]]:
     """Start `astraflow dev` and end it, whatever the test did."""
-    command = [sys.executable, "-m", "astraflow.cli", "dev", str(ROOT / "recipes" / recipe), "--json"]
+    command = [sys.executable, "-m", "astraflow.cli", "dev", str(recipe), "--json"]
     files = RunFiles(folder)
     plugins = ROOT / "tests" / "e2e" / "plugins"
     paths = filter(None, [str(plugins), os.environ.get("PYTHONPATH")])

@@ -133,7 +133,7 @@ def _lease_waits(
                 "start a node and join it to this server",
             )
         ]
-    missing = [policy for policy in audit.policies if policy.version is None]
+    missing = [policy for policy in audit.policies if policy.lacks_version]
     if missing:
         remedy = (
             "its trainer announces version 0 when it has loaded the initial model; see its log if it does not"

@@ -81,6 +81,7 @@ def _policy_state(reply: Reply) -> PolicyState:
     return PolicyState(
         policy_id=as_text(fields[0]),
         frozen=as_text(stored.get("frozen")) == "1",
+        external=as_text(stored.get("external")) == "1",
         outstanding=as_int(fields[1]),
         ready=as_int(fields[2]),
         unpublished=as_int(fields[3]),

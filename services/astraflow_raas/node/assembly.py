@@ -25,6 +25,7 @@ from astraflow_raas.node.folder import NodeFolder
 from astraflow_raas.node.joining import FoundRun
 from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node, PolicyParts, PolicyTable, node_state
+from astraflow_raas.policies.external_model import ExternalModel, endpoints_of
 from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
@@ -66,7 +67,8 @@ async def assemble_node(
 ) -> Node:
     """Return the node, not started. Raises MirrorMismatch, InvalidArgumentError."""
     maker = _PolicyMaker(inputs, store=store, folder=folder, mirrors=mirrors)
-    policies = PolicyTable({name: await maker.make(name) for name in inputs.found.recipe.policies})
+    names = inputs.found.recipe.served_policies
+    policies = PolicyTable({name: await maker.make(name) for name in names})
     settings = inputs.settings
     pusher = Pusher(
         inputs.client,
@@ -109,7 +111,25 @@ def _session(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher) -> Sessi
     )
     served = {name: part.policy for name, part in policies.parts.items()}
     workflow = inputs.workflow.workflow
-    return Session(workflow, policies=served, pusher=pusher, settings=settings, metrics=inputs.metrics)
+    return Session(
+        workflow,
+        policies=served,
+        externals=_externals(inputs),
+        pusher=pusher,
+        settings=settings,
+        metrics=inputs.metrics,
+    )
+
+
+def _externals(inputs: NodeInputs) -> dict[str, ExternalModel]:
+    """The policies that are endpoints elsewhere; a node without the endpoint of one refuses tasks that ask it."""
+    endpoints, found = endpoints_of(inputs.settings), {}
+    for policy_id, policy in inputs.found.recipe.resolved_policies.items():
+        external = policy.model.external
+        if external is not None:
+            endpoint = endpoints.get(policy_id)
+            found[policy_id] = ExternalModel(policy_id, external, endpoint=endpoint, metrics=inputs.metrics)
+    return found
 
 
 def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: Session) -> Worker:
@@ -192,7 +212,7 @@ class _PolicyMaker:
         return ChildHost(policy, weights, launch, settings=settings, metrics=metrics)
 
     def _connect(self) -> HttpEngine:
-        policies = self._inputs.found.recipe.policies
+        policies = self._inputs.found.recipe.served_policies
         if len(policies) > 1:
             raise InvalidArgumentError(
                 f"engine {self._settings.engine} serves one model, the run has the policies "

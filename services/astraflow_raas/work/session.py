@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from astraflow import plugins
 from astraflow.dataflow.v1 import trajectory_service_pb2
@@ -22,14 +23,17 @@ from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.plugins import describe
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused
+from astraflow_raas.policies.external_model import ExternalModel
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.work.episode import EpisodeIds, VersionMoved, build_episode
+from astraflow_raas.work.external_handle import ExternalHandle
 from astraflow_raas.work.lease import complete_lease, is_evaluation
 from astraflow_raas.work.policy_handle import PolicyHandle
 
 log = get_logger(__name__)
 
+Handle: TypeAlias = PolicyHandle | ExternalHandle
 MISSING_CAPABILITY = "missing_capability"
 _MAX_DETAIL_BYTES = 2048
 _MAX_TEXT_CHARS = 500
@@ -72,6 +76,7 @@ class Session:
         workflow: plugins.Workflow,
         *,
         policies: Mapping[str, ServedPolicy],
+        externals: Mapping[str, ExternalModel] | None = None,
         pusher: Pusher,
         settings: SessionSettings,
         metrics: Metrics,
@@ -80,6 +85,7 @@ class Session:
     ) -> None:
         self._workflow = workflow
         self._policies = policies
+        self._externals = externals or {}
         self._pusher = pusher
         self._settings = settings
         self._metrics = metrics
@@ -157,9 +163,13 @@ class Session:
         except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; it must not reach its neighbours
             return None, _of_error(error, member=member)
 
-    def _handles(self, lease: task_pb2.Lease, *, member: int, episode_id: str) -> dict[str, PolicyHandle]:
+    def _handles(self, lease: task_pb2.Lease, *, member: int, episode_id: str) -> dict[str, Handle]:
         return {
-            name: PolicyHandle(
+            name: ExternalHandle(
+                role, self._externals[role.policy_id], sampling=lease.sampling[role.policy_id]
+            )
+            if role.policy_id in self._externals
+            else PolicyHandle(
                 role,
                 sampler=self._policies[role.policy_id],
                 lease=lease,
@@ -177,6 +187,8 @@ class Session:
             return
         self._show_next_s = now_s + _SHOW_EVERY_S
         for trajectory in episode.trajectories:
+            if trajectory.policy not in self._policies:
+                continue
             trained = [
                 token
                 for token, chosen in zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
@@ -203,7 +215,7 @@ class Session:
         limit = self._settings.coalesce_max_new_tokens
         return lambda max_new_tokens: shared if max_new_tokens <= limit else (lease.lease_id, member)
 
-    def _timed_out(self, error: TimeoutError, *, handles: Mapping[str, PolicyHandle], member: int) -> Failure:
+    def _timed_out(self, error: TimeoutError, *, handles: Mapping[str, Handle], member: int) -> Failure:
         limit = f"episode_timeout_s {self._settings.episode_timeout_s}"
         if any(handle.waiting_for_engine for handle in handles.values()):
             detail = f"member {member}: no engine answered within {limit}"

@@ -219,9 +219,9 @@ local function charge(P, task, roles, credit)
   if #uncredited > 0 then call('HSET', K.task(P, task), 'uncredited', lines(uncredited)) end
 end
 
--- Versions between the newest announced one and what a node says it serves; 0 when it says nothing.
+-- Versions between the newest announced one and what a node says it serves; 0 when it says nothing, or there are none.
 local function lag_of(P, policy, serving)
-  local newest = tonumber(call('HGET', K.policy(P, policy), 'version'))
+  local newest = tonumber(call('HGET', K.policy(P, policy), 'version') or 0)
   return math.max(0, newest - (serving[policy] or newest))
 end
 
@@ -229,9 +229,9 @@ end
 local function barred(P, serving)
   if call('HGET', K.run(P), 'state') ~= 'active' then return 'run_finished' end
   for _, policy in ipairs(policies(P)) do
-    local f = call('HMGET', K.policy(P, policy), 'version', 'max_staleness')
-    if not f[1] then return 'no_version' end
-    if lag_of(P, policy, serving) > tonumber(f[2]) then return 'node_behind' end
+    local f = call('HMGET', K.policy(P, policy), 'version', 'max_staleness', 'external')
+    if not f[1] and f[3] ~= '1' then return 'no_version' end
+    if f[1] and lag_of(P, policy, serving) > tonumber(f[2]) then return 'node_behind' end
   end
   return nil
 end
