@@ -40,7 +40,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class RunFigures:
     """One run: with which seed, and what became of each policy that it trained."""
 
     seed: int
@@ -93,7 +93,7 @@ def measure(
     policies, CalledProcessError when a run fails.
     """
     policies = trained_policies(recipe, overrides)
-    trials: dict[str, list[Trial]] = {}
+    trials: dict[str, list[RunFigures]] = {}
     for seed, arrangement in product(range(seeds), ("", *policies)):
         others = [name for name in policies if arrangement and name != arrangement]
         fixed = [*overrides, *(f"policies.{name}.train=false" for name in others)]
@@ -114,7 +114,7 @@ def trained_policies(recipe: Path, overrides: Sequence[str]) -> list[str]:
     return policies
 
 
-def compare(together: Sequence[Trial], alone: Mapping[str, Sequence[Trial]]) -> Comparison:
+def compare(together: Sequence[RunFigures], alone: Mapping[str, Sequence[RunFigures]]) -> Comparison:
     """Pair the runs by seed; `alone` holds, by policy, the runs that trained only that one."""
     pairs = {
         name: [(both.trainings[name], one.trainings[name]) for both, one in zip(together, runs, strict=True)]
@@ -146,11 +146,11 @@ def _difference(pairs: Iterable[tuple[float, float]]) -> Difference:
     return Difference(together=fmean(both), alone=fmean(one), standard_error=error)
 
 
-def _longest_s(trial: Trial) -> float:
+def _longest_s(trial: RunFigures) -> float:
     return max(training.seconds for training in trial.trainings.values())
 
 
-def _run(recipe: Path, *, seed: int, folder: Path, overrides: Sequence[str]) -> Trial:
+def _run(recipe: Path, *, seed: int, folder: Path, overrides: Sequence[str]) -> RunFigures:
     command = [sys.executable, "-m", "astraflow.cli", "dev", str(recipe.resolve()), "--json", "--quiet"]
     command += ["--seed", str(seed), *(word for item in overrides for word in ("--set", item))]
     # Without a --data-dir, runs below one folder share the cache of warm starts.
@@ -163,7 +163,7 @@ def _run(recipe: Path, *, seed: int, folder: Path, overrides: Sequence[str]) -> 
     return trial_of(lines, summary, seed=seed)
 
 
-def trial_of(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], *, seed: int) -> Trial:
+def trial_of(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], *, seed: int) -> RunFigures:
     """Read a run from the lines of its metrics file and its summary."""
     steps: dict[str, list[Mapping[str, Any]]] = {}
     heldout: dict[str, float] = {}
@@ -174,7 +174,7 @@ def trial_of(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], *, 
             heldout[line["policy"]] = line["heldout_reward"]
     account = summary["trajectories"]
     training = account["ingested"] - account["evaluated"]
-    return Trial(
+    return RunFigures(
         seed=seed,
         trainings={
             name: Training(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from astraflow_bench.policies import Training, Trial, compare, trained_policies, trial_of
+from astraflow_bench.policies import Training, RunFigures, compare, trained_policies, trial_of
 from support.source_tree import REPOSITORY
 
 LINES: list[dict[str, Any]] = [
@@ -21,13 +21,13 @@ LINES: list[dict[str, Any]] = [
 SUMMARY = {"trajectories": {"ingested": 300, "evaluated": 100, "dropped": {"no_credit": 3, "stale": 9}}}
 
 
-def trial(seed: int, no_credit: float = 0.0, **trainings: tuple[float, float]) -> Trial:
+def trial(seed: int, no_credit: float = 0.0, **trainings: tuple[float, float]) -> RunFigures:
     """A run; reward and seconds by policy."""
     figures = {
         name: Training(mean_reward=reward, heldout=reward, seconds=seconds)
         for name, (reward, seconds) in trainings.items()
     }
-    return Trial(seed=seed, trainings=figures, no_credit=no_credit)
+    return RunFigures(seed=seed, trainings=figures, no_credit=no_credit)
 
 
 def test_a_run_is_read_by_policy() -> None:
@@ -61,7 +61,7 @@ def test_runs_of_one_seed_are_paired_and_the_slower_policy_alone_is_the_measure_
     ],
     ids=["less reward", "slower", "dropped"],
 )
-def test_a_missed_target_is_told(together: list[Trial]) -> None:
+def test_a_missed_target_is_told(together: list[RunFigures]) -> None:
     assert not compare(together, {"a": [trial(0, a=(0.6, 10)), trial(1, a=(0.6, 10))]}).met
 
 
