@@ -139,6 +139,7 @@ class PolicyState:
     """Id of the newest entry of the consumed log at the time of the audit; empty when there is none."""
     charged: int
     """`outstanding`, counted again from the tasks that are not settled."""
+    max_staleness: int
     no_credit: int
     """Trajectories dropped as `no_credit` so far."""
     settled: int

@@ -29,6 +29,7 @@ POLICY = PolicyState(
     unpublished_steps=(),
     last_consumed="",
     charged=0,
+    max_staleness=1,
     no_credit=0,
     settled=0,
     trainer="t",

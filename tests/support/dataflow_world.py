@@ -262,6 +262,11 @@ class World:
             await asyncio.sleep(0.02)
         return seen
 
+    async def serves(self, version: int) -> None:
+        """Wait until a node says that it serves this version of the policy `solver`."""
+        served = {"solver": version}
+        await self.until(lambda now: any(dict(node.serving_versions) == served for node in now.nodes))
+
     async def is_finished(self) -> bool:
         """Whether the run has ended."""
         return (await self.status()).state == run_pb2.RUN_STATE_FINISHED

@@ -101,6 +101,7 @@ def _policy_state(reply: Reply) -> PolicyState:
         unpublished_steps=tuple(sorted(int(step) for step in as_mapping(fields[8]))),
         last_consumed=as_text(fields[10]),
         charged=as_int(fields[11]),
+        max_staleness=int(stored["max_staleness"]),
         no_credit=as_int(stored.get("no_credit")),
         settled=as_int(stored.get("settled")),
         trainer=as_text(stored.get("trainer")),

@@ -396,7 +396,7 @@ class Wait(_message.Message):
     """Policy concerned; empty when it is the run."""
     reason: _builtins.str
     """Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_capable_node`, `no_version`, `no_trainer`,
-    `weight_fault`.
+    `weight_fault`, `node_behind`, `policy_not_served`.
     """
     detail: _builtins.str
     """For people: the figures."""
