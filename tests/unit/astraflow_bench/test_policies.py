@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from astraflow_bench.policies import Training, RunFigures, compare, trained_policies, trial_of
+from astraflow_bench.policies import RunFigures, Training, compare, trained_policies, trial_of
 from support.source_tree import REPOSITORY
 
 LINES: list[dict[str, Any]] = [
