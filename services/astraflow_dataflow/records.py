@@ -114,6 +114,8 @@ class PolicyState:
     policy_id: str
     frozen: bool
     """Not trained."""
+    external: bool
+    """An endpoint elsewhere: it has no versions."""
     outstanding: int
     ready: int
     unpublished: int
@@ -137,6 +139,7 @@ class PolicyState:
     """Id of the newest entry of the consumed log at the time of the audit; empty when there is none."""
     charged: int
     """`outstanding`, counted again from the tasks that are not settled."""
+    max_staleness: int
     no_credit: int
     """Trajectories dropped as `no_credit` so far."""
     settled: int
@@ -145,6 +148,11 @@ class PolicyState:
     """Who claimed it last."""
     heard_ms: int
     """When that trainer last called; 0 when nobody holds the policy."""
+
+    @property
+    def lacks_version(self) -> bool:
+        """Whether it cannot be asked before a version is announced."""
+        return self.version is None and not self.external
 
 
 @dataclass(frozen=True, kw_only=True)

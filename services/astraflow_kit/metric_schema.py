@@ -83,6 +83,15 @@ _ENTRIES = (
     Metric(
         "astraflow_raas_version_failures_total", Kind.COUNTER, "Failed activations.", ("policy", "reason")
     ),
+    Metric(
+        "astraflow_raas_external_calls_total",
+        Kind.COUNTER,
+        "Attempts of calls to external endpoints.",
+        ("policy", "outcome"),
+    ),
+    Metric(
+        "astraflow_raas_external_tokens_total", Kind.COUNTER, "Tokens that they bill.", ("policy", "kind")
+    ),
     Metric("astraflow_raas_engine_losses_total", Kind.COUNTER, "Engines that died or hung.", ("policy",)),
     # trainer
     Metric("astraflow_trainer_publish_blocked_seconds", Kind.HISTOGRAM, "Training held, a step.", ("cause",)),

@@ -33,9 +33,9 @@ class RecipeWorkflow:
 def load_workflow(
     run: run_pb2.Run, recipe: Recipe, *, into: Path, allowed: bool, endpoint: AgentEndpoint
 ) -> RecipeWorkflow:
-    """Make the recipe's workflow with its reward, and with the node's `endpoint` if it names that.
+    """Make the recipe's workflow with its reward, and with the node's `endpoint` and `recipe_dir` if it names those.
 
-    The run's own code lies below `into`, when it is `allowed`.
+    The run's own code lies below `into`, when it is `allowed`; else `recipe_dir` is None.
 
     Raises PluginError naming the plug-in, RecipeError for roles that do not fit; both with the remedy.
     """
@@ -44,13 +44,10 @@ def load_workflow(
     settings = recipe.raas
     reward = make(settings.reward, protocol=Reward, source=source)
     scorer = make_scorer(reward, settings.reward, source=source, given=settings.reward_limits)
-    workflow = make(settings.workflow, protocol=Workflow, source=source, reward=scorer, endpoint=endpoint)
+    offered = {"reward": scorer, "endpoint": endpoint, "recipe_dir": (folder or into) if allowed else None}
+    workflow = make(settings.workflow, protocol=Workflow, source=source, **offered)
     declared = getattr(workflow, "roles", None)
     try:
-        if isinstance(declared, str):
-            raise ValueError(
-                f"`roles` is the text {declared!r}, not a sequence of names; write ({declared!r},)"
-            )
         roles = workflow_roles(declared, roles=recipe.resolved_roles, are_given=bool(recipe.roles))
     except (TypeError, ValueError) as error:
         place = place_of(settings.workflow, source.text, source=source.name)

@@ -58,9 +58,14 @@ class NodeSettings(StoreAccess):
     """Seconds one call to the engine may take; episodes have their own, shorter bound from the recipe."""
     engine_swap_timeout_s: Annotated[float, Field(gt=0, le=7200)] = 120.0
     """Seconds an engine may take to load a version; sampling pauses meanwhile. One that takes longer is restarted."""
-    engine_stall_s: Annotated[float, Field(gt=0, le=3600)] = 15.0
-    """Seconds of running calls without any answer after which the engine must show within 25 s that it still makes
-    tokens, or be restarted."""
+    engine_stall_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """Seconds without a token, of running calls or of a probe, after which the engine is restarted; at most a quarter
+    of the recipe's `raas.episode_timeout_s`."""
+    external: Annotated[tuple[str, ...], CommandOption(metavar="POLICY=URL")] = ()
+    """Base URL of an external policy's OpenAI-compatible endpoint, as in judge=https://api.example.com/v1; repeat it.
+    """
+    external_key_file: Annotated[tuple[str, ...], CommandOption(metavar="POLICY=PATH")] = ()
+    """File holding the key of that endpoint; repeat it."""
     engine_restart_backoff_s: Annotated[float, Field(gt=0, le=600)] = 0.5
     """Wait before the first restart of a dead engine; doubles up to 30 s while restarts keep failing."""
 
@@ -91,6 +96,17 @@ class NodeSettings(StoreAccess):
     @classmethod
     def _expand_home(cls, path: Path | None) -> Path | None:
         return path.expanduser() if path is not None else None
+
+    @field_validator("external", "external_key_file")
+    @classmethod
+    def _names_a_policy(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for text in given:
+            policy_id, _, value = text.partition("=")
+            if not policy_id or not value:
+                raise ValueError(
+                    f"{text!r} is not POLICY=VALUE, for example judge=https://api.example.com/v1"
+                )
+        return given
 
     @field_validator("engine")
     @classmethod

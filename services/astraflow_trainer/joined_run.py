@@ -73,4 +73,8 @@ def _choose(recipe: Recipe, policy_id: str | None) -> str:
         raise InvalidArgumentError(
             f"policy {policy_id!r} is not in the recipe, which has {', '.join(known)}; name one with --policy"
         )
+    if recipe.policy(policy_id).model.external is not None:
+        raise InvalidArgumentError(
+            f"policy {policy_id!r} is an external endpoint and has no trainer; start those of the other policies"
+        )
     return policy_id

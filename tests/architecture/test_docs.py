@@ -67,13 +67,18 @@ def wrong_words(words: tuple[str, ...]) -> str:
         return unknown_options(words, typer.main.get_command(cli.app))
     if words[0] not in cli.COMMANDS:
         return f"no command {words[0]!r}"
-    command: Any = typer.main.get_command(importlib.import_module(cli.COMMANDS[words[0]].module).app)
-    rest = words[1:]
+    command, rest = walked(words)
     if hasattr(command, "commands") and rest and not rest[0].startswith("-"):
-        if rest[0] not in command.commands:
-            return f"no command {words[0]} {rest[0]!r}"
-        command, rest = command.commands[rest[0]], rest[1:]
+        return f"no command {words[0]} {rest[0]!r}"
     return unknown_options(rest, command)
+
+
+def walked(words: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+    """The command that a command line names, or its group if it names none of that, and the words that are left."""
+    command: Any = typer.main.get_command(importlib.import_module(cli.COMMANDS[words[0]].module).app)
+    if words[1:] and words[1] in getattr(command, "commands", ()):
+        return command.commands[words[1]], words[2:]
+    return command, words[1:]
 
 
 def unknown_options(words: tuple[str, ...], command: Any) -> str:
@@ -152,11 +157,8 @@ def test_every_command_of_the_debugging_page_is_accepted_by_the_real_command_lin
 
 def parse(words: tuple[str, ...]) -> None:
     """Parses a command line as running it would, without running it. Raises the usage error."""
-    command: Any = typer.main.get_command(importlib.import_module(cli.COMMANDS[words[0]].module).app)
-    rest = list(words[1:])
-    if hasattr(command, "commands"):
-        command = command.commands[rest.pop(0)]
-    command.make_context(words[0], rest)
+    command, rest = walked(words)
+    command.make_context(words[0], list(rest))
 
 
 def test_a_command_line_that_would_be_refused_is_seen() -> None:

@@ -49,7 +49,8 @@ def mirrored(test: Path) -> bool:
     subject = test.stem.removeprefix("test_")
     root, folders = test.parts[0], test.parts[1:-1]
     if root == "recipes":
-        return any(found(subject, name.name) for name in (REPOSITORY / "recipes" / Path(*folders)).glob("*"))
+        recipes = (REPOSITORY / "recipes" / Path(*folders)).glob("*")
+        return any(found(subject, recipe.name.replace("-", "_")) for recipe in recipes)
     folder = ((CLIENT_ROOT if root == "astraflow" else SERVICES) / root).joinpath(*folders)
     modules = [path.stem.lstrip("_") for path in folder.glob("*") if path.suffix in ("", ".py")]
     return any(found(subject, name) for name in modules)

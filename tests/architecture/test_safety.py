@@ -8,8 +8,14 @@ from support.source_tree import imported_names, recipe_modules, source_modules
 
 UNSAFE_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
-# Settings read the environment; the launcher passes its own on to the processes it starts.
-ENVIRONMENT_READERS = ("settings.py", "astraflow_launcher/", "astraflow_bench/", "/failpoints.py")
+# Settings read the environment; the launcher passes its own on to the processes it starts; agents get theirs by it.
+ENVIRONMENT_READERS = (
+    "settings.py",
+    "astraflow_launcher/",
+    "astraflow_bench/",
+    "/failpoints.py",
+    "/agent.py",
+)
 CODE = [*source_modules(), *recipe_modules()]
 
 

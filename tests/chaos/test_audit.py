@@ -33,13 +33,8 @@ def _in_redis(damage: Callable[[Any], object]) -> Damage:
     """Damage done by a client of the run's Redis."""
 
     def done(files: RunFiles) -> None:
-        server = ValkeyServer(files.data_dir / "redis")
-        server.start()
-        try:
-            with redis.Redis(port=server.port) as client:
-                damage(client)
-        finally:
-            server.kill()
+        with ValkeyServer(files.data_dir / "redis") as server, redis.Redis(port=server.port) as client:
+            damage(client)
 
     return done
 

@@ -331,7 +331,7 @@ def test_the_trainer_keeps_its_bounds() -> None:
     pause = bounds_of(trainer.PauseRequest, "reason")
     rate = bounds_of(trainer.SetLearningRateRequest, "learning_rate")
     controls.pause("x" * pause.max_len)
-    with pytest.raises(InvalidArgumentError):
+    with pytest.raises(InvalidArgumentError, match="201 characters, at most 200"):
         controls.pause("x" * (pause.max_len + 1))
     for inside in (rate.min, rate.max):
         with pytest.raises(PreconditionError):  # it has not begun: the value was taken

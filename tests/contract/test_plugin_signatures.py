@@ -65,7 +65,7 @@ VALUES = {
     "Message": "role content tool_calls tool_call_id name",
     "Observation": "messages reward done metrics",
     "ReadyGroup": "group_id trajectories arrival task_id role source",
-    "RewardLimits": "processes timeout_s memory_mb max_calls",
+    "RewardLimits": "processes timeout_s memory_mb max_calls timeout_reward",
     "Score": "reward metrics",
     "StepRequest": "policy step base_version num_groups max_staleness num_outstanding",
     "TaskSpec": "task_id messages data source",

@@ -4,6 +4,7 @@ A vector never changes once the format is released. A new format gets new files 
 still takes the old ones. docs/weight-format.md tells how to read them.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from astraflow_weights.codec.tensors import Array
 from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.versions import manifest as entries
 from astraflow_weights.versions.manifest import PartRef, decode_entry, encode_entry
+from support import log_records
 from support.weight_models import same_model
 
 VECTORS = Path(__file__).parent / "weight_format"
@@ -75,15 +77,12 @@ def ref(name: str, size_bytes: int) -> PartRef:
 
 
 TENSORS, NONCE = tensor_digests(BASE), bytes(range(16))
-WRITER = {"run_id": "run-1", "policy_id": "solver"}
-MANIFEST = entries.Manifest(
-    **WRITER,
+MANIFEST = log_records.manifest(
+    4,
     version=2,
-    sequence=4,
-    writer_epoch=3,
+    epoch=3,
     writer_nonce=NONCE,
     step=7,
-    parent_version=1,
     snapshot=(ref("aa", 1000),),
     deltas=(entries.DeltaRef(base_version=1, parts=(ref("bb", 10), ref("cc", 20))),),
     tensors=TENSORS,
@@ -94,9 +93,8 @@ MANIFEST = entries.Manifest(
     learning_rate=1e-6,
     created_time_s=1_767_225_600.5,
 )
-FENCE = entries.Fence(
-    **WRITER, sequence=3, epoch=3, nonce=NONCE, previous_epoch=1, created_time_s=1_767_225_599.25
-)
+BEGINNING = {"nonce": NONCE, "previous_epoch": 1, "created_time_s": 1_767_225_599.25}
+FENCE = replace(log_records.fence(3, epoch=3), **BEGINNING)
 
 
 def vector(name: str) -> bytes:

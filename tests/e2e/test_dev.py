@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
 from astraflow_weights.mirror.checkpoint import map_model
-from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store import open_store
-from astraflow_weights.versions.log import VersionLog
+from support.development import ROOT, RUN_ID, RunFiles
+from support.published_models import pulled, read_log
+from support.weight_models import same_model
 
-ROOT = Path(__file__).parents[2]
 SHORT = (
     *("--set", "policies.solver.model.warm_start.steps=12"),
     *("--set", "dataflow.evaluation.final_samples=32"),
@@ -33,43 +32,35 @@ class Run:
     """A finished run: what it printed and where it lies."""
 
     summary: dict[str, Any]
-    folder: Path
+    files: RunFiles
     stderr: str
 
-    def metrics(self, kind: str) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl of one kind."""
-        return [line for line in json_lines(self.folder / "metrics.jsonl") if line["kind"] == kind]
-
-    def ledger(self) -> list[dict[str, Any]]:
-        """What the trainer recorded that it took."""
-        return json_lines(self.folder / "work" / "trainer-solver" / "ledger.jsonl")
-
-
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+    @property
+    def folder(self) -> Path:
+        return self.files.data_dir
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Three steps of the quickstart with a warm start too short to be any good."""
-    return dev(tmp_path_factory.mktemp("quickstart"), "--steps", str(STEPS), *SHORT)
+    return dev(RunFiles(tmp_path_factory.mktemp("quickstart")), "--steps", str(STEPS), *SHORT)
 
 
-def dev(folder: Path, *arguments: str) -> Run:
-    """Run `astraflow dev recipes/quickstart --json` in `folder` to its end."""
+def dev(files: RunFiles, *arguments: str) -> Run:
+    """Run `astraflow dev recipes/quickstart --json` to its end."""
     command = [sys.executable, "-m", "astraflow.cli", "dev", str(ROOT / "recipes" / "quickstart"), "--json"]
-    command += ["--data-dir", str(folder), *arguments]
+    command += ["--data-dir", str(files.data_dir), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, f"{done.stderr}\n{_logs(folder)}"
-    return Run(json.loads(done.stdout), folder, done.stderr)
+    assert done.returncode == 0, f"{done.stderr}\n{_logs(files.data_dir)}"
+    return Run(json.loads(done.stdout), files, done.stderr)
 
 
 def test_the_run_takes_its_steps_and_publishes_a_version_for_each(run: Run) -> None:
-    steps = run.metrics("step")
+    steps = run.files.read_metrics("step")
     assert [line["step"] for line in steps] == [1, 2, 3]
     committed = [line for line in steps if not line["skipped"]]
     assert run.summary["steps"] == STEPS
-    assert run.summary["versions"] == len(run.metrics("version")) == 1 + len(committed)
+    assert run.summary["versions"] == len(run.files.read_metrics("version")) == 1 + len(committed)
 
 
 def test_nothing_is_lost(run: Run) -> None:
@@ -81,7 +72,7 @@ def test_nothing_is_lost(run: Run) -> None:
 
 def test_every_trained_trajectory_is_in_the_trainers_own_ledger_exactly_once(run: Run) -> None:
     stages: dict[str, list[str]] = {"TRAINED": [], "SKIPPED": []}
-    for line in run.ledger():
+    for line in run.files.read_ledger():
         stages[line["stage"]] += line["trajectory_ids"]
     assert max(Counter(stages["TRAINED"] + stages["SKIPPED"]).values()) == 1
     assert len(stages["TRAINED"]) == run.summary["trajectories"]["trained"]
@@ -89,7 +80,7 @@ def test_every_trained_trajectory_is_in_the_trainers_own_ledger_exactly_once(run
 
 
 def test_the_first_and_the_final_version_are_evaluated_on_held_out_tasks(run: Run) -> None:
-    evaluations = run.metrics("evaluation")
+    evaluations = run.files.read_metrics("evaluation")
     assert evaluations[0]["version"] == 0
     assert evaluations[-1]["final"]
     assert run.summary["heldout_n"] == evaluations[0]["num_samples"] == 32
@@ -105,22 +96,15 @@ def test_nodes_fetch_one_snapshot_and_then_deltas_that_are_smaller(run: Run) -> 
         assert 0 < run.summary["delta_bytes_mean"] < 0.5 * run.summary["snapshot_bytes"]
 
 
-def test_the_nodes_weights_are_the_published_bytes(run: Run, tmp_path: Path) -> None:
-    store = open_store((run.folder / "store").as_uri())
-    log = VersionLog(store, run_id="quickstart", policy_id="solver")
-    newest = log.refresh()
-    assert newest == run.summary["versions"] - 1
-    published = Mirror(tmp_path / "fresh")
-    published.advance(store, log, target=newest)
+def test_the_nodes_weights_are_the_published_bytes(run: Run) -> None:
+    store, newest = open_store((run.folder / "store").as_uri()), run.summary["versions"] - 1
+    assert len(read_log(store, run_id=RUN_ID).records) == newest + 1
     served = map_model(next((run.folder / "work" / "node-1").rglob("model.safetensors")).parent)
-    expected = published.load()
-    assert served.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(served[name], array, err_msg=name)
+    assert same_model(served, pulled(store, newest, run_id=RUN_ID))
 
 
 def test_ids_lead_from_task_to_trajectory_to_step_and_correlate_the_logs_of_all_daemons(run: Run) -> None:
-    first = run.ledger()[0]
+    first = run.files.read_ledger()[0]
     pushed = _log_lines(run, "node-1", event="episode.pushed")
     [episode] = [line for line in pushed if first["trajectory_ids"][0] in line["trajectory_ids"]]
     task_id = episode["task_id"]
@@ -153,14 +137,15 @@ def test_no_process_is_left_behind(run: Run) -> None:
 
 
 def test_a_finished_run_is_resumed_without_training_again(run: Run) -> None:
-    again = dev(run.folder, "--steps", str(STEPS), *SHORT)
+    again = dev(run.files, "--steps", str(STEPS), *SHORT)
     assert again.summary["steps"] == STEPS
     assert again.summary["trajectories"]["trained"] == run.summary["trajectories"]["trained"]
     assert again.summary["conservation_error"] == 0
 
 
 def _log_lines(run: Run, process: str, **fields: object) -> list[dict[str, Any]]:
-    lines = json_lines(run.folder / "logs" / f"{process}.log")
+    text = (run.folder / "logs" / f"{process}.log").read_text()
+    lines = (json.loads(line) for line in text.splitlines() if line.startswith("{"))
     return [line for line in lines if fields.items() <= line.items()]
 
 

@@ -18,11 +18,8 @@ def test_a_finished_run_trains_on_when_more_steps_are_asked_for(tmp_path: Path) 
         assert summary["steps"] == int(steps)
         assert summary["heldout_n"] == 8
     assert audit(tmp_path).violations == []
-    lines = RunFiles(tmp_path).read_metrics()
-    steps_written = [line["step"] for line in lines if line["kind"] == "step"]
-    assert steps_written == [1, 2, 3, 4, 5]
-    assert max(Counter(line["version"] for line in lines if line["kind"] == "version").values()) == 1
-    finals = [line["version"] for line in lines if line["kind"] == "evaluation" and line["final"]]
-    assert finals == [3, 5]
-    first = next(line for line in lines if line["kind"] == "step")
-    assert summary["reward_first"] == pytest.approx(first["reward_mean"])  # not that of step 4
+    steps, versions, evaluations = map(RunFiles(tmp_path).read_metrics, ("step", "version", "evaluation"))
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert max(Counter(line["version"] for line in versions).values()) == 1
+    assert [line["version"] for line in evaluations if line["final"]] == [3, 5]
+    assert summary["reward_first"] == pytest.approx(steps[0]["reward_mean"])  # not that of step 4

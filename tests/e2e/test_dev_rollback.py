@@ -34,6 +34,6 @@ def test_a_run_goes_back_and_trains_on_with_every_trajectory_accounted_for(
     assert census.records[4].model_root == census.records[1].model_root
     given_up = {record.model_root for record in census.records[2:4]}
     assert given_up.isdisjoint(record.model_root for record in census.records[4:])
-    lines = RunFiles(tmp_path).read_metrics()
-    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4, 5]
-    assert [line["version"] for line in lines if line["kind"] == "version"] == list(range(7))
+    files = RunFiles(tmp_path)
+    assert [line["step"] for line in files.read_metrics("step")] == [1, 2, 3, 4, 5]
+    assert [line["version"] for line in files.read_metrics("version")] == list(range(7))

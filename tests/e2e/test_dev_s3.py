@@ -9,7 +9,8 @@ import pytest
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
-from support.development import POLICY, RUN_ID, RunFiles, dev, finish
+from support.development import RUN_ID, RunFiles, dev, finish
+from support.published_models import read_log
 from support.s3_server import S3Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -33,11 +34,9 @@ def test_a_run_learns_from_and_publishes_to_a_bucket(s3_server: S3Server, tmp_pa
         summary = finish(launcher, tmp_path)
     assert (summary["steps"], summary["conservation_error"]) == (STEPS, 0)
     store = s3_server.store("weights/some/prefix")
-    log = VersionLog(store, run_id=RUN_ID, policy_id=POLICY)
-    newest = log.refresh()
-    trained = [
-        line for line in RunFiles(tmp_path).read_metrics() if line["kind"] == "step" and not line["skipped"]
-    ]
+    log = read_log(store, run_id=RUN_ID)
+    newest = len(log.records) - 1
+    trained = [line for line in RunFiles(tmp_path).read_metrics("step") if not line["skipped"]]
     assert newest == len(trained) >= 1
     assert not list((tmp_path / "run" / "store").rglob("*.pb"))
     assert_node_holds(tmp_path, store, log, version=newest)

@@ -10,17 +10,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from astraflow_kit.ports import free_port
 from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.mirror.checkpoint import map_model
-from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
 from support.development import POLICY, RUN_ID, RunFiles, dev, finish, wait_for
+from support.published_models import pulled, read_log
+from support.weight_models import same_model
 
 # Each rank counts its own: both die at the first part of version 2, or one does and takes the other along.
 WINDOW = "weights.publish.uploading"
@@ -41,9 +41,7 @@ class Run:
 
     @cached_property
     def log(self) -> VersionLog:
-        log = VersionLog(self.store, run_id=RUN_ID, policy_id=POLICY)
-        log.refresh()
-        return log
+        return read_log(self.store, run_id=RUN_ID)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +96,7 @@ def test_both_ranks_made_snapshots_behind_their_publications(run: Run) -> None:
 
 
 def test_each_rank_fetched_at_most_three_fifths_of_every_batch(run: Run) -> None:
-    steps = [line for line in run.files.read_metrics() if line["kind"] == "step"]
+    steps = run.files.read_metrics("step")
     assert steps
     for step in steps:
         received = [step["fetched_bytes_rank_0"], step["fetched_bytes_rank_1"]]
@@ -106,13 +104,9 @@ def test_each_rank_fetched_at_most_three_fifths_of_every_batch(run: Run) -> None
         assert max(received) <= 0.6 * sum(received)
 
 
-def test_the_node_serves_the_bytes_that_two_ranks_published(run: Run, tmp_path: Path) -> None:
-    published = Mirror(tmp_path / "fresh")
-    published.advance(run.store, run.log, target=run.log.records[-1].version)
+def test_the_node_serves_the_bytes_that_two_ranks_published(run: Run) -> None:
     node = next((run.files.data_dir / "work" / "node-1").rglob("model.safetensors")).parent
-    served, expected = map_model(node), published.load()
-    assert served.keys() == expected.keys()
-    assert all(np.array_equal(served[name], expected[name]) for name in expected)
+    assert same_model(map_model(node), pulled(run.store, run.log.records[-1].version, run_id=RUN_ID))
 
 
 def test_the_last_process_of_each_rank_ended_well(run: Run) -> None:

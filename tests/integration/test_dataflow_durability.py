@@ -32,10 +32,9 @@ FSYNCED, REPLICATED = durability_pb2.DURABILITY_FSYNCED, durability_pb2.DURABILI
 @pytest.fixture
 def safe_valkey(redis_binary: str, tmp_path: Path) -> Iterator[ValkeyServer]:
     """A server of this test alone that can say what is on its disk, whatever its release."""
-    server = ValkeyServer(tmp_path / "safe", binary=redis_binary, options=["--appendfsync", "always"])
-    server.start()
-    yield server
-    server.kill()
+    options = ["--appendfsync", "always"]
+    with ValkeyServer(tmp_path / "safe", binary=redis_binary, options=options) as server:
+        yield server
 
 
 async def has_waitaof(url: str) -> bool:
@@ -162,9 +161,7 @@ async def test_under_everysec_an_ack_waits_for_the_disk(own_valkey: ValkeyServer
 async def test_a_redis_that_cannot_give_the_level_is_refused_with_the_remedy(
     redis_binary: str, tmp_path: Path
 ) -> None:
-    server = ValkeyServer(tmp_path / "lazy", binary=redis_binary, options=["--appendfsync", "no"])
-    server.start()
-    try:
+    with ValkeyServer(tmp_path / "lazy", binary=redis_binary, options=["--appendfsync", "no"]) as server:
         remedies = {"fsynced": "set appendonly yes and appendfsync always", "replicated": "attach"}
         for level, remedy in remedies.items():
             with pytest.raises(IncompatibleError, match=remedy):
@@ -172,21 +169,14 @@ async def test_a_redis_that_cannot_give_the_level_is_refused_with_the_remedy(
                     pass
         async with served(server.url, tmp_path):
             pass
-    finally:
-        server.kill()
 
 
 @pytest.mark.timeout(90)
 async def test_acknowledged_as_replicated_is_on_the_replica(
     own_valkey: ValkeyServer, redis_binary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica = ValkeyServer(
-        tmp_path / "replica",
-        binary=redis_binary,
-        options=["--replicaof", "127.0.0.1", str(own_valkey.port), "--repl-diskless-sync-delay", "0"],
-    )
-    replica.start()
-    try:
+    options = ["--replicaof", "127.0.0.1", str(own_valkey.port), "--repl-diskless-sync-delay", "0"]
+    with ValkeyServer(tmp_path / "replica", binary=redis_binary, options=options) as replica:
         async with Connection(own_valkey.url) as connection:
 
             async def attached() -> bool:
@@ -205,8 +195,6 @@ async def test_acknowledged_as_replicated_is_on_the_replica(
             replica.kill()
             with pytest.raises(UnavailableError, match="not replicated within"):
                 await run.node.push(episodes[1])
-    finally:
-        replica.kill()
 
 
 async def test_a_redis_that_lost_writes_without_a_restart_gets_another_identity(world: World) -> None:

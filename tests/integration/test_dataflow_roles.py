@@ -13,6 +13,7 @@ from support.dataflow_world import Node, World, make_trajectory, until
 pytestmark = pytest.mark.integration
 BOTH = ("solver", "verifier")
 SAME = {"solver": "solver", "verifier": "verifier"}
+FROZEN = ["policies.judge.train=false"]
 TWO_ROLES = {"planner": "solver", "worker": "solver"}
 
 
@@ -71,12 +72,19 @@ async def test_under_all_a_task_waits_until_every_role_has_credit(world: World) 
     await world.create_run(
         dataset="Unevaluated", policies=BOTH, admit="all", groups_per_step=1, max_staleness=0
     )
-    solver, _, node = await world.trainer("solver"), await world.trainer("verifier"), await world.node()
+    solver, verifier, node = (
+        await world.trainer("solver"),
+        await world.trainer("verifier"),
+        await world.node(),
+    )
     (lease,) = await node.lease(4)
     await play(node, lease, SAME)
     await solver.train(1, base_version=0)
     assert (await policy(world)).credit == 1
     assert (await node.lease_reply()).waiting_for == "staleness_window"
+    await verifier.release()
+    (lease,) = await node.lease(4)
+    assert list(lease.uncredited_roles) == ["verifier"], "a trainer that has ended is not waited for"
 
 
 async def test_what_a_role_was_charged_is_released_whatever_becomes_of_its_task(world: World) -> None:
@@ -113,7 +121,9 @@ async def test_a_task_leased_again_keeps_the_credit_it_was_given(world: World) -
     assert [(await policy(world, name)).outstanding_groups for name in BOTH] == [1, 0]
 
 
-async def test_charges_are_what_open_tasks_account_for_after_any_sequence(world: World) -> None:
+async def test_charges_fit_the_window_and_are_what_open_tasks_account_for_after_any_sequence(
+    world: World,
+) -> None:
     roles = {"plan": "solver", "work": "solver", "check": "verifier"}
     await world.create_run(
         dataset="Unevaluated", policies=BOTH, roles=roles, groups_per_step=3, max_attempts=2
@@ -129,7 +139,10 @@ async def test_charges_are_what_open_tasks_account_for_after_any_sequence(world:
             else:
                 await play(node, lease, roles, leave=lease.uncredited_roles, versions=steps)
         name = rng.choice(BOTH)
-        if (await policy(world, name)).ready_groups >= 3:
+        found = await policy(world, name)
+        used = found.outstanding_groups + found.ready_groups + found.unpublished_groups
+        assert found.credit == 6 - used, "acceptance is 1: what is not used is free"
+        if found.ready_groups >= 3:
             steps[name] += 1
             await trainers[name].train(steps[name], base_version=steps[name] - 1)
     assert sum(steps.values()) > 4
@@ -138,8 +151,71 @@ async def test_charges_are_what_open_tasks_account_for_after_any_sequence(world:
     assert status.trajectories.conservation_error == 0
 
 
+async def test_a_node_without_an_engine_of_a_policy_gets_the_roles_of_the_others(world: World) -> None:
+    await world.create_run(dataset="Unevaluated", policies=BOTH, groups_per_step=2, max_staleness=0)
+    _, _, node = await world.trainer("solver"), await world.trainer("verifier"), await world.node()
+    node.serving = {"solver": 0}
+    leases = await node.lease(4)
+    assert [list(lease.uncredited_roles) for lease in leases] == [["verifier"]] * 2
+    assert [(await policy(world, name)).outstanding_groups for name in BOTH] == [2, 0]
+    assert (await node.lease_reply()).waiting_for == "policy_not_served"
+    (wait,) = [wait for wait in (await world.status()).waits if wait.reason == "policy_not_served"]
+    assert (wait.stage, wait.policy_id) == ("lease", "verifier")
+
+
+async def test_under_all_a_node_without_an_engine_of_a_policy_gets_nothing(world: World) -> None:
+    await world.create_run(dataset="Unevaluated", policies=BOTH, admit="all")
+    _, _, node = await world.trainer("solver"), await world.trainer("verifier"), await world.node()
+    node.serving = {"solver": 0}
+    assert (await node.lease_reply()).waiting_for == "policy_not_served"
+
+
+async def test_a_task_given_back_for_a_lost_engine_costs_nothing_and_goes_on_without_that_policy(
+    world: World,
+) -> None:
+    await world.create_run(
+        dataset="Unevaluated", policies=BOTH, groups_per_step=1, max_staleness=0, max_attempts=1
+    )
+    _, _, node = await world.trainer("solver"), await world.trainer("verifier"), await world.node()
+    (lease,) = await node.lease()
+    assert await node.fail(lease, "engine_down"), "it is leased again though it had one attempt"
+    node.serving = {"solver": 0}
+    (again,) = await node.lease(wait_s=20)
+    assert (again.task.task_id, list(again.uncredited_roles)) == (lease.task.task_id, ["verifier"])
+    assert [(await policy(world, name)).outstanding_groups for name in BOTH] == [1, 1]
+    await play(node, again, SAME, leave=again.uncredited_roles)
+    await world.until(lambda status: all(item.outstanding_groups == 0 for item in status.policies))
+    await world.has_account(dropped={}, ready=2)
+
+
+async def test_a_task_given_back_for_a_lost_engine_goes_first_to_a_node_that_has_all(world: World) -> None:
+    await world.create_run(dataset="Unevaluated", policies=BOTH, groups_per_step=1, max_staleness=0)
+    _, _, node = await world.trainer("solver"), await world.trainer("verifier"), await world.node()
+    whole = await world.node("whole")
+    (lease,) = await node.lease()
+    await node.fail(lease, "engine_down")
+    node.serving, whole.serving = {"solver": 0}, dict.fromkeys(BOTH, 0)
+    assert await node.lease(wait_s=0) == []
+    (again,) = await whole.lease(wait_s=20)
+    assert (again.task.task_id, list(again.uncredited_roles)) == (lease.task.task_id, [])
+
+
+async def test_a_node_that_lags_in_one_policy_goes_on_with_the_other(world: World) -> None:
+    await world.create_run(dataset="Unevaluated", policies=BOTH, groups_per_step=1, max_staleness=0)
+    solver, _, node = await world.trainer("solver"), await world.trainer("verifier"), await world.node()
+    (lease,) = await node.lease()
+    await play(node, lease, SAME, leave={"verifier"})
+    await solver.train(1, base_version=0)
+    node.serving = {"solver": 0, "verifier": 0}
+    (lease,) = await node.lease(4)
+    assert list(lease.uncredited_roles) == ["solver"]
+    assert (await node.lease_reply()).waiting_for == "node_behind"
+    (wait,) = [wait for wait in (await world.status()).waits if wait.reason == "node_behind"]
+    assert (wait.policy_id, wait.detail.partition(";")[0]) == ("solver", "n1 serves 0")
+
+
 async def test_a_policy_that_is_not_trained_needs_a_version_and_nothing_else(world: World) -> None:
-    await world.create_run(dataset="Unevaluated", policies=("solver", "judge"), frozen=("judge",))
+    await world.create_run(dataset="Unevaluated", policies=("solver", "judge"), overrides=FROZEN)
     await world.trainer("solver")
     node = await world.node()
     assert (await node.lease_reply()).waiting_for == "no_version"
@@ -155,7 +231,7 @@ async def test_a_policy_that_is_not_trained_needs_a_version_and_nothing_else(wor
 
 
 async def test_a_run_ends_without_waiting_for_a_policy_that_is_not_trained(world: World) -> None:
-    await world.create_run(policies=("solver", "judge"), frozen=("judge",))
+    await world.create_run(policies=("solver", "judge"), overrides=FROZEN)
     await world.trainer("judge")
     assert "no_trainer" in await world.waits()
     assert {wait.policy_id for wait in (await world.status()).waits if wait.stage == "batch"} == {"solver"}

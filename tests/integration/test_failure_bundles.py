@@ -80,13 +80,8 @@ def test_the_bundle_holds_the_report_the_logs_and_redis_data_that_a_server_opens
     assert (root / "recipe.yaml").exists()
     assert "quickstart" in (root / "run.json").read_text()
 
-    server = ValkeyServer(root / "redis")
-    server.start()
-    try:
-        with redis.Redis.from_url(server.url) as client:
-            assert client.dbsize() > 0
-    finally:
-        server.stop()
+    with ValkeyServer(root / "redis") as server, redis.Redis.from_url(server.url) as client:
+        assert client.dbsize() > 0
 
 
 def test_a_failing_test_without_daemons_saves_nothing(failed: tuple[Path, str]) -> None:

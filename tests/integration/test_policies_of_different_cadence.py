@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from astraflow_weights.store import open_store
-from astraflow_weights.versions.log import VersionLog
 from support.dataflow_world import World, until
 from support.ledger_audit import audit
+from support.published_models import read_log
 from support.trainer_process import TrainerProcess, create_run, forking, tiny_model, valkey
 
 __all__ = ["forking", "valkey"]
@@ -74,6 +74,5 @@ async def test_policies_train_side_by_side_to_their_own_number_of_steps(world: W
 
 def _roots(store_uri: str, policy: str) -> Counter[bytes]:
     """The different weights among the versions of a policy."""
-    log = VersionLog(open_store(store_uri), run_id="run", policy_id=policy)
-    log.refresh()
+    log = read_log(open_store(store_uri), policy, run_id="run")
     return Counter(record.model_root for record in log.records)

@@ -27,7 +27,6 @@ from astraflow_raas.push.spool_files import SpoolFiles
 from astraflow_raas.timeline import Stage
 from support.dataflow_world import Trainer, World, until_equal
 from support.node_process import NodeProcess, WeightPublisher, announce, node_of, started
-from support.run_status import serves
 from support.scripted_dataflow import eventually
 
 # The other Redis has the dataflow server's own tests: nodes never see it.
@@ -337,7 +336,7 @@ async def test_an_engine_killed_in_a_window_costs_no_episode_and_no_version(
     arming = run.armed(f"{moment}=kill@{nth}")
     async with run.node("node", "--engine", "astraflow_engine", **arming) as node:
         trained = await three_steps(run)
-        await serves(run.world, 3)
+        await run.world.serves(3)
         status = await node.status()
         assert set(run.acted()) == {moment}
         assert (status.engine_restarts, status.policies[0].verification_failures) == (1, 0)

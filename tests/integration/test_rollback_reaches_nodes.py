@@ -13,11 +13,10 @@ import pytest
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.store.file import FileStore
-from astraflow_weights.versions.log import VersionLog
 from support.dataflow_world import World
 from support.engine_process import running_engine
 from support.node_process import WeightPublisher, announce, node_of, tiny_policy
-from support.run_status import serves
+from support.published_models import read_log
 from support.tiny_qwen import TinyShape, save_tiny_qwen
 from support.weight_fixtures import ask_server
 
@@ -46,7 +45,7 @@ async def test_a_node_follows_a_rollback_and_generates_as_the_old_version_did(
     await announce(trainer, weights, step=0)
     with running_engine(checkpoint, folder=tmp_path) as engine:
         async with node_of(world.address, tmp_path, "--engine", engine.url):
-            await serves(world, 0)
+            await world.serves(0)
             told.append(await asyncio.to_thread(greedy, engine.url))
             for step in (1, 2):
                 batch = (await trainer.acquire(step, base_version=step - 1, wait_s=30)).batch
@@ -56,17 +55,16 @@ async def test_a_node_follows_a_rollback_and_generates_as_the_old_version_did(
                         name: np.array(array) for name, array in map_model(tmp_path / "other").items()
                     }
                 await announce(trainer, weights, step=step)
-            await serves(world, 2)
+            await world.serves(2)
             told.append(await asyncio.to_thread(greedy, engine.url))
             await trainer.release()
             ended = await ask_server(world, "rollback", "0")
             assert ended.status == 0, ended.errors
-            await serves(world, 3)
+            await world.serves(3)
             told.append(await asyncio.to_thread(greedy, engine.url))
     versions, (first, second, third) = zip(*told, strict=True)
     assert versions == ("0", "2", "3")
     assert first == third != second, "the versions in between speak otherwise"
-    versions = VersionLog(FileStore(store), run_id=RUN, policy_id=POLICY)
-    versions.refresh()
-    assert versions.record(3).model_root == versions.record(0).model_root
+    log = read_log(FileStore(store), run_id=RUN)
+    assert log.record(3).model_root == log.record(0).model_root
     await world.has_account()

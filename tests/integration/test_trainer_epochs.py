@@ -42,8 +42,7 @@ async def test_a_frozen_trainer_that_was_replaced_changes_nothing_and_says_who_h
     async with trainers.recorded(world, zombie, successor, steps=STEPS):
         zombie.start(failpoints=window.replace("@", "=stop@"))
         await zombie.frozen()
-        successor.start()
-        await successor.exits_with(0)
+        await successor.lives()
         before = census_of(run)
         zombie.go_on()
         await zombie.exits_with(ExitCode.SUPERSEDED)

@@ -139,8 +139,7 @@ async def test_a_trainer_whose_claim_was_lost_claims_again(scene: Scene) -> None
 @pytest.mark.ci
 async def test_a_trainer_whose_claim_was_lost_stops_when_another_has_claimed_since(scene: Scene) -> None:
     await lose_its_claim(scene)
-    scene.successor.start()
-    await scene.successor.exits_with(0)
+    await scene.successor.lives()
     scene.trainer.go_on()
     await scene.trainer.exits_with(ExitCode.SUPERSEDED)
     await scene.require_whole(scene.successor.ledger)

@@ -39,10 +39,8 @@ async def run_to_the_end(world: World, folder: Path, *, failpoints: str = "", na
     trainer = TrainerProcess(world.address, folder, run_id=name)
     async with trainers.recorded(world, trainer, steps=STEPS):
         if failpoints:
-            trainer.start(failpoints=failpoints)
-            await trainer.exits_with(KILLED)
-        trainer.start()
-        await trainer.exits_with(0)
+            await trainer.lives(failpoints=failpoints, status=KILLED)
+        await trainer.lives()
     step, checkpoint = trainers.newest_checkpoint(trainer.work_dir)
     assert step == STEPS
     await trainers.require_trained(world, steps=STEPS)
@@ -102,12 +100,10 @@ async def test_a_replay_with_other_bytes_publishes_them_under_the_next_number(
     run = await trainers.create_run(world, folder=tmp_path, steps=3, checkpoint_every_steps=3)
     trainer = TrainerProcess(world.address, tmp_path)
     async with trainers.recorded(world, trainer, steps=3):
-        trainer.start(failpoints="trainer.committed=kill@2")
-        await trainer.exits_with(KILLED)
+        await trainer.lives(failpoints="trainer.committed=kill@2", status=KILLED)
         shutil.rmtree(tmp_path / "model")
         trainers.tiny_model(tmp_path, seed=1)
-        trainer.start()
-        await trainer.exits_with(0)
+        await trainer.lives()
     # The census rebuilds each version by its delta: version 2 stands on version 1, not on what the replay began with.
     census = census_of(run)
     assert census.steps == [0, 1, 1, 2, 3]

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,12 +14,13 @@ from astraflow_kit.failpoints import read_hits
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.store import open_store
 from astraflow_weights.versions.inspection import build_version
-from astraflow_weights.versions.log import VersionLog
 from support import cli
 from support import trainer_process as trainers
 from support.dataflow_world import World
 from support.ledger_audit import audit
+from support.published_models import read_log
 from support.trainer_process import KILLED, TrainerProcess, census_of, forking, newest_checkpoint, valkey
+from support.weight_models import same_model
 
 __all__ = ["forking", "valkey"]
 
@@ -31,9 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 def weights_of(store_uri: str, version: int) -> dict[str, Array]:
     """A version as a node would get it."""
     store = open_store(store_uri)
-    found = VersionLog(store, run_id="run", policy_id=trainers.POLICY)
-    found.refresh()
-    return build_version(store, found, target=version, threads=2)
+    return build_version(store, read_log(store, run_id="run"), target=version, threads=2)
 
 
 def rounded(checkpoint: Mapping[str, torch.Tensor]) -> dict[str, Array]:
@@ -68,8 +66,7 @@ async def test_a_trainer_goes_on_from_the_weights_that_were_gone_back_to(
     run = await trainers.create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=2)
     trainer = TrainerProcess(world.address, tmp_path)
     async with trainers.recorded(world, trainer, steps=STEPS):
-        trainer.start(failpoints=death.replace("@", "=kill@"))
-        await trainer.exits_with(KILLED)
+        await trainer.lives(failpoints=death.replace("@", "=kill@"), status=KILLED)
         finished = (await world.status()).policies[0].last_finished_step
         held = newest_checkpoint(trainer.work_dir)
         command = ("weights", "rollback", str(back_to), "--join", world.address, "--json")
@@ -78,21 +75,19 @@ async def test_a_trainer_goes_on_from_the_weights_that_were_gone_back_to(
         assert told.status == 0, told.errors
         number_of = told.json["version"]
 
-        trainer.start(failpoints="trainer.checkpoint_written=kill@1")
-        await trainer.exits_with(KILLED)
+        await trainer.lives(failpoints="trainer.checkpoint_written=kill@1", status=KILLED)
         assert read_hits(trainer.failpoints_log)[-1].name == "trainer.checkpoint_written"
         assert f'"optimizer": "{optimizer}"' in trainer.log
         step, checkpoint = newest_checkpoint(trainer.work_dir)
         assert step == finished, "steps that were taken stay taken"
         old = weights_of(run.store_uri, back_to)
-        assert same_bits(rounded(checkpoint), old)
+        assert same_model(rounded(checkpoint), old)
         assert (moments(checkpoint) > 0) is (optimizer != "fresh")
         if optimizer != "fresh":
             assert held[0] == 2
             assert all(torch.equal(checkpoint[key], held[1][key]) for key in held[1])
 
-        trainer.start()
-        await trainer.exits_with(0)
+        await trainer.lives()
     census = census_of(run)
     rollbacks = [record.rollback_of for record in census.records[number_of:]]
     assert rollbacks == [back_to] + [None] * (STEPS - finished)
@@ -113,24 +108,16 @@ async def test_a_trainer_that_ended_lets_go_and_resumes_after_a_rollback_without
     run = await trainers.create_run(world, folder=tmp_path, steps=4, checkpoint_every_steps=2)
     trainer = TrainerProcess(world.address, tmp_path)
     async with trainers.recorded(world, trainer, steps=4):
-        trainer.start()
-        await trainer.exits_with(0)
+        await trainer.lives()
         told = await asyncio.to_thread(cli.run, "weights", "rollback", "2", "--join", world.address, "--json")
         assert (told.status, told.json["version"]) == (0, 5), told.errors
-        trainer.start()
-        await trainer.exits_with(0)
+        await trainer.lives()
         before = newest_checkpoint(trainer.work_dir)
         # Once more: the checkpoint knows of the rollback now.
-        trainer.start()
-        await trainer.exits_with(0)
+        await trainer.lives()
     census = census_of(run)
     assert census.steps == [0, 1, 2, 3, 4, 4]
     step, checkpoint = newest_checkpoint(trainer.work_dir)
     assert step == before[0] == 4
-    assert same_bits(rounded(checkpoint), weights_of(run.store_uri, 2))
+    assert same_model(rounded(checkpoint), weights_of(run.store_uri, 2))
     assert audit(trainer.ledger).num_replayed == 0
-
-
-def same_bits(left: Mapping[str, Array], right: Mapping[str, Array]) -> bool:
-    """Whether two models agree to the last bit."""
-    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)

@@ -19,7 +19,6 @@ from astraflow_weights.versions.manifest import NONCE_BYTES
 from support import cli
 from support.dataflow_world import World
 from support.published_models import ModelPublisher, open_writer, publish_all, read_log, steps
-from support.run_status import serves
 from support.weight_fixtures import Ask, ask_server, ask_store
 from support.weight_models import POLICY, RUN, make_model, overwrite
 from support.work_stream import working
@@ -166,7 +165,7 @@ async def test_a_server_tells_store_pins_and_who_serves_a_version(
     ]
     async with working(world, "n1") as session:
         await session.credits(0, solver=0)
-        await serves(world, 0)
+        await world.serves(0)
         shown = (await ask_server(world, "show", "0", "--json")).json
     assert (shown["announced"], shown["pinned"], shown["served_by"]) == (True, True, ["n1"])
     (node,) = shown["nodes"]

@@ -12,7 +12,6 @@ from astraflow_weights.versions.intents import UploadIntents
 from support.cli import Ended
 from support.dataflow_world import World
 from support.published_models import ModelPublisher, open_writer, publish_all, read_log, steps
-from support.run_status import serves
 from support.weight_fixtures import Ask, ask_server
 from support.weight_models import POLICY, RUN
 from support.work_stream import working
@@ -87,7 +86,7 @@ async def test_a_server_is_asked_for_pins_and_for_what_nodes_serve(
     await ask_server(world, "pin", "0")
     async with working(world, "n1") as session:
         await session.credits(0, solver=0)
-        await serves(world, 0)
+        await world.serves(0)
         assert await reasons(world) >= {"pinned", "the path of nodes to the newest version"}
     assert kept(weight_store) >= {0, 4, 5, 6, 7}
     await ask_server(world, "unpin", "0")

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_INTENT as INTENT
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
-from support.dataflow_world import World, until, until_equal
+from support.dataflow_world import World, served, until, until_equal
 from support.work_stream import working
 
 pytestmark = pytest.mark.integration
@@ -156,3 +157,40 @@ async def test_a_finished_run_waits_for_nothing(world: World) -> None:
     await world.finish()
     await until(world.is_finished)
     assert await waits(world) == {}
+
+
+async def test_a_claimed_trainer_is_silent_until_it_calls_again(redis_url: str, tmp_path: Path) -> None:
+    async with served(redis_url, tmp_path, batch_lease_s=1) as world:
+        trainer, _ = await world.started()
+        wait = await seen(world, "batch/trainer_silent", released_by="another trainer takes over")
+        assert (wait.policy_id, "trainer test" in wait.detail) == ("solver", True)
+        await trainer.hold()
+        assert "batch/trainer_silent" not in await waits(world)
+        await seen(world, "batch/trainer_silent", released_by="it calls again")
+        await trainer.release()
+        await gone(world, "batch/trainer_silent")
+
+
+async def test_a_full_window_and_what_is_sampled_into_it_are_named_while_the_other_policy_goes_on(
+    world: World,
+) -> None:
+    both = ("solver", "verifier")
+    await world.create_run(dataset="Unevaluated", policies=both, groups_per_step=1, max_staleness=0)
+    solver, verifier, node = (
+        await world.trainer("solver"),
+        await world.trainer("verifier"),
+        await world.node(),
+    )
+    version = dict.fromkeys(both, 0)
+    async with working(world, "n1"):
+        await node.work(1, policies=both, version=version)
+        await solver.train(1, base_version=0)
+        wait = await seen(world, "lease/staleness_window", released_by="takes a batch")
+        assert (wait.policy_id, "for the other policies" in wait.detail) == ("verifier", True)
+        await node.work(1, policies=both, version=version | {"solver": 1})
+        await solver.train(2, base_version=1)
+        wait = await seen(world, "lease/no_credit", released_by="wants_trajectory")
+        assert wait.policy_id == "verifier"
+        assert wait.detail.startswith("2 of its 4 trajectories (50%)")
+        await verifier.train(1, base_version=0)
+        await gone(world, "lease/staleness_window")

@@ -25,19 +25,15 @@ def redis_binary(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def valkey(redis_binary: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
     """A running server with an append-only file."""
-    server = ValkeyServer(tmp_path_factory.mktemp("valkey"), binary=redis_binary)
-    server.start()
-    yield server
-    server.stop()
+    with ValkeyServer(tmp_path_factory.mktemp("valkey"), binary=redis_binary) as server:
+        yield server
 
 
 @pytest.fixture
 def own_valkey(redis_binary: str, tmp_path: Path) -> Iterator[ValkeyServer]:
     """A server of this test alone, to be killed or spoiled."""
-    server = ValkeyServer(tmp_path / "own", binary=redis_binary)
-    server.start()
-    yield server
-    server.kill()
+    with ValkeyServer(tmp_path / "own", binary=redis_binary) as server:
+        yield server
 
 
 @pytest.fixture

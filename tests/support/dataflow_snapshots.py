@@ -9,6 +9,7 @@ from astraflow_dataflow.records import Audit, Life, PolicyState, StoredEvaluatio
 POLICY = PolicyState(
     policy_id="p",
     frozen=False,
+    external=False,
     outstanding=0,
     ready=0,
     unpublished=0,
@@ -28,6 +29,7 @@ POLICY = PolicyState(
     unpublished_steps=(),
     last_consumed="",
     charged=0,
+    max_staleness=1,
     no_credit=0,
     settled=0,
     trainer="t",

@@ -188,6 +188,11 @@ class Walk:
         context = await self.world.dataflow.registry.get("run")
         audit, account = await self.world.dataflow.reporting.recount(context)
         assert account.conservation_error == 0, account
+        assert [
+            (policy.outstanding, policy.charged)
+            for policy in audit.policies
+            if policy.outstanding != policy.charged
+        ] == []
         assert set(drift(audit, trained_in_log=account.trained).values()) == {0}
         ends = self.outcomes.items()
         counted = {name: self.trajectories[name] for name, outcome in ends if outcome in COUNTED}

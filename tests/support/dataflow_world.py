@@ -112,11 +112,11 @@ def recipe_text(
     dataset: str = "Empty",
     policies: Sequence[str] = ("solver",),
     roles: Mapping[str, str] | None = None,
-    frozen: Sequence[str] = (),
+    overrides: Sequence[str] = (),
     raas: Mapping[str, object] | None = None,
     **dataflow: object,
 ) -> str:
-    """A recipe with small groups; `frozen` policies are not trained, `dataflow` and `raas` override single keys."""
+    """A recipe with small groups; `dataflow`, `raas` and `overrides` change single keys."""
     sizes = {"group_size": 2, "groups_per_step": 2, "max_staleness": 1, "lease_ttl_s": 20, "max_attempts": 3}
     merged = sizes | {"evaluation": "{every_versions: 0, num_samples: 2, final_samples: 2}"} | dataflow
     work = {"reward": f"{__name__}:Zero", **(raas or {})}
@@ -128,7 +128,6 @@ def recipe_text(
         dataflow=_flow(merged),
         raas=_flow(work),
     )
-    overrides = [f"policies.{policy}.train=false" for policy in frozen]
     return parse_recipe(text, overrides=overrides).yaml_text
 
 
@@ -242,8 +241,10 @@ class World:
         return reply.returned_groups, reply.dropped_trajectories
 
     async def has_account(self, **expected: object) -> None:
-        """Assert that the account of trajectories balances and has these figures; `dropped` as a mapping."""
-        account = (await self.status()).trajectories
+        """Assert that trajectories and credit balance, and that these are the figures; `dropped` as a mapping."""
+        status = await self.status()
+        account = status.trajectories
+        assert not any(policy.credit_error for policy in status.policies), status.policies
         found = {name: getattr(account, name) for name in expected}
         if "dropped" in found:
             found["dropped"] = dict(account.dropped)
@@ -260,6 +261,11 @@ class World:
                 seen = await self.status()
             await asyncio.sleep(0.02)
         return seen
+
+    async def serves(self, version: int) -> None:
+        """Wait until a node says that it serves this version of the policy `solver`."""
+        served = {"solver": version}
+        await self.until(lambda now: any(dict(node.serving_versions) == served for node in now.nodes))
 
     async def is_finished(self) -> bool:
         """Whether the run has ended."""

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,39 +37,28 @@ NOISY = ("--set", "raas.reward=noisy_reward:Noisy")
 CHILDREN = {"dataflow": "dataflow", "valkey": "redis", "trainer": "trainer-solver", "node": "node-1"}
 
 
-@dataclass(frozen=True)
 class RunFiles:
     """Where a run under `folder` keeps what tests look at."""
 
-    folder: Path
-
-    @property
-    def data_dir(self) -> Path:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data_dir = folder / "run"
         """The run's --data-dir."""
-        return self.folder / "run"
-
-    @property
-    def stderr(self) -> Path:
-        """What the launcher said."""
-        return self.folder / "stderr"
-
-    @property
-    def hits(self) -> Path:
-        """Log of the failpoints."""
-        return self.folder / "hits"
-
-    @property
-    def addresses(self) -> Path:
+        self.addresses = self.data_dir / "addresses"
         """Address files of the daemons."""
-        return self.data_dir / "addresses"
+        self.stderr = folder / "stderr"
+        """What the launcher said."""
+        self.hits = folder / "hits"
+        """Log of the failpoints."""
 
     def read_hits(self) -> list[Hit]:
         """Failpoints hit so far."""
         return read_hits(self.hits)
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl."""
-        return _read_lines(self.data_dir / "metrics.jsonl")
+    def read_metrics(self, *kinds: str) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl, of these kinds if any is named."""
+        lines = _read_lines(self.data_dir / "metrics.jsonl")
+        return [line for line in lines if not kinds or line["kind"] in kinds]
 
     def read_ledger(self) -> list[dict[str, Any]]:
         """Lines of the trainer's ledger."""
@@ -78,7 +66,7 @@ class RunFiles:
 
     def steps_done(self) -> int:
         """The last finished step that the launcher wrote down."""
-        return max((line["step"] for line in self.read_metrics() if line["kind"] == "step"), default=0)
+        return max((line["step"] for line in self.read_metrics("step")), default=0)
 
     def steps_taken(self) -> int:
         """The last step in the trainer's ledger."""
@@ -101,9 +89,11 @@ class RunFiles:
 
 
 @contextmanager
-def dev(folder: Path, *arguments: str, failpoints: str = "") -> Iterator[subprocess.Popen[str]]:
+def dev(
+    folder: Path, *arguments: str, failpoints: str = "", recipe: Path = ROOT / "recipes" / "quickstart"
+) -> Iterator[subprocess.Popen[str]]:
     """Start `astraflow dev` and end it, whatever the test did."""
-    command = [sys.executable, "-m", "astraflow.cli", "dev", str(ROOT / "recipes" / "quickstart"), "--json"]
+    command = [sys.executable, "-m", "astraflow.cli", "dev", str(recipe), "--json"]
     files = RunFiles(folder)
     plugins = ROOT / "tests" / "e2e" / "plugins"
     paths = filter(None, [str(plugins), os.environ.get("PYTHONPATH")])

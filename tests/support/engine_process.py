@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from astraflow_kit.lifecycle import read_address_file
+from support.development import wait_for
 
 START_DEADLINE_S = 90.0
 STOP_DEADLINE_S = 20.0
@@ -48,13 +48,8 @@ def running_engine(
 
 
 def _address(address_file: Path, process: "subprocess.Popen[bytes]", log: Path) -> str:
-    give_up_s = time.monotonic() + START_DEADLINE_S
-    while time.monotonic() < give_up_s:
-        addresses = read_address_file(address_file)
-        if addresses is not None:
-            return addresses.http
-        if process.poll() is not None:
-            ended = f"the engine ended with {process.returncode}"
-            raise RuntimeError(f"{ended} before it listened:\n{log.read_text()}")
-        time.sleep(0.05)
-    raise RuntimeError(f"the engine did not listen within {START_DEADLINE_S} s:\n{log.read_text()}")
+    begun = lambda: process.poll() is not None or read_address_file(address_file)  # noqa: E731
+    wait_for(begun, what="the engine's start", timeout_s=START_DEADLINE_S, period_s=0.05)
+    addresses = read_address_file(address_file)
+    assert addresses is not None, f"the engine ended with {process.poll()}:\n{log.read_text()}"
+    return addresses.http

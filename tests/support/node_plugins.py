@@ -9,7 +9,16 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from astraflow.plugins import Episode, MissingCapability, Policy, Scorer, TaskSpec
+from astraflow.plugins import (
+    Episode,
+    MissingCapability,
+    Policy,
+    PolicyUnavailable,
+    Scorer,
+    TaskSpec,
+    Trajectory,
+    TrajectoryBuilder,
+)
 from astraflow_raas.workflows.single_turn import SingleTurn
 
 
@@ -43,3 +52,36 @@ class CannotBeMade:
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
         """Never reached."""
         raise AssertionError
+
+
+class SolveAndVerify:
+    """One turn of the solver, then one of the verifier; without a verifier the answer of the solver is kept."""
+
+    roles = ("solver", "verifier")
+
+    def __init__(self, *, reward: Scorer) -> None:
+        self._reward = reward
+
+    async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
+        """One trajectory of each role that has an engine and is wanted."""
+        made: list[Trajectory] = []
+        for role in self.roles:
+            if policies[role].wants_trajectory:
+                turn = TrajectoryBuilder(policies[role])
+                turn.add_prompt(task.messages)
+                try:
+                    result = await turn.generate()
+                except PolicyUnavailable:
+                    break
+                score = await self._reward(task, result.text, policies=policies)
+                made.append(turn.build(reward=score.reward))
+        return Episode(tuple(made), {"team": float(len(made))})
+
+
+class NeedsVerifier(SolveAndVerify):
+    """Asks the verifier whatever the lease says."""
+
+    async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
+        """As above, but nothing without a verdict."""
+        await policies["verifier"].chat(task.messages)
+        return await super().run(task, policies)

@@ -14,9 +14,12 @@ def evaluation(version: int, reward: float, *, policy: str = "solver", **fields:
 
 
 def observed(
-    *evaluations: admin.Evaluation, policies: Sequence[str] = ("solver",), **fields: Any
+    *evaluations: admin.Evaluation,
+    policies: Sequence[str] = ("solver",),
+    frozen: Sequence[str] = (),
+    **fields: Any,
 ) -> Observation:
-    """A run with these policies and evaluations."""
-    statuses = [admin.PolicyStatus(policy_id=policy) for policy in policies]
+    """A run with these policies, trained and not, and evaluations."""
+    statuses = [admin.PolicyStatus(policy_id=name, frozen=name in frozen) for name in (*policies, *frozen)]
     status = admin.StatusResponse(policies=statuses, evaluations=evaluations)
     return Observation(status=status, **fields)

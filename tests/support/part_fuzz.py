@@ -90,24 +90,16 @@ def good_parts() -> list[Good]:
     moved: Model = {"w": weights["w"] + steps.astype(np.uint16)}
     floats: Model = {"f": draw.standard_normal(300).astype(np.float32), "c": np.arange(200, dtype=np.uint8)}
     stepped: Model = {"f": floats["f"] + np.float32(0.25), "c": np.bitwise_xor(floats["c"], np.uint8(3))}
-    awkward: Model = {
-        "a": AWKWARD_BF16.copy(),
-        "z": np.zeros((), np.float32),
-        "e": np.zeros((0, 7), np.uint8),
-    }
-    rolled: Model = {**awkward, "a": np.roll(AWKWARD_BF16, 1)}
-    pairs: list[tuple[Model, Model]] = [
-        (mixed, trained(mixed, 2, density=0.05)),
-        (weights, moved),
-        (floats, stepped),
-        (awkward, rolled),
-    ]
+    little: Model = {"z": np.zeros((), np.float32), "e": np.zeros((0, 7), np.uint8)}
+    awkward, rolled = ({**little, "a": np.roll(AWKWARD_BF16, by)} for by in (0, 1))
+    bases = [mixed, weights, floats, awkward]
+    targets = [trained(mixed, 2, density=0.05), moved, stepped, rolled]
     deltas = [
         Good(data=encode_delta(base, target, context=context)[0], base=base)
-        for base, target in pairs
+        for base, target in zip(bases, targets, strict=True)
         for context in (False, True)
     ]
-    return [*deltas, *(Good(data=encode_snapshot(target)[0]) for _, target in pairs)]
+    return [*deltas, *(Good(data=encode_snapshot(target)[0]) for target in targets)]
 
 
 # ---------------------------------------------------------------- mutation

@@ -125,18 +125,18 @@ def published(store: ObjectStore, count: int, **options: Any) -> list[dict[str, 
     return models
 
 
-def read_log(store: ObjectStore, policy_id: str = POLICY) -> VersionLog:
+def read_log(store: ObjectStore, policy_id: str = POLICY, *, run_id: str = RUN) -> VersionLog:
     """The log as it is now."""
-    log = VersionLog(store, run_id=RUN, policy_id=policy_id)
+    log = VersionLog(store, run_id=run_id, policy_id=policy_id)
     log.refresh()
     return log
 
 
-def pulled(store: ObjectStore, version: int) -> dict[str, Array]:
-    """A version as a node's new mirror gets it."""
+def pulled(store: ObjectStore, version: int, **named: str) -> dict[str, Array]:
+    """A version as a node's new mirror gets it; `named` are run and policy, if not those of every test."""
     with TemporaryDirectory() as folder:
         mirror = Mirror(Path(folder))
-        mirror.advance(store, read_log(store), target=version)
+        mirror.advance(store, read_log(store, **named), target=version)
         return mirror.load()
 
 

@@ -93,7 +93,7 @@ async def local_node(
     async with AsyncClient(address) as client:
         found = await find_run(client, "", patience_s=5.0)
         request = join_request(found, settings, node_id=node_id, incarnation=incarnation)
-        engines = {name: FakeEngine() for name in found.recipe.policies}
+        engines = {name: FakeEngine() for name in found.recipe.served_policies}
         parts = {name: _parts(name, engines[name], folder / name, metrics) for name in engines}
         inputs = NodeInputs(
             found=found,

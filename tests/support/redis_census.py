@@ -71,13 +71,8 @@ def take_census(data: Path, run_id: str, policy: str, *, scratch: Path) -> Censu
 def _served_copy(data: Path, scratch: Path) -> Iterator[redis.Redis]:
     shutil.rmtree(scratch, ignore_errors=True)
     shutil.copytree(data, scratch)
-    server = ValkeyServer(scratch)
-    server.start()
-    try:
-        with redis.Redis(port=server.port) as client:
-            yield client
-    finally:
-        server.kill()
+    with ValkeyServer(scratch) as server, redis.Redis(port=server.port) as client:
+        yield client
 
 
 class _Counter:

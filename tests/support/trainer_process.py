@@ -65,16 +65,13 @@ class TrainerProcess:
         self, address: str, folder: Path, *, name: str = "trainer", run_id: str = "run", policy: str = POLICY
     ) -> None:
         self.work_dir = folder / name
+        self.ledger = self.work_dir / "ledger.jsonl"
+        """What it recorded that it trained on."""
         self.failpoints_log = folder / f"{name}.failpoints.jsonl"
         self._log = folder / f"{name}.log"
         self._address_file = folder / f"{name}.json"
         self._options = {"join": address, "run_id": run_id, "policy": policy}
         self._process: ForkServerProcess | None = None
-
-    @property
-    def ledger(self) -> Path:
-        """What it recorded that it trained on."""
-        return self.work_dir / "ledger.jsonl"
 
     @property
     def log(self) -> str:
@@ -109,6 +106,11 @@ class TrainerProcess:
         await asyncio.to_thread(process.join, 150.0)
         assert process.exitcode == status, f"{process.exitcode} is not {status}: {self.log}"
 
+    async def lives(self, *, failpoints: str = "", status: int = 0) -> None:
+        """Start another life and wait for its end."""
+        self.start(failpoints=failpoints)
+        await self.exits_with(status)
+
     async def frozen(self) -> None:
         """Wait until a failpoint has frozen it."""
         process = psutil.Process(self._running().pid)
@@ -140,10 +142,8 @@ class TrainerProcess:
 @pytest.fixture(scope="module")
 def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
     """One kind of Redis is enough for what trainers do; imported by test modules in place of the shared one."""
-    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
+    with ValkeyServer(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,17 +1,16 @@
 """A real Valkey (or Redis) on a free loopback port with an append-only file, for tests.
 
-`ValkeyServer` can be killed and started again on the same data; `fresh_url` hands out an empty database of a
-shared server, so a test needs no start-up of its own. Used by integration tests and by the benchmark of the
-push path.
+`ValkeyServer` runs for as long as its block, and can be killed and started again on the same data; `flush` empties a
+database of a shared one, so a test needs no start-up of its own. Used by integration tests.
 """
 
 import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import redis
 
@@ -24,20 +23,17 @@ class ValkeyServer:
     def __init__(self, folder: Path, *, binary: str | None = None, options: Sequence[str] = ()) -> None:
         self.folder = folder
         self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
         self._binary = binary or server_binary()
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        return f"redis://127.0.0.1:{self.port}/0"
+    def __enter__(self) -> Self:
+        self.start()
+        return self
 
-    @property
-    def pid(self) -> int:
-        """Its process."""
-        assert self._process is not None, "start the server first"
-        return self._process.pid
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def start(self) -> None:
         """Start and wait until it answers."""
@@ -68,15 +64,8 @@ class ValkeyServer:
 
     def kill(self) -> None:
         """SIGKILL: what a crash leaves on disk stays."""
-        self._end(signal.SIGKILL)
-
-    def stop(self) -> None:
-        """Orderly end."""
-        self._end(signal.SIGTERM)
-
-    def _end(self, number: signal.Signals) -> None:
         if self._process is not None:
-            self._process.send_signal(number)
+            self._process.kill()
             self._process.wait(timeout=20)
             self._process = None
 

@@ -29,6 +29,7 @@ from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.versions.inspection import build_version
+from support.development import wait_for
 from support.published_models import ModelPublisher, new_collector, new_compactor, open_writer, read_log
 from support.weight_models import make_model, same_model, trained
 
@@ -137,9 +138,7 @@ def kill_after(
 ) -> None:
     """Start a process over the store in a folder and kill it so long after it began its work and `once` held."""
     with running(folder, task, number) as process:
-        patience_s = time.monotonic() + PATIENCE_S
-        while not once():
-            assert time.monotonic() < patience_s, "what the kill waits for never happened"
+        wait_for(once, what="what the kill waits for", timeout_s=PATIENCE_S, period_s=0)
         time.sleep(delay_s)
         assert process.poll() is None, f"it ended by itself with {process.returncode}"
         process.kill()

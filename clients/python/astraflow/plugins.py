@@ -32,6 +32,7 @@ __all__ = [
     "Observation",
     "PluginState",
     "Policy",
+    "PolicyUnavailable",
     "ReadyGroup",
     "Reward",
     "RewardFailed",
@@ -156,6 +157,14 @@ class Demonstrations(Protocol):
         """Return the stream for `seed`; equal seeds give equal streams."""
 
 
+class PolicyUnavailable(Exception):
+    """Raised by a policy's `generate` and `chat` when its engine is down and the run has other policies.
+
+    A workflow that catches it may return what is complete without that policy; it is pushed and used. Otherwise the
+    node gives the episode back, which costs no attempt.
+    """
+
+
 @dataclass(frozen=True)
 class VersionSpan:
     """Tokens [start, end) of a sequence were sampled under weight `version`."""
@@ -258,7 +267,7 @@ class Policy(Protocol):
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None
     ) -> GenerateResult:
         """Sample one continuation; may span a weight update. Raises when the episode is cancelled or out of
-        time."""
+        time, and PolicyUnavailable."""
 
     async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
         """Sample the answer to `messages`: `generate` of what `encode` makes of them."""

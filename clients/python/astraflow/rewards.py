@@ -52,6 +52,8 @@ class RewardLimits:
     """MiB of data one worker may allocate; beyond it Python raises MemoryError. Linux only."""
     max_calls: int = 10_000
     """Calls after which a worker is replaced."""
+    timeout_reward: float | None = None
+    """What a call earns that overran `timeout_s`, with the metric `reward_timeout`; None fails the episode."""
 
 
 @runtime_checkable

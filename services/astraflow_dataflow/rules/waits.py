@@ -81,6 +81,8 @@ def current_waits(
     waits += _plugin_faults(faults)
     waits += _weight_faults(connected)
     for policy in audit.policies:
+        if audit.life is Life.ACTIVE:
+            waits += _node_waits(policy, connected)
         if not policy.frozen:
             waits += _batch_waits(policy, now_ms=audit.now_ms, lease_ms=1000 * trainer_lease_s)
             waits += _publish_waits(policy)
@@ -133,7 +135,7 @@ def _lease_waits(
                 "start a node and join it to this server",
             )
         ]
-    missing = [policy for policy in audit.policies if policy.version is None]
+    missing = [policy for policy in audit.policies if policy.lacks_version]
     if missing:
         remedy = (
             "its trainer announces version 0 when it has loaded the initial model; see its log if it does not"
@@ -174,6 +176,43 @@ def _task_waits(audit: Audit, faults: Sequence[PluginFault], skipped: int) -> li
             _lease("tasks_skipped", detail, "a curator proposes one; lower its threshold if it never will")
         ]
     return []
+
+
+def _node_waits(policy: PolicyState, connected: Sequence[NodeStatus]) -> Iterator[Wait]:
+    """Nodes that serve older weights of a policy than its groups may have, and a policy that none serves of those that
+    serve others.
+    """
+    if policy.version is None:
+        return
+    at_work = [node for node in connected if node.serving_versions]
+    served = {
+        node.node_id: node.serving_versions[policy.policy_id]
+        for node in at_work
+        if policy.policy_id in node.serving_versions
+    }
+    behind = {
+        name: version for name, version in served.items() if policy.version - version > policy.max_staleness
+    }
+    if behind:
+        names = ", ".join(f"{name} serves {version}" for name, version in list(behind.items())[:5])
+        yield Wait(
+            stage="lease",
+            policy_id=policy.policy_id,
+            reason="node_behind",
+            detail=f"{names}; the newest version is {policy.version}, groups may be {policy.max_staleness} older: "
+            "these nodes sample nothing for the policy",
+            released_by="the node loads a newer version (`weights.` events of its log say what holds it up); "
+            "a larger max_staleness lets it sample meanwhile",
+        )
+    if at_work and not served:
+        names = ", ".join(node.node_id for node in at_work[:5])
+        yield Wait(
+            stage="lease",
+            policy_id=policy.policy_id,
+            reason="policy_not_served",
+            detail=f"no connected node has an engine for it now, of {names}",
+            released_by="a node brings one up again by itself; `engine.lost` in its log says why it went",
+        )
 
 
 def _lease(reason: str, detail: str, released_by: str) -> Wait:

@@ -20,6 +20,8 @@ class Window:
     policy_id: str
     frozen: bool = False
     """Not trained: it has no window, and nothing is charged to it."""
+    external: bool = False
+    """An endpoint elsewhere: it has no versions."""
     max_staleness: int
     groups_per_step: int
     min_acceptance: float

@@ -206,6 +206,7 @@ def admission_of(recipe: Recipe) -> Admission:
         Window(
             policy_id=policy.policy_id,
             frozen=not policy.train,
+            external=policy.model.external is not None,
             max_staleness=policy.batches.max_staleness,
             groups_per_step=policy.batches.groups_per_step,
             min_acceptance=recipe.dataflow.min_acceptance,

@@ -27,6 +27,6 @@ def pool_report(
 
 def leasable_tasks(audit: Audit) -> int:
     """Return the training tasks that could be leased now: those tried again hold their place in the window already."""
-    if audit.life is not Life.ACTIVE or any(policy.version is None for policy in audit.policies):
+    if audit.life is not Life.ACTIVE or any(policy.lacks_version for policy in audit.policies):
         return 0
     return audit.retries + min(audit.queued_tasks, audit.admitted)

@@ -173,6 +173,7 @@ def policy_message(policy: PolicyState) -> admin_service_pb2.PolicyStatus:
     return admin_service_pb2.PolicyStatus(
         policy_id=policy.policy_id,
         frozen=policy.frozen,
+        external=policy.external,
         last_finished_step=policy.finished_step,
         trainer_epoch=policy.epoch,
         outstanding_groups=policy.outstanding,

@@ -81,6 +81,7 @@ def _policy_state(reply: Reply) -> PolicyState:
     return PolicyState(
         policy_id=as_text(fields[0]),
         frozen=as_text(stored.get("frozen")) == "1",
+        external=as_text(stored.get("external")) == "1",
         outstanding=as_int(fields[1]),
         ready=as_int(fields[2]),
         unpublished=as_int(fields[3]),
@@ -100,6 +101,7 @@ def _policy_state(reply: Reply) -> PolicyState:
         unpublished_steps=tuple(sorted(int(step) for step in as_mapping(fields[8]))),
         last_consumed=as_text(fields[10]),
         charged=as_int(fields[11]),
+        max_staleness=int(stored["max_staleness"]),
         no_credit=as_int(stored.get("no_credit")),
         settled=as_int(stored.get("settled")),
         trainer=as_text(stored.get("trainer")),

@@ -58,6 +58,7 @@ class RunStore:
             limits += [
                 window.policy_id,
                 flag(window.frozen),
+                flag(window.external),
                 window.groups,
                 window.min_acceptance,
                 window.smoothing,

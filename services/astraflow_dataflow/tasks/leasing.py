@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 UNBOUNDED = 1_000_000
 LEASES_PER_CALL = 256
-FREE_REASONS = frozenset({"missing_capability", "drain", "version_unavailable"})
+FREE_REASONS = frozenset({"missing_capability", "drain", "version_unavailable", "engine_down"})
 """Failures that cost no attempt: the node cannot help it."""
 _BACKOFF_S = {"version_unavailable": 0.2, "missing_capability": 0.0, "drain": 0.0}
 _RETRY_BACKOFF_S = 0.1

@@ -154,7 +154,10 @@ class DevelopmentRun:
 
     async def _start_trainer(self, policy: str) -> None:
         """Start all ranks; the first one answers for them. That of a frozen policy publishes its weights and ends."""
-        if not self._options.loaded.recipe.policy(policy).train:
+        settings = self._options.loaded.recipe.policy(policy)
+        if settings.model.external is not None:
+            return
+        if not settings.train:
             await self._start(self._trainer_spec(policy, rank=0, meeting_port=0, size=1))
             return
         meeting_port, size = free_port(), self._options.trainer_ranks

@@ -5,6 +5,7 @@ all of them; an engine that cannot say so raises instead. `http` speaks SGLang's
 of the node knows only this module.
 
     RetryableError  EngineUnavailable  the engine is gone, starting or overloaded; nothing was sampled
+    StateError      EngineDown         there was no engine for so long that nobody should wait for it
     RequestError    EngineRefused      the engine will never accept this call
     AstraflowError  EngineFaulty       the answer contradicts itself or the contract
                     EngineDoubtful     nobody knows with which weights it samples: it must be replaced
@@ -15,13 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from astraflow.errors import AstraflowError, RequestError, UnavailableError
+from astraflow.errors import AstraflowError, RequestError, StateError, UnavailableError
 from astraflow.plugins import VersionSpan
 from astraflow_raas.engine.slots import EngineSlots
 
 
 class EngineUnavailable(UnavailableError):
     """The engine does not answer, is starting, or is full. The same call may succeed later."""
+
+
+class EngineDown(StateError):
+    """A policy has had no engine for too long; others of the node go on without it."""
+
+    reason, code = "ENGINE_DOWN", "FAILED_PRECONDITION"
 
 
 class EngineRefused(RequestError):

@@ -91,6 +91,8 @@ class CallBatcher:
                 sent.append(self._spawn(self._ask(engine, waiting[:taken], rank=rank)))
                 del waiting[:taken]
             await asyncio.gather(*sent)
+        except AstraflowError as error:
+            _fail(waiting, error)
         except asyncio.CancelledError:
             for pending in batch:
                 pending.answer.cancel()

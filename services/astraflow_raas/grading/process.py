@@ -52,22 +52,25 @@ class WorkerOrder:
 class WorkerProcess:
     """A started worker."""
 
-    def __init__(self, child: asyncio.subprocess.Process, *, timeout_s: float) -> None:
+    def __init__(self, child: asyncio.subprocess.Process, *, limits: RewardLimits) -> None:
         self._child = child
-        self._timeout_s = timeout_s
+        self._limits = limits
         self.spent = False
         """True once it must be replaced."""
 
     async def score(self, task: TaskSpec, completion: str) -> Score:
         """Grade one completion. Raises RewardFailed, MissingCapability; then `spent` says whether it still works."""
         call = call_line(task, completion)
+        timeout_s = self._limits.timeout_s
         self.spent = True  # until it has answered
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 answer = await self._ask(call)
         except TimeoutError as error:
+            if self._limits.timeout_reward is not None:
+                return Score(self._limits.timeout_reward, {"reward_timeout": 1.0})
             raise RewardFailed(
-                f"task {task.task_id}: the reward did not return within timeout_s {self._timeout_s}; its worker was "
+                f"task {task.task_id}: the reward did not return within timeout_s {timeout_s}; its worker was "
                 "killed; make it faster or raise raas.reward_limits.timeout_s",
                 reason="reward_timeout",
             ) from error
@@ -132,7 +135,7 @@ async def start_worker(order: WorkerOrder) -> WorkerProcess:
         )
     except OSError as error:
         raise RewardFailed(f"cannot start a worker for the reward: {error}") from error
-    worker = WorkerProcess(child, timeout_s=order.limits.timeout_s)
+    worker = WorkerProcess(child, limits=order.limits)
     try:
         await worker.wait_ready(order)
     except BaseException:

@@ -6,6 +6,7 @@ accepted the node.
 """
 
 import asyncio
+import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from astraflow_raas.node.folder import NodeFolder
 from astraflow_raas.node.joining import FoundRun
 from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node, PolicyParts, PolicyTable, node_state
+from astraflow_raas.policies.external_model import ExternalModel, endpoints_of
 from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
@@ -42,6 +44,9 @@ from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
 
 _MAX_ENGINE_SLOTS = 1024
+_ENGINE_PATIENCE_S = 5.0
+"""How long an episode keeps its place while a policy has no engine and others could use the place."""
+_STALLS_PER_EPISODE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +71,8 @@ async def assemble_node(
 ) -> Node:
     """Return the node, not started. Raises MirrorMismatch, InvalidArgumentError."""
     maker = _PolicyMaker(inputs, store=store, folder=folder, mirrors=mirrors)
-    policies = PolicyTable({name: await maker.make(name) for name in inputs.found.recipe.policies})
+    names = inputs.found.recipe.served_policies
+    policies = PolicyTable({name: await maker.make(name) for name in names}, spared=spared_policies(inputs))
     settings = inputs.settings
     pusher = Pusher(
         inputs.client,
@@ -76,6 +82,15 @@ async def assemble_node(
         journal=PushJournal(folder.push_journal if settings.push_journal else None),
     )
     return connect_node(inputs, policies=policies, pusher=pusher)
+
+
+def spared_policies(inputs: NodeInputs) -> frozenset[str]:
+    """Policies without which the run's tasks may be leased: those that play trained roles only, under `admit: any`."""
+    roles = inputs.workflow.roles.values()
+    if inputs.found.recipe.dataflow.admit == "all":
+        return frozenset()
+    asked = {role.policy_id for role in roles if not role.is_trained}
+    return frozenset(role.policy_id for role in roles) - asked
 
 
 def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -> Node:
@@ -109,7 +124,25 @@ def _session(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher) -> Sessi
     )
     served = {name: part.policy for name, part in policies.parts.items()}
     workflow = inputs.workflow.workflow
-    return Session(workflow, policies=served, pusher=pusher, settings=settings, metrics=inputs.metrics)
+    return Session(
+        workflow,
+        policies=served,
+        externals=_externals(inputs),
+        pusher=pusher,
+        settings=settings,
+        metrics=inputs.metrics,
+    )
+
+
+def _externals(inputs: NodeInputs) -> dict[str, ExternalModel]:
+    """The policies that are endpoints elsewhere; a node without the endpoint of one refuses tasks that ask it."""
+    endpoints, found = endpoints_of(inputs.settings), {}
+    for policy_id, policy in inputs.found.recipe.resolved_policies.items():
+        external = policy.model.external
+        if external is not None:
+            endpoint = endpoints.get(policy_id)
+            found[policy_id] = ExternalModel(policy_id, external, endpoint=endpoint, metrics=inputs.metrics)
+    return found
 
 
 def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: Session) -> Worker:
@@ -156,7 +189,10 @@ class _PolicyMaker:
         self._mirrors = mirrors
 
     async def make(self, name: str) -> PolicyParts:
-        policy = ServedPolicy(name, timeline=self._inputs.timeline)
+        alone = len(self._inputs.found.recipe.served_policies) == 1
+        policy = ServedPolicy(
+            name, timeline=self._inputs.timeline, patience_s=math.inf if alone else _ENGINE_PATIENCE_S
+        )
         weights = WeightSync(
             policy,
             source=await asyncio.to_thread(self._source, name),
@@ -182,7 +218,10 @@ class _PolicyMaker:
     def _host(self, policy: ServedPolicy, weights: WeightSync) -> ChildHost | RemoteHost:
         settings = HostSettings(
             start_timeout_s=self._settings.engine_start_timeout_s,
-            stall_s=self._settings.engine_stall_s,
+            stall_s=min(
+                self._settings.engine_stall_s,
+                self._inputs.found.recipe.raas.episode_timeout_s / _STALLS_PER_EPISODE,
+            ),
             first_backoff_s=self._settings.engine_restart_backoff_s,
         )
         metrics = self._inputs.metrics
@@ -192,7 +231,7 @@ class _PolicyMaker:
         return ChildHost(policy, weights, launch, settings=settings, metrics=metrics)
 
     def _connect(self) -> HttpEngine:
-        policies = self._inputs.found.recipe.policies
+        policies = self._inputs.found.recipe.served_policies
         if len(policies) > 1:
             raise InvalidArgumentError(
                 f"engine {self._settings.engine} serves one model, the run has the policies "

@@ -114,16 +114,22 @@ class _Host(LoopService, Generic[StartT]):
         return backoff.wait_s(failures)
 
     async def _prove_progress(self, engine: Engine) -> None:
-        """Raises EngineUnavailable when calls run, none was answered for long, and the engine cannot
-        sample."""
-        silent_s = asyncio.get_running_loop().time() - self._policy.last_answer_s
-        if (
-            self._policy.num_calls
-            and silent_s > self._settings.stall_s
-            and not self._policy.changing.locked()
-        ):
-            # Long answers are no fault: the engine only has to show that it still makes tokens.
-            await engine.check_health()
+        """Raises EngineUnavailable when calls run and the engine has made no token for `stall_s`, as far as answers and
+        a probe can tell.
+        """
+        loop, stall_s = asyncio.get_running_loop(), self._settings.stall_s
+        silent_s = loop.time() - self._policy.last_answer_s
+        if not self._policy.num_calls or silent_s < stall_s / 4 or self._policy.changing.locked():
+            return
+        # Long answers are no fault: the engine only has to show that it still makes tokens.
+        try:
+            async with asyncio.timeout(max(stall_s / 2, stall_s - silent_s)):
+                await engine.check_health()
+        except TimeoutError:
+            raise EngineUnavailable(
+                f"calls run, and the engine has made no token for {loop.time() - self._policy.last_answer_s:.1f} s"
+            ) from None
+        self._policy.last_answer_s = loop.time()
 
 
 class ChildHost(_Host[Launch]):

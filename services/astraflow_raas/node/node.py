@@ -5,7 +5,7 @@ start, and its reverse the order of the end: no new work first, then the last pu
 by `server` once the node has joined; the status pages read it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
@@ -40,8 +40,10 @@ class PolicyParts:
 class PolicyTable:
     """All policies of the run on this node."""
 
-    def __init__(self, parts: Mapping[str, PolicyParts]) -> None:
+    def __init__(self, parts: Mapping[str, PolicyParts], *, spared: Collection[str] = ()) -> None:
+        """`spared` are policies that a workflow may leave out for a while, as long as another of them is served."""
         self.parts = parts
+        self._spared = frozenset(spared)
 
     @property
     def tokens_sampled(self) -> int:
@@ -55,8 +57,15 @@ class PolicyTable:
 
     @property
     def waiting_for(self) -> str:
-        """What keeps the node from working, of the first policy that lacks something."""
-        return next((part.waiting_for for part in self.parts.values() if part.waiting_for), "")
+        """What keeps the node from working: of the first policy that lacks something and is needed. All are until each
+        was served once.
+        """
+        lacking = {name: part for name, part in self.parts.items() if part.waiting_for}
+        can_go_on = self._spared - lacking.keys() and all(
+            name in self._spared and part.policy.version is not None and not part.policy.is_needed
+            for name, part in lacking.items()
+        )
+        return "" if can_go_on else next((part.waiting_for for part in lacking.values()), "")
 
     def announce(self, version: version_pb2.Version) -> None:
         """Hand an announced version to its policy; versions of policies that this node does not serve are

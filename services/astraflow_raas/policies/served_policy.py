@@ -13,7 +13,7 @@ from pathlib import Path
 
 from astraflow.errors import AstraflowError, StateError
 from astraflow_kit.log import get_logger
-from astraflow_raas.engine.base import Engine, EngineUnavailable, GenerateCall, Generation
+from astraflow_raas.engine.base import Engine, EngineDown, EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.engine.batcher import CallBatcher
 from astraflow_raas.policies.tokenizer import Tokenizer, load_tokenizer
 from astraflow_raas.policies.vocabulary import check_call, check_generation, read_vocab_size
@@ -33,8 +33,15 @@ class VersionUnavailable(StateError):
 class ServedPolicy:
     """One policy of the run on this node. Owned by the event loop."""
 
-    def __init__(self, policy_id: str, *, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self, policy_id: str, *, timeline: Timeline | None = None, patience_s: float = math.inf
+    ) -> None:
+        """`patience_s` bounds how long calls wait for an engine, counted from the loss of the last one."""
         self.policy_id = policy_id
+        self._patience_s = patience_s
+        self._lost_s = math.inf
+        self.is_needed = False
+        """True once a workflow asked for it though its lease left it out, until an engine is ready again."""
         self.timeline = timeline or Timeline()
         """Where the stages of the node's start are noted."""
         self.on_change: Callable[[], None] = lambda: None
@@ -46,7 +53,7 @@ class ServedPolicy:
         self.changing = asyncio.Lock()
         """Held while an engine starts or swaps weights, so that the two never meet."""
         self.last_answer_s = 0.0
-        """Loop time of the last answer of the engine."""
+        """Loop time of the last sign that the engine makes tokens: an answer to a call or to a probe."""
         self._engine: Engine | None = None
         self._ready = asyncio.Event()
         self._batcher = CallBatcher(self._ready_engine)
@@ -145,12 +152,15 @@ class ServedPolicy:
     def engine_ready(self, engine: Engine, *, version: int) -> None:
         """An engine serves `version`: calls flow."""
         self._engine, self.version, self._doubt = engine, version, None
+        self._lost_s, self.is_needed = math.inf, False
         self._ready.set()
         self.timeline.mark(Stage.ENGINE_READY)
         self.on_change()
 
     def engine_lost(self) -> None:
         """The engine is gone: calls wait for the next one."""
+        if self._ready.is_set():
+            self._lost_s = asyncio.get_running_loop().time()
         self._ready.clear()
         self.on_change()
 
@@ -175,5 +185,13 @@ class ServedPolicy:
 
     async def _ready_engine(self) -> Engine:
         while self._engine is None or not self._ready.is_set():
-            await self._ready.wait()
+            until_s = self._lost_s + self._patience_s
+            try:
+                async with asyncio.timeout_at(until_s if math.isfinite(until_s) else None):
+                    await self._ready.wait()
+            except TimeoutError:
+                down_s = asyncio.get_running_loop().time() - self._lost_s
+                raise EngineDown(
+                    f"policy {self.policy_id!r} has had no engine here for {down_s:.1f} s; the node starts another one"
+                ) from None
         return self._engine

@@ -34,6 +34,17 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def all_boxed(text: str) -> list[str]:
+    r"""Contents of every complete `\boxed{…}`, outermost ones only, in their order."""
+    found, start = [], text.find(_OPEN)
+    while start >= 0:
+        content = _balanced(text, start + len(_OPEN))
+        end = start + len(_OPEN) + (len(content) if content is not None else 0)
+        found += [content] if content is not None else []
+        start = text.find(_OPEN, end)
+    return found
+
+
 def _balanced(text: str, start: int) -> str | None:
     depth = 1
     for position in range(start, len(text)):

@@ -15,12 +15,12 @@ from operator import index
 from typing import Protocol
 
 from astraflow.errors import InvalidArgumentError
-from astraflow.plugins import GenerateResult, Message, Tool, ToolCall
+from astraflow.plugins import GenerateResult, Message, PolicyUnavailable, Tool, ToolCall
 from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
-from astraflow_raas.engine.base import ABORTED, EngineUnavailable, GenerateCall, Generation
+from astraflow_raas.engine.base import ABORTED, EngineDown, EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.policies.tokenizer import Tokenizer
 from astraflow_raas.work.lease import call_seed
 
@@ -67,6 +67,10 @@ class PolicyHandle:
         self._num_calls = 0
         self.waiting_for_engine = False
         """True while a call waits for an engine that is down: then a timeout is the engine's fault."""
+        self.unavailable: PolicyUnavailable | None = None
+        """What the last call was refused with because there is no engine."""
+        self.lost_calls = 0
+        """Calls that an engine took along when it was lost."""
 
     def encode(self, messages: Sequence[Message] | str, *, tools: Sequence[Tool] = ()) -> list[int]:
         return list(self._sampler.tokenizer.encode(messages, tools))
@@ -152,6 +156,10 @@ class PolicyHandle:
                 message = f"it aborted the call after {len(generation.token_ids)} tokens"
             except EngineUnavailable as error:
                 message = error.message
+                self.lost_calls += 1
+            except EngineDown as error:
+                self.unavailable = PolicyUnavailable(error.message)
+                raise self.unavailable from error
             self.waiting_for_engine, repeats = True, repeats + 1
             log.info("call.repeated", rid=call.rid, wait_s=wait_s, why=message)
             await asyncio.sleep(wait_s)

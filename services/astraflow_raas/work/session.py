@@ -6,9 +6,10 @@ says why not. Called by `worker`, which reports the failure and renews the lease
 """
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from astraflow import plugins
 from astraflow.dataflow.v1 import trajectory_service_pb2
@@ -22,18 +23,23 @@ from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.plugins import describe
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused
+from astraflow_raas.policies.external_model import ExternalModel
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.work.episode import EpisodeIds, VersionMoved, build_episode
+from astraflow_raas.work.external_handle import ExternalHandle
 from astraflow_raas.work.lease import complete_lease, is_evaluation
 from astraflow_raas.work.policy_handle import PolicyHandle
 
 log = get_logger(__name__)
 
+Handle: TypeAlias = PolicyHandle | ExternalHandle
 MISSING_CAPABILITY = "missing_capability"
+ENGINE_DOWN = "engine_down"
 _MAX_DETAIL_BYTES = 2048
 _MAX_TEXT_CHARS = 500
 _SHOW_EVERY_S = 0.5
+_MAX_SUSPECTS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,7 @@ class Session:
         workflow: plugins.Workflow,
         *,
         policies: Mapping[str, ServedPolicy],
+        externals: Mapping[str, ExternalModel] | None = None,
         pusher: Pusher,
         settings: SessionSettings,
         metrics: Metrics,
@@ -80,12 +87,15 @@ class Session:
     ) -> None:
         self._workflow = workflow
         self._policies = policies
+        self._externals = externals or {}
         self._pusher = pusher
         self._settings = settings
         self._metrics = metrics
         self._ids = ids or IdSource()
         self._clock = clock or SystemClock()
         self._show_next_s = 0.0
+        self._suspects: set[str] = set()
+        """Tasks in whose calls an engine was lost."""
         self.num_running = 0
         """Episodes running now."""
 
@@ -155,11 +165,37 @@ class Session:
         except TimeoutError as error:
             return None, self._timed_out(error, handles=handles, member=member)
         except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; it must not reach its neighbours
-            return None, _of_error(error, member=member)
+            down = self._engine_down(lease, handles.values(), member=member)
+            return None, down or _of_error(error, member=member)
 
-    def _handles(self, lease: task_pb2.Lease, *, member: int, episode_id: str) -> dict[str, PolicyHandle]:
+    def _engine_down(
+        self, lease: task_pb2.Lease, handles: Iterable[Handle], *, member: int
+    ) -> Failure | None:
+        """The failure of an episode that ended because a policy has no engine; None when it ended otherwise.
+
+        It costs no attempt, but for a task in whose calls engines are lost again and again.
+        """
+        own = (handle for handle in handles if isinstance(handle, PolicyHandle))
+        handle = next((handle for handle in own if handle.unavailable is not None), None)
+        if handle is None:
+            return None
+        if not handle.wants_trajectory:
+            self._policies[handle.name].is_needed = True
+        detail = f"member {member}: {handle.unavailable}"
+        task_id = lease.task.task_id
+        if handle.lost_calls and task_id in self._suspects:
+            return Failure(reason="engine_error", detail=detail, retryable=True)
+        if handle.lost_calls and len(self._suspects) < _MAX_SUSPECTS:
+            self._suspects.add(task_id)
+        return Failure(reason=ENGINE_DOWN, detail=detail, retryable=True)
+
+    def _handles(self, lease: task_pb2.Lease, *, member: int, episode_id: str) -> dict[str, Handle]:
         return {
-            name: PolicyHandle(
+            name: ExternalHandle(
+                role, self._externals[role.policy_id], sampling=lease.sampling[role.policy_id]
+            )
+            if role.policy_id in self._externals
+            else PolicyHandle(
                 role,
                 sampler=self._policies[role.policy_id],
                 lease=lease,
@@ -177,6 +213,8 @@ class Session:
             return
         self._show_next_s = now_s + _SHOW_EVERY_S
         for trajectory in episode.trajectories:
+            if trajectory.policy not in self._policies:
+                continue
             trained = [
                 token
                 for token, chosen in zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
@@ -203,7 +241,7 @@ class Session:
         limit = self._settings.coalesce_max_new_tokens
         return lambda max_new_tokens: shared if max_new_tokens <= limit else (lease.lease_id, member)
 
-    def _timed_out(self, error: TimeoutError, *, handles: Mapping[str, PolicyHandle], member: int) -> Failure:
+    def _timed_out(self, error: TimeoutError, *, handles: Mapping[str, Handle], member: int) -> Failure:
         limit = f"episode_timeout_s {self._settings.episode_timeout_s}"
         if any(handle.waiting_for_engine for handle in handles.values()):
             detail = f"member {member}: no engine answered within {limit}"
@@ -243,7 +281,8 @@ def _of_result(result: trajectory_service_pb2.PushResult, *, member: int) -> Fai
 
 def _worst(failures: Sequence[Failure]) -> Failure:
     """The failure reported for the lease: one that no retry mends wins, then one that only another node mends,
-    then the first."""
-    chosen = min(failures, key=lambda failure: (failure.retryable, failure.reason != MISSING_CAPABILITY))
+    then one that costs an attempt, then the first."""
+    order = {MISSING_CAPABILITY: 0, ENGINE_DOWN: 2}
+    chosen = min(failures, key=lambda failure: (failure.retryable, order.get(failure.reason, 1)))
     more = f" (and {len(failures) - 1} more members)" if len(failures) > 1 else ""
     return replace(chosen, detail=f"{chosen.detail}{more}")

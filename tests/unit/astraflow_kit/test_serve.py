@@ -64,14 +64,9 @@ def _build_contract() -> None:
 
 Channel = grpc.aio.Channel
 _build_contract()
-_CODEC: dict[str, Any] = {
-    "request_deserializer": StringValue.FromString,
-    "response_serializer": StringValue.SerializeToString,
-}
-_CLIENT_CODEC: dict[str, Any] = {
-    "request_serializer": StringValue.SerializeToString,
-    "response_deserializer": StringValue.FromString,
-}
+_READ, _WRITE = StringValue.FromString, StringValue.SerializeToString
+_CODEC: dict[str, Any] = {"request_deserializer": _READ, "response_serializer": _WRITE}
+_CLIENT_CODEC: dict[str, Any] = {"request_serializer": _WRITE, "response_deserializer": _READ}
 
 
 FAILURES: dict[str, Exception] = {

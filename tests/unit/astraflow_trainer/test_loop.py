@@ -25,14 +25,8 @@ from astraflow_trainer.loop import LoopSettings, TrainingLoop
 from astraflow_trainer.publish.publishing import Announcer, ModelBytes, PublishWorker
 from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics
-from support.scripted_batches import (
-    PATIENCE_S,
-    ScriptedBatches,
-    ScriptedStore,
-    eventually,
-    serving,
-    weights_of,
-)
+from support import scripted_batches
+from support.scripted_batches import PATIENCE_S, eventually
 from support.scripted_dataflow import POLICY, RUN_ID
 
 FENCED = FencedError("a newer writer holds the log")
@@ -77,7 +71,7 @@ class Bookkeeper:
         )
 
     def published_bytes(self) -> ModelBytes:
-        return weights_of(self._step)
+        return scripted_batches.weights_of(self._step)
 
     def set_learning_rate(self, peak: float) -> None:
         self.events.append(f"rate {peak:g}")
@@ -91,10 +85,10 @@ class Bookkeeper:
 class Bench:
     """Everything around a loop; what is set before `run` holds for it."""
 
-    def __init__(self, client: Client, script: ScriptedBatches, ledger_path: Path) -> None:
+    def __init__(self, client: Client, script: scripted_batches.ScriptedBatches, ledger_path: Path) -> None:
         self.script, self.events = script, script.events
         self.learner = Bookkeeper(script.events)
-        self.store = ScriptedStore(script.events)
+        self.store = scripted_batches.ScriptedStore(script.events)
         self.progress = progress.Progress()
         self.controls = controls.Controls()
         self.max_behind = 1
@@ -133,14 +127,9 @@ class Bench:
             claim=claim,
             controls=self.controls,
         )
-        settings: dict[str, Any] = {
-            "first_step": 1,
-            "version": 0,
-            "published": {0: 0},
-            "checkpoint_every_steps": 100,
-        }
+        settings: dict[str, Any] = {"first_step": 1, "version": 0, "published": {0: 0}}
         with worker:
-            loop.run(LoopSettings(**(settings | changes)))
+            loop.run(LoopSettings(**(settings | {"checkpoint_every_steps": 100} | changes)))
 
     @contextmanager
     def running(self, **changes: Any) -> Iterator[None]:
@@ -166,8 +155,8 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    script = ScriptedBatches()
-    with serving(script) as client:
+    script = scripted_batches.ScriptedBatches()
+    with scripted_batches.serving(script) as client:
         bench = Bench(client, script, tmp_path / "ledger.jsonl")
         yield bench
         bench.store.gate.set()

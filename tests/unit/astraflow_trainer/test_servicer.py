@@ -129,12 +129,6 @@ async def test_a_learning_rate_beyond_its_bounds_is_refused(stub: Stub, rate: fl
     assert (refused.reason, "in [0, 1]" in refused.message) == ("INVALID_ARGUMENT", True)
 
 
-async def test_a_reason_beyond_its_bound_is_refused(stub: Stub) -> None:
-    wordy = await _refused(stub.Pause(pb.PauseRequest(reason="x" * 201), timeout=PATIENCE_S))
-    assert wordy.reason == "INVALID_ARGUMENT"
-    assert "201 characters, at most 200" in wordy.message
-
-
 async def test_metrics_come_from_the_asked_step_and_end_with_training(trainer: Trainer, stub: Stub) -> None:
     for step in (1, 2, 3):
         trainer.progress.stepped(replace(RECORD, step=step, version=None if step == 2 else step))

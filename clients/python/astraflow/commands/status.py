@@ -122,7 +122,8 @@ def _policies(status: pb.StatusResponse) -> list[RenderableType]:
     )
     for policy in status.policies:
         shown.add_row(
-            policy.policy_id,
+            policy.policy_id
+            + (" (external)" if policy.external else " (not trained)" if policy.frozen else ""),
             str(policy.last_finished_step),
             str(policy.version.version) if policy.HasField("version") else "–",
             f"{policy.version.density:.1%}" if policy.version.version else "–",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from astraflow.recipe import json_schema
-from astraflow.recipe.file import load_recipe
+from astraflow.errors import PluginError, RecipeError
+from astraflow.plugins import Workflow
+from astraflow.recipe import json_schema, workflow_roles
+from astraflow.recipe.file import LoadedRecipe, load_recipe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Check a recipe, or print the schema.")
 
@@ -22,11 +25,34 @@ SetOption = Annotated[
 
 @app.command()
 def check(recipe: RecipeArgument, overrides: SetOption = None) -> None:
-    """Validate RECIPE and print it with every default and override resolved."""
-    typer.echo(load_recipe(recipe, overrides=overrides or ()).yaml_text)
+    """Validate RECIPE and print it with every default and override resolved.
+
+    Where its workflow can be imported here, the roles that its class declares are held against the recipe's.
+    """
+    loaded = load_recipe(recipe, overrides=overrides or ())
+    _check_roles(loaded)
+    typer.echo(loaded.yaml_text)
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON schema of recipe.yaml; docs/recipe.schema.json holds the same text."""
     typer.echo(json.dumps(json_schema(), indent=2))
+
+
+def _check_roles(loaded: LoadedRecipe) -> None:
+    """Raise RecipeError when the workflow plays other roles. What an instance declares is checked by nodes."""
+    recipe, use = loaded.recipe, loaded.recipe.raas.workflow.use
+    try:
+        plugins = importlib.import_module("astraflow_kit.plugins")
+        found = plugins.load(use, protocol=Workflow, recipe_dir=loaded.folder)
+    except (ModuleNotFoundError, PluginError) as error:
+        typer.echo(f"the roles of the workflow are not checked: {error}", err=True)
+        return
+    declared = getattr(found, "roles", None)
+    if isinstance(declared, property):
+        return
+    try:
+        workflow_roles(declared, roles=recipe.resolved_roles, are_given=bool(recipe.roles))
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"raas.workflow: {use}: {error}") from error

@@ -117,6 +117,8 @@ def workflow_roles(
     """
     if declared is None:
         return roles
+    if isinstance(declared, str):
+        raise ValueError(f"`roles` is the text {declared!r}, not a sequence of names; write ({declared!r},)")
     names = tuple(dict.fromkeys(declared))
     if len(roles) == len(names) == 1 and not are_given:
         return dict(zip(names, roles.values(), strict=True))

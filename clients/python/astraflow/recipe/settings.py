@@ -107,13 +107,30 @@ class WarmStartSettings(Section):
     """Peak learning rate; 20 warm-up steps, then linear to a hundredth."""
 
 
+class ExternalSettings(Section):
+    """A model behind an OpenAI-compatible endpoint, for a policy that is only asked, and for its text only. Where the
+    endpoint is, and its key, are settings of nodes.
+    """
+
+    model: str = Field(min_length=1, max_length=256)
+    """Name of the model at the endpoint."""
+    max_concurrent_calls: int = Field(default=16, ge=1, le=4096)
+    """Calls that one node makes at once; others wait."""
+    timeout_s: float = Field(default=30.0, gt=0, le=3600)
+    """Time one attempt of a call may take."""
+    max_attempts: int = Field(default=4, ge=1, le=100)
+    """Attempts of a call while the endpoint is busy, failing or out of reach."""
+
+
 class ModelSettings(Section):
-    """Where the initial weights come from: exactly one of `path`, `architecture` and `from_policy`."""
+    """Where the initial weights come from: exactly one of `path`, `architecture`, `from_policy` and `external`."""
 
     path: str | None = None
     """A Hugging Face model directory or hub name."""
     from_policy: PolicyName | None = None
     """Start with the weights and the tokenizer that this policy starts with."""
+    external: ExternalSettings | None = None
+    """No weights: ask an endpoint. Needs `train: false`."""
     architecture: ArchitectureSettings | None = None
     """Build the model from numbers."""
     tokenizer: TokenizerSettings | None = None
@@ -123,10 +140,10 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSettings:
-        if [self.path, self.architecture, self.from_policy].count(None) != 2:
+        if [self.path, self.architecture, self.from_policy, self.external].count(None) != 3:
             raise ValueError(
-                "give exactly one of `path` (a model to load), `architecture` (a model to build) and `from_policy` "
-                "(another policy's)"
+                "give exactly one of `path` (a model to load), `architecture` (a model to build), `from_policy` "
+                "(another policy's) and `external` (an endpoint)"
             )
         missing = [name for name in ("tokenizer", "warm_start") if getattr(self, name) is None]
         if self.architecture is not None and missing:
@@ -136,10 +153,9 @@ class ModelSettings(Section):
             )
         if self.path is not None and self.tokenizer is not None:
             raise ValueError("`tokenizer` trains a new one and cannot be combined with `path`; remove it")
-        if self.from_policy is not None and (self.tokenizer or self.warm_start):
-            raise ValueError(
-                "`from_policy` takes weights and tokenizer of that policy; remove the other keys"
-            )
+        elsewhere = "from_policy" if self.from_policy else "external" if self.external else ""
+        if elsewhere and (self.tokenizer or self.warm_start):
+            raise ValueError(f"with `{elsewhere}` there is nothing to prepare here; remove the other keys")
         return self
 
 
@@ -404,6 +420,11 @@ class Recipe(Section):
         trained = {policy_id: policy.train for policy_id, policy in self.policies.items()}
         return resolve_roles(self.roles, trained=trained)
 
+    @property
+    def served_policies(self) -> tuple[str, ...]:
+        """The policies that have weights, and so versions and engines."""
+        return tuple(name for name, policy in self.resolved_policies.items() if policy.model.external is None)
+
     def policy(self, policy_id: str) -> ResolvedPolicy:
         """Return the settings of a policy. Raises KeyError when there is no such policy."""
         return self.resolved_policies[policy_id]
@@ -416,6 +437,11 @@ class Recipe(Section):
             raise ValueError(
                 f"policies.{policy_id}.model.tokenizer.from_policy: policy {tokenizer_of!r} trains no tokenizer, its "
                 "model has one; name a policy that is built from `architecture`"
+            )
+        if model.external and (policy.train or policy.model.from_policy):
+            raise ValueError(
+                f"policies.{policy_id}: a model that is an external endpoint has no weights to train or to start from; "
+                "set `train: false` on its policy, and name another in `from_policy`"
             )
         trainer = merged(self.trainer, policy.trainer or TrainerSettings())
         try:

@@ -52,7 +52,8 @@ end
 local function admitted_now(P)
   local credit = {}
   for _, policy in ipairs(policies(P)) do
-    if not call('HGET', K.policy(P, policy), 'version') then return 0 end
+    local f = call('HMGET', K.policy(P, policy), 'version', 'external')
+    if not f[1] and f[2] ~= '1' then return 0 end
     credit[policy] = free_credit(P, policy, 0)
   end
   return admitted(P, trained_roles(P), credit)

@@ -8,6 +8,8 @@ local TRAIN = 'train'
 local MAX_EVENTS = 10000
 local MAX_DEAD = 10000
 local MAX_POISON = 1000
+-- How long a task waits for a node that plays all of its roles before one gets it that plays some.
+local RELUCTANCE_MS = 2000
 
 local function now_ms()
   local t = call('TIME')

@@ -136,7 +136,8 @@ local function free_credit(P, policy, lag)
   return math.max(0, math.floor(room / survives - call('SCARD', K.outstanding(P, policy)) + 1e-9))
 end
 
-local function grant(P, node, task, ttl, horizon, now)
+-- Leases a task; `without` are roles that this attempt leaves out, besides those that have no credit.
+local function grant(P, node, task, ttl, horizon, now, without)
   local T = K.task(P, task)
   local f = call('HMGET', T, 'size', 'spec', 'uncredited')
   local attempt = call('HINCRBY', T, 'attempt', 1)
@@ -152,7 +153,9 @@ local function grant(P, node, task, ttl, horizon, now)
   for i, filled in ipairs(call('HMGET', T, unpack(names))) do
     if not filled then missing[#missing + 1] = i - 1 end
   end
-  return { task, attempt, f[2], table.concat(missing, ','), f[3] or '' }
+  local uncredited = split(f[3])
+  for _, role in ipairs(without or {}) do uncredited[#uncredited + 1] = role end
+  return { task, attempt, f[2], table.concat(missing, ','), lines(uncredited) }
 end
 
 local function avoids(P, task, node)
@@ -160,15 +163,40 @@ local function avoids(P, task, node)
   return names and string.find(names, '\n' .. node .. '\n', 1, true) ~= nil
 end
 
-local function lease_retries(P, node, lane, want, ttl, horizon, now, out)
+-- Versions between the newest announced one and what a node says it serves. A node that says nothing at all has no lag; one that serves other
+-- policies, and not this one, has all of it.
+local function lag_of(P, policy, serving)
+  if next(serving) == nil then return 0 end
+  if not serving[policy] then return math.huge end
+  return math.max(0, tonumber(call('HGET', K.policy(P, policy), 'version') or 0) - serving[policy])
+end
+
+-- Roles that were charged for a task and that this node cannot play now; nil when it must leave the task to others. It waits for a node that
+-- plays all of them before one gets it that plays some.
+local function unplayable(P, task, serving, lane, now)
+  local left, lacking, policy_of = 0, {}, {}
+  for _, role in ipairs(trained_roles(P)) do policy_of[role.name] = role.policy end
+  for _, name in ipairs(split(call('HGET', K.task(P, task), 'credited'))) do
+    local policy = policy_of[name]
+    if lag_of(P, policy, serving) > tonumber(call('HGET', K.policy(P, policy), 'max_staleness')) then lacking[#lacking + 1] = name
+    else left = left + 1 end
+  end
+  if #lacking == 0 then return lacking end
+  local waits = now - tonumber(call('ZSCORE', K.retry(P, lane), task)) < RELUCTANCE_MS
+  if left == 0 or waits or call('HGET', K.run(P), 'admit') == 'all' then return nil end
+  return lacking
+end
+
+local function lease_retries(P, node, serving, lane, want, ttl, horizon, now, out)
   local due = call('ZRANGEBYSCORE', K.retry(P, lane), '-inf', now, 'LIMIT', 0, want + 256)
   for _, task in ipairs(due) do
     if #out >= want then return end
-    if not avoids(P, task, node) then
+    local without = not avoids(P, task, node) and unplayable(P, task, serving, lane, now)
+    if without then
       call('ZREM', K.retry(P, lane), task)
       local entry = call('HGET', K.task(P, task), 'entry')
       call('XCLAIM', K.lane(P, lane), GROUP, node, 0, entry, 'JUSTID')
-      out[#out + 1] = grant(P, node, task, ttl, horizon, now)
+      out[#out + 1] = grant(P, node, task, ttl, horizon, now, without)
     end
   end
 end
@@ -189,13 +217,21 @@ local function read_lane(P, node, lane, most)
   return found
 end
 
--- Tasks that may be charged with this credit, in groups per policy: under `all` each role needs a group, under `any` one is enough.
+-- Whether the trainer of a policy has released it: it trains no more, and is not waited for.
+local function has_ended(P, policy)
+  local f = call('HMGET', K.policy(P, policy), 'epoch', 'heard_ms')
+  return f[1] ~= '0' and not f[2]
+end
+
+-- Tasks that may be charged with this credit, in groups per policy: under `all` each role needs a group, unless its policy has ended; under
+-- `any` one is enough.
 local function admitted(P, roles, credit)
   local needs, fewest, most = {}, nil, 0
   for _, role in ipairs(roles) do needs[role.policy] = (needs[role.policy] or 0) + 1 end
   for policy, n in pairs(needs) do
     local whole = math.floor(credit[policy] / n)
-    fewest, most = math.min(fewest or whole, whole), math.max(most, math.ceil(credit[policy] / n))
+    if not has_ended(P, policy) then fewest = math.min(fewest or whole, whole) end
+    most = math.max(most, math.ceil(credit[policy] / n))
   end
   return call('HGET', K.run(P), 'admit') == 'all' and fewest or most
 end
@@ -219,21 +255,26 @@ local function charge(P, task, roles, credit)
   if #uncredited > 0 then call('HSET', K.task(P, task), 'uncredited', lines(uncredited)) end
 end
 
--- Versions between the newest announced one and what a node says it serves; 0 when it says nothing.
-local function lag_of(P, policy, serving)
-  local newest = tonumber(call('HGET', K.policy(P, policy), 'version'))
-  return math.max(0, newest - (serving[policy] or newest))
-end
-
--- Why a node may not train now, or nil. `serving` maps policy to the version the node says it serves.
-local function barred(P, serving)
+-- Why nobody may train now, or nil.
+local function barred(P)
   if call('HGET', K.run(P), 'state') ~= 'active' then return 'run_finished' end
   for _, policy in ipairs(policies(P)) do
-    local f = call('HMGET', K.policy(P, policy), 'version', 'max_staleness')
-    if not f[1] then return 'no_version' end
-    if lag_of(P, policy, serving) > tonumber(f[2]) then return 'node_behind' end
+    local f = call('HMGET', K.policy(P, policy), 'version', 'external')
+    if not f[1] and f[2] ~= '1' then return 'no_version' end
   end
   return nil
+end
+
+-- Why a node without credit gets nothing. `serving` maps policy to the version the node says it serves.
+local function no_room(P, serving)
+  for _, role in ipairs(trained_roles(P)) do
+    local policy = role.policy
+    local lag = lag_of(P, policy, serving)
+    if lag > tonumber(call('HGET', K.policy(P, policy), 'max_staleness')) and free_credit(P, policy, 0) > 0 then
+      return lag == math.huge and 'policy_not_served' or 'node_behind'
+    end
+  end
+  return 'staleness_window'
 end
 
 -- Evaluation leases go to nodes that serve exactly the version; they come before training.
@@ -243,7 +284,7 @@ local function lease_evaluations(P, node, serving, want, ttl, horizon, now, out)
     if #out >= want then return end
     local policy, version = string.match(open[i + 1], '^(%S+) (%d+)$')
     if serving[policy] == tonumber(version) then
-      lease_retries(P, node, open[i], want, ttl, horizon, now, out)
+      lease_retries(P, node, serving, open[i], want, ttl, horizon, now, out)
       for _, task in ipairs(want > #out and read_lane(P, node, open[i], want - #out) or {}) do
         out[#out + 1] = grant(P, node, task, ttl, horizon, now)
       end
@@ -253,13 +294,13 @@ end
 
 -- Returns why nothing more was leased for training, or nil when `want` was reached.
 local function lease_training(P, node, serving, want, ttl, horizon, now, out)
-  local reason = barred(P, serving)
+  local reason = barred(P)
   if reason then return reason end
-  lease_retries(P, node, TRAIN, want, ttl, horizon, now, out)
+  lease_retries(P, node, serving, TRAIN, want, ttl, horizon, now, out)
   local roles, credit = trained_roles(P), {}
   for _, policy in ipairs(policies(P)) do credit[policy] = free_credit(P, policy, lag_of(P, policy, serving)) end
   while #out < want do
-    if admitted(P, roles, credit) <= 0 then return 'staleness_window' end
+    if admitted(P, roles, credit) <= 0 then return no_room(P, serving) end
     local found = read_lane(P, node, TRAIN, 1)
     if #found > 0 then
       charge(P, found[1], roles, credit)
@@ -273,11 +314,11 @@ end
 
 -- Whether another node might get something that this one did not ask for or may not have.
 local function is_more(P, serving, reason)
-  if not reason or reason == 'node_full' or reason == 'node_behind' then return true end
+  if not reason or reason == 'node_full' or reason == 'node_behind' or reason == 'policy_not_served' then return true end
   if call('HLEN', K.open_evaluations(P)) > 0 or call('ZCARD', K.retry(P, TRAIN)) > 0 then return true end
   if reason ~= 'staleness_window' then return false end
-  for _, policy in ipairs(policies(P)) do
-    if lag_of(P, policy, serving) > 0 then return true end
+  for _, role in ipairs(trained_roles(P)) do
+    if lag_of(P, role.policy, serving) > 0 then return true end
   end
   return false
 end

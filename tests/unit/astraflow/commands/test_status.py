@@ -34,6 +34,15 @@ def full_status() -> pb.StatusResponse:
     )
 
 
+def test_a_policy_that_is_not_trained_says_so() -> None:
+    status = full_status()
+    status.policies.add(policy_id="judge", frozen=True)
+    status.policies.add(policy_id="wise", frozen=True, external=True)
+    page = text_of(status)
+    assert "judge (not trained)" in page
+    assert "wise (external)" in page
+
+
 def test_the_page_shows_every_part_of_a_working_run() -> None:
     page = text_of(full_status())
     for said in (

@@ -36,3 +36,35 @@ def test_help_offers_nothing_but_the_commands_own_options(arguments: list[str]) 
     finished = CliRunner().invoke(app, arguments)
     assert finished.exit_code == 0
     assert "completion" not in finished.stdout
+
+
+WORKFLOW = """
+class Plays:
+    roles = ("solver", "verifier")
+    async def run(self, task, policies):
+        return None
+"""
+PLAYED = """
+run: {name: r, dataset: "recipe:D"}
+policies: {POLICIES}
+raas: {reward: "recipe:R", workflow: "WORKFLOW"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("policies", "workflow", "says"),
+    [
+        ("solver: {model: {path: x}}, verifier: {model: {path: x}}", "recipe:Plays", ""),
+        ("solver: {model: {path: x}}, verifer: {model: {path: x}}", "recipe:Plays", "did you mean 'verifer'"),
+        ("solver: {model: {path: x}}", "no_such_package:Plays", "not checked"),
+    ],
+)
+def test_check_holds_the_workflow_s_roles_against_the_recipe_where_it_can(
+    tmp_path: Path, policies: str, workflow: str, says: str
+) -> None:
+    text = PLAYED.replace("POLICIES", policies).replace("WORKFLOW", workflow)
+    (tmp_path / "recipe.yaml").write_text(text)
+    (tmp_path / "recipe.py").write_text(WORKFLOW)
+    finished = CliRunner().invoke(app, ["check", str(tmp_path)])
+    assert says in f"{finished.stderr}{finished.exception}"
+    assert (finished.exit_code == 0) == ("did you mean" not in says)

@@ -1,7 +1,7 @@
 """The wall in front of training: every class of poison, by name, and nothing good refused."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -298,12 +298,8 @@ def test_bfloat16_log_probs_are_read_and_checked(bits: int, slug: str) -> None:
 
 
 def test_an_evaluation_may_be_greedy() -> None:
-    demand = Expectation(
-        newest_versions={"solver": 3},
-        roles={"solver": "solver"},
-        demand=Demand(policy_id="solver", version=2),
-    )
-    assert refusal(spoiled(temperature(0.0)), demand) == ""
+    demand = Demand(policy_id="solver", version=2)
+    assert refusal(spoiled(temperature(0.0)), replace(KNOWN, demand=demand)) == ""
 
 
 @pytest.mark.parametrize(
@@ -311,15 +307,8 @@ def test_an_evaluation_may_be_greedy() -> None:
 )
 def test_an_evaluation_demands_its_version_of_its_policy_only(policy: str, version: int, slug: str) -> None:
     demand = Demand(policy_id=policy, version=version)
-    assert (
-        refusal(
-            good(),
-            Expectation(
-                newest_versions={"solver": 3, "verifier": 9}, roles={"solver": "solver"}, demand=demand
-            ),
-        )
-        == slug
-    )
+    known = replace(KNOWN, newest_versions={"solver": 3, "verifier": 9}, demand=demand)
+    assert refusal(good(), known) == slug
 
 
 @pytest.mark.parametrize(("newest", "may_come"), [(3, False), (2, False), (1, True), (-1, True)])

@@ -59,3 +59,9 @@ def test_last_step_is_per_policy() -> None:
     found = Observation(steps=[StepPoint("a", 1, 0, {}), StepPoint("b", 7, 0, {}), StepPoint("a", 2, 0, {})])
     last = [found.last_step(policy) for policy in ("a", "b", "c")]
     assert [point and point.step for point in last] == [2, 7, None]
+
+
+def test_a_policy_that_is_not_trained_has_no_part_in_the_goal() -> None:
+    found = observed(evaluation(0, 0.9), evaluation(1, 0.9), frozen=("judge",))
+    assert found.policies() == ["solver"]
+    assert parse_goal("heldout>=0.7").met(found)

@@ -4,9 +4,8 @@ import asyncio
 from collections import deque
 
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from hypothesis.strategies import integers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from astraflow.dataflow.v1 import durability_pb2
 from astraflow.dataflow.v1.trajectory_service_pb2 import PushResult
@@ -19,8 +18,8 @@ FSYNCED = PushResult(durability=durability_pb2.DURABILITY_FSYNCED)
 LIMITS = SpoolLimits(max_episodes=6, max_bytes=1000, window_episodes=3, window_bytes=300, retain_acked_s=3.0)
 
 
-def spooled(name: str, *, size_bytes: int = 10, loop: asyncio.AbstractEventLoop | None = None) -> Spooled:
-    outcome = (loop or asyncio.get_running_loop()).create_future()
+def spooled(name: str, *, size_bytes: int = 10) -> Spooled:
+    outcome = asyncio.get_running_loop().create_future()
     return Spooled(episode=trajectory_pb2.Episode(episode_id=name), size_bytes=size_bytes, outcome=outcome)
 
 
@@ -128,52 +127,27 @@ async def test_a_watermark_of_lost_data_says_nothing_about_new_commits(spool: Sp
     assert spool.num_kept == 0
 
 
-class SpoolMachine(RuleBasedStateMachine):
-    """Any interleaving: nothing is lost, nothing is acknowledged twice to its waiter, order is kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loop = asyncio.new_event_loop()
-        self.spool = Spool(limits=LIMITS, clock=ManualClock())
-        self.waiting: deque[str] = deque()
-        self.in_flight: deque[str] = deque()
-        self.count = 0
-
-    def teardown(self) -> None:
-        self.loop.close()
-
-    @rule(size_bytes=integers(1, 200))
-    def add(self, size_bytes: int) -> None:
-        if self.spool.has_room(size_bytes):
-            self.count += 1
-            self.spool.add(spooled(str(self.count), size_bytes=size_bytes, loop=self.loop))
-            self.waiting.append(str(self.count))
-
-    @rule()
-    def send(self) -> None:
-        item = self.spool.next_to_send()
-        if item is not None:
-            assert item.episode.episode_id == self.waiting[len(self.in_flight)]
-            self.in_flight.append(item.episode.episode_id)
-
-    @precondition(lambda self: self.in_flight)
-    @rule()
-    def acknowledge(self) -> None:
-        item = self.spool.acknowledge(FSYNCED)
-        assert item is not None
-        assert item.episode.episode_id == self.in_flight.popleft() == self.waiting.popleft()
-
-    @rule()
-    def lose_stream(self) -> None:
-        self.spool.stream_broke()
-        self.in_flight.clear()
-
-    @invariant()
-    def counts_agree(self) -> None:
-        assert self.spool.num_waiting == len(self.waiting)
-        assert len(self.in_flight) <= LIMITS.window_episodes
-        assert self.spool.num_waiting or not self.spool.num_bytes
-
-
-TestSpoolMachine = SpoolMachine.TestCase
-TestSpoolMachine.settings = settings(stateful_step_count=40)
+@given(st.lists(st.integers(1, 200) | st.sampled_from(["send", "acknowledge", "break"]), max_size=40))
+async def test_in_any_order_of_events_nothing_is_lost_or_answered_twice(events: list[int | str]) -> None:
+    """A number is an episode of this size that is added."""
+    spool = Spool(limits=LIMITS, clock=ManualClock())
+    waiting: deque[str] = deque()
+    num_in_flight = 0
+    for number, event in enumerate(events):
+        if isinstance(event, int) and spool.has_room(event):
+            spool.add(spooled(str(number), size_bytes=event))
+            waiting.append(str(number))
+        elif event == "send" and (item := spool.next_to_send()):
+            assert item.episode.episode_id == waiting[num_in_flight]
+            num_in_flight += 1
+        elif event == "acknowledge" and num_in_flight:
+            item = spool.acknowledge(FSYNCED)
+            assert item is not None
+            assert item.episode.episode_id == waiting.popleft()
+            num_in_flight -= 1
+        elif event == "break":
+            spool.stream_broke()
+            num_in_flight = 0
+        assert spool.num_waiting == len(waiting)
+        assert num_in_flight <= LIMITS.window_episodes
+        assert spool.num_waiting or not spool.num_bytes

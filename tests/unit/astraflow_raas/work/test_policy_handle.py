@@ -9,13 +9,14 @@ from unittest.mock import Mock
 import pytest
 
 from astraflow.errors import InvalidArgumentError
-from astraflow.plugins import Message, VersionSpan
+from astraflow.plugins import Message, PolicyUnavailable, VersionSpan
 from astraflow.recipe import ResolvedRole
 from astraflow_raas.engine.base import GenerateCall, Generation
+from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.tokenizer import load_tokenizer
 from astraflow_raas.work.policy_handle import PolicyHandle
 from support.fake_engine import FakeEngine
-from support.raas_parts import SAMPLING, SOLVER, leased, served_policy
+from support.raas_parts import SAMPLING, SOLVER, leased, served_policy, write_tokenizer
 
 
 class Aborting(FakeEngine):
@@ -99,3 +100,19 @@ async def test_text_and_ids_are_those_of_the_tokenizer(handle: PolicyHandle, tmp
     ids = handle.encode([Message("user", "3 + 4?")])
     assert ids == list(load_tokenizer(tmp_path).encode((Message("user", "3 + 4?"),)))
     assert "3 + 4?" in handle.decode(ids)
+
+
+async def test_a_policy_whose_engine_stays_away_is_named_unavailable(
+    tmp_path: Path, handle: PolicyHandle
+) -> None:
+    policy = ServedPolicy("solver", patience_s=0.2)
+    policy.engine_ready(FakeEngine(version=0), version=0)
+    policy.engine_lost()
+    handle._sampler = policy
+    await policy.read_tokenizer(write_tokenizer(tmp_path / "weights"))
+    with pytest.raises(PolicyUnavailable, match="policy 'solver' has had no engine here"):
+        await handle.generate([1, 2])
+    assert handle.unavailable is not None
+    policy.engine_ready(FakeEngine(version=0), version=0)
+    assert (await handle.generate([1, 2])).token_ids
+    await policy.close()

@@ -22,7 +22,7 @@ from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.work.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
 from support.fake_engine import FakeEngine
-from support.raas_parts import SAMPLING, SOLVER, ScriptedWorkflow, leased, served_policy
+from support.raas_parts import SAMPLING, SOLVER, ScriptedWorkflow, leased, served_policy, write_tokenizer
 from support.scripted_dataflow import eventually, result
 
 
@@ -33,13 +33,16 @@ class Setup:
     workflow: ScriptedWorkflow
     push: AsyncMock
 
-    async def run(self, lease: task_pb2.Lease, timeout_s: float = 20, coalesce: int = 128) -> Failure | None:
+    def session(self, timeout_s: float = 20, coalesce: int = 128) -> Session:
         bounds = {"episode_timeout_s": timeout_s, "coalesce_max_new_tokens": coalesce}
         settings = SessionSettings(
             node_id="node-1", sampling={"solver": SAMPLING}, roles={"solver": SOLVER}, **bounds
         )
         parts: dict[str, Any] = {"policies": {"solver": self.policy}, "pusher": Mock(push=self.push)}
-        session = Session(self.workflow, settings=settings, metrics=Metrics(), **parts)
+        return Session(self.workflow, settings=settings, metrics=Metrics(), **parts)
+
+    async def run(self, lease: task_pb2.Lease, timeout_s: float = 20, coalesce: int = 128) -> Failure | None:
+        session = self.session(timeout_s, coalesce)
         failure = await session.run(lease)
         assert session.num_running == 0
         return failure
@@ -170,6 +173,42 @@ async def test_an_engine_that_never_comes_back_is_not_the_workflows_fault(setup:
     setup.engine.up = False
     failure = await setup.fails(leased(), timeout_s=0.3)
     assert (failure.reason, failure.retryable) == ("engine_error", True)
+
+
+async def test_an_episode_without_an_engine_costs_no_attempt(setup: Setup, tmp_path: Path) -> None:
+    policy = setup.policy = ServedPolicy("solver", patience_s=0.0)
+    await policy.read_tokenizer(write_tokenizer(tmp_path / "weights"))
+    policy.engine_ready(setup.engine, version=7)
+    policy.engine_lost()
+    failure = await setup.fails(leased(members=(0,)))
+    assert (failure.reason, failure.retryable, policy.is_needed) == ("engine_down", True, False)
+    assert "policy 'solver' has had no engine" in failure.detail
+    unwanted = leased(members=(0,))
+    unwanted.uncredited_roles.append("solver")
+    await setup.fails(unwanted)
+    assert policy.is_needed, "the workflow asks for it whatever it was told"
+
+
+async def test_a_task_in_whose_calls_engines_are_lost_twice_has_used_an_attempt(
+    setup: Setup, tmp_path: Path
+) -> None:
+    policy = setup.policy = ServedPolicy("solver", patience_s=0.0)
+    await policy.read_tokenizer(write_tokenizer(tmp_path / "weights"))
+    session = setup.session()
+    reasons = []
+    for _ in range(2):
+        setup.engine.may_answer.clear()
+        policy.engine_ready(setup.engine, version=7)
+        running = asyncio.create_task(session.run(leased(members=(0,))))
+        await eventually(lambda: policy.num_calls, what="the episode calls the engine")
+        policy.engine_lost()
+        setup.engine.up = False
+        setup.engine.may_answer.set()
+        failure = await running
+        assert failure is not None
+        reasons.append(failure.reason)
+        setup.engine.up = True
+    assert reasons == ["engine_down", "engine_error"]
 
 
 async def test_a_call_lost_with_its_engine_is_made_again_under_the_same_seed(setup: Setup) -> None:

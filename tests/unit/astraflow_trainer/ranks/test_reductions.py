@@ -12,9 +12,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store.file import FileStore
-from astraflow_weights.versions.log import VersionLog
+from support import published_models
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
 NUM_STEPS = 4
@@ -40,11 +39,7 @@ def joined(results: Path, kind: str, size: int) -> dict[str, NDArray[np.float32]
 def pulled(results: Path, size: int, version: int) -> Mapping[str, NDArray[np.uint16]]:
     """A version of a run as a node gets it."""
     store = FileStore(results / f"store-{size}")
-    log = VersionLog(store, run_id="run", policy_id="p")
-    log.refresh()
-    mirror = Mirror(results / f"mirror-{size}-{version}")
-    mirror.advance(store, log, target=version)
-    return mirror.load()
+    return published_models.pulled(store, version, run_id="run", policy_id="p")
 
 
 def test_loss_and_gradient_of_two_ranks_are_those_of_one(results: Path) -> None:

@@ -139,6 +139,7 @@ class PolicyStatus(_message.Message):
     NO_CREDIT_TRAJECTORIES_FIELD_NUMBER: _builtins.int
     CREDIT_ERROR_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
+    EXTERNAL_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     last_finished_step: _builtins.int
@@ -163,6 +164,8 @@ class PolicyStatus(_message.Message):
     """Outstanding groups as counted, less those that the open tasks account for; anything but 0 is a defect."""
     frozen: _builtins.bool
     """The run does not train it: it has no trainer, no window and no evaluation, and its version stays 0."""
+    external: _builtins.bool
+    """It is an endpoint elsewhere, so it has no versions either."""
     @_builtins.property
     def version(self) -> _version_pb2.Version:
         """Newest announced version; unset before the first."""
@@ -188,10 +191,11 @@ class PolicyStatus(_message.Message):
         no_credit_trajectories: _builtins.int = ...,
         credit_error: _builtins.int = ...,
         frozen: _builtins.bool = ...,
+        external: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["staleness", b"staleness", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "external", b"external", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -392,7 +396,7 @@ class Wait(_message.Message):
     """Policy concerned; empty when it is the run."""
     reason: _builtins.str
     """Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_capable_node`, `no_version`, `no_trainer`,
-    `weight_fault`.
+    `weight_fault`, `node_behind`, `policy_not_served`.
     """
     detail: _builtins.str
     """For people: the figures."""

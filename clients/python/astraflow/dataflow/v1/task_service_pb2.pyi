@@ -155,7 +155,7 @@ class Credits(_message.Message):
     engine_restarts: _builtins.int
     """Engine restarts since the node started, for status."""
     waiting_for: _builtins.str
-    """What the node waits for, a slug such as `weights`, `engine_start`; empty when it works."""
+    """What the node waits for, a slug such as `weights`, `engine_start`; empty when it works, with some policies or all."""
     leases_received: _builtins.int
     """Leases received on this stream so far, all of them taken into account in `tasks`. The server subtracts from `tasks`
     what it sent since, so that leases that cross this message on the wire are not granted twice. Unset: nothing is
@@ -163,7 +163,10 @@ class Credits(_message.Message):
     """
     @_builtins.property
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Version each policy serves now on this node; evaluation leases are offered only for exactly these."""
+        """Version each policy serves now on this node; evaluation leases are offered only for exactly these. A policy that is
+        not in a map that is not empty cannot be sampled here now: leases name its roles as uncredited, and under
+        `admit: all` there are none.
+        """
 
     @_builtins.property
     def weight_faults(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightFault]:
@@ -203,8 +206,8 @@ class LeaseFailure(_message.Message):
     lease_id: _builtins.str
     """Lease to give back."""
     reason: _builtins.str
-    """Slug: `workflow_error`, `reward_error`, `reward_timeout`, `timeout`, `engine_error`, `missing_capability`, `drain`,
-    `version_unavailable`.
+    """Slug: `workflow_error`, `reward_error`, `reward_timeout`, `timeout`, `engine_error`, `engine_down`,
+    `missing_capability`, `drain`, `version_unavailable`.
     """
     detail: _builtins.str
     """For people."""
@@ -468,7 +471,7 @@ class LeaseTasksRequest(_message.Message):
 
     @_builtins.property
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Version each policy serves now on this node."""
+        """Version each policy serves now on this node, as in Credits; empty says nothing."""
 
     def __init__(
         self,
@@ -497,8 +500,8 @@ class LeaseTasksResponse(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     waiting_for: _builtins.str
-    """Why there were none: a slug of `why` such as `staleness_window`, `no_version`, `dataset_exhausted`; empty when
-    there were.
+    """Why there were none: a slug of `why` such as `staleness_window`, `no_version`, `dataset_exhausted`, `node_behind`,
+    `policy_not_served`; empty when there were.
     """
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.Lease]:

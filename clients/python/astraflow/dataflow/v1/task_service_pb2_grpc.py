@@ -105,7 +105,7 @@ class TaskServiceServicer:
 
     def FailTask(self, request, context):
         """Gives a lease back with a reason. Atomic, idempotent per lease. A retryable failure re-queues the task; one that
-        costs no attempt (missing capability, drain, version_unavailable) leaves the count as it was; else the task is
+        costs no attempt (missing capability, drain, version_unavailable, engine_down) leaves the count as it was; else the task is
         dead-lettered after the bound.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -56,7 +56,7 @@ class TaskServiceStub:
     """
     FailTask: _grpc.UnaryUnaryMultiCallable[_task_service_pb2.FailTaskRequest, _task_service_pb2.FailTaskResponse]
     """Gives a lease back with a reason. Atomic, idempotent per lease. A retryable failure re-queues the task; one that
-    costs no attempt (missing capability, drain, version_unavailable) leaves the count as it was; else the task is
+    costs no attempt (missing capability, drain, version_unavailable, engine_down) leaves the count as it was; else the task is
     dead-lettered after the bound.
     """
 
@@ -88,7 +88,7 @@ class TaskServiceAsyncStub(TaskServiceStub):
     """
     FailTask: _aio.UnaryUnaryMultiCallable[_task_service_pb2.FailTaskRequest, _task_service_pb2.FailTaskResponse]  # type: ignore[assignment]
     """Gives a lease back with a reason. Atomic, idempotent per lease. A retryable failure re-queues the task; one that
-    costs no attempt (missing capability, drain, version_unavailable) leaves the count as it was; else the task is
+    costs no attempt (missing capability, drain, version_unavailable, engine_down) leaves the count as it was; else the task is
     dead-lettered after the bound.
     """
 
@@ -142,7 +142,7 @@ class TaskServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_task_service_pb2.FailTaskResponse, _abc.Awaitable[_task_service_pb2.FailTaskResponse]]:
         """Gives a lease back with a reason. Atomic, idempotent per lease. A retryable failure re-queues the task; one that
-        costs no attempt (missing capability, drain, version_unavailable) leaves the count as it was; else the task is
+        costs no attempt (missing capability, drain, version_unavailable, engine_down) leaves the count as it was; else the task is
         dead-lettered after the bound.
         """
 

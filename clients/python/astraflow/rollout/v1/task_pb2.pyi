@@ -287,8 +287,9 @@ class Lease(_message.Message):
 
     @_builtins.property
     def uncredited_roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Trained roles without credit for this task: their trajectories would end as `no_credit`, so workflows leave them
-        out. Every other trained role has credit. Empty for evaluations.
+        """Trained roles without credit for this task, or whose policy the node cannot sample now: their trajectories would
+        end as `no_credit`, or cannot be made, so workflows leave them out. Every other trained role has credit. Empty for
+        evaluations.
         """
 
     def __init__(

@@ -1,0 +1,96 @@
+"""An agent as a program: started for one episode, and ended with everything it started.
+
+Invariant: no process of an agent outlives its episode or the node, and nothing that it writes or does not do reaches
+other episodes: output is bounded, and every end but status 0 is an `AgentFailed` that says which. Called by
+`workflows.agent_process`.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from astraflow.errors import AstraflowError
+from astraflow_kit.family import ending_with_us
+from astraflow_kit.log import get_logger
+
+log = get_logger(__name__)
+
+_MAX_OUTPUT_BYTES = 16 * 2**20
+_TAIL_BYTES = 8192
+_TAIL_LINES = 4
+_END_S = 5.0
+
+
+class AgentFailed(AstraflowError):
+    """An agent did not do its part in this episode; another attempt may go better."""
+
+    reason, code = "AGENT_FAILED", "ABORTED"
+
+
+async def run_program(
+    command: Sequence[str], *, environment: Mapping[str, str], folder: Path, timeout_s: float | None
+) -> None:
+    """Run `command` in `folder` to its end. Raises AgentFailed unless it ends with status 0 in time."""
+    output = bytearray()
+    try:
+        child = await asyncio.create_subprocess_exec(
+            *ending_with_us(*command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+            cwd=folder,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise AgentFailed(f"the agent cannot be started: {error}") from error
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _drain(child, output)
+            status = await child.wait()
+    except TimeoutError as error:
+        raise _failed(f"the agent did not end within timeout_s {timeout_s}", output) from error
+    finally:
+        await _end(child)
+    if status != 0:
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        raise _failed(f"the agent ended with {how}", output)
+
+
+async def _drain(child: asyncio.subprocess.Process, output: bytearray) -> None:
+    """Keep the end of what the agent writes."""
+    assert child.stdout is not None
+    num_bytes = 0
+    while part := await child.stdout.read(65_536):
+        num_bytes += len(part)
+        output += part
+        del output[:-_TAIL_BYTES]
+        if num_bytes > _MAX_OUTPUT_BYTES:
+            what = (
+                f"the agent wrote more than {_MAX_OUTPUT_BYTES} bytes to its output; have it write to a file"
+            )
+            raise _failed(what, output)
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    """Kill what is left of the agent; the guard in front of it does so on SIGINT."""
+    with suppress(ProcessLookupError):
+        child.send_signal(signal.SIGINT)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_END_S):
+            # Its pipe is closed only when all of it has been read.
+            while child.stdout is not None and await child.stdout.read(65_536):
+                pass
+            await child.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _failed(what: str, output: bytes | bytearray) -> AgentFailed:
+    text = output.decode(errors="replace").strip()
+    log.warning("agent.failed", what=what, output=text)
+    tail = " | ".join(text.splitlines()[-_TAIL_LINES:])
+    return AgentFailed(f"{what}; its output ended with: {tail}" if tail else f"{what}, and wrote nothing")

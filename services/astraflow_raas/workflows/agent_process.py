@@ -1,0 +1,191 @@
+"""An agent of yours, in any language and framework, as a workflow: a program is started for each episode.
+
+Invariant: the program gets its task in a file and the policies as an OpenAI-compatible address, and nothing of it
+survives the episode; however it fails, that costs one attempt of one task. Named by a recipe as
+`astraflow_raas.workflows.agent_process:AgentProcess`.
+"""
+
+import asyncio
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from astraflow.agents import AgentEndpoint, AgentLimits, AgentSession
+from astraflow.plugins import Episode, MissingCapability, Policy, Score, Scorer, TaskSpec
+from astraflow_raas.agents.program import AgentFailed, run_program
+from astraflow_raas.settings import child_environment
+
+_MAX_RESULT_BYTES = 2**20
+
+
+class AgentProcessSettings(BaseModel):
+    """What a recipe says of an agent."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command: tuple[str, ...] = Field(min_length=1)
+    """The program and its arguments, as a list or one line; words that name files of the recipe become their paths."""
+    env: dict[str, str] = {}
+    """Variables, besides those of the node."""
+    cwd: Path | None = None
+    """Where it runs; unset: an empty folder, removed at the end."""
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """Bound of its run; unset: that of the episode."""
+    hidden_data: tuple[str, ...] = ()
+    """Keys of the task's data that the agent must not see, such as the answer."""
+    reported_reward: bool = False
+    """Whether the agent says its reward itself; else the recipe's reward judges the answer."""
+    max_processes: Annotated[int, Field(ge=1)] = 32
+    """Agents that run at once on a node; other episodes wait."""
+    max_calls: Annotated[int, Field(ge=1)] = AgentLimits.max_calls
+    max_concurrent_calls: Annotated[int, Field(ge=1)] = AgentLimits.max_concurrent_calls
+    max_sampled_tokens: Annotated[int, Field(ge=1)] = AgentLimits.max_sampled_tokens
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _split(cls, command: object) -> object:
+        return tuple(shlex.split(command)) if isinstance(command, str) else command
+
+
+class _Result(BaseModel):
+    """What an agent may write to the file `ASTRAFLOW_RESULT`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    answer: str | None = None
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    metrics: dict[str, float] = {}
+
+
+class AgentProcess:
+    """Starts the recipe's program for each episode; `recipe_dir` is None where recipe code may not run."""
+
+    def __init__(
+        self,
+        *,
+        settings: AgentProcessSettings,
+        reward: Scorer,
+        endpoint: AgentEndpoint,
+        recipe_dir: Path | None,
+    ) -> None:
+        if recipe_dir is None:
+            raise MissingCapability(
+                "the recipe names a command, which this node may not run; start it with --allow-recipe-code if you "
+                "trust whoever created the run"
+            )
+        self._settings = settings
+        self._reward = reward
+        self._endpoint = endpoint
+        self._command = _resolved(settings, recipe_dir)
+        self._slots = asyncio.Semaphore(settings.max_processes)
+        self._limits = AgentLimits(
+            max_calls=settings.max_calls,
+            max_concurrent_calls=settings.max_concurrent_calls,
+            max_sampled_tokens=settings.max_sampled_tokens,
+        )
+
+    async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
+        """Return what the agent's calls became. Raises AgentFailed."""
+        async with (
+            self._slots,
+            _own_folder() as folder,
+            self._endpoint.open(policies, limits=self._limits) as session,
+        ):
+            work, result = folder / "work", folder / "result.json"
+            await asyncio.to_thread(_write, folder / "task.json", self._visible(task))
+            await asyncio.to_thread(work.mkdir)
+            await run_program(
+                self._command,
+                environment=self._environment(session, task=folder / "task.json", result=result),
+                folder=self._settings.cwd or work,
+                timeout_s=self._settings.timeout_s,
+            )
+            said = await asyncio.to_thread(_read, result)
+            score = await self._earned(task, said, session=session, policies=policies)
+            episode = session.episode(reward=score.reward, metrics={**score.metrics, **said.metrics})
+        if not episode.metrics["agent_calls"]:
+            raise AgentFailed(
+                "the agent ended without a call of a policy; it gets OPENAI_BASE_URL and OPENAI_API_KEY"
+            )
+        return episode
+
+    def _visible(self, task: TaskSpec) -> Mapping[str, object]:
+        data = {key: value for key, value in task.data.items() if key not in self._settings.hidden_data}
+        messages = [message.as_chat() for message in task.messages]
+        return {"task_id": task.task_id, "messages": messages, "data": data, "source": task.source}
+
+    def _environment(self, session: AgentSession, *, task: Path, result: Path) -> Mapping[str, str]:
+        # The Agents SDK would send traces, and with them the key, to OpenAI.
+        own = {"OPENAI_AGENTS_DISABLE_TRACING": "1", **self._settings.env}
+        base = child_environment() | own
+        given = {
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
+            "ASTRAFLOW_TASK": str(task),
+            "ASTRAFLOW_RESULT": str(result),
+            "NO_PROXY": ",".join(filter(None, (base.get("NO_PROXY", ""), "127.0.0.1,localhost"))),
+        }
+        return base | given
+
+    async def _earned(
+        self, task: TaskSpec, said: _Result, *, session: AgentSession, policies: Mapping[str, Policy]
+    ) -> Score:
+        if self._settings.reported_reward:
+            if said.reward is None:
+                raise AgentFailed(
+                    'the agent reported no reward; write {"reward": …} to the file ASTRAFLOW_RESULT'
+                )
+            return Score(said.reward)
+        if said.reward is not None:
+            raise AgentFailed(
+                "the agent reported a reward, which the recipe does not allow; set reported_reward"
+            )
+        answer = session.answer if said.answer is None else said.answer
+        return await self._reward(task, answer, policies=policies)
+
+
+def _resolved(settings: AgentProcessSettings, recipe_dir: Path) -> tuple[str, ...]:
+    """The command with paths of the recipe's files; `python` is the node's own. Raises MissingCapability."""
+    files = {path.name: str(path) for path in recipe_dir.iterdir() if path.is_file()}
+    program, *arguments = (files.get(word, word) for word in settings.command)
+    found = sys.executable if program == "python" else shutil.which(program)
+    if found is None:
+        raise MissingCapability(
+            f"no program {program!r} on this machine; install it, or start the node where it is"
+        )
+    return (found, *arguments)
+
+
+@asynccontextmanager
+async def _own_folder() -> AsyncIterator[Path]:
+    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="astraflow-agent-"))
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _read(path: Path) -> _Result:
+    try:
+        with path.open("rb") as stream:
+            return _Result.model_validate_json(stream.read(_MAX_RESULT_BYTES))
+    except FileNotFoundError:
+        return _Result()
+    except OSError as error:
+        raise AgentFailed(f"the agent's file ASTRAFLOW_RESULT cannot be read: {error}") from error
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        where = ".".join(map(str, wrong["loc"])) or "the file"
+        raise AgentFailed(f"ASTRAFLOW_RESULT: {where}: {wrong['msg']}, got {wrong['input']!r:.80}") from error
