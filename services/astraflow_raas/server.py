@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 
 from astraflow.client import AsyncClient
 from astraflow.errors import UnavailableError
-from astraflow.raas.v1 import environment_service_pb2_grpc, node_service_pb2_grpc
+from astraflow.raas.v1 import node_service_pb2_grpc
 from astraflow_kit import failpoints, lifecycle
 from astraflow_kit.http import HttpServer, ReadinessCheck, create_app
 from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
@@ -24,6 +24,7 @@ from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
 from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.command import require_engine
+from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.loops import LoopService
 from astraflow_raas.node.assembly import NodeInputs, assemble_node, gpus_of
 from astraflow_raas.node.folder import NodeFolder, claim_folder
@@ -85,13 +86,14 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
             into=folder.code,
             allowed=settings.allow_recipe_code,
             endpoint=Endpoint(),
+            served=ServedEnvironments(settings.environment_addresses),
         )
         store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     return {
         "run": found.run.run_id,
         "node": folder.node_id,
         "workflow": found.recipe.raas.workflow.use,
-        "reward": found.recipe.raas.reward.use,
+        "reward": found.recipe.raas.reward.use if found.recipe.raas.reward else "none",
         "policies": ", ".join(found.recipe.policies),
         "store": store.uri,
         "engine": settings.engine,
@@ -114,13 +116,14 @@ async def _join(
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
     gpus_of(settings, found.recipe.policies)
-    endpoint = Endpoint()
+    endpoint, served = Endpoint(), _served_environments(settings)
     workflow = load_workflow(
         found.run,
         found.recipe,
         into=folder.code,
         allowed=settings.allow_recipe_code,
         endpoint=endpoint,
+        served=served,
     )
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     request = join_request(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
@@ -135,6 +138,7 @@ async def _join(
         client=client,
         workflow=workflow,
         endpoint=endpoint,
+        served=served,
         settings=settings,
         metrics=metrics,
         timeline=timeline,
@@ -175,13 +179,9 @@ async def _serve_node(node: Node, *, settings: NodeSettings, life: Lifecycle, me
 
 
 def registrations_of(node: Node, *, begin_drain: Callable[[], None]) -> list[Registration]:
-    """The services of a node. EnvironmentService is declared missing as a whole: the kit answers its calls."""
+    """The services of a node."""
     add_node = node_service_pb2_grpc.add_NodeServiceServicer_to_server
-    add_environment = environment_service_pb2_grpc.add_EnvironmentServiceServicer_to_server
-    return [
-        (add_node, NodeServicer(node, begin_drain=begin_drain)),
-        (add_environment, environment_service_pb2_grpc.EnvironmentServiceServicer()),
-    ]
+    return [(add_node, NodeServicer(node, begin_drain=begin_drain))]
 
 
 def _readiness(node: Node) -> Mapping[str, ReadinessCheck]:
@@ -246,6 +246,11 @@ async def _claimed(settings: NodeSettings) -> AsyncIterator[NodeFolder]:
         yield folder
     finally:
         folder.release()
+
+
+def _served_environments(settings: NodeSettings) -> ServedEnvironments:
+    file = settings.environment_token_file
+    return ServedEnvironments(settings.environment_addresses, token=read_secret(file) if file else None)
 
 
 def _client(settings: NodeSettings) -> AsyncClient:

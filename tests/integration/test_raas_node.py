@@ -14,9 +14,7 @@ import pytest
 
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import task_service_pb2
-from astraflow.raas.v1 import environment_service_pb2 as environments
 from astraflow.raas.v1 import node_service_pb2 as nodes
-from astraflow.raas.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 from astraflow.raas.v1.node_service_pb2_grpc import NodeServiceStub
 from astraflow.rollout.v1.trajectory_pb2 import Episode, Trajectory
 from astraflow_kit import failpoints
@@ -114,10 +112,6 @@ async def test_a_nodes_life_from_joining_to_leaving(
             lambda channel: NodeServiceStub(channel).ListVersions(unknown, timeout=10)
         )
         assert (foreign.reason, POLICY in foreign.message) == ("NOT_FOUND", True)
-        missing = await node.refuses(
-            lambda channel: EnvironmentServiceStub(channel).Reset(environments.ResetRequest(), timeout=10)
-        )
-        assert (missing.reason, missing.metadata["capability"]) == ("UNIMPLEMENTED", "environment_sessions")
 
         for engine in node.engines:
             engine.kill()
