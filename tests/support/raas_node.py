@@ -16,6 +16,7 @@ from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
+from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.node.assembly import NodeInputs, connect_node
 from astraflow_raas.node.engine_host import HostSettings, RemoteHost
 from astraflow_raas.node.joining import find_run, join_request, join_run
@@ -89,7 +90,7 @@ async def local_node(
     """A node of the only run at `address`; `options` are node settings."""
     settings = NodeSettings(join=address, **options)  # type: ignore[arg-type]
     metrics, drain_requested = Metrics(), asyncio.Event()
-    endpoint = Endpoint()
+    endpoint, served = Endpoint(), ServedEnvironments(settings.environment_addresses)
     async with AsyncClient(address) as client:
         found = await find_run(client, "", patience_s=5.0)
         request = join_request(found, settings, node_id=node_id, incarnation=incarnation)
@@ -101,9 +102,10 @@ async def local_node(
             joined=await join_run(client, request, patience_s=5.0),
             client=client,
             workflow=load_workflow(
-                found.run, found.recipe, into=folder / "code", allowed=False, endpoint=endpoint
+                found.run, found.recipe, into=folder / "code", allowed=False, endpoint=endpoint, served=served
             ),
             endpoint=endpoint,
+            served=served,
             settings=settings,
             metrics=metrics,
             timeline=Timeline(),
