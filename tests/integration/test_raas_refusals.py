@@ -116,7 +116,7 @@ async def create(world: World, run_id: str, case: Case) -> None:
     code = bundle_of(case.code) if case.code else None
     text = recipe_text(name=run_id, raas=case.raas)
     run = run_pb2.Run(run_id=run_id, recipe_yaml=text, code=code, store_uri=case.store)
-    await world.client.call(world.client.runs.CreateRun, run_service_pb2.CreateRunRequest(run=run))
+    await world.ask(run_service_pb2.CreateRunResponse, run=run)
 
 
 async def refuses(node: NodeProcess, status: int, *fragments: str) -> None:

@@ -20,9 +20,7 @@ from astraflow_launcher.run.folder import open_run_folder
 from astraflow_launcher.view.live import QuietView
 from astraflow_launcher.view.observation import Observation, parse_goal
 from astraflow_launcher.view.summary import Summary
-from support.observations import evaluation
-from support.recipes import tiny_recipe
-from support.scripted_daemons import ScriptedServer, serving
+from support import observations, recipes, scripted_daemons
 
 pytestmark = pytest.mark.slow
 
@@ -48,14 +46,14 @@ class RecordingView(QuietView):
 class Scene:
     """A scripted server and the folder of a run."""
 
-    server: ScriptedServer
+    server: scripted_daemons.ScriptedServer
     port: int
     folder: Path
     view: RecordingView = field(default_factory=RecordingView)
 
     async def run(self, *, goal: str = "", **options: Any) -> Summary:
         """Run to the end; without any part of its own, if `options` leave it open."""
-        loaded = tiny_recipe()
+        loaded = recipes.tiny_recipe()
         folder = open_run_folder(loaded, data_dir=self.folder)
         given = {"timeout_s": None, "without": EVERYTHING} | options
         wanted = parse_goal(goal) if goal else None
@@ -66,7 +64,7 @@ class Scene:
         """Add complete evaluations, the newest last."""
         for reward in rewards:
             evaluations = self.server.status.evaluations
-            evaluations.append(evaluation(len(evaluations), reward))
+            evaluations.append(observations.evaluation(len(evaluations), reward))
 
     def finish(self) -> None:
         self.server.status.state = run_pb2.RUN_STATE_FINISHED
@@ -94,8 +92,8 @@ class Scene:
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    server = ScriptedServer()
-    async with serving(server) as address:
+    server = scripted_daemons.ScriptedServer()
+    async with scripted_daemons.serving(server) as address:
         yield Scene(server, int(address.rpartition(":")[2]), tmp_path / "run")
 
 
@@ -118,7 +116,7 @@ async def test_the_run_is_created_with_the_resolved_recipe_and_the_folders_store
     scene.finish()
     await scene.run()
     (created,) = scene.server.created
-    assert (created.run_id, created.recipe_yaml) == ("tiny", tiny_recipe().yaml_text)
+    assert (created.run_id, created.recipe_yaml) == ("tiny", recipes.tiny_recipe().yaml_text)
     assert created.store_uri == (scene.folder.resolve() / "store").as_uri()
 
 
