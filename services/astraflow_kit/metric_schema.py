@@ -93,6 +93,16 @@ _ENTRIES = (
         "astraflow_raas_external_tokens_total", Kind.COUNTER, "Tokens that they bill.", ("policy", "kind")
     ),
     Metric("astraflow_raas_engine_losses_total", Kind.COUNTER, "Engines that died or hung.", ("policy",)),
+    # environment service
+    Metric("astraflow_environment_workers", Kind.GAUGE, "Worker processes that are loaded."),
+    Metric("astraflow_environment_open_sessions", Kind.GAUGE, "Sessions that hold a place in a worker."),
+    Metric("astraflow_environment_sessions_total", Kind.COUNTER, "Sessions by how they ended.", ("end",)),
+    Metric(
+        "astraflow_environment_call_seconds",
+        Kind.HISTOGRAM,
+        "Calls of an environment, its own time.",
+        ("call",),
+    ),
     # trainer
     Metric("astraflow_trainer_publish_blocked_seconds", Kind.HISTOGRAM, "Training held, a step.", ("cause",)),
     # weights

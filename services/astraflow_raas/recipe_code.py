@@ -4,6 +4,7 @@ Invariant: what it returns satisfies the plug-in Protocols, has its settings, an
 to policies; code of the recipe itself is written and run only with leave. Called by `server`.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,11 @@ from astraflow.errors import RecipeError
 from astraflow.plugins import Reward, Workflow
 from astraflow.recipe import Recipe, ResolvedRole, workflow_roles
 from astraflow.recipe.file import place_of
-from astraflow_kit.plugins import RecipeSource, make
+from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow_kit.plugins import RecipeSource, load, make
 from astraflow_kit.recipe_code import install_code
+from astraflow_raas.environments.recipe_environments import RecipeEnvironments
+from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.grading.scoring import RewardScorer, make_scorer
 
 
@@ -24,16 +28,23 @@ class RecipeWorkflow:
     """A run's workflow, made."""
 
     workflow: Workflow
-    scorer: RewardScorer
+    scorer: RewardScorer | None
     """The reward, which the workflow holds as well; its worker processes live as long as the node."""
     roles: Mapping[str, ResolvedRole]
     """The run's roles by the names that the workflow uses."""
 
 
 def load_workflow(
-    run: run_pb2.Run, recipe: Recipe, *, into: Path, allowed: bool, endpoint: AgentEndpoint
+    run: run_pb2.Run,
+    recipe: Recipe,
+    *,
+    into: Path,
+    allowed: bool,
+    endpoint: AgentEndpoint,
+    served: ServedEnvironments,
 ) -> RecipeWorkflow:
-    """Make the recipe's workflow with its reward, and with the node's `endpoint` and `recipe_dir` if it names those.
+    """Make the recipe's workflow with its reward, and with the node's `endpoint`, `environments` and `recipe_dir` if it
+    names those.
 
     The run's own code lies below `into`, when it is `allowed`; else `recipe_dir` is None.
 
@@ -42,9 +53,20 @@ def load_workflow(
     folder = install_code(run.code, into=into, allowed=allowed)
     source = RecipeSource(name=f"recipe of run {run.run_id}", text=run.recipe_yaml, folder=folder)
     settings = recipe.raas
-    reward = make(settings.reward, protocol=Reward, source=source)
-    scorer = make_scorer(reward, settings.reward, source=source, given=settings.reward_limits)
-    offered = {"reward": scorer, "endpoint": endpoint, "recipe_dir": (folder or into) if allowed else None}
+    offered: dict[str, object] = {
+        "endpoint": endpoint,
+        "environments": RecipeEnvironments(source, served=served),
+        "recipe_dir": (folder or into) if allowed else None,
+    }
+    scorer = None
+    if settings.reward is not None:
+        reward = make(settings.reward, protocol=Reward, source=source)
+        scorer = make_scorer(reward, settings.reward, source=source, given=settings.reward_limits)
+        offered["reward"] = scorer
+    elif _requires_reward(settings.workflow, source=source):
+        raise RecipeError(
+            f"raas.reward is missing, and {settings.workflow.use} cannot do without; name a reward"
+        )
     workflow = make(settings.workflow, protocol=Workflow, source=source, **offered)
     declared = getattr(workflow, "roles", None)
     try:
@@ -53,3 +75,9 @@ def load_workflow(
         place = place_of(settings.workflow, source.text, source=source.name)
         raise RecipeError(f"{place}: {settings.workflow.use}: {error}") from error
     return RecipeWorkflow(workflow=workflow, scorer=scorer, roles=roles)
+
+
+def _requires_reward(workflow: PluginSettings, *, source: RecipeSource) -> bool:
+    found = load(workflow.use, protocol=Workflow, recipe_dir=source.folder)
+    parameters = inspect.signature(found).parameters if isinstance(found, type) else {}
+    return "reward" in parameters and parameters["reward"].default is inspect.Parameter.empty

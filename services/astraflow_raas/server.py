@@ -12,7 +12,8 @@ from functools import partial
 from google.protobuf.json_format import MessageToDict
 
 from astraflow.client import AsyncClient
-from astraflow.raas.v1 import environment_service_pb2_grpc, node_service_pb2_grpc
+from astraflow.errors import UnavailableError
+from astraflow.raas.v1 import node_service_pb2_grpc
 from astraflow_kit import failpoints, lifecycle
 from astraflow_kit.http import HttpServer, ReadinessCheck, create_app
 from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
@@ -23,6 +24,7 @@ from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import read_secret
 from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.command import require_engine
+from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.loops import LoopService
 from astraflow_raas.node.assembly import NodeInputs, assemble_node, gpus_of
 from astraflow_raas.node.folder import NodeFolder, claim_folder
@@ -84,13 +86,14 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
             into=folder.code,
             allowed=settings.allow_recipe_code,
             endpoint=Endpoint(),
+            served=ServedEnvironments(settings.environment_addresses),
         )
         store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     return {
         "run": found.run.run_id,
         "node": folder.node_id,
         "workflow": found.recipe.raas.workflow.use,
-        "reward": found.recipe.raas.reward.use,
+        "reward": found.recipe.raas.reward.use if found.recipe.raas.reward else "none",
         "policies": ", ".join(found.recipe.policies),
         "store": store.uri,
         "engine": settings.engine,
@@ -113,13 +116,14 @@ async def _join(
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
     gpus_of(settings, found.recipe.policies)
-    endpoint = Endpoint()
+    endpoint, served = Endpoint(), _served_environments(settings)
     workflow = load_workflow(
         found.run,
         found.recipe,
         into=folder.code,
         allowed=settings.allow_recipe_code,
         endpoint=endpoint,
+        served=served,
     )
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     request = join_request(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
@@ -134,6 +138,7 @@ async def _join(
         client=client,
         workflow=workflow,
         endpoint=endpoint,
+        served=served,
         settings=settings,
         metrics=metrics,
         timeline=timeline,
@@ -168,18 +173,15 @@ async def _serve_node(node: Node, *, settings: NodeSettings, life: Lifecycle, me
         lifecycle.write_address_file(settings.address_file, addresses)
         log.info("node.started", grpc=addresses.grpc, http=addresses.http)
 
-    services: list[Service] = [pages, grpc_server, _Watch(node, metrics), *node.services]
+    watch = _Watch(node, metrics, server=settings.join, server_gone_timeout_s=settings.server_gone_timeout_s)
+    services: list[Service] = [pages, grpc_server, watch, *node.services]
     await lifecycle.run_services(services, lifecycle=life, on_started=publish)
 
 
 def registrations_of(node: Node, *, begin_drain: Callable[[], None]) -> list[Registration]:
-    """The services of a node. EnvironmentService is declared missing as a whole: the kit answers its calls."""
+    """The services of a node."""
     add_node = node_service_pb2_grpc.add_NodeServiceServicer_to_server
-    add_environment = environment_service_pb2_grpc.add_EnvironmentServiceServicer_to_server
-    return [
-        (add_node, NodeServicer(node, begin_drain=begin_drain)),
-        (add_environment, environment_service_pb2_grpc.EnvironmentServiceServicer()),
-    ]
+    return [(add_node, NodeServicer(node, begin_drain=begin_drain))]
 
 
 def _readiness(node: Node) -> Mapping[str, ReadinessCheck]:
@@ -194,12 +196,15 @@ def _readiness(node: Node) -> Mapping[str, ReadinessCheck]:
 
 
 class _Watch(LoopService):
-    """Keeps the gauges up to date, and the log true about what the node waits for and since when."""
+    """Keeps the gauges up to date, and the log true about what the node waits for and since when; ends a node whose
+    server does not come back."""
 
-    def __init__(self, node: Node, metrics: Metrics) -> None:
+    def __init__(self, node: Node, metrics: Metrics, *, server: str, server_gone_timeout_s: float) -> None:
         super().__init__()
         self._node = node
         self._metrics = metrics
+        self._server = server
+        self._server_gone_timeout_s = server_gone_timeout_s
         self._waiting_for = ""
         self._since_s = 0.0
         self._log_next_s = 0.0
@@ -217,6 +222,12 @@ class _Watch(LoopService):
             self._waiting_for, self._since_s, self._log_next_s = waiting_for, now_s, now_s
             if not waiting_for:
                 log.info("node.works")
+        if waiting_for == "server" and 0 < self._server_gone_timeout_s <= now_s - self._since_s:
+            raise UnavailableError(
+                f"no dataflow server at {self._server} for {now_s - self._since_s:.0f} s; "
+                f"{self._node.pusher.num_kept} episodes are kept on disk for the node's next start; raise "
+                "--server-gone-timeout-s (0: wait for ever) when it may be away longer"
+            )
         if waiting_for and now_s >= self._log_next_s:
             self._log_next_s = now_s + _LOG_EVERY_S
             log.info(
@@ -235,6 +246,11 @@ async def _claimed(settings: NodeSettings) -> AsyncIterator[NodeFolder]:
         yield folder
     finally:
         folder.release()
+
+
+def _served_environments(settings: NodeSettings) -> ServedEnvironments:
+    file = settings.environment_token_file
+    return ServedEnvironments(settings.environment_addresses, token=read_secret(file) if file else None)
 
 
 def _client(settings: NodeSettings) -> AsyncClient:

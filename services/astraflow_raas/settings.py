@@ -5,6 +5,7 @@ joins. `__main__` builds them from options and `ASTRAFLOW_*` variables, `server`
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +36,9 @@ class NodeSettings(StoreAccess):
     """File holding the node's token for the dataflow server; read at each start."""
     join_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Seconds to wait for the dataflow server before giving up with exit code 75."""
+    server_gone_timeout_s: Annotated[float, Field(ge=0, le=31_536_000)] = 3600.0
+    """Seconds without the dataflow server after which a node that has joined ends with exit code 75; what it has not
+    pushed stays on disk for its next start. 0: never."""
 
     engine: Annotated[str, CommandOption("The engine", metavar="KIND|URL")] = EMBEDDED_ENGINE
     """`astraflow_engine`, `sglang`, or the http:// address of an engine that already runs (single-policy
@@ -66,6 +70,14 @@ class NodeSettings(StoreAccess):
     engine_restart_backoff_s: Annotated[float, Field(gt=0, le=600)] = 0.5
     """Wait before the first restart of a dead engine; doubles up to 30 s while restarts keep failing."""
 
+    environments: Annotated[
+        tuple[str, ...],
+        CommandOption("Environments", names=("--environment",), metavar="NAME=HOST:PORT"),
+    ] = ()
+    """Where the environment is served that recipes call `served:NAME`; repeat it."""
+    environment_token_file: Path | None = None
+    """File holding the node's token for these services."""
+
     work_dir: Annotated[Path, CommandOption("Folders and limits")] = Path("~/.cache/astraflow/raas")
     """Folder for mirrors, the recipe's code and engine logs; one sub-folder per node."""
     mirror_dir: Path | None = None
@@ -93,6 +105,20 @@ class NodeSettings(StoreAccess):
     @classmethod
     def _expand_home(cls, path: Path | None) -> Path | None:
         return path.expanduser() if path is not None else None
+
+    @field_validator("environments")
+    @classmethod
+    def _environments_have_addresses(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for each in given:
+            name, _, address = each.partition("=")
+            if not (name.isidentifier() and re.match(_ADDRESS, address)):
+                raise ValueError(f"{each!r} is not NAME=HOST:PORT; NAME has letters, digits and _")
+        return given
+
+    @property
+    def environment_addresses(self) -> dict[str, str]:
+        """Address of each served environment by name."""
+        return dict(each.split("=", 1) for each in self.environments)
 
     @field_validator("external", "external_key_file")
     @classmethod

@@ -1,4 +1,4 @@
-"""The options of the four daemons: every setting is one, named like it, explained, in a panel."""
+"""The options of the daemons: every setting is one, named like it, explained, in a panel."""
 
 import importlib
 import json
@@ -11,6 +11,7 @@ import typer
 
 from astraflow_dataflow.settings import DataflowServerSettings
 from astraflow_engine.settings import EngineSettings
+from astraflow_environment.settings import EnvironmentSettings
 from astraflow_kit.settings import ProcessSettings
 from astraflow_raas.settings import NodeSettings
 from astraflow_trainer.settings import TrainerSettings
@@ -20,12 +21,18 @@ DAEMONS: dict[str, type[ProcessSettings]] = {
     "raas": NodeSettings,
     "trainer": TrainerSettings,
     "engine": EngineSettings,
+    "environment": EnvironmentSettings,
 }
 HIDDEN = {"failpoints", "failpoints_seed", "failpoints_log"}
 # Names that are not the setting's own with dashes: people and scripts use them.
 OTHER_NAMES = {
-    **{(name, "grpc_port"): ["--port", "--grpc-port"] for name in ("dataflow", "raas", "trainer")},
+    **{
+        (name, "grpc_port"): ["--port", "--grpc-port"]
+        for name in ("dataflow", "raas", "trainer", "environment")
+    },
     ("raas", "engine_args"): ["--engine-arg"],
+    ("raas", "environments"): ["--environment"],
+    ("environment", "with_"): ["--with"],
 }
 
 

@@ -1,7 +1,6 @@
 """The pages in docs/plugins: their code runs as a recipe's own, with the settings and the tests that they show."""
 
 import re
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,10 @@ from astraflow import plugins
 from astraflow.recipe import Recipe
 from astraflow.recipe.file import parse_recipe
 from astraflow_dataflow.runs.data_plugins import DataPlugins
-from astraflow_kit.plugins import RecipeSource, make, mismatch
+from astraflow_kit.plugins import RecipeSource, make
+from astraflow_raas.environments.recipe_environments import RecipeEnvironments
+from astraflow_raas.environments.served import ServedEnvironments
+from astraflow_raas.workflows.multi_turn import MultiTurn
 from support.dataflow_world import recipe_text
 from support.source_tree import REPOSITORY
 
@@ -64,9 +66,13 @@ def test_the_recipe_on_a_page_makes_its_plugin(name: str, tmp_path: Path) -> Non
 def test_the_recipe_on_a_page_makes_its_workflow_and_reward(name: str, tmp_path: Path) -> None:
     recipe, source = recipe_of(name, tmp_path)
     settings = recipe.raas
+    assert settings.reward is not None
     reward = make(settings.reward, protocol=plugins.Reward, source=source)
-    workflow = make(settings.workflow, protocol=plugins.Workflow, source=source, reward=reward)
+    environments = RecipeEnvironments(source, served=ServedEnvironments())
+    workflow = make(
+        settings.workflow, protocol=plugins.Workflow, source=source, reward=reward, environments=environments
+    )
     if name == "environment":
-        environment = vars(sys.modules[type(workflow).__module__])["HigherOrLower"]
-        assert mismatch(environment, protocol=plugins.Environment) is None
+        assert isinstance(workflow, MultiTurn)
+        return
     assert (reward if name == "reward" else workflow).__class__.__module__.startswith("astraflow_recipe")

@@ -53,17 +53,18 @@ CALLS = {
 BUILDER = {
     "__init__": "(self, policy: Policy, *, tools: Sequence[Tool] = ()) -> None",
     "add_generation": "(self, result: GenerateResult, *, prompt_ids: Sequence[int]) -> None",
-    "add_messages": "(self, messages: Sequence[Message]) -> None",
+    "add_messages": "(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> bool",
     "add_prompt": "(self, messages: Sequence[Message]) -> None",
     "build": "(self, *, reward: float, metrics: Mapping[str, float] | None = None) -> Trajectory",
     "generate": "(self, *, max_new_tokens: int | None = None) -> GenerateResult",
+    "reward_turn": "(self, reward: float) -> None",
 }
 VALUES = {
     "Episode": "trajectories metrics",
     "GenerateResult": "token_ids logprobs version_spans text finish_reason",
     "Group": "task trajectories policy role group_id verdict",
     "Message": "role content tool_calls tool_call_id name",
-    "Observation": "messages reward done metrics",
+    "Observation": "messages reward done metrics tools",
     "ReadyGroup": "group_id trajectories arrival task_id role source",
     "RewardLimits": "processes timeout_s memory_mb max_calls timeout_reward",
     "Score": "reward metrics",

@@ -23,7 +23,12 @@ from astraflow._status import from_status
 from astraflow.compatibility import CONTRACT_VERSION
 from astraflow.errors import ERRORS_BY_REASON, EVERY_RPC, AstraflowError, UnimplementedError
 from astraflow.options.v1 import options_pb2
+from astraflow.raas.v1 import environment_service_pb2_grpc
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
+from astraflow_environment.servicer import EnvironmentServicer
+from astraflow_environment.sessions import Sessions
+from astraflow_environment.settings import EnvironmentSettings
+from astraflow_environment.workers import WorkerPool
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import DaemonSettings
@@ -56,7 +61,14 @@ async def addresses(world: World, tmp_path: Path) -> AsyncIterator[list[str]]:
     trainer = TrainerServicer(progress, Controls(), run_id=world.run_id, policy_id="solver")
     add_trainer = trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server
     async with local_node(world.address, tmp_path) as local:
-        others = [registrations_of(local.node, begin_drain=lambda: None), [(add_trainer, trainer)]]
+        settings, metrics = EnvironmentSettings(use="support.environments:Counter"), Metrics()
+        sessions = Sessions(WorkerPool(settings, metrics=metrics), settings=settings, metrics=metrics)
+        add_environment = environment_service_pb2_grpc.add_EnvironmentServiceServicer_to_server
+        others = [
+            registrations_of(local.node, begin_drain=lambda: None),
+            [(add_trainer, trainer)],
+            [(add_environment, EnvironmentServicer(sessions))],
+        ]
         servers = [GrpcServer(other, settings=DaemonSettings(), metrics=Metrics()) for other in others]
         for server in servers:
             await server.start()

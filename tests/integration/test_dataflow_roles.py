@@ -72,12 +72,19 @@ async def test_under_all_a_task_waits_until_every_role_has_credit(world: World) 
     await world.create_run(
         dataset="Unevaluated", policies=BOTH, admit="all", groups_per_step=1, max_staleness=0
     )
-    solver, _, node = await world.trainer("solver"), await world.trainer("verifier"), await world.node()
+    solver, verifier, node = (
+        await world.trainer("solver"),
+        await world.trainer("verifier"),
+        await world.node(),
+    )
     (lease,) = await node.lease(4)
     await play(node, lease, SAME)
     await solver.train(1, base_version=0)
     assert (await policy(world)).credit == 1
     assert (await node.lease_reply()).waiting_for == "staleness_window"
+    await verifier.release()
+    (lease,) = await node.lease(4)
+    assert list(lease.uncredited_roles) == ["verifier"], "a trainer that has ended is not waited for"
 
 
 async def test_what_a_role_was_charged_is_released_whatever_becomes_of_its_task(world: World) -> None:

@@ -14,9 +14,7 @@ import pytest
 
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import task_service_pb2
-from astraflow.raas.v1 import environment_service_pb2 as environments
 from astraflow.raas.v1 import node_service_pb2 as nodes
-from astraflow.raas.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 from astraflow.raas.v1.node_service_pb2_grpc import NodeServiceStub
 from astraflow.rollout.v1.trajectory_pb2 import Episode, Trajectory
 from astraflow_kit import failpoints
@@ -114,10 +112,6 @@ async def test_a_nodes_life_from_joining_to_leaving(
             lambda channel: NodeServiceStub(channel).ListVersions(unknown, timeout=10)
         )
         assert (foreign.reason, POLICY in foreign.message) == ("NOT_FOUND", True)
-        missing = await node.refuses(
-            lambda channel: EnvironmentServiceStub(channel).Reset(environments.ResetRequest(), timeout=10)
-        )
-        assert (missing.reason, missing.metadata["capability"]) == ("UNIMPLEMENTED", "environment_sessions")
 
         for engine in node.engines:
             engine.kill()
@@ -177,6 +171,19 @@ async def test_a_node_without_its_server_keeps_what_it_has_says_so_and_goes_on(
         {episode.episode_id for episode in half} for half in (script.pushes[:4], script.pushes[4:])
     )
     assert first == again
+
+
+async def test_a_node_whose_server_does_not_come_back_ends_and_leaves_what_it_has_on_disk(
+    server: Server, working: Working
+) -> None:
+    server.script.ack = asyncio.Event()
+    async with working("--server-gone-timeout-s", "2") as node:
+        await pushed(server.script, "held", 4)
+        await server.stop()
+        assert await node.ends_with() == 75
+    (failed,) = node.events("daemon.failed")
+    assert "4 episodes are kept on disk" in str(failed)
+    assert "--server-gone-timeout-s" in str(failed)
 
 
 async def test_a_second_signal_ends_the_node_at_once(server: Server, holding: NodeProcess) -> None:

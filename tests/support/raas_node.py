@@ -15,20 +15,29 @@ from pathlib import Path
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.metrics import Metrics
-from astraflow_raas import recipe_code, timeline
 from astraflow_raas.agents.endpoint import Endpoint
-from astraflow_raas.node import assembly, engine_host, joining
+from astraflow_raas.environments.served import ServedEnvironments
+from astraflow_raas.node.assembly import NodeInputs, connect_node
+from astraflow_raas.node.engine_host import HostSettings, RemoteHost
+from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.node.node import Node, PolicyParts, PolicyTable
-from astraflow_raas.policies import mirror_source, served_policy, weight_sync
-from astraflow_raas.push import pushing, spool, spool_files
+from astraflow_raas.policies.mirror_source import MirrorSource
+from astraflow_raas.policies.served_policy import ServedPolicy
+from astraflow_raas.policies.weight_sync import WeightSync
+from astraflow_raas.push.pushing import Pusher
+from astraflow_raas.push.spool import SpoolLimits
+from astraflow_raas.push.spool_files import SpoolFiles
+from astraflow_raas.recipe_code import load_workflow
 from astraflow_raas.settings import NodeSettings
+from astraflow_raas.timeline import Timeline
 from astraflow_weights.errors import VerificationFailed
 from astraflow_weights.mirror.lock import Hold
 from astraflow_weights.versions.pull import PullCounts
-from support import fake_engine, raas_parts
+from support.fake_engine import FakeEngine
+from support.raas_parts import write_tokenizer
 
 
-class BytelessWeights(mirror_source.MirrorSource):
+class BytelessWeights(MirrorSource):
     """Weights whose every version is the same folder with a tokenizer."""
 
     version: int | None = None
@@ -59,7 +68,7 @@ class LocalNode:
     """A running node with what its test may look at."""
 
     node: Node
-    engines: dict[str, fake_engine.FakeEngine]
+    engines: dict[str, FakeEngine]
     drain_requested: asyncio.Event
 
     async def drain(self, *, deadline_s: float = 10.0) -> None:
@@ -75,36 +84,35 @@ async def local_node(
     *,
     node_id: str = "node-1",
     incarnation: int = 1,
-    limits: spool.SpoolLimits | None = None,
+    limits: SpoolLimits | None = None,
     **options: object,
 ) -> AsyncIterator[LocalNode]:
     """A node of the only run at `address`; `options` are node settings."""
     settings = NodeSettings(join=address, **options)  # type: ignore[arg-type]
     metrics, drain_requested = Metrics(), asyncio.Event()
-    endpoint = Endpoint()
+    endpoint, served = Endpoint(), ServedEnvironments(settings.environment_addresses)
     async with AsyncClient(address) as client:
-        found = await joining.find_run(client, "", patience_s=5.0)
-        request = joining.join_request(found, settings, node_id=node_id, incarnation=incarnation)
-        engines = {name: fake_engine.FakeEngine() for name in found.recipe.served_policies}
+        found = await find_run(client, "", patience_s=5.0)
+        request = join_request(found, settings, node_id=node_id, incarnation=incarnation)
+        engines = {name: FakeEngine() for name in found.recipe.served_policies}
         parts = {name: _parts(name, engines[name], folder / name, metrics) for name in engines}
-        inputs = assembly.NodeInputs(
+        inputs = NodeInputs(
             found=found,
             request=request,
-            joined=await joining.join_run(client, request, patience_s=5.0),
+            joined=await join_run(client, request, patience_s=5.0),
             client=client,
-            workflow=recipe_code.load_workflow(
-                found.run, found.recipe, into=folder / "code", allowed=False, endpoint=endpoint
+            workflow=load_workflow(
+                found.run, found.recipe, into=folder / "code", allowed=False, endpoint=endpoint, served=served
             ),
             endpoint=endpoint,
+            served=served,
             settings=settings,
             metrics=metrics,
-            timeline=timeline.Timeline(),
+            timeline=Timeline(),
             drain_requested=lambda _reason: drain_requested.set(),
         )
-        pusher = pushing.Pusher(
-            client, metrics=metrics, limits=limits, files=spool_files.SpoolFiles(folder / "spool" / node_id)
-        )
-        node = assembly.connect_node(inputs, policies=PolicyTable(parts), pusher=pusher)
+        pusher = Pusher(client, metrics=metrics, limits=limits, files=SpoolFiles(folder / "spool" / node_id))
+        node = connect_node(inputs, policies=PolicyTable(parts), pusher=pusher)
         running = [asyncio.create_task(service.run()) for service in node.services]
         local = LocalNode(node, engines, drain_requested)
         try:
@@ -114,10 +122,10 @@ async def local_node(
             await asyncio.gather(*running)
 
 
-def _parts(name: str, engine: fake_engine.FakeEngine, folder: Path, metrics: Metrics) -> PolicyParts:
-    policy = served_policy.ServedPolicy(name)
-    source = BytelessWeights(raas_parts.write_tokenizer(folder))
-    weights = weight_sync.WeightSync(policy, source=source, metrics=metrics, evaluation_hold_s=5.0)
-    settings = engine_host.HostSettings(start_timeout_s=5.0, stall_s=5.0, first_backoff_s=0.05)
-    host = engine_host.RemoteHost(policy, weights, lambda: engine, settings=settings, metrics=metrics)
+def _parts(name: str, engine: FakeEngine, folder: Path, metrics: Metrics) -> PolicyParts:
+    policy = ServedPolicy(name)
+    source = BytelessWeights(write_tokenizer(folder))
+    weights = WeightSync(policy, source=source, metrics=metrics, evaluation_hold_s=5.0)
+    settings = HostSettings(start_timeout_s=5.0, stall_s=5.0, first_backoff_s=0.05)
+    host = RemoteHost(policy, weights, lambda: engine, settings=settings, metrics=metrics)
     return PolicyParts(policy=policy, weights=weights, host=host)

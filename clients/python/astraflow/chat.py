@@ -1,15 +1,33 @@
-"""Chat messages between plug-ins and the contract.
+"""Chat messages, tasks and observations between plug-ins and the contract.
 
-Invariant: a message survives the way there and back unchanged. Used by the dataflow server, which stores what data sets
-yield, and by nodes, which hand it to workflows.
+Invariant: each survives the way there and back unchanged; an observation that was let pass keeps the contract's bounds.
+Used by the dataflow server, which stores what data sets yield, by nodes, which hand it to workflows, and by the
+environment service.
 """
 
 from __future__ import annotations
 
-from astraflow.plugins import Message, ToolCall
+import json
+import math
+from collections.abc import Iterable
+
+from astraflow.plugins import Message, Observation, TaskSpec, Tool, ToolCall
+from astraflow.raas.v1 import environment_service_pb2 as contract
 from astraflow.rollout.v1 import task_pb2
 
-__all__ = ["message_from_proto", "message_to_proto"]
+__all__ = [
+    "check_observation",
+    "message_from_proto",
+    "message_to_proto",
+    "observation_from_proto",
+    "observation_to_proto",
+    "task_from_proto",
+    "task_to_proto",
+    "tools_to_proto",
+]
+
+MAX_MESSAGES, MAX_TEXT_BYTES, MAX_METRICS = 64, 2**20, 64
+_ROLES = ("system", "user", "tool")
 
 
 def message_to_proto(message: Message) -> task_pb2.Message:
@@ -37,3 +55,78 @@ def message_from_proto(message: task_pb2.Message) -> Message:
         tool_call_id=message.tool_call_id,
         name=message.name,
     )
+
+
+def check_observation(seen: object) -> Observation:
+    """Return it. Raises ValueError with the value, the bound and the remedy."""
+    if not isinstance(seen, Observation):
+        raise ValueError(f"it returned {type(seen).__name__} instead of an Observation")
+    if len(seen.messages) > MAX_MESSAGES:
+        raise ValueError(
+            f"an observation has {len(seen.messages)} messages, at most {MAX_MESSAGES}; join them"
+        )
+    num_bytes = sum(len(message.content.encode()) for message in seen.messages)
+    if num_bytes > MAX_TEXT_BYTES:
+        raise ValueError(f"an observation has {num_bytes} bytes of text, at most {MAX_TEXT_BYTES}; show less")
+    roles = {message.role for message in seen.messages} - set(_ROLES)
+    if roles:
+        raise ValueError(f"an observation speaks as {sorted(roles)}; it may as {', '.join(_ROLES)}")
+    if not math.isfinite(seen.reward):
+        raise ValueError(f"reward {seen.reward} is not finite")
+    bad = [name for name, value in seen.metrics.items() if not math.isfinite(value)]
+    if bad or len(seen.metrics) > MAX_METRICS:
+        raise ValueError(f"{len(seen.metrics)} metrics, at most {MAX_METRICS}, and finite (not so: {bad})")
+    return seen
+
+
+def observation_to_proto(seen: object) -> contract.Observation:
+    """Return the contract's form. Raises ValueError as `check_observation`."""
+    checked = check_observation(seen)
+    return contract.Observation(
+        messages=map(message_to_proto, checked.messages),
+        reward=checked.reward,
+        terminated=checked.done,
+        metrics=checked.metrics,
+    )
+
+
+def observation_from_proto(seen: contract.Observation, tools: Iterable[contract.Tool] = ()) -> Observation:
+    """Return the form that plug-ins see."""
+    return Observation(
+        messages=tuple(map(message_from_proto, seen.messages)),
+        reward=seen.reward,
+        done=seen.terminated or seen.truncated,
+        metrics=dict(seen.metrics),
+        tools=tuple(Tool(tool.name, tool.description, tool.arguments_schema_json.decode()) for tool in tools),
+    )
+
+
+def tools_to_proto(tools: Iterable[Tool]) -> list[contract.Tool]:
+    """Return the contract's form."""
+    return [
+        contract.Tool(
+            name=tool.name, description=tool.description, arguments_schema_json=tool.parameters.encode()
+        )
+        for tool in tools
+    ]
+
+
+def task_to_proto(task: TaskSpec) -> task_pb2.Task:
+    """Return the contract's form of what an environment starts from."""
+    return task_pb2.Task(
+        task_id=task.task_id,
+        messages=map(message_to_proto, task.messages),
+        data_json=json.dumps(dict(task.data)).encode(),
+        source=task.source,
+    )
+
+
+def task_from_proto(task: task_pb2.Task) -> TaskSpec:
+    """Return the form that plug-ins see. Raises ValueError for data that is no JSON object."""
+    try:
+        data = json.loads(task.data_json) if task.data_json else {}
+    except ValueError as error:
+        raise ValueError(f"task {task.task_id}: data_json is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"task {task.task_id}: data_json is {type(data).__name__}, expected an object")
+    return TaskSpec(task.task_id, tuple(map(message_from_proto, task.messages)), data, source=task.source)

@@ -64,6 +64,9 @@ COMMANDS: dict[str, Subcommand] = {
     "dataflow": Subcommand("astraflow_dataflow.__main__", "Start a dataflow server.", "dataflow", _DAEMONS),
     "raas": Subcommand("astraflow_raas.__main__", "Start a RaaS node and join a run.", "raas", _DAEMONS),
     "trainer": Subcommand("astraflow_trainer.__main__", "Start a policy's trainer.", "trainer", _DAEMONS),
+    "environment": Subcommand(
+        "astraflow_environment.__main__", "Serve an environment to nodes.", "environment", _DAEMONS
+    ),
     "engine": Subcommand("astraflow_engine.__main__", "Start the CPU inference engine.", "engine", _DAEMONS),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from astraflow.plugin_state import PluginState
@@ -176,11 +176,12 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class TurnSpan:
-    """Tokens [start, end) of a sequence are one turn of the chat role `role`."""
+    """Tokens [start, end) are one turn of the chat role `role`; `reward` is what the environment gave for it."""
 
     start: int
     end: int
     role: str
+    reward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -305,14 +306,26 @@ class TrajectoryBuilder:
             raise ValueError("the prompt comes first, and once; add_messages adds what follows a generation")
         self._add_given(self._policy.encode(messages, tools=self._tools), messages)
 
-    def add_messages(self, messages: Sequence[Message]) -> None:
-        """Add what follows a generation and is not trained on."""
+    def add_messages(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> bool:
+        """Add what follows a generation and is not trained on.
+
+        Returns False, and adds nothing, when that would leave no room for a token below `max_tokens` in all.
+        """
         if not self._finish_reason:
             raise ValueError("messages follow a generation; give all that stand before it to add_prompt")
         extended = self._policy.extend(self._token_ids, messages, tools=self._tools)
         if extended[: len(self._token_ids)] != self._token_ids:
             raise ValueError("the policy's extend changed tokens that were sampled; it may only append")
+        if max_tokens is not None and len(extended) >= max_tokens:
+            return False
         self._add_given(extended[len(self._token_ids) :], messages)
+        return True
+
+    def reward_turn(self, reward: float) -> None:
+        """Note what the environment gave for the newest generation."""
+        if not self._turn_spans or self._turn_spans[-1].role != "assistant":
+            raise ValueError("a reward is for a generation; note it before more messages are added")
+        self._turn_spans[-1] = replace(self._turn_spans[-1], reward=reward)
 
     async def generate(self, *, max_new_tokens: int | None = None) -> GenerateResult:
         """Sample a continuation of what is built, and add it."""
@@ -371,17 +384,18 @@ class TrajectoryBuilder:
 @dataclass(frozen=True, kw_only=True)
 class Observation:
     """What an environment shows after a reset or an action. `reward` is that of the action; `done` tells that the
-    episode is over, by success, failure or the environment's own limit."""
+    episode is over, by success, failure or the environment's own limit. `tools` are named at the reset."""
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """What one episode acts in; made, used and closed by a workflow in the node's event loop."""
+    """What one episode acts in: in the node's event loop, or served by a process of its own."""
 
     async def reset(self, task: TaskSpec) -> Observation:
         """Start anew for `task`; deterministic in it. Returns what is seen first."""

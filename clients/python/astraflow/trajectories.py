@@ -32,6 +32,7 @@ __all__ = [
     "check_reward",
     "check_spans",
     "check_trainable",
+    "check_turns",
 ]
 
 MAX_TOKENS = bounds_of(trajectory_pb2.Trajectory, "token_ids").max_bytes // 4
@@ -98,6 +99,14 @@ class Span(Protocol):
     @property
     def end(self) -> int:
         """One after the last token."""
+
+
+class Turn(Span, Protocol):
+    """Tokens of one turn."""
+
+    @property
+    def reward(self) -> float:
+        """What the environment gave for it."""
 
 
 class VersionedSpan(Span, Protocol):
@@ -186,6 +195,14 @@ def check_spans(name: str, spans: Iterable[Span], *, num_tokens: int, what: str)
         if not end <= span.start < span.end <= num_tokens:
             raise _bad_span(name, span, num_tokens=num_tokens, what=what)
         end = span.end
+
+
+def check_turns(name: str, turns: Iterable[Turn], *, num_tokens: int) -> None:
+    """Raise BadTrajectory unless turns are ascending and disjoint, and their rewards finite."""
+    listed = list(turns)
+    check_spans(name, listed, num_tokens=num_tokens, what="turn")
+    for turn in listed:
+        check_reward(f"{name}, turn [{turn.start}, {turn.end})", turn.reward)
 
 
 def _bad_span(name: str, span: Span, *, num_tokens: int, what: str) -> BadTrajectory:

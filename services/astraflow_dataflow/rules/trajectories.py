@@ -28,6 +28,7 @@ from astraflow.trajectories import (
     check_reward,
     check_spans,
     check_trainable,
+    check_turns,
 )
 from astraflow_dataflow.rules.evaluation import Demand
 
@@ -199,7 +200,7 @@ def _check_body(trajectory: trajectory_pb2.Trajectory, header: trajectory_pb2.Tr
             f"{name}: trainable spans hold versions {trained.min_version}–{trained.max_version}, the header says "
             f"{header.min_version}–{header.max_version}",
         )
-    check_spans(name, trajectory.turn_spans, num_tokens=num_tokens, what="turn")
+    check_turns(name, trajectory.turn_spans, num_tokens=num_tokens)
 
 
 def _check_sizes(trajectory: trajectory_pb2.Trajectory, *, name: str, num_tokens: int) -> None:

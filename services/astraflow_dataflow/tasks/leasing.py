@@ -27,9 +27,16 @@ log = get_logger(__name__)
 
 UNBOUNDED = 1_000_000
 LEASES_PER_CALL = 256
-FREE_REASONS = frozenset({"missing_capability", "drain", "version_unavailable", "engine_down"})
+FREE_REASONS = frozenset(
+    {"missing_capability", "drain", "version_unavailable", "engine_down", "environment_unavailable"}
+)
 """Failures that cost no attempt: the node cannot help it."""
-_BACKOFF_S = {"version_unavailable": 0.2, "missing_capability": 0.0, "drain": 0.0}
+_BACKOFF_S = {
+    "version_unavailable": 0.2,
+    "environment_unavailable": 1.0,
+    "missing_capability": 0.0,
+    "drain": 0.0,
+}
 _RETRY_BACKOFF_S = 0.1
 _MAX_DETAIL = bounds_of(task_service_pb2.LeaseFailure, "detail").max_len
 

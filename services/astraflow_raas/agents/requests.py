@@ -130,6 +130,19 @@ class ChatRequest(_Sampled):
         return self.max_completion_tokens or self.max_tokens
 
 
+class TextRequest(_Sampled):
+    """The body of `/v1/completions`: a text as it is, without a chat template."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    logprobs: Literal[0] | None = None
+    echo: Literal[False] = False
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The bound that the client set."""
+        return self.max_tokens
+
+
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 

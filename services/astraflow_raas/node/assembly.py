@@ -21,6 +21,7 @@ from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.command import EngineCommand, share_gpus
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import start_engine
+from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.node.engine_host import ChildHost, HostSettings, Launch, RemoteHost
 from astraflow_raas.node.folder import NodeFolder
 from astraflow_raas.node.joining import FoundRun
@@ -59,6 +60,7 @@ class NodeInputs:
     client: AsyncClient
     workflow: RecipeWorkflow
     endpoint: Endpoint
+    served: ServedEnvironments
     settings: NodeSettings
     metrics: Metrics
     timeline: Timeline
@@ -107,6 +109,7 @@ def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -
         node_id=inputs.request.node_id,
         policies=policies,
         endpoint=inputs.endpoint,
+        served=inputs.served,
         scorer=inputs.workflow.scorer,
         session=session,
         pusher=pusher,

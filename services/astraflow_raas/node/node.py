@@ -12,6 +12,7 @@ from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow_kit.lifecycle import Service
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
+from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.grading.scoring import RewardScorer
 from astraflow_raas.node.engine_host import ChildHost, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
@@ -99,7 +100,8 @@ class Node:
     node_id: str
     policies: PolicyTable
     endpoint: Endpoint
-    scorer: RewardScorer
+    served: ServedEnvironments
+    scorer: RewardScorer | None
     session: Session
     pusher: Pusher
     worker: Worker
@@ -110,7 +112,8 @@ class Node:
         engines: list[Service] = []
         for part in self.policies.parts.values():
             engines += [part.host, part.weights]
-        return [self.endpoint, self.scorer, *engines, self.pusher, self.worker]
+        scorers = [self.scorer] if self.scorer is not None else []
+        return [self.endpoint, self.served, *scorers, *engines, self.pusher, self.worker]
 
     @property
     def waiting_for(self) -> str:

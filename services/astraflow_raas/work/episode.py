@@ -23,8 +23,8 @@ from astraflow.trajectories import (
     Trained,
     check_columns,
     check_reward,
-    check_spans,
     check_trainable,
+    check_turns,
 )
 from astraflow_raas.work.lease import is_evaluation
 
@@ -116,9 +116,9 @@ def _item(
         check_trainable(where, first_token_trained=first_token_trained, temperature=sampling.temperature)
     body = encode_columns(columns, trajectory_id=trajectory_id)
     body.sampling.CopyFrom(sampling)
-    check_spans(where, trajectory.turn_spans, num_tokens=len(columns.token_ids), what="turn")
+    check_turns(where, trajectory.turn_spans, num_tokens=len(columns.token_ids))
     for span in trajectory.turn_spans:
-        body.turn_spans.add(start=span.start, end=span.end, role=span.role)
+        body.turn_spans.add(start=span.start, end=span.end, role=span.role, reward=span.reward)
     header = trajectory_pb2.TrajectoryHeader(
         trajectory_id=trajectory_id,
         policy_id=trajectory.policy,

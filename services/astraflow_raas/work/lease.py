@@ -6,10 +6,9 @@ makes a call of an episode.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 
-from astraflow.chat import message_from_proto
+from astraflow.chat import task_from_proto
 from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import TaskSpec
 from astraflow.rollout.v1 import task_pb2
@@ -28,8 +27,10 @@ def complete_lease(lease: task_pb2.Lease, *, sampling: Mapping[str, task_pb2.Sam
     for policy_id, default in sampling.items():
         params = lease.sampling.get(policy_id, default)
         lease.sampling[policy_id].CopyFrom(_without_zeros(params, default))
-    messages = tuple(map(message_from_proto, lease.task.messages))
-    return TaskSpec(lease.task.task_id, messages, _data(lease.task), source=lease.task.source)
+    try:
+        return task_from_proto(lease.task)
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from error
 
 
 def is_evaluation(lease: task_pb2.Lease) -> bool:
@@ -53,15 +54,3 @@ def _without_zeros(
         top_k=params.top_k,
         max_new_tokens=params.max_new_tokens or default.max_new_tokens,
     )
-
-
-def _data(task: task_pb2.Task) -> Mapping[str, object]:
-    try:
-        data = json.loads(task.data_json) if task.data_json else {}
-    except ValueError as error:
-        raise InvalidArgumentError(f"task {task.task_id}: data_json is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise InvalidArgumentError(
-            f"task {task.task_id}: data_json is {type(data).__name__}, expected an object"
-        )
-    return data

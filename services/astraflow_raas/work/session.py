@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from astraflow import plugins
 from astraflow.dataflow.v1 import trajectory_service_pb2
+from astraflow.environments import EnvironmentFailed
 from astraflow.errors import AstraflowError, InvalidArgumentError
 from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
@@ -23,6 +24,7 @@ from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.plugins import describe
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused
+from astraflow_raas.environments.remote import EnvironmentUnavailable
 from astraflow_raas.policies.external_model import ExternalModel
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.push.pushing import Pusher
@@ -256,6 +258,10 @@ def _of_error(error: Exception, *, member: int) -> Failure:
     detail = f"member {member}: {text}"
     if isinstance(error, plugins.MissingCapability):
         return Failure(reason=MISSING_CAPABILITY, detail=f"member {member}: {error}", retryable=True)
+    if isinstance(error, EnvironmentFailed):
+        return Failure(reason="environment_failed", detail=f"member {member}: {error}", retryable=True)
+    if isinstance(error, EnvironmentUnavailable):
+        return Failure(reason="environment_unavailable", detail=f"member {member}: {error}", retryable=True)
     if isinstance(error, plugins.RewardFailed):
         return Failure(reason=error.reason, detail=f"member {member}: {error}", retryable=True)
     if isinstance(error, VersionMoved):

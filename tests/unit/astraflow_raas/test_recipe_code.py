@@ -10,6 +10,7 @@ from astraflow.errors import PluginError, RecipeError
 from astraflow.plugins import Score, Workflow
 from astraflow.recipe.file import CodeFile, bundle_digest, parse_recipe
 from astraflow_raas.agents.endpoint import Endpoint
+from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.recipe_code import load_workflow
 
 SINGLE_TURN = "astraflow_raas.workflows.single_turn:SingleTurn"
@@ -59,7 +60,9 @@ raas: {{reward: {reward}, workflow: {workflow}}}
     code = run_pb2.CodeBundle(files=[sent], sha256=digest)
     run = run_pb2.Run(run_id="r", recipe_yaml=text, code=code)
     recipe = parse_recipe(text).recipe
-    return load_workflow(run, recipe, into=folder, allowed=allowed, endpoint=Endpoint()).workflow
+    return load_workflow(
+        run, recipe, into=folder, allowed=allowed, endpoint=Endpoint(), served=ServedEnvironments()
+    ).workflow
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,9 @@ def _apply_override(document: Any, override: str) -> None:  # noqa: ANN401 - YAM
 
 def _describe(detail: ErrorDetails, document: Any, source: str) -> str:  # noqa: ANN401
     location, tagged = _location(detail, document)
+    message = detail["msg"].removeprefix("Value error, ")
+    if not location:
+        location, message = _named_place(message)
     where = f"{source}:{_line_of(document, location)}: {'.'.join(map(str, location)) or 'recipe'}"
     if detail["type"] == "extra_forbidden":
         return f"{where}: unknown key; {_about_unknown(location, tagged)}"
@@ -159,9 +162,15 @@ def _describe(detail: ErrorDetails, document: Any, source: str) -> str:  # noqa:
             f"{where}: the recipe has schema version {detail['input']!r}, this release reads {SCHEMA_VERSION}; use the "
             "release it was written for"
         )
-    message = detail["msg"].removeprefix("Value error, ")
     given = "" if isinstance(detail["input"], Mapping | list) else f" (got {detail['input']!r})"
     return f"{where}: {message}{given}"
+
+
+def _named_place(message: str) -> tuple[list[str | int], str]:
+    """Return the key that a message about the whole recipe begins with, as in `roles.critic: …`, and what follows."""
+    path, separator, rest = message.partition(": ")
+    keys: list[str | int] = [*path.split(".")]
+    return (keys, rest) if separator and keys[0] in Recipe.model_fields else ([], message)
 
 
 def _location(detail: ErrorDetails, document: Any) -> tuple[list[str | int], list[str | int]]:  # noqa: ANN401

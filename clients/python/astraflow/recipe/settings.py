@@ -249,8 +249,8 @@ class RaasSettings(Section):
 
     workflow: PluginSettings = PluginSettings(use="astraflow_raas.workflows.single_turn:SingleTurn")
     """`Workflow` plug-in; its class may take `reward`, which is the reward below."""
-    reward: PluginSettings
-    """`Reward` plug-in."""
+    reward: PluginSettings | None = None
+    """`Reward` plug-in; for a workflow whose environment gives all rewards it may be left out."""
     reward_limits: RewardLimitSettings = RewardLimitSettings()
     """Processes, time and memory of the reward, instead of those of the plug-in."""
     max_concurrent_tasks: int = Field(default=16, ge=1, le=65_536)

@@ -217,13 +217,21 @@ local function read_lane(P, node, lane, most)
   return found
 end
 
--- Tasks that may be charged with this credit, in groups per policy: under `all` each role needs a group, under `any` one is enough.
+-- Whether the trainer of a policy has released it: it trains no more, and is not waited for.
+local function has_ended(P, policy)
+  local f = call('HMGET', K.policy(P, policy), 'epoch', 'heard_ms')
+  return f[1] ~= '0' and not f[2]
+end
+
+-- Tasks that may be charged with this credit, in groups per policy: under `all` each role needs a group, unless its policy has ended; under
+-- `any` one is enough.
 local function admitted(P, roles, credit)
   local needs, fewest, most = {}, nil, 0
   for _, role in ipairs(roles) do needs[role.policy] = (needs[role.policy] or 0) + 1 end
   for policy, n in pairs(needs) do
     local whole = math.floor(credit[policy] / n)
-    fewest, most = math.min(fewest or whole, whole), math.max(most, math.ceil(credit[policy] / n))
+    if not has_ended(P, policy) then fewest = math.min(fewest or whole, whole) end
+    most = math.max(most, math.ceil(credit[policy] / n))
   end
   return call('HGET', K.run(P), 'admit') == 'all' and fewest or most
 end

@@ -113,7 +113,7 @@ def test_a_wrong_recipe_names_line_and_remedy(old: str, new: str, line: int, wor
         ("trainer:\n  algorithm:\n    loss: {kind: gspo, low: 7}", 22, "trainer.algorithm.loss.low: "),
         ("trainer:\n  algorithm:\n    loss: gpso", 22, "unknown kind 'gpso'; did you mean `gspo`"),
         ("trainer:\n  algorithm:\n    aggregation: constant", 22, "aggregation.length: this key is required"),
-        ("trainer: {algorithm: {anchor: proximal}}", 1, "policies.solver: m2po bounds the distance"),
+        ("trainer: {algorithm: {anchor: proximal}}", 5, "policies.solver: m2po bounds the distance"),
     ],
 )
 def test_a_wrong_algorithm_names_line_and_remedy(where: str, line: int, words: str) -> None:

@@ -65,7 +65,10 @@ def test_the_text_that_nodes_get_gives_the_same_roles() -> None:
 @pytest.mark.parametrize(
     ("roles", "parts"),
     [
-        ("{solver: solver, verifier: verifer}", ("roles.verifier", "'verifer'", "did you mean 'verifier'")),
+        (
+            "{solver: solver, verifier: verifer}",
+            ("recipe:4: roles.verifier: ", "'verifer'", "did you mean 'verifier'"),
+        ),
         ("{solver: solver}", ("no role", "'verifier'", "take it out")),
         ("{solver: solver, verifier: {policy: verifier, train: false}}", ("'verifier'", "none of its roles")),
         ("{Solver: solver, verifier: verifier}", ("Solver",)),

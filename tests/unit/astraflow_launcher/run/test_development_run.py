@@ -14,7 +14,7 @@ import pytest
 
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import UnavailableError
-from astraflow_launcher.run import embedded_redis
+from astraflow_launcher.run import development_run, embedded_redis
 from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
 from astraflow_launcher.run.folder import open_run_folder
 from astraflow_launcher.view.live import QuietView
@@ -165,6 +165,19 @@ async def test_a_second_ctrl_c_ends_at_once(scene: Scene) -> None:
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(scene.run(without=ALL_BUT_NODES))
     assert scene.view.done[-1] == "final evaluation"
+
+
+async def test_nodes_that_somebody_started_are_told_that_the_run_is_over_before_the_server_goes(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(development_run, "_LEAVE_POLL_S", 0.01)
+    scene.server.announce(0)
+    scene.server.nodes_leave_after = 3
+    scene.end_with(0.5)
+    scene.interrupt_once_during("running")
+    await scene.run(without=EVERYTHING)
+    assert scene.server.updates == [run_pb2.RUN_STATE_FINISHING]
+    assert scene.server.nodes_leave_after == -1, "the last one was waited for"
 
 
 async def test_without_redis_the_error_says_what_to_install(

@@ -206,8 +206,8 @@ class LeaseFailure(_message.Message):
     lease_id: _builtins.str
     """Lease to give back."""
     reason: _builtins.str
-    """Slug: `workflow_error`, `reward_error`, `reward_timeout`, `timeout`, `engine_error`, `engine_down`,
-    `missing_capability`, `drain`, `version_unavailable`.
+    """Slug: `workflow_error`, `reward_error`, `reward_timeout`, `timeout`, `engine_error`, `environment_failed`; at no
+    cost of an attempt: `engine_down`, `missing_capability`, `drain`, `version_unavailable`, `environment_unavailable`.
     """
     detail: _builtins.str
     """For people."""

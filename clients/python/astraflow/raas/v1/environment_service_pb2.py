@@ -23,11 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot_options__pb2
-from astraflow.rollout.v1 import blob_pb2 as astraflow_dot_rollout_dot_v1_dot_blob__pb2
+from astraflow.rollout.v1 import task_pb2 as astraflow_dot_rollout_dot_v1_dot_task__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+astraflow/raas/v1/environment_service.proto\x12\x11\x61straflow.raas.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1f\x61straflow/rollout/v1/blob.proto\x1a\x1egoogle/protobuf/duration.proto\"x\n\x0e\x45pisodeBinding\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x12\n\nepisode_id\x18\x03 \x01(\t\x12\x0e\n\x06member\x18\x04 \x01(\r\x12\x10\n\x08lease_id\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\"H\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x1d\n\x15\x61rguments_schema_json\x18\x03 \x01(\x0c\"`\n\x07\x43ontent\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12-\n\x04\x62lob\x18\x02 \x01(\x0b\x32\x1d.astraflow.rollout.v1.BlobRefH\x00\x12\x0e\n\x04json\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04kind\"\xfb\x01\n\x0bObservation\x12+\n\x07\x63ontent\x18\x01 \x03(\x0b\x32\x1a.astraflow.raas.v1.Content\x12\x1a\n\x12\x61\x64missible_actions\x18\x02 \x03(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x12\n\nterminated\x18\x04 \x01(\x08\x12\x11\n\ttruncated\x18\x05 \x01(\x08\x12<\n\x07metrics\x18\x06 \x03(\x0b\x32+.astraflow.raas.v1.Observation.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"0\n\x08ToolCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x02 \x01(\x0c\"\\\n\x06\x41\x63tion\x12\x18\n\x04text\x18\x01 \x01(\tB\x08\xfa\xf3\x18\x04\x30\x80\x80\x04H\x00\x12\x30\n\ttool_call\x18\x02 \x01(\x0b\x32\x1b.astraflow.raas.v1.ToolCallH\x00\x42\x06\n\x04kind\"\xb2\x02\n\x0cResetRequest\x12\x32\n\x07\x65pisode\x18\x01 \x01(\x0b\x32!.astraflow.raas.v1.EpisodeBinding\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x1d\n\x0b\x63onfig_json\x18\x04 \x01(\x0c\x42\x08\xfa\xf3\x18\x04\x30\x80\x80\x04\x12\x11\n\tmax_turns\x18\x05 \x01(\r\x12K\n\x10session_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00 \xac@\x12L\n\x11\x64\x65\x61\x64line_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\xc0\x82@\"\xc8\x01\n\rResetResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x33\n\x0bobservation\x18\x02 \x01(\x0b\x32\x1e.astraflow.raas.v1.Observation\x12&\n\x05tools\x18\x03 \x03(\x0b\x32\x17.astraflow.raas.v1.Tool\x12\x11\n\tmax_turns\x18\x04 \x01(\r\x12\x33\n\x10session_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xb7\x01\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x1b\n\x04turn\x18\x02 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12)\n\x06\x61\x63tion\x18\x03 \x01(\x0b\x32\x19.astraflow.raas.v1.Action\x12L\n\x11\x64\x65\x61\x64line_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\xc0\x82@\"\x86\x01\n\x0cStepResponse\x12\x0c\n\x04turn\x18\x01 \x01(\x04\x12\x33\n\x0bobservation\x18\x02 \x01(\x0b\x32\x1e.astraflow.raas.v1.Observation\x12\x33\n\x10session_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\"\n\x0c\x43loseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"H\n\rCloseResponse\x12\r\n\x05turns\x18\x01 \x01(\x04\x12\x14\n\x0ctotal_reward\x18\x02 \x01(\x01\x12\x12\n\nterminated\x18\x03 \x01(\x08\x32\xf6\x04\n\x12\x45nvironmentService\x12\xb8\x01\n\x05Reset\x12\x1f.astraflow.raas.v1.ResetRequest\x1a .astraflow.raas.v1.ResetResponse\"l\xca\xf3\x18\x02\x01\x05\xd0\xf3\x18\x02\xda\xf3\x18\n\n\x08\x43ONFLICT\xe2\xf3\x18P\n\x14\x65nvironment_sessions\x12\x38run the environment inside the recipe\'s workflow plug-in\x12\xcb\x01\n\x04Step\x12\x1e.astraflow.raas.v1.StepRequest\x1a\x1f.astraflow.raas.v1.StepResponse\"\x81\x01\xca\xf3\x18\x02\x01\x05\xd0\xf3\x18\x02\xda\xf3\x18\x1f\n\x08\x43ONFLICT\n\x13\x46\x41ILED_PRECONDITION\xe2\xf3\x18P\n\x14\x65nvironment_sessions\x12\x38run the environment inside the recipe\'s workflow plug-in\x12\xaa\x01\n\x05\x43lose\x12\x1f.astraflow.raas.v1.CloseRequest\x1a .astraflow.raas.v1.CloseResponse\"^\xca\xf3\x18\x02\x01\x05\xd0\xf3\x18\x02\xe2\xf3\x18P\n\x14\x65nvironment_sessions\x12\x38run the environment inside the recipe\'s workflow plug-in\x1a*\xea\xf3\x18&\n\tNOT_FOUND\n\nLEASE_LOST\n\rPLUGIN_FAILEDBp\n\x14io.astraflow.raas.v1P\x01ZBgithub.com/astraflow/astraflow/clients/go/astraflow/raas/v1;raasv1\xaa\x02\x11\x41straflow.Raas.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+astraflow/raas/v1/environment_service.proto\x12\x11\x61straflow.raas.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\x1a\x1egoogle/protobuf/duration.proto\"H\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x1d\n\x15\x61rguments_schema_json\x18\x03 \x01(\x0c\"\xe3\x01\n\x0bObservation\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.astraflow.rollout.v1.Message\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x12\n\nterminated\x18\x03 \x01(\x08\x12\x11\n\ttruncated\x18\x04 \x01(\x08\x12<\n\x07metrics\x18\x05 \x03(\x0b\x32+.astraflow.raas.v1.Observation.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xcc\x01\n\x0cResetRequest\x12&\n\nsession_id\x18\x01 \x01(\tB\x12\xfa\xf3\x18\x0eJ\x0c[!-~]{1,128}\x12\x1c\n\x0b\x65nvironment\x18\x02 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x01\x12(\n\x04task\x18\x03 \x01(\x0b\x32\x1a.astraflow.rollout.v1.Task\x12L\n\x11\x64\x65\x61\x64line_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\xc0\x82@\"\xb4\x01\n\rResetResponse\x12\x33\n\x0bobservation\x18\x01 \x01(\x0b\x32\x1e.astraflow.raas.v1.Observation\x12&\n\x05tools\x18\x02 \x03(\x0b\x32\x17.astraflow.raas.v1.Tool\x12\x11\n\tmax_turns\x18\x03 \x01(\r\x12\x33\n\x10session_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xbb\x01\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x1b\n\x04turn\x18\x02 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12-\n\x06\x61\x63tion\x18\x03 \x01(\x0b\x32\x1d.astraflow.rollout.v1.Message\x12L\n\x11\x64\x65\x61\x64line_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\xc0\x82@\"\x86\x01\n\x0cStepResponse\x12\x0c\n\x04turn\x18\x01 \x01(\x04\x12\x33\n\x0bobservation\x18\x02 \x01(\x0b\x32\x1e.astraflow.raas.v1.Observation\x12\x33\n\x10session_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\"\n\x0c\x43loseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"H\n\rCloseResponse\x12\r\n\x05turns\x18\x01 \x01(\x04\x12\x14\n\x0ctotal_reward\x18\x02 \x01(\x01\x12\x12\n\nterminated\x18\x03 \x01(\x08\x32\xea\x02\n\x12\x45nvironmentService\x12\x64\n\x05Reset\x12\x1f.astraflow.raas.v1.ResetRequest\x1a .astraflow.raas.v1.ResetResponse\"\x18\xca\xf3\x18\x02\x01\x05\xd0\xf3\x18\x02\xda\xf3\x18\n\n\x08\x43ONFLICT\x12v\n\x04Step\x12\x1e.astraflow.raas.v1.StepRequest\x1a\x1f.astraflow.raas.v1.StepResponse\"-\xca\xf3\x18\x02\x01\x05\xd0\xf3\x18\x02\xda\xf3\x18\x1f\n\x08\x43ONFLICT\n\x13\x46\x41ILED_PRECONDITION\x12V\n\x05\x43lose\x12\x1f.astraflow.raas.v1.CloseRequest\x1a .astraflow.raas.v1.CloseResponse\"\n\xca\xf3\x18\x02\x01\x05\xd0\xf3\x18\x02\x1a\x1e\xea\xf3\x18\x1a\n\tNOT_FOUND\n\rPLUGIN_FAILEDBp\n\x14io.astraflow.raas.v1P\x01ZBgithub.com/astraflow/astraflow/clients/go/astraflow/raas/v1;raasv1\xaa\x02\x11\x41straflow.Raas.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,12 +37,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\024io.astraflow.raas.v1P\001ZBgithub.com/astraflow/astraflow/clients/go/astraflow/raas/v1;raasv1\252\002\021Astraflow.Raas.V1'
   _globals['_OBSERVATION_METRICSENTRY']._loaded_options = None
   _globals['_OBSERVATION_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_ACTION'].fields_by_name['text']._loaded_options = None
-  _globals['_ACTION'].fields_by_name['text']._serialized_options = b'\372\363\030\0040\200\200\004'
-  _globals['_RESETREQUEST'].fields_by_name['config_json']._loaded_options = None
-  _globals['_RESETREQUEST'].fields_by_name['config_json']._serialized_options = b'\372\363\030\0040\200\200\004'
-  _globals['_RESETREQUEST'].fields_by_name['session_duration']._loaded_options = None
-  _globals['_RESETREQUEST'].fields_by_name['session_duration']._serialized_options = b'\372\363\030\022\t\000\000\000\000\000\000\000\000\021\000\000\000\000\000 \254@'
+  _globals['_RESETREQUEST'].fields_by_name['session_id']._loaded_options = None
+  _globals['_RESETREQUEST'].fields_by_name['session_id']._serialized_options = b'\372\363\030\016J\014[!-~]{1,128}'
+  _globals['_RESETREQUEST'].fields_by_name['environment']._loaded_options = None
+  _globals['_RESETREQUEST'].fields_by_name['environment']._serialized_options = b'\372\363\030\003 \200\001'
   _globals['_RESETREQUEST'].fields_by_name['deadline_duration']._loaded_options = None
   _globals['_RESETREQUEST'].fields_by_name['deadline_duration']._serialized_options = b'\372\363\030\022\t\000\000\000\000\000\000\000\000\021\000\000\000\000\000\300\202@'
   _globals['_STEPREQUEST'].fields_by_name['turn']._loaded_options = None
@@ -50,39 +48,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPREQUEST'].fields_by_name['deadline_duration']._loaded_options = None
   _globals['_STEPREQUEST'].fields_by_name['deadline_duration']._serialized_options = b'\372\363\030\022\t\000\000\000\000\000\000\000\000\021\000\000\000\000\000\300\202@'
   _globals['_ENVIRONMENTSERVICE']._loaded_options = None
-  _globals['_ENVIRONMENTSERVICE']._serialized_options = b'\352\363\030&\n\tNOT_FOUND\n\nLEASE_LOST\n\rPLUGIN_FAILED'
+  _globals['_ENVIRONMENTSERVICE']._serialized_options = b'\352\363\030\032\n\tNOT_FOUND\n\rPLUGIN_FAILED'
   _globals['_ENVIRONMENTSERVICE'].methods_by_name['Reset']._loaded_options = None
-  _globals['_ENVIRONMENTSERVICE'].methods_by_name['Reset']._serialized_options = b'\312\363\030\002\001\005\320\363\030\002\332\363\030\n\n\010CONFLICT\342\363\030P\n\024environment_sessions\0228run the environment inside the recipe\'s workflow plug-in'
+  _globals['_ENVIRONMENTSERVICE'].methods_by_name['Reset']._serialized_options = b'\312\363\030\002\001\005\320\363\030\002\332\363\030\n\n\010CONFLICT'
   _globals['_ENVIRONMENTSERVICE'].methods_by_name['Step']._loaded_options = None
-  _globals['_ENVIRONMENTSERVICE'].methods_by_name['Step']._serialized_options = b'\312\363\030\002\001\005\320\363\030\002\332\363\030\037\n\010CONFLICT\n\023FAILED_PRECONDITION\342\363\030P\n\024environment_sessions\0228run the environment inside the recipe\'s workflow plug-in'
+  _globals['_ENVIRONMENTSERVICE'].methods_by_name['Step']._serialized_options = b'\312\363\030\002\001\005\320\363\030\002\332\363\030\037\n\010CONFLICT\n\023FAILED_PRECONDITION'
   _globals['_ENVIRONMENTSERVICE'].methods_by_name['Close']._loaded_options = None
-  _globals['_ENVIRONMENTSERVICE'].methods_by_name['Close']._serialized_options = b'\312\363\030\002\001\005\320\363\030\002\342\363\030P\n\024environment_sessions\0228run the environment inside the recipe\'s workflow plug-in'
-  _globals['_EPISODEBINDING']._serialized_start=167
-  _globals['_EPISODEBINDING']._serialized_end=287
-  _globals['_TOOL']._serialized_start=289
-  _globals['_TOOL']._serialized_end=361
-  _globals['_CONTENT']._serialized_start=363
-  _globals['_CONTENT']._serialized_end=459
-  _globals['_OBSERVATION']._serialized_start=462
-  _globals['_OBSERVATION']._serialized_end=713
-  _globals['_OBSERVATION_METRICSENTRY']._serialized_start=667
-  _globals['_OBSERVATION_METRICSENTRY']._serialized_end=713
-  _globals['_TOOLCALL']._serialized_start=715
-  _globals['_TOOLCALL']._serialized_end=763
-  _globals['_ACTION']._serialized_start=765
-  _globals['_ACTION']._serialized_end=857
-  _globals['_RESETREQUEST']._serialized_start=860
-  _globals['_RESETREQUEST']._serialized_end=1166
-  _globals['_RESETRESPONSE']._serialized_start=1169
-  _globals['_RESETRESPONSE']._serialized_end=1369
-  _globals['_STEPREQUEST']._serialized_start=1372
-  _globals['_STEPREQUEST']._serialized_end=1555
-  _globals['_STEPRESPONSE']._serialized_start=1558
-  _globals['_STEPRESPONSE']._serialized_end=1692
-  _globals['_CLOSEREQUEST']._serialized_start=1694
-  _globals['_CLOSEREQUEST']._serialized_end=1728
-  _globals['_CLOSERESPONSE']._serialized_start=1730
-  _globals['_CLOSERESPONSE']._serialized_end=1802
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=1805
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=2435
+  _globals['_ENVIRONMENTSERVICE'].methods_by_name['Close']._serialized_options = b'\312\363\030\002\001\005\320\363\030\002'
+  _globals['_TOOL']._serialized_start=167
+  _globals['_TOOL']._serialized_end=239
+  _globals['_OBSERVATION']._serialized_start=242
+  _globals['_OBSERVATION']._serialized_end=469
+  _globals['_OBSERVATION_METRICSENTRY']._serialized_start=423
+  _globals['_OBSERVATION_METRICSENTRY']._serialized_end=469
+  _globals['_RESETREQUEST']._serialized_start=472
+  _globals['_RESETREQUEST']._serialized_end=676
+  _globals['_RESETRESPONSE']._serialized_start=679
+  _globals['_RESETRESPONSE']._serialized_end=859
+  _globals['_STEPREQUEST']._serialized_start=862
+  _globals['_STEPREQUEST']._serialized_end=1049
+  _globals['_STEPRESPONSE']._serialized_start=1052
+  _globals['_STEPRESPONSE']._serialized_end=1186
+  _globals['_CLOSEREQUEST']._serialized_start=1188
+  _globals['_CLOSEREQUEST']._serialized_end=1222
+  _globals['_CLOSERESPONSE']._serialized_start=1224
+  _globals['_CLOSERESPONSE']._serialized_end=1296
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=1299
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=1661
 # @@protoc_insertion_point(module_scope)

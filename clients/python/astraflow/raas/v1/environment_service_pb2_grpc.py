@@ -26,9 +26,10 @@ if _version_not_supported:
 
 
 class EnvironmentServiceStub:
-    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and
-    ends with the lease. Turns of a session are numbered; repeating the last turn with the same action returns the same
-    observation and acts once.
+    """Sessions of one environment: each is what one episode acts in. The service runs beside the nodes, on their machine or
+    another, in any language; it knows neither runs nor leases, so a session ends by Close, by the end of its time, or with
+    the process that held it. Turns of a session are numbered; repeating the last turn with the same action returns the
+    same observation and acts once.
     """
 
     def __init__(self, channel):
@@ -55,15 +56,17 @@ class EnvironmentServiceStub:
 
 
 class EnvironmentServiceServicer:
-    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and
-    ends with the lease. Turns of a session are numbered; repeating the last turn with the same action returns the same
-    observation and acts once.
+    """Sessions of one environment: each is what one episode acts in. The service runs beside the nodes, on their machine or
+    another, in any language; it knows neither runs nor leases, so a session ends by Close, by the end of its time, or with
+    the process that held it. Turns of a session are numbered; repeating the last turn with the same action returns the
+    same observation and acts once.
     """
 
     def Reset(self, request, context):
-        """Starts a session in a freshly seeded environment and returns its first observation. Idempotent per episode binding:
-        the same episode, environment and seed return the same session while it is at turn 0; other content answers
-        ALREADY_EXISTS (CONFLICT).
+        """Starts a session in a fresh environment and returns its first observation. Idempotent per session: the same request
+        again returns the same observation while the session is at turn 0; other content, or a session that has acted,
+        answers ALREADY_EXISTS (CONFLICT). An environment that is not served here, or cannot run the task on this machine,
+        answers NOT_FOUND; a service whose sessions are all taken RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,15 +75,16 @@ class EnvironmentServiceServicer:
     def Step(self, request, context):
         """Acts once and returns what the agent sees. Idempotent per (session, turn): the last turn again returns its
         observation; another action for it answers ALREADY_EXISTS (CONFLICT); a turn that is neither the last nor the next,
-        or one after the end, answers FAILED_PRECONDITION.
+        or one after the end, answers FAILED_PRECONDITION. An environment that raises, hangs or dies ends the session: this
+        call and every later one answer FAILED_PRECONDITION (PLUGIN_FAILED) with the reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Close(self, request, context):
-        """Ends a session and frees what it holds. Idempotent: closing a closed session returns the same summary until the
-        episode's lease ends.
+        """Ends a session and frees what it holds. Idempotent: closing a closed session returns the same summary for as long
+        as the service remembers it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,9 +117,10 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EnvironmentService:
-    """Sessions of environments, each bound to one episode. A session lives on the node that leased the episode's task and
-    ends with the lease. Turns of a session are numbered; repeating the last turn with the same action returns the same
-    observation and acts once.
+    """Sessions of one environment: each is what one episode acts in. The service runs beside the nodes, on their machine or
+    another, in any language; it knows neither runs nor leases, so a session ends by Close, by the end of its time, or with
+    the process that held it. Turns of a session are numbered; repeating the last turn with the same action returns the
+    same observation and acts once.
     """
 
     @staticmethod

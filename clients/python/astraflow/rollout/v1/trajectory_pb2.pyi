@@ -110,22 +110,26 @@ class TurnSpan(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """First position, inclusive."""
     end: _builtins.int
     """Last position, exclusive; > start."""
     role: _builtins.str
     """Chat role of the turn."""
+    reward: _builtins.float
+    """What the environment gave for it, finite; 0 for turns that were not sampled and where nothing was given."""
     def __init__(
         self,
         *,
         start: _builtins.int = ...,
         end: _builtins.int = ...,
         role: _builtins.str = ...,
+        reward: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "role", b"role", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "reward", b"reward", "role", b"role", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

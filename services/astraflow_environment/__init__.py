@@ -1,0 +1,1 @@
+"""The environment service: what episodes act in, served by processes of its own to nodes of any run."""

@@ -1,0 +1,1 @@
+"""How does an episode reach the environment that it acts in, here or served elsewhere?"""

@@ -1,0 +1,51 @@
+"""The environments that this node's settings name, with a connection to each.
+
+Invariant: addresses come from the settings of the node, never from a recipe; episodes share the connection of a name. A
+lifecycle `Service`; asked by `recipe_environments`.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from astraflow.client import AsyncClient
+from astraflow.plugins import MissingCapability
+from astraflow_raas.environments.remote import RemoteEnvironment
+
+
+class ServedEnvironments:
+    """Opens sessions by name; connects when the first is opened."""
+
+    def __init__(self, addresses: Mapping[str, str] | None = None, *, token: str | None = None) -> None:
+        self._addresses = dict(addresses or {})
+        self._token = token
+        self._clients: dict[str, AsyncClient] = {}
+        self._stopping = asyncio.Event()
+
+    def require(self, name: str) -> None:
+        """Raise MissingCapability unless the settings name it."""
+        if name not in self._addresses:
+            known = ", ".join(self._addresses) or "none"
+            raise MissingCapability(
+                f"this node knows no served environment {name!r} (known: {known}); start it with "
+                f"--environment {name}=HOST:PORT"
+            )
+
+    def open(self, name: str, *, turn_timeout_s: float) -> RemoteEnvironment:
+        """What one episode acts in. Raises MissingCapability."""
+        self.require(name)
+        if name not in self._clients:
+            self._clients[name] = AsyncClient(self._addresses[name], token=self._token)
+        return RemoteEnvironment(self._clients[name], name=name, turn_timeout_s=turn_timeout_s)
+
+    async def start(self) -> None:
+        """Nothing to bind."""
+
+    async def run(self) -> None:
+        """Wait for `stop`."""
+        await self._stopping.wait()
+
+    async def stop(self, *, deadline_s: float) -> None:
+        """Close the connections."""
+        self._stopping.set()
+        for client in self._clients.values():
+            await client.close()

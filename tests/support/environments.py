@@ -1,0 +1,154 @@
+"""Environments for tests, well and badly behaved, and a service process that serves one.
+
+`served_environment` starts `python -m astraflow_environment`; used by integration and e2e tests.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import httpx
+
+from astraflow.plugins import Message, MissingCapability, Observation, TaskSpec, Tool
+from astraflow_kit.lifecycle import read_address_file
+from support.scripted_dataflow import eventually
+
+_TESTS = str(Path(__file__).parents[1])
+
+
+class Counter:
+    """Adds up the numbers it gets; every other word is a way to misbehave."""
+
+    def __init__(self, *, goal: int = 10) -> None:
+        self.goal, self.sum = goal, 0
+
+    async def reset(self, task: TaskSpec) -> Observation:
+        """Start at the task's number."""
+        if task.data.get("needs") == "a browser":
+            raise MissingCapability("no browser on this machine; install one")
+        self.sum = int(task.data.get("start", 0))
+        return Observation(messages=(Message("user", f"sum {self.sum}"),))
+
+    async def step(self, action: Message) -> Observation:
+        """Add, or misbehave."""
+        word = action.content.strip()
+        if not word.lstrip("-").isdigit():
+            return await self._misbehave(word)
+        self.sum += int(word)
+        over = self.sum >= self.goal
+        return Observation(
+            messages=(Message("user", f"sum {self.sum} pid {os.getpid()}"),),
+            reward=float(int(word)),
+            done=over,
+            metrics={"sum": float(self.sum)},
+        )
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+    async def _misbehave(self, word: str) -> Observation:
+        if word == "raise":
+            raise ValueError("the dungeon has no exit")
+        if word == "hang":
+            while True:
+                pass
+        if word == "die":
+            os._exit(7)
+        if word == "flood":
+            return Observation(messages=(Message("user", "x" * 2**21),))
+        return Observation(reward=float("nan"))
+
+
+class Sleeper(Counter):
+    """Takes too long."""
+
+    async def reset(self, task: TaskSpec) -> Observation:
+        """Never returns."""
+        await asyncio.Event().wait()
+        return await super().reset(task)
+
+
+class Kettle:
+    """Has a tool."""
+
+    async def reset(self, task: TaskSpec) -> Observation:
+        """Show the tool."""
+        return Observation(messages=task.messages, tools=(Tool("boil", "Boil water."),))
+
+    async def step(self, action: Message) -> Observation:
+        """Answer each call."""
+        answers = tuple(Message("tool", "hot", tool_call_id=call.id) for call in action.tool_calls)
+        return Observation(messages=answers, reward=float(len(answers)), done=not answers)
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+@dataclass
+class ServedEnvironment:
+    """A running service."""
+
+    process: asyncio.subprocess.Process
+    address: str
+    http: str
+    log: Path
+
+    async def status(self) -> dict[str, dict[str, int]]:
+        """Its page."""
+        assert self.process.returncode is None, self.log.read_text()
+        async with httpx.AsyncClient() as client:
+            try:
+                found: dict[str, dict[str, int]] = (await client.get(f"http://{self.http}/status")).json()
+            except httpx.TransportError as error:
+                await asyncio.wait_for(self.process.wait(), 20)
+                raise AssertionError(self.log.read_text()) from error
+        return found
+
+    async def until(self, holds: Callable[[dict[str, dict[str, int]]], bool]) -> Self:
+        """Wait for a status. Fails when it ends before."""
+        async with asyncio.timeout(30):
+            while not holds(await self.status()):  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.05)
+        return self
+
+    async def kill(self) -> None:
+        """End it as a crash would."""
+        self.process.kill()
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def served_environment(
+    folder: Path, *options: str, use: str = "support.environments:Counter", **settings: object
+) -> AsyncIterator[ServedEnvironment]:
+    """A service process with a loaded worker; whatever the test leaves of it is killed."""
+    addresses, log = folder / "environment.json", folder / "environment.log"
+    await asyncio.to_thread(addresses.unlink, missing_ok=True)
+    command = [sys.executable, "-m", "astraflow_environment", "--use", use, "--with", json.dumps(settings)]
+    command += ["--address-file", str(addresses), *options]
+    paths = os.pathsep.join([_TESTS, *filter(None, sys.path)])
+    with log.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stderr=output, env={**os.environ, "PYTHONPATH": paths}
+        )
+    try:
+        await eventually(
+            lambda: addresses.exists() or process.returncode is not None, what="the service listens"
+        )
+        found = read_address_file(addresses)
+        assert found is not None, log.read_text()
+        served = ServedEnvironment(process, found.grpc, found.http, log)
+        yield await served.until(lambda now: now["workers"]["ready"] == now["workers"]["wanted"])
+    except BaseException as error:
+        error.add_note(log.read_text()[-4000:])
+        raise
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
