@@ -93,6 +93,8 @@ class DevelopmentRun:
         self._observer = Observer(self._client, self._run_id)
         self._trainers: dict[str, Child] = {}
         self._trainer_ranks: list[Child] = []
+        self._frozen: dict[str, Child] = {}
+        """Trainers of policies that are not trained: they end when they have published."""
 
     async def run(self) -> Summary:
         """Run to the end and return the summary. Raises the failure of a child that cannot be restarted."""
@@ -158,7 +160,8 @@ class DevelopmentRun:
         if settings.model.external is not None:
             return
         if not settings.train:
-            await self._start(self._trainer_spec(policy, rank=0, meeting_port=0, size=1))
+            spec = self._trainer_spec(policy, rank=0, meeting_port=0, size=1)
+            self._frozen[policy] = await self._start(spec)
             return
         meeting_port, size = free_port(), self._options.trainer_ranks
         for rank in range(size):
@@ -244,6 +247,7 @@ class DevelopmentRun:
                 log.warning("run.not_finished", doing=doing, deadline_s=_FINISH_TIMEOUT_S)
                 return
             self._supervisor.raise_failures()
+            await self._publish_again(observation)
             if time.monotonic() - sampled > _MEMORY_PERIOD_S:
                 await asyncio.to_thread(self._memory.sample)
                 sampled = time.monotonic()
@@ -254,6 +258,14 @@ class DevelopmentRun:
                 await asyncio.wait_for(observer.updated.wait(), timeout=2.0)
         metrics.write(observation)
         self._view.show(observation, doing=doing)
+
+    async def _publish_again(self, observation: Observation) -> None:
+        """Redis may have lost the announcement of a policy whose trainer has ended already."""
+        for policy in observation.status.policies if observation.status else ():
+            child = self._frozen.get(policy.policy_id)
+            if child is not None and child.finished.is_set() and not policy.HasField("version"):
+                log.warning("policy.published_again", policy_id=policy.policy_id)
+                self._frozen[policy.policy_id] = await self._start(child.spec)
 
     def _training_over(self, observation: Observation) -> bool:
         if self._interrupted.is_set() or (self._trainers and self._trainers_ended(observation)):

@@ -17,6 +17,7 @@ from astraflow_raas.agents import answers
 from astraflow_raas.agents.api_errors import ApiError, unauthorised
 from astraflow_raas.agents.calls import AgentCalls, Answers
 from astraflow_raas.agents.requests import ChatRequest, TextRequest, read
+from astraflow_raas.agents.responses import ResponseRequest, response, response_events
 
 _MAX_BODY_BYTES = 4 * 2**20
 _REFUSAL_DELAY_S = 0.05
@@ -67,10 +68,15 @@ def create_agent_app(find: Callable[[str], AgentCalls | None]) -> FastAPI:
             opened(request), request, TextRequest, answers.text_completion, answers.text_events
         )
 
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        """A response, whole or as events."""
+        return await _answer(opened(request), request, ResponseRequest, response, response_events)
+
     return app
 
 
-RequestT = TypeVar("RequestT", ChatRequest, TextRequest)
+RequestT = TypeVar("RequestT", ChatRequest, TextRequest, ResponseRequest)
 
 
 async def _answer(
@@ -82,7 +88,7 @@ async def _answer(
 ) -> Response:
     async with calls.slot():
         wanted, ignored = read(await _body(request), kind)
-        answered = await _unless_gone(calls.start(wanted), request)
+        answered = await _unless_gone(calls.start(wanted.call()), request)
     policy, headers = calls.policies[wanted.model], {IGNORED_HEADER: ", ".join(ignored)}
     if wanted.stream:
         text = "".join(events(wanted, answered, policy))

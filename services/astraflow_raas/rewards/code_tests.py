@@ -5,7 +5,9 @@ made, unless a recipe says `dangerously_without_sandbox`. Named by a recipe as
 `astraflow_raas.rewards.code_tests:CodeTests`; awaited in the node's event loop, which it does not hold.
 """
 
+import ast
 import asyncio
+import builtins
 import math
 import os
 import re
@@ -145,9 +147,9 @@ def order_of(task: TaskSpec, code: str) -> Order:
         return Order(kind="checks", program=program, tests=tests, name=name)
     if "test_list" in data:
         setup = "\n".join([*data.get("test_imports", ()), str(data.get("test_setup_code", ""))])
-        return Order(
-            kind="checks", program=f"{setup}\n{code}", tests={"sources": data["test_list"], "setup": setup}
-        )
+        tests = {"sources": data["test_list"], "setup": setup}
+        name = _builtin_under_test(data["test_list"])
+        return Order(kind="checks", program=f"{setup}\n{code}", tests=tests, name=name)
     if "stdio" in data:
         return Order(kind="stdio", program=code, tests={"inputs": [case["stdin"] for case in data["stdio"]]})
     if "calls" in data and name:
@@ -156,6 +158,13 @@ def order_of(task: TaskSpec, code: str) -> Order:
     raise RewardFailed(
         f"task {task.task_id} has no tests: its data needs {_FORMATS}; it has {', '.join(data)}"
     )
+
+
+def _builtin_under_test(tests: Sequence[str]) -> str:
+    """The builtin that the tests are about, as in `assert sum(1, 2) == 3`; empty when they call anything else."""
+    calls = [node.func for test in tests for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
+    names = {ast.unparse(called) for called in calls}
+    return names.pop() if len(names) == 1 and names <= set(dir(builtins)) else ""
 
 
 def _num_tests(data: Mapping[str, Any]) -> int:

