@@ -59,7 +59,7 @@ class Scene:
         loaded = tiny_recipe(*overrides)
         folder = open_run_folder(loaded, data_dir=self.folder)
         given = {"timeout_s": None, "without": EVERYTHING} | options
-        wanted = parse_goal(goal) if goal else None
+        wanted = parse_goal(goal, subjects=("solver",)) if goal else None
         run = Options(loaded=loaded, folder=folder, num_nodes=0, grpc_port=self.port, goal=wanted, **given)
         return await DevelopmentRun(run, self.view).run()
 
