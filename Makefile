@@ -74,6 +74,7 @@ format: $(TEST_STAMP) ## Reformat and mend what ruff can mend
 
 types: $(TEST_STAMP) ## mypy --strict
 	@$(BIN)/mypy
+	@for recipe in recipes/*/; do $(BIN)/mypy $$recipe || exit 1; done # apart: every recipe.py is the module `recipe`
 
 proto: $(TEST_STAMP) ## Regenerate the Python contracts from proto/
 	@$(BIN)/python proto/generate.py

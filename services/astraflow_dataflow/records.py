@@ -90,11 +90,11 @@ class Candidates:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredEvaluation:
-    """One planned evaluation."""
+    """One pass over held-out tasks."""
 
     evaluation_id: str
-    policy_id: str
-    version: int
+    versions: Mapping[str, int]
+    """Of each trained policy."""
     planned: int
     final: bool
     state: str
@@ -102,9 +102,18 @@ class StoredEvaluation:
     fed: int
     done: int
     failed: int
-    samples: int
-    reward_sum: float
+    samples: Mapping[str, int]
+    """Episodes with a trajectory of the policy."""
+    rewards: Mapping[tuple[str, str], tuple[float, int]]
+    """Of each (policy, role): the sum of rewards, and of how many trajectories."""
+    metrics: Mapping[str, tuple[float, int]]
+    """Of each episode metric: the sum, and of how many episodes."""
     complete_ms: int
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether it was given up with so few episodes that their mean says nothing."""
+        return self.state == "given_up" and 4 * self.done < self.planned
 
 
 @dataclass(frozen=True, kw_only=True)

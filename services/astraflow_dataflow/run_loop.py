@@ -9,6 +9,7 @@ One per run and process, made by `server`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from astraflow.errors import AstraflowError, NotFoundError, PluginError
@@ -36,6 +37,8 @@ class _Progress:
 
     finished: int
     since_s: float
+    held_since_s: float | None = None
+    """Since when a newer version has waited for it."""
 
 
 @dataclass
@@ -51,7 +54,6 @@ class RunLoop:
     clock: Clock
     patience_s: float
     """Time without progress after which a superseded evaluation is given up."""
-    _planned: dict[str, int] = field(default_factory=dict)
     _progress: dict[str, _Progress] = field(default_factory=dict)
     _late: set[str] = field(default_factory=set)
     _idle: bool = False
@@ -139,64 +141,65 @@ class RunLoop:
         self._late = late
 
     async def _evaluate(self, life: Life) -> None:
-        newest = self.context.newest_trained
-        await self._plan(newest, life)
+        newest, policies = self.context.newest_trained, self.context.trained_policies
         evaluations = await self.store.evaluations.all(self.context.run_id)
+        # One pass evaluates all policies, so each must have a version.
+        if len(newest) == len(policies) and await self._plan(newest, evaluations, life):
+            evaluations = await self.store.evaluations.all(self.context.run_id)
         self._busy = life is Life.FINISHING or any(item.state == "open" for item in evaluations)
         for item in evaluations:
             if item.state == "open":
-                await self._advance(item, newest_version=newest.get(item.policy_id))
+                await self._advance(item, newest=newest)
         if life is Life.FINISHING:
-            await self._finish(evaluations, newest)
+            await self._finish(evaluations, newest if len(newest) == len(policies) else {})
 
-    async def _plan(self, newest: dict[str, int], life: Life) -> None:
+    async def _plan(
+        self, newest: Mapping[str, int], evaluations: Sequence[StoredEvaluation], life: Life
+    ) -> bool:
+        """Plan the pass that is due; returns whether there is a new one."""
         settings = self.context.recipe.dataflow.evaluation
-        for policy_id, version in newest.items():
-            plans = [
-                evaluation.plan_version(policy_id, number, settings=settings)
-                for number in range(self._planned.get(policy_id, -1) + 1, version + 1)
-            ]
-            if life is Life.FINISHING:
-                plans = [evaluation.plan_final(policy_id, version, settings=settings)]
-            for plan in filter(None, plans):
-                await self._plan_one(plan)
-            self._planned[policy_id] = version
-
-    async def _plan_one(self, plan: evaluation.Plan) -> None:
+        plan: evaluation.Plan | None = evaluation.plan_final(newest, settings=settings)
+        if life is not Life.FINISHING:
+            plan = evaluation.plan_periodic(newest, evaluations, settings=settings)
+        if plan is None or not plan.versions:
+            return False
         is_new = await self.store.evaluations.plan(
             self.context.run_id,
             plan.evaluation_id,
-            policy_id=plan.policy_id,
-            version=plan.version,
+            versions=plan.versions,
             planned=plan.planned,
             final=plan.final,
         )
         if is_new:
             log.info(
                 "evaluation.planned",
-                policy_id=plan.policy_id,
-                version=plan.version,
+                versions=dict(plan.versions),
                 num_samples=plan.planned,
                 final=plan.final,
             )
+        return is_new
 
-    async def _advance(self, item: StoredEvaluation, *, newest_version: int | None) -> None:
+    async def _advance(self, item: StoredEvaluation, *, newest: Mapping[str, int]) -> None:
         now_s, finished = self.clock.monotonic_s(), item.done + item.failed
         progress = self._progress.setdefault(item.evaluation_id, _Progress(finished=finished, since_s=now_s))
         if progress.finished != finished:
             progress.finished, progress.since_s = finished, now_s
-        idle_s = now_s - progress.since_s
+        if progress.held_since_s is None and evaluation.is_superseded(item, newest=newest):
+            progress.held_since_s = now_s
         if evaluation.must_give_up(
-            item, newest_version=newest_version, idle_s=idle_s, patience_s=self.patience_s
+            item,
+            newest=newest,
+            idle_s=now_s - progress.since_s,
+            held_s=now_s - (progress.held_since_s or now_s),
+            patience_s=self.patience_s,
         ):
             log.warning(
                 "evaluation.given_up",
-                policy_id=item.policy_id,
-                version=item.version,
+                versions=dict(item.versions),
                 reason="superseded",
-                num_samples=item.samples,
+                num_samples=item.done,
                 num_planned=item.planned,
-                newest_version=newest_version,
+                newest=dict(newest),
             )
             await self.store.evaluations.give_up(self.context.run_id, item.evaluation_id, reason="superseded")
             return
@@ -205,14 +208,14 @@ class RunLoop:
         except PluginError as error:
             self._report_plugin(error)
 
-    async def _finish(self, evaluations: list[StoredEvaluation], newest: dict[str, int]) -> None:
-        """Close what is open, and end the run when the final evaluations are in."""
+    async def _finish(self, evaluations: Sequence[StoredEvaluation], newest: Mapping[str, int]) -> None:
+        """Close what is open, and end the run when the final evaluation is in; without versions there is none."""
         run_id = self.context.run_id
         await self.store.tasks.close_training(run_id, limit=_SWEEP_LIMIT)
         await self.settling.settle_left_behind(self.context, least_age_s=0.0)
         for item in evaluations:
             if item.state == "open" and not item.final:
                 await self.store.evaluations.give_up(run_id, item.evaluation_id, reason="run_finished")
-        if evaluation.finals_complete(evaluations, newest=newest):
+        if not newest or evaluation.finals_complete(evaluations, newest=newest):
             log.info("run.finished", run_id=run_id)
             await self.store.runs.advance(run_id, Life.FINISHED)

@@ -13,7 +13,7 @@ from astraflow.agents import AgentEndpoint
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
 from astraflow.plugins import Reward, Workflow
-from astraflow.recipe import Recipe, ResolvedRole, workflow_roles
+from astraflow.recipe import Recipe, ResolvedRole, declared_roles, workflow_roles
 from astraflow.recipe.file import place_of
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_kit.plugins import RecipeSource, load, make
@@ -58,7 +58,7 @@ def load_workflow(
         "environments": RecipeEnvironments(source, served=served),
         "recipe_dir": (folder or into) if allowed else None,
     }
-    scorer = None
+    reward = scorer = None
     if settings.reward is not None:
         reward = make(settings.reward, protocol=Reward, source=source)
         scorer = make_scorer(reward, settings.reward, source=source, given=settings.reward_limits)
@@ -68,8 +68,8 @@ def load_workflow(
             f"raas.reward is missing, and {settings.workflow.use} cannot do without; name a reward"
         )
     workflow = make(settings.workflow, protocol=Workflow, source=source, **offered)
-    declared = getattr(workflow, "roles", None)
     try:
+        declared = declared_roles(workflow, reward)
         roles = workflow_roles(declared, roles=recipe.resolved_roles, are_given=bool(recipe.roles))
     except (TypeError, ValueError) as error:
         place = place_of(settings.workflow, source.text, source=source.name)

@@ -12,6 +12,7 @@ from functools import partial
 from google.protobuf.json_format import MessageToDict
 
 from astraflow.client import AsyncClient
+from astraflow.errors import UnavailableError
 from astraflow.raas.v1 import node_service_pb2_grpc
 from astraflow_kit import failpoints, lifecycle
 from astraflow_kit.http import HttpServer, ReadinessCheck, create_app
@@ -172,7 +173,8 @@ async def _serve_node(node: Node, *, settings: NodeSettings, life: Lifecycle, me
         lifecycle.write_address_file(settings.address_file, addresses)
         log.info("node.started", grpc=addresses.grpc, http=addresses.http)
 
-    services: list[Service] = [pages, grpc_server, _Watch(node, metrics), *node.services]
+    watch = _Watch(node, metrics, server=settings.join, server_gone_timeout_s=settings.server_gone_timeout_s)
+    services: list[Service] = [pages, grpc_server, watch, *node.services]
     await lifecycle.run_services(services, lifecycle=life, on_started=publish)
 
 
@@ -194,12 +196,15 @@ def _readiness(node: Node) -> Mapping[str, ReadinessCheck]:
 
 
 class _Watch(LoopService):
-    """Keeps the gauges up to date, and the log true about what the node waits for and since when."""
+    """Keeps the gauges up to date, and the log true about what the node waits for and since when; ends a node whose
+    server does not come back."""
 
-    def __init__(self, node: Node, metrics: Metrics) -> None:
+    def __init__(self, node: Node, metrics: Metrics, *, server: str, server_gone_timeout_s: float) -> None:
         super().__init__()
         self._node = node
         self._metrics = metrics
+        self._server = server
+        self._server_gone_timeout_s = server_gone_timeout_s
         self._waiting_for = ""
         self._since_s = 0.0
         self._log_next_s = 0.0
@@ -217,6 +222,12 @@ class _Watch(LoopService):
             self._waiting_for, self._since_s, self._log_next_s = waiting_for, now_s, now_s
             if not waiting_for:
                 log.info("node.works")
+        if waiting_for == "server" and 0 < self._server_gone_timeout_s <= now_s - self._since_s:
+            raise UnavailableError(
+                f"no dataflow server at {self._server} for {now_s - self._since_s:.0f} s; "
+                f"{self._node.pusher.num_kept} episodes are kept on disk for the node's next start; raise "
+                "--server-gone-timeout-s (0: wait for ever) when it may be away longer"
+            )
         if waiting_for and now_s >= self._log_next_s:
             self._log_next_s = now_s + _LOG_EVERY_S
             log.info(

@@ -36,6 +36,9 @@ class NodeSettings(StoreAccess):
     """File holding the node's token for the dataflow server; read at each start."""
     join_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Seconds to wait for the dataflow server before giving up with exit code 75."""
+    server_gone_timeout_s: Annotated[float, Field(ge=0, le=31_536_000)] = 3600.0
+    """Seconds without the dataflow server after which a node that has joined ends with exit code 75; what it has not
+    pushed stays on disk for its next start. 0: never."""
 
     engine: Annotated[str, CommandOption("The engine", metavar="KIND|URL")] = EMBEDDED_ENGINE
     """`astraflow_engine`, `sglang`, or the http:// address of an engine that already runs (single-policy

@@ -9,7 +9,7 @@ from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, trajectory_service
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import Life
-from support.dataflow_world import Node, Trainer, World, served, until
+from support.dataflow_world import Node, Trainer, World, make_trajectory, served, until
 
 EVERY_VERSION = "{every_versions: 1, num_samples: 2, final_samples: 3}"
 FIRST_ONLY = "{every_versions: 0, num_samples: 2, final_samples: 3}"
@@ -231,3 +231,62 @@ async def test_a_run_continued_while_it_finishes_is_not_ended_by_who_saw_it_fini
     await world.resume()
     await world.dataflow.store.runs.advance(world.run_id, Life.FINISHED)
     assert (await world.status()).state == run_pb2.RUN_STATE_ACTIVE
+
+
+BOTH = ("solver", "verifier")
+
+
+async def test_one_pass_evaluates_all_policies_and_roles_at_pinned_versions(world: World) -> None:
+    """Two roles of the solver, one of the verifier."""
+    roles = {"plan": "solver", "work": "solver", "check": "verifier"}
+    await world.create_run(dataset="Counting", evaluation=EVERY_VERSION, policies=BOTH, roles=roles)
+    solver = await world.trainer("solver")
+    assert await evaluations(world) == []
+    verifier, node = await world.trainer("verifier"), await world.node()
+    node.serving = dict.fromkeys(BOTH, 0)
+    await planned(world, 1)
+    leases = [lease for lease in await node.lease(16) if lease.required_versions]
+    assert [dict(lease.required_versions) for lease in leases] == [node.serving] * 3
+    for number, lease in enumerate(leases):
+        episode = node.episode(lease, 0, policies=())
+        episode.metrics["team"] = float(number == 0)
+        for role, policy_id in roles.items():
+            name = f"{episode.episode_id}.{role}"
+            reward = float(number) if role == "work" else 1.0
+            item = make_trajectory(name, policy_id=policy_id, role=role, reward=reward)
+            episode.trajectories.append(item)
+        assert await node.outcome(episode) == "ACCEPTED"
+    first, second = await evaluations(world)
+    assert (first.policy_id, first.num_samples, first.complete) == ("solver", 3, True)
+    assert [(role.role, role.num_samples, role.mean_reward) for role in first.roles] == [
+        ("plan", 3, 1.0),
+        ("work", 3, 1.0),
+    ]
+    assert (second.policy_id, second.mean_reward, first.evaluation_id) == (
+        "verifier",
+        1.0,
+        second.evaluation_id,
+    )
+    assert first.metrics["team"] == second.metrics["team"] == 1 / 3
+    assert (solver.policy_id, verifier.policy_id) == BOTH
+
+
+async def test_nodes_get_no_newer_version_of_any_policy_while_a_pass_is_open(world: World) -> None:
+    await world.create_run(dataset="Counting", evaluation=EVERY_VERSION, policies=BOTH, groups_per_step=1)
+    trainers, node = {name: await world.trainer(name) for name in BOTH}, await world.node()
+    node.serving = dict.fromkeys(BOTH, 0)
+    await planned(world, 1)
+    evaluating = [lease for lease in await node.lease(3) if lease.required_versions]
+    (lease,) = await node.lease(1)
+    await node.complete(lease, policies=BOTH)
+    await trainers["solver"].train(1, base_version=0)
+    context = await world.dataflow.registry.get(world.run_id)
+    for_nodes = world.dataflow.versions.for_nodes
+    assert await for_nodes(context, "solver", 0) == []
+    assert [found.version for found in (await world.join("late", max_concurrent_tasks=4)).versions] == [0, 0]
+    assert len(await evaluations(world)) == 2, "no second pass beside it"
+    await node.complete_all(evaluating, policies=BOTH)
+    await planned(world, 2)
+    assert [found.version for found in await for_nodes(context, "solver", 0)] == [1]
+    newest = (await evaluations(world))[-1]
+    assert dict(newest.versions) == {"solver": 1, "verifier": 0}

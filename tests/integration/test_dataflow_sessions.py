@@ -63,7 +63,7 @@ async def test_work_that_appears_later_reaches_a_waiting_session(world: World) -
 
 
 async def test_versions_are_announced_at_the_start_and_as_they_come(world: World) -> None:
-    trainer, node = await world.started(dataset="Counting")
+    trainer, node = await world.started(dataset="Unevaluated")
     async with working(world) as session:
         assert (await soon(session.versions)).version == 0
         await node.work(2)

@@ -82,12 +82,13 @@ async def _train(trainer: Trainer, weights: WeightPublisher) -> None:
 
 
 @asynccontextmanager
-async def two_policies(world: World, folder: Path, *, workflow: str = WORKFLOW) -> AsyncIterator[TwoPolicies]:
+async def two_policies(
+    world: World, folder: Path, *, workflow: str = WORKFLOW, **recipe: object
+) -> AsyncIterator[TwoPolicies]:
     store, checkpoint = folder / "store", tiny_policy(folder / "policy")
     raas = {"workflow": workflow, "episode_timeout_s": 20, "max_concurrent_tasks": 4}
-    await world.create_run(
-        store_uri=store.as_uri(), dataset="Unevaluated", policies=BOTH, groups_per_step=1, raas=raas
-    )
+    named = {"dataset": "Unevaluated", "policies": BOTH, "groups_per_step": 1, "raas": raas} | recipe
+    await world.create_run(store_uri=store.as_uri(), **named)
     training = []
     for name in BOTH:
         trainer = await world.trainer(name, publish_first=False)
@@ -129,3 +130,19 @@ async def test_a_workflow_that_needs_the_lost_policy_waits_and_loses_no_attempt(
         await run.after("solver", more=2)
         assert await run.failures() <= {"engine_down"}
         assert not (await world.dead_letters()).total
+
+
+async def test_every_planned_evaluation_gets_all_its_samples_while_both_policies_swap(
+    world: World, tmp_path: Path
+) -> None:
+    settings = "{every_versions: 2, num_samples: 8, final_samples: 8}"
+    async with two_policies(world, tmp_path, dataset="Counting", evaluation=settings) as run:
+        passed = await world.until(
+            lambda now: len([e for e in now.evaluations if e.complete]) >= 10, within_s=180
+        )
+        assert {e.version for e in passed.evaluations if e.policy_id == "verifier"} > {0}
+        complete = [e for e in passed.evaluations if e.complete]
+        assert {(e.num_samples, e.num_planned) for e in complete} == {(8, 8)}
+        assert {e.metrics["team"] for e in complete} == {2.0}, "both roles were sampled in each episode"
+        assert len({e.evaluation_id for e in complete}) == len(complete) / 2
+        assert not await run.failures()

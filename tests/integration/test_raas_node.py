@@ -173,6 +173,19 @@ async def test_a_node_without_its_server_keeps_what_it_has_says_so_and_goes_on(
     assert first == again
 
 
+async def test_a_node_whose_server_does_not_come_back_ends_and_leaves_what_it_has_on_disk(
+    server: Server, working: Working
+) -> None:
+    server.script.ack = asyncio.Event()
+    async with working("--server-gone-timeout-s", "2") as node:
+        await pushed(server.script, "held", 4)
+        await server.stop()
+        assert await node.ends_with() == 75
+    (failed,) = node.events("daemon.failed")
+    assert "4 episodes are kept on disk" in str(failed)
+    assert "--server-gone-timeout-s" in str(failed)
+
+
 async def test_a_second_signal_ends_the_node_at_once(server: Server, holding: NodeProcess) -> None:
     holding.send(signal.SIGTERM)
     await eventually(lambda: server.script.credits[-1].waiting_for == "drain", what="the drain")

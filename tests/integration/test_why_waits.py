@@ -129,7 +129,7 @@ async def test_unpublished_and_publish_end_when_the_versions_between_are_announc
 async def test_an_evaluation_waits_until_a_node_serves_its_version(world: World) -> None:
     await world.started(dataset="Counting")
     wait = await seen(world, "evaluate/no_node_at_version", released_by="node")
-    assert "version 0: 0 of 2 samples" in wait.detail
+    assert "version 0 of solver: 0 of 2 samples" in wait.detail
     async with session(world, solver=0):
         await gone(world, "evaluate/no_node_at_version")
 

@@ -81,7 +81,8 @@ class ScriptedPolicy:
         if self.fault is not None:
             raise self.fault
         asked, turn, said = prompt.rpartition("<assistant>")
-        whole = (self.answer(asked + turn) + END)[len(said) :]
+        # Of an answer that is sampled in slices, the next one.
+        whole = (self.answer(asked + turn) + END)[len(said) :] if turn else self.answer(prompt) + END
         text = whole[: max_new_tokens or self.max_new_tokens]
         ids = tuple(map(ord, text))
         spans = (VersionSpan(0, len(ids), self.version),)

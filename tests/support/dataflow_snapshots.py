@@ -50,7 +50,11 @@ AUDIT = Audit(
     admitted=4,
 )
 NODE = NodeStatus(
-    node_id="n", incarnation=1, max_concurrent_tasks=1, serving_versions={"p": 0}, connected=True
+    node_id="n",
+    incarnation=1,
+    max_concurrent_tasks=1,
+    serving_versions={"p": 0, "q": 0, "judge": 0},
+    connected=True,
 )
 
 
@@ -65,15 +69,15 @@ def node(**changes: object) -> NodeStatus:
 
 EVALUATION = StoredEvaluation(
     evaluation_id="e",
-    policy_id="p",
-    version=0,
+    versions={"p": 0},
     planned=4,
     final=False,
     state="open",
     fed=4,
     done=0,
     failed=0,
-    samples=0,
-    reward_sum=0.0,
+    samples={},
+    rewards={},
+    metrics={},
     complete_ms=0,
 )

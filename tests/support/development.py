@@ -60,17 +60,17 @@ class RunFiles:
         lines = _read_lines(self.data_dir / "metrics.jsonl")
         return [line for line in lines if not kinds or line["kind"] in kinds]
 
-    def read_ledger(self) -> list[dict[str, Any]]:
-        """Lines of the trainer's ledger."""
-        return _read_lines(self.data_dir / "work" / f"trainer-{POLICY}" / "ledger.jsonl")
+    def read_ledger(self, policy: str = POLICY) -> list[dict[str, Any]]:
+        """Lines of a trainer's ledger."""
+        return _read_lines(self.data_dir / "work" / f"trainer-{policy}" / "ledger.jsonl")
 
     def steps_done(self) -> int:
         """The last finished step that the launcher wrote down."""
         return max((line["step"] for line in self.read_metrics("step")), default=0)
 
-    def steps_taken(self) -> int:
-        """The last step in the trainer's ledger."""
-        return max((line["step"] for line in self.read_ledger()), default=0)
+    def steps_taken(self, policy: str = POLICY) -> int:
+        """The last step in a trainer's ledger."""
+        return max((line["step"] for line in self.read_ledger(policy)), default=0)
 
     def starts(self) -> list[tuple[str, int]]:
         """(child, pid) of every start the launcher logged, oldest first, over all its lives."""

@@ -53,6 +53,8 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
     """Last step the trainer is said to have finished."""
     updates: list[run_pb2.RunState.ValueType] = field(default_factory=list)
     num_listings: int = 0
+    nodes_leave_after: int = 0
+    """How often a node that somebody started is still listed as connected."""
 
     def announce(self, *numbers: int) -> None:
         """Add versions, oldest first."""
@@ -71,6 +73,11 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
     async def GetServerInfo(self, request: Any, context: Any) -> admin.GetServerInfoResponse:
         """This release."""
         return admin.GetServerInfoResponse(server=server_info())
+
+    async def ListNodes(self, request: Any, context: Any) -> admin.ListNodesResponse:
+        """One node, until it has left."""
+        self.nodes_leave_after = max(-1, self.nodes_leave_after - 1)
+        return admin.ListNodesResponse(nodes=[admin.NodeStatus(connected=self.nodes_leave_after >= 0)])
 
     async def ListVersions(self, request: Any, context: Any) -> version_rpcs.ListVersionsResponse:
         """Versions, newest first, in pages of at most 1,000."""

@@ -70,7 +70,7 @@ class Ingest:
         # A stream carries many tasks, so its metadata cannot say which one this line is about.
         bind(correlation_id=task_correlation(episode.task_id), task_id=episode.task_id)
         await self._wait_for_version(context, episode)
-        demand = evaluation.demand_of(episode.task_id)
+        demand = evaluation.demand_of(episode.task_id, context.trained_policies)
         expectation = Expectation(
             newest_versions=context.newest_versions,
             roles=context.trained_roles,

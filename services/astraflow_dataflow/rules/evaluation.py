@@ -1,13 +1,13 @@
-"""Evaluation: which versions are evaluated, on how many held-out tasks, and when one is given up.
+"""Evaluation: when a pass over the held-out tasks is due, at which versions, and when one is given up.
 
-Version 0, every N-th version and the final one, each at exactly its version. Pure. Ids are derived, so
-planning twice is harmless, and a task's id alone says which version it demands. Called by the run loop,
-ingest and leasing.
+A pass evaluates all trained policies in the same episodes, at one version of each: the newest ones when it is planned.
+One pass is open at a time, and nodes get no newer version while it is. Pure. Ids are derived, so planning twice is
+harmless, and a task's id alone says which versions it demands. Called by the run loop, ingest and leasing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from astraflow.recipe import EvaluationSettings
@@ -15,47 +15,44 @@ from astraflow_dataflow.records import StoredEvaluation
 
 TASK_PREFIX = "eval:"
 """Task ids of this form are the server's own; submitted tasks may not use it."""
+_MAX_HOLD = 4
+"""How many patiences a pass may hold newer versions back, however it progresses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One evaluation to make."""
+    """One pass to make. `versions` has each trained policy of the run, in the recipe's order."""
 
-    policy_id: str
-    version: int
+    versions: Mapping[str, int]
     planned: int
     final: bool
 
     @property
     def evaluation_id(self) -> str:
-        """The evaluation's id in its run."""
-        return f"{self.policy_id}:{self.version}:{'final' if self.final else 'periodic'}"
+        """The pass's id in its run."""
+        return f"{'.'.join(map(str, self.versions.values()))}:{'final' if self.final else 'periodic'}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demand:
-    """What an evaluation task demands of the trajectories of one policy."""
-
-    policy_id: str
-    version: int
-
-
-def plan_version(policy_id: str, version: int, *, settings: EvaluationSettings) -> Plan | None:
-    """Return the evaluation due for a newly announced version, or None."""
-    if version == 0:
-        return Plan(policy_id=policy_id, version=0, planned=settings.final_samples, final=False)
-    if settings.every_versions and version % settings.every_versions == 0:
-        return Plan(policy_id=policy_id, version=version, planned=settings.num_samples, final=False)
+def plan_periodic(
+    newest: Mapping[str, int], passes: Sequence[StoredEvaluation], *, settings: EvaluationSettings
+) -> Plan | None:
+    """Return the pass that is due at the newest versions: the first one, or that of each N-th version of a policy."""
+    if not passes:
+        return Plan(versions=newest, planned=settings.final_samples, final=False)
+    every = settings.every_versions
+    last = {policy_id: max(item.versions.get(policy_id, 0) for item in passes) for policy_id in newest}
+    if every and any(version // every > last[policy_id] // every for policy_id, version in newest.items()):
+        return Plan(versions=newest, planned=settings.num_samples, final=False)
     return None
 
 
-def plan_final(policy_id: str, version: int, *, settings: EvaluationSettings) -> Plan:
-    """Return the final evaluation at the newest version."""
-    return Plan(policy_id=policy_id, version=version, planned=settings.final_samples, final=True)
+def plan_final(newest: Mapping[str, int], *, settings: EvaluationSettings) -> Plan:
+    """Return the final pass at the newest versions."""
+    return Plan(versions=newest, planned=settings.final_samples, final=True)
 
 
 def task_id(evaluation_id: str, index: int) -> str:
-    """Return the id of an evaluation's task for held-out index `index`."""
+    """Return the id of a pass's task for held-out index `index`."""
     return f"{TASK_PREFIX}{evaluation_id}:{index}"
 
 
@@ -64,33 +61,38 @@ def is_evaluation_task(identifier: str) -> bool:
     return identifier.startswith(TASK_PREFIX)
 
 
-def demand_of(identifier: str) -> Demand | None:
-    """Return what an evaluation task's id demands; None for training tasks and malformed ids."""
+def demand_of(identifier: str, policies: Sequence[str]) -> Mapping[str, int]:
+    """Return the version that an evaluation task demands of each of the run's trained `policies`; empty for training
+    tasks and malformed ids.
+    """
     parts = identifier.removeprefix(TASK_PREFIX).split(":")
-    if not is_evaluation_task(identifier) or len(parts) != 4 or not parts[1].isdigit():
-        return None
-    return Demand(policy_id=parts[0], version=int(parts[1]))
+    numbers = parts[0].split(".")
+    if not is_evaluation_task(identifier) or len(parts) != 3 or not all(map(str.isdigit, numbers)):
+        return {}
+    return dict(zip(policies, map(int, numbers), strict=True)) if len(numbers) == len(policies) else {}
 
 
-def is_superseded(evaluation: StoredEvaluation, *, newest_version: int | None) -> bool:
-    """Return whether nodes have a newer version to go to, so that the evaluation may never get a node again."""
-    return newest_version is not None and newest_version > evaluation.version
+def is_superseded(evaluation: StoredEvaluation, *, newest: Mapping[str, int]) -> bool:
+    """Return whether a newer version waits for the pass to end."""
+    return any(newest.get(policy_id, -1) > version for policy_id, version in evaluation.versions.items())
 
 
 def must_give_up(
-    evaluation: StoredEvaluation, *, newest_version: int | None, idle_s: float, patience_s: float
+    evaluation: StoredEvaluation,
+    *,
+    newest: Mapping[str, int],
+    idle_s: float,
+    held_s: float,
+    patience_s: float,
 ) -> bool:
-    """Return whether an open evaluation without progress for `idle_s` is given up.
-
-    A superseded one is, after `patience_s`. A final one gives way to a newer version only, and at once: its
-    successor is planned.
+    """Return whether an open pass that newer versions wait for is given up with what it has: after `patience_s` without
+    progress, or when it has held them for several times as long. A final one is at once: its successor is planned.
     """
-    if evaluation.state != "open" or not is_superseded(evaluation, newest_version=newest_version):
+    if evaluation.state != "open" or not is_superseded(evaluation, newest=newest):
         return False
-    return evaluation.final or idle_s >= patience_s
+    return evaluation.final or idle_s >= patience_s or held_s >= _MAX_HOLD * patience_s
 
 
-def finals_complete(evaluations: Iterable[StoredEvaluation], *, newest: dict[str, int]) -> bool:
-    """Return whether every policy's newest version has a completed final evaluation."""
-    done = {(item.policy_id, item.version) for item in evaluations if item.final and item.state == "complete"}
-    return all((policy_id, version) in done for policy_id, version in newest.items())
+def finals_complete(evaluations: Sequence[StoredEvaluation], *, newest: Mapping[str, int]) -> bool:
+    """Return whether the newest versions have a completed final pass."""
+    return any(item.final and item.state == "complete" and item.versions == newest for item in evaluations)

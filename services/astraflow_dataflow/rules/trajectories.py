@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -30,7 +30,6 @@ from astraflow.trajectories import (
     check_trainable,
     check_turns,
 )
-from astraflow_dataflow.rules.evaluation import Demand
 
 MAX_BODY_BYTES = bounds_of(trajectory_pb2.TrajectoryItem, "body").max_bytes
 MAX_MEDIA = bounds_of(trajectory_pb2.Trajectory, "media").max_items
@@ -54,7 +53,8 @@ class Expectation:
     newest_versions: Mapping[str, int]
     roles: Mapping[str, str]
     """The policy of each trained role."""
-    demand: Demand | None = None
+    demand: Mapping[str, int] = field(default_factory=dict)
+    """The version of each policy that an evaluation demands; empty for training."""
     blob_prefix: str = ""
     """Where the run's blobs lie; nothing else may be referred to."""
 
@@ -121,7 +121,7 @@ def _check_item(item: trajectory_pb2.TrajectoryItem, *, expectation: Expectation
             f"the body of {header.trajectory_id} ({len(body)} bytes) is not a serialized Trajectory",
         ) from None
     _check_body(trajectory, header)
-    if expectation.demand is None:
+    if not expectation.demand:
         check_trainable(
             header.trajectory_id,
             first_token_trained=bool(trajectory.loss_mask[0] & 1),
@@ -167,13 +167,12 @@ def _check_header(
     _check_demand(header, demand=expectation.demand)
 
 
-def _check_demand(header: trajectory_pb2.TrajectoryHeader, *, demand: Demand | None) -> None:
-    if demand is None or header.policy_id != demand.policy_id:
-        return
-    if not header.min_version == header.max_version == demand.version:
+def _check_demand(header: trajectory_pb2.TrajectoryHeader, *, demand: Mapping[str, int]) -> None:
+    wanted = demand.get(header.policy_id)
+    if wanted is not None and not header.min_version == header.max_version == wanted:
         raise BadTrajectory(
             "wrong_version",
-            f"{header.trajectory_id}: evaluation demands version {demand.version} of {demand.policy_id} throughout, "
+            f"{header.trajectory_id}: evaluation demands version {wanted} of {header.policy_id} throughout, "
             f"got {header.min_version}–{header.max_version}; fail such a lease with version_unavailable",
         )
 

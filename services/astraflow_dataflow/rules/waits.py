@@ -325,13 +325,20 @@ def _evaluation_waits(
 ) -> Iterator[Wait]:
     for item in evaluations:
         if item.state == "open" and not any(
-            node.serving_versions.get(item.policy_id) == item.version for node in connected
+            all(
+                node.serving_versions.get(policy_id) == version
+                for policy_id, version in item.versions.items()
+            )
+            for node in connected
         ):
-            have = f"version {item.version}: {item.samples} of {item.planned} samples"
+            names = ", ".join(
+                f"version {version} of {policy_id}" for policy_id, version in item.versions.items()
+            )
+            have = f"{names}: {item.done} of {item.planned} samples"
             yield Wait(
                 stage="evaluate",
-                policy_id=item.policy_id,
+                policy_id=next(iter(item.versions)) if len(item.versions) == 1 else "",
                 reason="no_node_at_version",
-                detail=f"{have}; no connected node serves it now",
-                released_by="a node fetches that version; a superseded evaluation is given up after a while",
+                detail=f"{have}; no connected node serves that now",
+                released_by="a node fetches what it lacks; once newer versions wait, it is given up after a while",
             )

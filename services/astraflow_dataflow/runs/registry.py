@@ -71,12 +71,14 @@ class RunContext:
 
     @property
     def newest_trained(self) -> dict[str, int]:
-        """Newest announced version of each policy that is trained and has one."""
-        return {
-            policy_id: version
-            for policy_id, version in self.newest_versions.items()
-            if version >= 0 and self.recipe.policy(policy_id).train
-        }
+        """Newest announced version of each policy that is trained and has one, in the recipe's order."""
+        newest = {policy_id: self.newest_versions.get(policy_id, -1) for policy_id in self.trained_policies}
+        return {policy_id: version for policy_id, version in newest.items() if version >= 0}
+
+    @cached_property
+    def trained_policies(self) -> tuple[str, ...]:
+        """The policies that are trained, in the recipe's order."""
+        return tuple(policy_id for policy_id in self.policy_ids if self.recipe.policy(policy_id).train)
 
     def require_policy(self, policy_id: str) -> None:
         """Raise NotFoundError unless the run trains the policy."""

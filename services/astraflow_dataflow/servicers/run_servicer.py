@@ -98,7 +98,11 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         await self.store.nodes.join(run.run_id, request)
         joined = pb.JoinRunResponse(
             run=await self.store.runs.get(run.run_id),
-            versions=await self.versions.newest(run),
+            versions=[
+                version
+                for policy_id in run.policy_ids
+                for version in await self.versions.for_nodes(run, policy_id, None)
+            ],
             data_incarnation=await self.store.connection.data_incarnation(),
             code_ref=blob_pb2.CodeRef(sha256=run.run.code.sha256),
         )

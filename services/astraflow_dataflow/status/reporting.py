@@ -62,7 +62,7 @@ class Reporting:
             trajectories=account,
             policies=sorted(policies, key=lambda policy: policy.policy_id),
             nodes=nodes,
-            evaluations=[evaluation_message(item) for item in evaluations],
+            evaluations=[message for item in evaluations for message in evaluation_messages(item)],
             waits=waits,
             dead_letters=audit.dead_letters,
         )
@@ -194,17 +194,27 @@ def mean_reward(recent: Sequence[tuple[float, int]]) -> float:
     return sum(total for total, _ in recent) / count if count else math.nan
 
 
-def evaluation_message(item: StoredEvaluation) -> admin_service_pb2.Evaluation:
-    """Return the contract's form of an evaluation."""
+def evaluation_messages(item: StoredEvaluation) -> list[admin_service_pb2.Evaluation]:
+    """Return the contract's form of a pass: one message for each policy."""
+    return [_evaluation_message(item, policy_id) for policy_id in item.versions]
+
+
+def _evaluation_message(item: StoredEvaluation, policy_id: str) -> admin_service_pb2.Evaluation:
+    own = {role: mean for (policy, role), mean in item.rewards.items() if policy == policy_id}
     message = admin_service_pb2.Evaluation(
-        policy_id=item.policy_id,
-        version=item.version,
-        num_samples=item.samples,
+        evaluation_id=item.evaluation_id,
+        policy_id=policy_id,
+        version=item.versions[policy_id],
+        num_samples=item.samples.get(policy_id, 0),
         num_planned=item.planned,
-        mean_reward=item.reward_sum / item.samples if item.samples else math.nan,
+        mean_reward=math.nan if item.is_scarce else mean_reward(list(own.values())),
         complete=item.state != "open",
         final=item.final,
+        versions=item.versions,
+        metrics={name: total / number for name, (total, number) in item.metrics.items()},
     )
+    for role, (total, number) in sorted(own.items()):
+        message.roles.add(role=role, num_samples=number, mean_reward=total / number)
     if item.complete_ms:
         message.complete_time.CopyFrom(timestamp(item.complete_ms))
     return message

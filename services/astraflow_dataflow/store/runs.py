@@ -238,11 +238,21 @@ class EvaluationStore:
         self._connection = connection
 
     async def plan(
-        self, run_id: str, evaluation_id: str, *, policy_id: str, version: int, planned: int, final: bool
+        self, run_id: str, evaluation_id: str, *, versions: Mapping[str, int], planned: int, final: bool
     ) -> bool:
-        """Plan an evaluation once. Returns whether it is new."""
-        arguments = (evaluation_id, policy_id, version, planned, flag(final))
+        """Plan a pass once. Returns whether it is new: not beside an open one, nor at older versions."""
+        pairs: list[Argument] = [part for item in versions.items() for part in item]
+        arguments: list[Argument] = [evaluation_id, planned, flag(final), *pairs]
         return as_int(await self._connection.call(Keys(run_id), "plan_evaluation", *arguments)) == 1
+
+    async def held_versions(self, run_id: str) -> dict[str, int]:
+        """Return the version of each policy beyond which nodes get none while a pass is open."""
+        open_passes = as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of("open_evaluations")))
+        held: dict[str, int] = {}
+        for text in open_passes.values():
+            for policy_id, version in _versions(text).items():
+                held[policy_id] = max(version, held.get(policy_id, version))
+        return held
 
     async def feed(
         self, run_id: str, evaluation_id: str, *, expected_fed: int, planned: int, tasks: Sequence[Task]
@@ -312,18 +322,31 @@ def _node(node_id: str, fields: Mapping[str, bytes], *, leases: int, now_ms: int
     return node
 
 
+def _versions(text: bytes) -> dict[str, int]:
+    pairs = (line.rpartition(" ") for line in text.decode().splitlines())
+    return {policy_id: int(version) for policy_id, _, version in pairs}
+
+
 def _evaluation(evaluation_id: str, fields: Mapping[str, bytes]) -> StoredEvaluation:
+    means = {
+        name.removeprefix("s "): (float(total), int(fields["n " + name.removeprefix("s ")]))
+        for name, total in fields.items()
+        if name.startswith("s ")
+    }
+    rewards = {tuple(name.split(" ")[1:]): mean for name, mean in means.items() if name.startswith("reward ")}
     return StoredEvaluation(
         evaluation_id=evaluation_id,
-        policy_id=as_text(fields.get("policy")),
-        version=as_int(fields.get("version")),
+        versions=_versions(fields.get("versions", b"")),
         planned=as_int(fields.get("planned")),
         final=as_text(fields.get("final")) == "1",
         state=as_text(fields.get("state")),
         fed=as_int(fields.get("fed")),
         done=as_int(fields.get("done")),
         failed=as_int(fields.get("failed")),
-        samples=as_int(fields.get("samples")),
-        reward_sum=float(fields.get("sum", b"0")),
+        samples={name.partition(" ")[2]: int(n) for name, n in fields.items() if name.startswith("samples ")},
+        rewards={(policy_id, role): mean for (policy_id, role), mean in rewards.items()},
+        metrics={
+            name.removeprefix("metric "): mean for name, mean in means.items() if name.startswith("metric ")
+        },
         complete_ms=as_int(fields.get("complete_ms")),
     )

@@ -225,12 +225,21 @@ def _commit_arguments(episode: trajectory_pb2.Episode, *, horizon_s: float) -> t
         flag(episode.hedge),
         flag(episode.status == trajectory_pb2.EPISODE_STATUS_FAILED),
         _ms(horizon_s),
+        _evaluated(episode),
     ]
     for item in episode.trajectories:
         header = item.header
         arguments += [header.trajectory_id, header.policy_id, repr(header.reward)]
         arguments += [header.SerializeToString(), _traced(header)]
     return tuple(arguments)
+
+
+def _evaluated(episode: trajectory_pb2.Episode) -> str:
+    """The metrics of an evaluation episode, value first; a name that takes more than a line is left out."""
+    if not is_evaluation_task(episode.task_id):
+        return ""
+    named = (f"{value!r} {name}" for name, value in episode.metrics.items() if name and "\n" not in name)
+    return "\n".join(named)
 
 
 def _complete_task(task_id: str, fields: list[Reply]) -> CompleteTask | None:

@@ -112,9 +112,8 @@ def complete(lease: task_pb2.Lease, context: RunContext) -> None:
     lease.run_id = context.run_id
     lease.ttl_duration.FromMilliseconds(int(context.recipe.dataflow.lease_ttl_s * 1000))
     lease.seed = task_seed(context.recipe.run.seed, lease.task.task_id)
-    demand = evaluation.demand_of(lease.task.task_id)
-    if demand is not None:
-        lease.required_versions[demand.policy_id] = demand.version
+    demand = evaluation.demand_of(lease.task.task_id, context.trained_policies)
+    lease.required_versions.update(demand)
     for policy_id, policy in context.recipe.policies.items():
         lease.sampling[policy_id].CopyFrom(task_pb2.SamplingParams(**policy.sampling.model_dump()))
 

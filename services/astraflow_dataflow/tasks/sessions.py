@@ -257,7 +257,7 @@ class WorkSession:
     async def _new_versions(self) -> list[version_pb2.Version]:
         found: list[version_pb2.Version] = []
         for policy_id in self._context.policy_ids:
-            newest = await self._versions.after(self._context, policy_id, self._announced.get(policy_id))
+            newest = await self._versions.for_nodes(self._context, policy_id, self._announced.get(policy_id))
             if newest:
                 self._announced[policy_id] = newest[-1].version
                 found += newest

@@ -45,6 +45,21 @@ class Versions:
         log.info("version.announced", policy_id=version.policy_id, version=version.version, step=version.step)
         return announced
 
+    async def for_nodes(
+        self, context: RunContext, policy_id: str, known: int | None
+    ) -> list[version_pb2.Version]:
+        """Return what `after` does, without versions that an open evaluation holds back from nodes."""
+        found = await self.after(context, policy_id, known)
+        if not found:
+            return []
+        # Read after the versions: one that a pass was not planned at was announced after it.
+        held = (await self.store.evaluations.held_versions(context.run_id)).get(policy_id)
+        if held is None or found[-1].version <= held:
+            return found
+        if known is None:
+            return await self.store.versions.several(context.run_id, policy_id, range(held, held + 1))
+        return [version for version in found if version.version <= held]
+
     async def newest(self, context: RunContext) -> list[version_pb2.Version]:
         """Return the newest announced version of each policy that has one."""
         found = []

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from astraflow.errors import InvalidArgumentError
+from astraflow.recipe import Recipe
 from astraflow.recipe.file import load_recipe
 from astraflow_kit.log import configure
 from astraflow_kit.settings import load
@@ -49,7 +50,8 @@ def dev(
     until: Annotated[
         str | None,
         typer.Option(
-            metavar="CONDITION", help="End early once two evaluations in a row satisfy it: heldout>=0.7"
+            metavar="CONDITION",
+            help="End early once two evaluations in a row satisfy it: heldout>=0.7, verifier.heldout>=0.8, team>=0.9",
         ),
     ] = None,
     timeout: Annotated[
@@ -92,7 +94,7 @@ def dev(
         raise InvalidArgumentError(
             "--nodes 0 leaves no node to run tasks; give at least 1, or --without raas"
         )
-    goal = parse_goal(until) if until else None
+    goal = parse_goal(until, subjects=_subjects(loaded.recipe)) if until else None
     if store:
         # Refused here rather than by the trainer, after servers were started and a model was warmed up.
         probe_create_only(open_store(store, settings=load(StoreAccess).store))
@@ -117,6 +119,13 @@ def dev(
     with view:
         summary = asyncio.run(_run(options, view))
     _finish(summary, options, console, as_json_object=as_json_)
+
+
+def _subjects(recipe: Recipe) -> list[str]:
+    """What a condition may be about: trained policies and roles."""
+    policies = [policy_id for policy_id in recipe.policies if recipe.policy(policy_id).train]
+    roles = [name for name, role in recipe.resolved_roles.items() if role.is_trained]
+    return list(dict.fromkeys([*policies, *roles]))
 
 
 async def _run(options: Options, view: View) -> Summary:

@@ -19,7 +19,7 @@ from pathlib import Path
 import grpc.aio
 
 from astraflow.client import AsyncClient, RetryPolicy, channel_options
-from astraflow.dataflow.v1 import run_pb2, run_service_pb2
+from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, run_service_pb2
 from astraflow.errors import AstraflowError, UnavailableError
 from astraflow.recipe.file import LoadedRecipe
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
@@ -43,6 +43,7 @@ __all__ = ["DevelopmentRun", "Options", "Part"]
 
 _READY_TIMEOUT_S = 60.0
 _FINISH_TIMEOUT_S = 120.0
+_LEAVE_TIMEOUT_S, _LEAVE_POLL_S = 30.0, 0.5
 _MEMORY_PERIOD_S = 2.0
 
 
@@ -92,6 +93,8 @@ class DevelopmentRun:
         self._observer = Observer(self._client, self._run_id)
         self._trainers: dict[str, Child] = {}
         self._trainer_ranks: list[Child] = []
+        self._frozen: dict[str, Child] = {}
+        """Trainers of policies that are not trained: they end when they have published."""
 
     async def run(self) -> Summary:
         """Run to the end and return the summary. Raises the failure of a child that cannot be restarted."""
@@ -157,7 +160,8 @@ class DevelopmentRun:
         if settings.model.external is not None:
             return
         if not settings.train:
-            await self._start(self._trainer_spec(policy, rank=0, meeting_port=0, size=1))
+            spec = self._trainer_spec(policy, rank=0, meeting_port=0, size=1)
+            self._frozen[policy] = await self._start(spec)
             return
         meeting_port, size = free_port(), self._options.trainer_ranks
         for rank in range(size):
@@ -219,9 +223,13 @@ class DevelopmentRun:
             await self._until(self._training_over, metrics, doing="running")
             await self._stop_trainers()
             await self._until(self._trainers_ended, metrics, doing="finishing the step")
-            if Part.RAAS not in self._options.without and observer.observation.versions:
+            started_by_hand = Part.RAAS in self._options.without and await self._num_nodes() > 0
+            has_nodes = Part.RAAS not in self._options.without or started_by_hand
+            if has_nodes and observer.observation.versions:
                 await self._finish_run()
                 await self._until(lambda seen: seen.run_finished, metrics, doing="final evaluation")
+            if started_by_hand:
+                await self._let_nodes_leave()
             await observer.round()
             metrics.write(observer.observation)
         finally:
@@ -239,6 +247,7 @@ class DevelopmentRun:
                 log.warning("run.not_finished", doing=doing, deadline_s=_FINISH_TIMEOUT_S)
                 return
             self._supervisor.raise_failures()
+            await self._publish_again(observation)
             if time.monotonic() - sampled > _MEMORY_PERIOD_S:
                 await asyncio.to_thread(self._memory.sample)
                 sampled = time.monotonic()
@@ -249,6 +258,14 @@ class DevelopmentRun:
                 await asyncio.wait_for(observer.updated.wait(), timeout=2.0)
         metrics.write(observation)
         self._view.show(observation, doing=doing)
+
+    async def _publish_again(self, observation: Observation) -> None:
+        """Redis may have lost the announcement of a policy whose trainer has ended already."""
+        for policy in observation.status.policies if observation.status else ():
+            child = self._frozen.get(policy.policy_id)
+            if child is not None and child.finished.is_set() and not policy.HasField("version"):
+                log.warning("policy.published_again", policy_id=policy.policy_id)
+                self._frozen[policy.policy_id] = await self._start(child.spec)
 
     def _training_over(self, observation: Observation) -> bool:
         if self._interrupted.is_set() or (self._trainers and self._trainers_ended(observation)):
@@ -281,6 +298,22 @@ class DevelopmentRun:
         # It is finished already, or unreachable: `_until` has the deadline.
         with contextlib.suppress(AstraflowError):
             await self._client.call(self._client.runs.UpdateRun, request, retry=RetryPolicy(total_s=10.0))
+
+    async def _num_nodes(self) -> int:
+        """Nodes that work on the run now."""
+        request = admin_service_pb2.ListNodesRequest(run_id=self._run_id)
+        with contextlib.suppress(AstraflowError):
+            answer = await self._client.call(
+                self._client.admin.ListNodes, request, retry=RetryPolicy(total_s=5.0)
+            )
+            return sum(node.connected for node in answer.nodes)
+        return 0
+
+    async def _let_nodes_leave(self) -> None:
+        """Keep the server until the nodes that somebody else started have pushed what they hold and left."""
+        give_up_s = time.monotonic() + _LEAVE_TIMEOUT_S
+        while await self._num_nodes() and time.monotonic() < give_up_s:  # noqa: ASYNC110 - they tell only the server
+            await asyncio.sleep(_LEAVE_POLL_S)
 
     # ---------------------------------------------------------------- end
 

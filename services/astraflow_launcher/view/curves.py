@@ -41,6 +41,8 @@ def draw_curves(observation: Observation, path: Path, *, title: str) -> None:
         density.plot(
             [version.version for version in deltas], [version.density for version in deltas], label=policy
         )
+    for name, means in observation.heldout_metrics().items():
+        reward.plot(*zip(*means, strict=True), marker=".", linestyle=":", label=f"{name}: held out")
     reward.set(title=title, ylabel="reward", ylim=(0, 1.02))
     staleness.set(ylabel="staleness\n(versions)")
     density.set(ylabel="delta density", xlabel="step / version")

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from astraflow.commands.status import node_parts, trajectory_parts, wait_parts
+from astraflow.commands.status import evaluation_details, node_parts, trajectory_parts, wait_parts
 from astraflow.commands.wording import enum_text, number_text
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
@@ -60,7 +60,7 @@ class LineView(QuietView):
         self._doing = ""
         self._server_shown = False
         self._steps = 0
-        self._evaluations: set[tuple[str, int, bool]] = set()
+        self._evaluations: set[tuple[str, str]] = set()
         self._waits: set[tuple[str, str, str]] = set()
 
     def show(self, observation: Observation, *, doing: str) -> None:
@@ -75,7 +75,7 @@ class LineView(QuietView):
             self._write(observation, _step_line(point))
         self._steps = len(observation.steps)
         for item in observation.status.evaluations if observation.status else ():
-            key = (item.policy_id, item.version, item.final)
+            key = (item.policy_id, item.evaluation_id)
             if item.complete and key not in self._evaluations:
                 self._evaluations.add(key)
                 self._write(observation, _evaluation_line(item))
@@ -91,7 +91,10 @@ class LineView(QuietView):
         }
         for key, wait in long.items():
             if key not in self._waits:
-                self._write(observation, f"{wait.stage} waits: {wait.reason} — {wait.detail}")
+                self._write(
+                    observation,
+                    f"{wait.policy_id} {wait.stage} waits: {wait.reason} — {wait.detail}".strip(),
+                )
         self._waits = set(long)
 
     def _write(self, observation: Observation, text: str) -> None:
@@ -208,4 +211,5 @@ def _step_line(point: StepPoint) -> str:
 def _evaluation_line(item: admin_service_pb2.Evaluation) -> str:
     kind = "final evaluation" if item.final else "evaluation"
     result = f"held-out {item.mean_reward:.3f} ({item.num_samples} samples)"
-    return f"{item.policy_id} {kind} of version {item.version}: {result}"
+    details = evaluation_details(item)
+    return f"{item.policy_id} {kind} of version {item.version}: {result}{f'; {details}' if details else ''}"

@@ -59,7 +59,10 @@ class MetricsFile:
                     policy,
                     version=item.version,
                     seconds=observation.seconds,
+                    evaluation=item.evaluation_id,
                     heldout_reward=item.mean_reward,
+                    heldout_roles={role.role: role.mean_reward for role in item.roles},
+                    heldout_metrics=dict(item.metrics),
                     num_samples=item.num_samples,
                     final=item.final,
                 )
@@ -108,7 +111,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 def _key(line: Mapping[str, Any]) -> _Key:
     """What a line is about; a second one about the same is never written."""
     number = line["step"] if line["kind"] == "step" else line["version"]
-    return line["kind"], line["policy"], number, line.get("final")
+    return line["kind"], line["policy"], number, (line.get("evaluation"), line.get("final"))
 
 
 def _point(line: Mapping[str, Any]) -> StepPoint:

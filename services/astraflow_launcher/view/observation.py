@@ -7,9 +7,10 @@ and the summary only read it.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, version_pb2
@@ -65,6 +66,17 @@ class Observation:
             return []
         return [item for item in self.status.evaluations if item.policy_id == policy and item.complete]
 
+    def heldout_metrics(self) -> dict[str, list[tuple[int, float]]]:
+        """Of a run of several policies, each metric of its evaluations whose means all lie in [0, 1] as rewards do, as
+        (version of the first policy, mean).
+        """
+        found: dict[str, list[tuple[int, float]]] = {}
+        policies = self.policies()
+        for item in self.evaluations(policies[0]) if len(policies) > 1 else ():
+            for name, mean in item.metrics.items():
+                found.setdefault(name, []).append((item.version, mean))
+        return {name: points for name, points in found.items() if all(0 <= mean <= 1 for _, mean in points)}
+
     def policies(self) -> list[str]:
         """Ids of the policies that are trained, sorted."""
         return sorted(item.policy_id for item in self.trained)
@@ -88,22 +100,32 @@ class Observation:
 
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
-_GOAL = re.compile(r"^\s*(heldout|reward)\s*(>=|<=)\s*(-?[0-9.]+)\s*$")
+_GOAL = re.compile(r"^\s*(?:([a-z0-9][a-z0-9_-]*)\.)?([A-Za-z_][\w.-]*)\s*(>=|<=)\s*(-?[0-9.]+)\s*$")
 _CONSECUTIVE = 2
+_HELDOUT, _REWARD = "heldout", "reward"
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A condition that ends the run early: met by two consecutive points of every policy."""
+    """A condition that ends the run early: met by two consecutive points of every policy, or of the one it names.
+
+    `measure` is `heldout`, `reward`, or the name of an episode metric; `subject` is a policy or role, empty for all.
+    """
 
     text: str
+    subject: str
     measure: str
     compare: Callable[[float, float], bool]
     bound: float
 
     def met(self, observation: Observation) -> bool:
-        """Whether the last two evaluations (or steps, for `reward`) of every policy satisfy the condition."""
+        """Whether the last two evaluations (or steps, for `reward`) of every policy satisfy the condition.
+
+        Raises InvalidArgumentError when evaluations do not have the metric that it names.
+        """
         policies = observation.policies()
+        if self.subject in policies:
+            policies = [self.subject]
         return bool(policies) and all(self._met_by(observation, policy) for policy in policies)
 
     def _met_by(self, observation: Observation, policy: str) -> bool:
@@ -111,17 +133,43 @@ class Goal:
         return len(last) == _CONSECUTIVE and all(self.compare(value, self.bound) for value in last)
 
     def _points(self, observation: Observation, policy: str) -> list[float]:
-        if self.measure == "heldout":
-            return [item.mean_reward for item in observation.evaluations(policy)]
-        return [point.metrics.get("reward_mean", 0.0) for point in observation.steps_of(policy)]
+        if self.measure == _REWARD:
+            return [point.metrics.get("reward_mean", 0.0) for point in observation.steps_of(policy)]
+        return [self._value(item) for item in observation.evaluations(policy)]
+
+    def _value(self, item: admin_service_pb2.Evaluation) -> float:
+        if self.measure == _HELDOUT:
+            of_role = {role.role: role.mean_reward for role in item.roles}
+            return of_role.get(self.subject, item.mean_reward)
+        if self.measure not in item.metrics and not item.num_samples:
+            return math.nan
+        if self.measure not in item.metrics:
+            known = ", ".join(sorted(item.metrics)) or "none"
+            raise InvalidArgumentError(
+                f"--until {self.text!r}: evaluations have no metric {self.measure!r}; they have {known}, and "
+                f"{_HELDOUT} and {_REWARD}"
+            )
+        return item.metrics[self.measure]
 
 
-def parse_goal(text: str) -> Goal:
-    """Parse `heldout>=0.7` or `reward>=0.9`; a bare number means held-out reward. Raises
-    InvalidArgumentError.
+def parse_goal(text: str, *, subjects: Collection[str]) -> Goal:
+    """Parse `heldout>=0.7`, `verifier.heldout>=0.8`, `reward>=0.9` or `team>=0.9`, an episode metric; a bare number
+    means held-out reward. `subjects` are the policies and roles that may be named. Raises InvalidArgumentError.
     """
-    match = _GOAL.match(text) or _GOAL.match(f"heldout>={text}")
+    match = _GOAL.match(text) or _GOAL.match(f"{_HELDOUT}>={text}")
     if match is None:
-        raise InvalidArgumentError(f"--until {text!r} is not a condition; write heldout>=0.7 or reward>=0.9")
-    measure, symbol, bound = match.groups()
-    return Goal(text=text, measure=measure, compare=_OPERATORS[symbol], bound=float(bound))
+        raise InvalidArgumentError(
+            f"--until {text!r} is not a condition; write heldout>=0.7, {next(iter(subjects), 'solver')}.heldout>=0.7, "
+            "reward>=0.9, or an episode metric such as team>=0.9"
+        )
+    subject, measure, symbol, bound = match.groups()
+    if subject and measure in (_HELDOUT, _REWARD) and subject not in subjects:
+        raise InvalidArgumentError(
+            f"--until {text!r}: there is no trained policy or role {subject!r}; there are {', '.join(subjects)}"
+        )
+    if subject and measure not in (_HELDOUT, _REWARD):
+        # Metrics of trajectories are called `role.name`.
+        subject, measure = "", f"{subject}.{measure}"
+    return Goal(
+        text=text, subject=subject or "", measure=measure, compare=_OPERATORS[symbol], bound=float(bound)
+    )

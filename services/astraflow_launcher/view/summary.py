@@ -17,7 +17,7 @@ from astraflow.commands import wording
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow_launcher.view.observation import Observation
 
-__all__ = ["NodeSummary", "Staleness", "Summary", "as_table", "summarize"]
+__all__ = ["NodeSummary", "PolicySummary", "Staleness", "Summary", "as_table", "summarize"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,22 @@ class NodeSummary:
 
 
 @dataclass(frozen=True)
+class PolicySummary:
+    """One policy that is trained. Rewards are null where there was no point."""
+
+    steps: int
+    version: int
+    reward_first: float | None
+    reward_last: float | None
+    heldout_first: float | None
+    heldout_last: float | None
+    heldout_n: int
+    heldout_roles: dict[str, float]
+    """Of the last evaluation, by role."""
+    trainer_wait_fraction: float
+
+
+@dataclass(frozen=True)
 class Summary:
     """The final object of `astraflow dev --json`. Rewards are means over policies; null where there was no
     point.
@@ -47,6 +63,9 @@ class Summary:
 
     steps: int
     steps_by_policy: dict[str, int]
+    policies: dict[str, PolicySummary]
+    heldout_metrics: dict[str, float]
+    """Episode metrics of the last evaluation."""
     reward_first: float | None
     reward_last: float | None
     heldout_first: float | None
@@ -78,10 +97,13 @@ def summarize(
     status = observation.status or admin_service_pb2.StatusResponse()
     policies = observation.policies()
     evaluations = [observation.evaluations(policy) for policy in policies]
+    last = max((items[-1] for items in evaluations if items), key=_completed, default=None)
     deltas = observation.deltas()
     return Summary(
         steps=min((item.last_finished_step for item in observation.trained), default=0),
         steps_by_policy={item.policy_id: item.last_finished_step for item in observation.trained},
+        policies={item.policy_id: _policy(observation, item) for item in observation.trained},
+        heldout_metrics=dict(sorted(last.metrics.items())) if last is not None else {},
         reward_first=_mean(_step_reward(observation, policy, first=True) for policy in policies),
         reward_last=_mean(_step_reward(observation, policy, first=False) for policy in policies),
         heldout_first=_mean(items[0].mean_reward if items else None for items in evaluations),
@@ -110,6 +132,27 @@ def summarize(
     )
 
 
+def _completed(item: admin_service_pb2.Evaluation) -> int:
+    return item.complete_time.ToNanoseconds()
+
+
+def _policy(observation: Observation, status: admin_service_pb2.PolicyStatus) -> PolicySummary:
+    policy_id = status.policy_id
+    evaluations = observation.evaluations(policy_id)
+    trainer = observation.trainers.get(policy_id)
+    return PolicySummary(
+        steps=status.last_finished_step,
+        version=status.version.version,
+        reward_first=_step_reward(observation, policy_id, first=True),
+        reward_last=_step_reward(observation, policy_id, first=False),
+        heldout_first=_mean([evaluations[0].mean_reward]) if evaluations else None,
+        heldout_last=_mean([evaluations[-1].mean_reward]) if evaluations else None,
+        heldout_n=evaluations[-1].num_samples if evaluations else 0,
+        heldout_roles={role.role: role.mean_reward for role in evaluations[-1].roles} if evaluations else {},
+        trainer_wait_fraction=trainer.wait_fraction if trainer is not None else 0.0,
+    )
+
+
 def as_table(summary: Summary) -> Table:
     """Return the summary as a table for people."""
     table = Table(title="summary", show_header=False, title_style="bold", title_justify="left")
@@ -124,20 +167,18 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     account, staleness = summary.trajectories, summary.staleness
     dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(account["dropped"].items())) or "none"
     share = summary.delta_bytes_mean / summary.snapshot_bytes if summary.snapshot_bytes else 0.0
-    heldout = f"{_text(summary.heldout_first)} → {_text(summary.heldout_last)} ({summary.heldout_n} samples)"
     delta_kb, density = summary.delta_bytes_mean / 1e3, summary.density_mean
     nodes = [f"{node.id}: {node.tokens} tokens, {node.trajectories} trajectories" for node in summary.nodes]
     counts = ", ".join(f"{account[name]} {name}" for name in ("ingested", "trained", "evaluated"))
     return [
         ("steps", f"{_steps(summary)} in {summary.wall_s:.0f} s"),
         ("first reward", f"after {_text(summary.first_reward_s)} s"),
-        ("held-out reward", heldout),
-        ("training reward", f"{_text(summary.reward_first)} → {_text(summary.reward_last)}"),
+        *_rewards(summary),
         ("trajectories", counts),
         ("dropped", dropped),
         ("conservation error", str(summary.conservation_error)),
         ("staleness", f"p50 {staleness.p50:.0f}, p99 {staleness.p99:.0f}, max {staleness.max} versions"),
-        ("trainer waited", f"{summary.trainer_wait_fraction:.0%} of the time"),
+        ("trainer waited", f"{_waited(summary)} of the time"),
         ("weight versions", f"{summary.versions}; {summary.snapshots_fetched} snapshots fetched"),
         ("delta", f"{delta_kb:.0f} kB on average, {share:.0%} of a snapshot, density {density:.1%}"),
         ("nodes", "; ".join(nodes)),
@@ -150,6 +191,28 @@ def _steps(summary: Summary) -> str:
     if len(set(summary.steps_by_policy.values())) < 2:
         return str(summary.steps)
     return ", ".join(f"{policy_id} {steps}" for policy_id, steps in summary.steps_by_policy.items())
+
+
+def _rewards(summary: Summary) -> list[tuple[str, str]]:
+    """One row of each kind for every policy, and the metrics of the last evaluation."""
+    rows, several = [], len(summary.policies) > 1
+    for policy_id, item in summary.policies.items():
+        prefix = f"{policy_id}: " if several else ""
+        heldout = f"{_text(item.heldout_first)} → {_text(item.heldout_last)} ({item.heldout_n} samples)"
+        if len(item.heldout_roles) > 1:
+            heldout += "; " + ", ".join(f"{role} {_text(mean)}" for role, mean in item.heldout_roles.items())
+        rows.append((f"{prefix}held-out reward", heldout))
+        rows.append((f"{prefix}training reward", f"{_text(item.reward_first)} → {_text(item.reward_last)}"))
+    if several and summary.heldout_metrics:
+        metrics = ", ".join(f"{name} {_text(mean)}" for name, mean in summary.heldout_metrics.items())
+        rows.append(("held-out metrics", metrics))
+    return rows
+
+
+def _waited(summary: Summary) -> str:
+    if len(summary.policies) < 2:
+        return f"{summary.trainer_wait_fraction:.0%}"
+    return ", ".join(f"{name} {item.trainer_wait_fraction:.0%}" for name, item in summary.policies.items())
 
 
 def _step_reward(observation: Observation, policy: str, *, first: bool) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from astraflow.plugins import Policy
 from astraflow_raas.agents.calls import Answers, Choice
-from astraflow_raas.agents.requests import ChatRequest
+from astraflow_raas.agents.requests import ChatRequest, TextRequest
 
 Json: TypeAlias = Mapping[str, Any]
 
@@ -46,6 +46,33 @@ def chat_events(request: ChatRequest, answers: Answers, policy: Policy) -> Itera
     yield "data: [DONE]\n\n"
 
 
+def text_completion(request: TextRequest, answers: Answers, policy: Policy) -> Json:
+    """The body of a completion of a text."""
+    return {**_text_choices(request, answers, policy), "usage": usage(answers)}
+
+
+def text_events(request: TextRequest, answers: Answers, policy: Policy) -> Iterator[str]:
+    """The same as events."""
+    body = _text_choices(request, answers, policy)
+    yield _event(body)
+    if request.stream_options.include_usage:
+        yield _event({**body, "choices": [], "usage": usage(answers)})
+    yield "data: [DONE]\n\n"
+
+
+def _text_choices(request: TextRequest, answers: Answers, policy: Policy) -> Json:
+    choices = []
+    for index, choice in enumerate(answers.choices):
+        result = choice.result
+        logprobs = None
+        if request.logprobs is not None:
+            tokens = [policy.decode((token,)) for token in result.token_ids]
+            logprobs = {"tokens": tokens, "token_logprobs": result.logprobs}
+        said = {"text": result.text, "finish_reason": result.finish_reason, "logprobs": logprobs}
+        choices.append({"index": index, **said})
+    return {**_head("text_completion", answers), "choices": choices}
+
+
 def models(names: Iterable[str]) -> Json:
     """The body of the list of models."""
     listed = [{"id": name, "object": "model", "created": 0, "owned_by": "astraflow"} for name in names]
@@ -61,7 +88,7 @@ def usage(answers: Answers) -> Json:
 
 def _head(kind: str, answers: Answers) -> Json:
     return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
         "model": answers.model,

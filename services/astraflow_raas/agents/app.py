@@ -5,16 +5,19 @@ nothing; a client that hangs up takes its call along. Routes translate and deleg
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from astraflow.plugins import Policy
 from astraflow_raas.agents import answers
 from astraflow_raas.agents.api_errors import ApiError, unauthorised
 from astraflow_raas.agents.calls import AgentCalls, Answers
-from astraflow_raas.agents.requests import ChatRequest, read
+from astraflow_raas.agents.requests import ChatRequest, TextRequest, read
+from astraflow_raas.agents.responses import ResponseRequest, response, response_events
 
 _MAX_BODY_BYTES = 4 * 2**20
 _REFUSAL_DELAY_S = 0.05
@@ -54,17 +57,43 @@ def create_agent_app(find: Callable[[str], AgentCalls | None]) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def complete_chat(request: Request) -> Response:
         """A chat completion, whole or as events."""
-        calls = opened(request)
-        async with calls.slot():
-            wanted, ignored = read(await _body(request), ChatRequest)
-            answered = await _unless_gone(calls.start(wanted), request)
-        policy, headers = calls.policies[wanted.model], {IGNORED_HEADER: ", ".join(ignored)}
-        if wanted.stream:
-            events = "".join(answers.chat_events(wanted, answered, policy))
-            return Response(events, media_type="text/event-stream", headers=headers)
-        return JSONResponse(answers.chat_completion(wanted, answered, policy), headers=headers)
+        return await _answer(
+            opened(request), request, ChatRequest, answers.chat_completion, answers.chat_events
+        )
+
+    @app.post("/v1/completions")
+    async def complete_text(request: Request) -> Response:
+        """A completion of a text, whole or as events."""
+        return await _answer(
+            opened(request), request, TextRequest, answers.text_completion, answers.text_events
+        )
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        """A response, whole or as events."""
+        return await _answer(opened(request), request, ResponseRequest, response, response_events)
 
     return app
+
+
+RequestT = TypeVar("RequestT", ChatRequest, TextRequest, ResponseRequest)
+
+
+async def _answer(
+    calls: AgentCalls,
+    request: Request,
+    kind: type[RequestT],
+    whole: Callable[[RequestT, Answers, Policy], Mapping[str, object]],
+    events: Callable[[RequestT, Answers, Policy], Iterator[str]],
+) -> Response:
+    async with calls.slot():
+        wanted, ignored = read(await _body(request), kind)
+        answered = await _unless_gone(calls.start(wanted.call()), request)
+    policy, headers = calls.policies[wanted.model], {IGNORED_HEADER: ", ".join(ignored)}
+    if wanted.stream:
+        text = "".join(events(wanted, answered, policy))
+        return Response(text, media_type="text/event-stream", headers=headers)
+    return JSONResponse(whole(wanted, answered, policy), headers=headers)
 
 
 async def _body(request: Request) -> bytes:

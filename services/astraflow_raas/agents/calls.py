@@ -17,7 +17,7 @@ from astraflow.plugins import Episode, GenerateResult, Message, Policy, Tool
 from astraflow_kit.log import get_logger
 from astraflow_raas.agents.api_errors import ApiError, over_limit, refused_call, unauthorised
 from astraflow_raas.agents.conversations import Conversations, Turn, ends_of
-from astraflow_raas.agents.requests import ChatRequest
+from astraflow_raas.agents.requests import ChatRequest, TextRequest
 from astraflow_raas.agents.stops import sample
 
 log = get_logger(__name__)
@@ -97,11 +97,16 @@ class AgentCalls:
         async with self._slots:
             yield
 
-    def start(self, request: ChatRequest) -> "asyncio.Task[Answers]":
+    def start(self, request: ChatRequest | TextRequest) -> "asyncio.Task[Answers]":
         """Begin to answer; cancelled when the episode ends. Raises ApiError for what it may not ask."""
         policy = self._policy(request.model)
         self._admit(request.n)
-        task = asyncio.create_task(self._chat(policy, request))
+        answer = (
+            self._chat(policy, request)
+            if isinstance(request, ChatRequest)
+            else self._complete(policy, request)
+        )
+        task = asyncio.create_task(answer)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
@@ -137,14 +142,40 @@ class AgentCalls:
         # Tools are part of a conversation's beginning: templates write them in front.
         head = repr((request.model, tools))
         parent, prompt_ids = await self._prompt(policy, messages, tools, head=head)
-        given_ids = tuple(prompt_ids[parent.num_tokens if parent else 0 :])
-        with self._conversations.room_for(request.n, after=parent):
-            results = await self._sample(policy, prompt_ids, request)
+        results = await self._sample(policy, request, parent, prompt_ids)
         callable_tools = () if request.tool_choice == "none" else tools
         choices = [_choice(policy, result, prompt_ids, callable_tools) for result in results]
-        for choice in choices:
-            turn = Turn(request.model, parent, given_ids, messages[-1].role, choice.result)
-            self._conversations.add(turn, end=ends_of(head, (*messages, choice.message))[-1])
+        ends = [ends_of(head, (*messages, choice.message))[-1] for choice in choices]
+        return self._answers(request, choices, ends, turn=(parent, prompt_ids, messages[-1].role))
+
+    async def _complete(self, policy: Policy, request: TextRequest) -> Answers:
+        text = f"{request.model}\0{request.prompt}"
+        found = self._conversations.continued_text(text)
+        parent, added = found or (None, request.prompt)
+        with self._judged():
+            added_ids = await _tokens(partial(policy.encode, added), len(added))
+        prompt_ids = [*(parent.token_ids() if parent else ()), *added_ids]
+        results = await self._sample(policy, request, parent, prompt_ids)
+        choices = [Choice(message=Message("assistant", result.text), result=result) for result in results]
+        # What ended with a special token has no text that a prompt could go on from.
+        ends = [
+            text + policy.decode(result.token_ids) if policy.decode(result.token_ids[-1:]) else None
+            for result in results
+        ]
+        return self._answers(request, choices, ends, turn=(parent, prompt_ids, ""))
+
+    def _answers(
+        self,
+        request: ChatRequest | TextRequest,
+        choices: Sequence[Choice],
+        ends: Sequence[bytes | str | None],
+        *,
+        turn: tuple[Turn | None, Sequence[int], str],
+    ) -> Answers:
+        parent, prompt_ids, role = turn
+        given_ids = tuple(prompt_ids[parent.num_tokens if parent else 0 :])
+        for choice, end in zip(choices, ends, strict=True):
+            self._conversations.add(Turn(request.model, parent, given_ids, role, choice.result), end=end)
         self.answer = choices[-1].message.content
         return Answers(model=request.model, num_prompt_tokens=len(prompt_ids), choices=choices)
 
@@ -153,19 +184,23 @@ class AgentCalls:
     ) -> tuple[Turn | None, list[int]]:
         """The turn that the messages continue, if any, and all tokens to sample after."""
         found = self._conversations.continued(ends_of(head, messages))
+        num_chars = sum(len(message.content) for message in messages)
         with self._judged():
             if found is not None:
                 turn, length = found
+                extend = partial(policy.extend, turn.token_ids(), messages[length:], tools=tools)
                 try:
-                    return turn, await _tokens(
-                        partial(policy.extend, turn.token_ids(), tools=tools), messages[length:]
-                    )
+                    return turn, await _tokens(extend, num_chars)
                 except (RecipeError, ValueError) as error:
                     log.info("agent.not_continued", policy_id=policy.name, why=str(error))
-            return None, await _tokens(partial(policy.encode, tools=tools), messages)
+            return None, await _tokens(partial(policy.encode, messages, tools=tools), num_chars)
 
     async def _sample(
-        self, policy: Policy, prompt_ids: Sequence[int], request: ChatRequest
+        self,
+        policy: Policy,
+        request: ChatRequest | TextRequest,
+        parent: Turn | None,
+        prompt_ids: Sequence[int],
     ) -> Sequence[GenerateResult]:
         left = max(1, self._limits.max_sampled_tokens - self._num_sampled)
         wanted = min(request.max_new_tokens or policy.max_new_tokens, policy.max_new_tokens, left)
@@ -174,7 +209,7 @@ class AgentCalls:
             for _ in range(request.n)
         ]
         try:
-            with self._judged():
+            with self._judged(), self._conversations.room_for(request.n, after=parent):
                 results = await asyncio.gather(*calls)
         finally:
             for call in calls:
@@ -187,6 +222,8 @@ class AgentCalls:
         """Answer what the agent asked wrongly; anything else is not its fault and ends the episode."""
         try:
             yield
+        except ApiError:
+            raise
         except RequestError as error:
             raise refused_call(error) from error
         except Exception as error:
@@ -204,7 +241,5 @@ def _choice(
     return Choice(message=message if message.tool_calls else Message("assistant", result.text), result=result)
 
 
-async def _tokens(encode: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message]) -> list[int]:
-    if sum(len(message.content) for message in messages) > _LONG_CHARS:
-        return await asyncio.to_thread(encode, messages)
-    return encode(messages)
+async def _tokens(encode: Callable[[], list[int]], num_chars: int) -> list[int]:
+    return await asyncio.to_thread(encode) if num_chars > _LONG_CHARS else encode()

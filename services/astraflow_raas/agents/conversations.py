@@ -51,7 +51,7 @@ class Conversations:
 
     def __init__(self) -> None:
         self._turns: list[Turn] = []
-        self._by_end: dict[bytes, Turn] = {}
+        self._by_end: dict[bytes | str, Turn] = {}
         self._num_expected = 0
 
     @contextmanager
@@ -78,12 +78,22 @@ class Conversations:
                 return turn, length
         return None
 
-    def add(self, turn: Turn, *, end: bytes) -> None:
-        """Keep an answer; `end` stands for all messages up to and with it. Of equal ones the first is continued."""
+    def continued_text(self, text: str) -> tuple[Turn, str] | None:
+        """The turn with whose text, the longest, `text` begins, and what follows."""
+        found = [end for end in self._by_end if isinstance(end, str) and text.startswith(end)]
+        longest = max(found, key=len, default=None)
+        return None if longest is None else (self._by_end[longest], text.removeprefix(longest))
+
+    def add(self, turn: Turn, *, end: bytes | str | None) -> None:
+        """Keep an answer; `end` stands for all messages up to and with it, or is all text; None continues never.
+
+        Of equal ones the first is continued.
+        """
         if not turn.result.token_ids:
             return
         self._turns.append(turn)
-        self._by_end.setdefault(end, turn)
+        if end is not None:
+            self._by_end.setdefault(end, turn)
 
     def trajectories(self, *, policy_of: dict[str, str], reward: float) -> tuple[Trajectory, ...]:
         """One trajectory for each conversation that nothing continues, oldest first."""

@@ -6,7 +6,7 @@ Invariant: a field is honoured, ignored by name, or refused; docs/agents.md has 
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -19,7 +19,7 @@ IGNORED = frozenset(
         *("temperature", "top_p", "top_k", "min_p", "seed", "best_of", "prediction"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "reasoning_effort", "verbosity"),
         *("parallel_tool_calls", "user", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention"),
+        *("prompt_cache_key", "prompt_cache_retention", "include", "reasoning", "truncation"),
     }
 )
 """Fields that change nothing here: the recipe decides how a policy is sampled, and nothing is stored elsewhere."""
@@ -98,6 +98,10 @@ class _Sampled(_Fields):
     stream_options: _StreamOptions = _StreamOptions()
     max_tokens: Annotated[int, Field(ge=1)] | None = None
 
+    def call(self) -> Self:
+        """What is asked."""
+        return self
+
     @property
     def stops(self) -> tuple[str, ...]:
         """Texts at which an answer ends, without them."""
@@ -128,6 +132,19 @@ class ChatRequest(_Sampled):
     def max_new_tokens(self) -> int | None:
         """The bound that the client set."""
         return self.max_completion_tokens or self.max_tokens
+
+
+class TextRequest(_Sampled):
+    """The body of `/v1/completions`: a text as it is, without a chat template."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    logprobs: Literal[0] | None = None
+    echo: Literal[False] = False
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The bound that the client set."""
+        return self.max_tokens
 
 
 RequestT = TypeVar("RequestT", bound=BaseModel)

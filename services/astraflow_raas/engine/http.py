@@ -25,6 +25,7 @@ from astraflow_raas.engine.transport import EngineTransport, brief
 
 _HEALTH_TIMEOUT_S = 25.0
 _RESUME_DEADLINE_S = 60.0
+_SETTLE_S = 0.1
 _RESUME = {"torch_empty_cache": False}
 
 
@@ -43,6 +44,7 @@ class HttpEngine:
         self._open = asyncio.Event()
         self._open.set()
         self._served: int | None = None
+        self._last_sent_s = -_SETTLE_S
         self._resuming: asyncio.Task[None] | None = None
 
     async def introduce(self) -> None:
@@ -55,7 +57,7 @@ class HttpEngine:
 
     async def generate(self, calls: Sequence[GenerateCall], *, rank: int = 0) -> list[Generation]:
         await self._open.wait()
-        sent_under = self._served
+        sent_under, self._last_sent_s = self._served, asyncio.get_running_loop().time()
         body = generate_body(calls, cache_key=str(sent_under))
         if self._info is not None and self._info.num_ranks > 1:
             body["routed_dp_rank"] = rank
@@ -69,6 +71,9 @@ class HttpEngine:
     async def swap(self, *, model_dir: Path, version: int) -> None:
         self._open.clear()
         try:
+            # Calls that were just sent reach the scheduler before the pause does: one that it met only after the swap
+            # would begin on prefixes of before, and is made again.
+            await asyncio.sleep(self._last_sent_s + _SETTLE_S - asyncio.get_running_loop().time())
             await self._transport.post_idempotent("/pause_generation", {"mode": "in_place"})
             await self._load(model_dir, version)
         finally:

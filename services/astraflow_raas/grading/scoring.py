@@ -10,7 +10,16 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 
 from astraflow.errors import PluginError
-from astraflow.plugins import MissingCapability, Policy, Reward, RewardFailed, RewardLimits, Score, TaskSpec
+from astraflow.plugins import (
+    MissingCapability,
+    Policy,
+    PolicyUnavailable,
+    Reward,
+    RewardFailed,
+    RewardLimits,
+    Score,
+    TaskSpec,
+)
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.settings import RewardLimitSettings
 from astraflow_kit.log import get_logger
@@ -45,7 +54,7 @@ class RewardScorer:
             if inspect.isawaitable(value):
                 value = await self._in_time(task, value)
             return score_of(value)
-        except (MissingCapability, RewardFailed):
+        except (MissingCapability, PolicyUnavailable, RewardFailed):
             raise
         except Exception as error:
             # The whole traceback is in this node's log only.

@@ -12,14 +12,15 @@ from astraflow.plugins import Episode, Policy, Scorer, TaskSpec, TrajectoryBuild
 
 
 class SingleTurn:
-    """Encodes the task's messages, samples once, scores the text."""
+    """Encodes the task's messages, samples once, scores the text. `role` answers; empty is the only one."""
 
-    def __init__(self, *, reward: Scorer) -> None:
+    def __init__(self, *, reward: Scorer, role: str = "") -> None:
         self._reward = reward
+        self._role = role
 
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
-        """Return one trajectory of the run's only role. Raises RecipeError when there are several."""
-        turn = TrajectoryBuilder(_only(policies))
+        """Return one trajectory. Raises RecipeError when nothing says which role it is of."""
+        turn = TrajectoryBuilder(_chosen(policies, self._role))
         turn.add_prompt(task.messages)
         result = await turn.generate()
         score = await self._reward(task, result.text, policies=policies)
@@ -27,11 +28,13 @@ class SingleTurn:
         return Episode((turn.build(reward=score.reward),), metrics)
 
 
-def _only(policies: Mapping[str, Policy]) -> Policy:
-    if len(policies) != 1:
+def _chosen(policies: Mapping[str, Policy], role: str) -> Policy:
+    if role in policies:
+        return policies[role]
+    if role or len(policies) != 1:
         raise RecipeError(
-            f"SingleTurn needs a run with exactly one role, this one has {', '.join(policies)}; "
-            "name a workflow that knows which role does what"
+            f"SingleTurn needs a run with exactly one role, or `role` set to one of {', '.join(policies)} (it is "
+            f"{role!r}); or name a workflow that knows which role does what"
         )
     (policy,) = policies.values()
     return policy

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from astraflow.plugins import Episode, Message, Policy, Scorer, TaskSpec, Trajectory, TrajectoryBuilder
+from astraflow.plugins import (
+    Episode,
+    Message,
+    Policy,
+    PolicyUnavailable,
+    Scorer,
+    TaskSpec,
+    Trajectory,
+    TrajectoryBuilder,
+)
 from astraflow_raas.workflows.prompts import fill, problem_of, require_places
 
 _VERIFIER_PROMPT = """\
@@ -88,7 +97,8 @@ class SolverVerifier:
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
         """Return the trajectories of the roles that want them.
 
-        The last answer is judged only if the verifier's trajectory is wanted and there was no other to judge.
+        The last answer is judged only if the verifier's trajectory is wanted and there was no other to judge. Without
+        a verifier there is no further answer and no metric: an episode that was cut short says nothing of the team.
         """
         solver, verifier = policies["solver"], policies["verifier"]
         messages, trajectories = task.messages, list[Trajectory]()
@@ -102,7 +112,12 @@ class SolverVerifier:
             is_last = len(rewards) > self._max_retries
             if is_last and (verdicts or not verifier.wants_trajectory):
                 break
-            judging, verdict = await _ask(verifier, self._verifier_messages(task, answer))
+            try:
+                judging, verdict = await _ask(verifier, self._verifier_messages(task, answer))
+            except PolicyUnavailable:
+                if not trajectories:
+                    raise
+                return Episode(tuple(trajectories))
             verdicts.append(self._judge(verdict, answer_reward=rewards[-1]))
             if verifier.wants_trajectory:
                 trajectories.append(judging.build(reward=self._earned(verdicts[-1])))

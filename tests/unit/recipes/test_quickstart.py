@@ -1,33 +1,16 @@
 """The quickstart's task: one split for ever, any index at any time, an exact reward, a stated share of flaws."""
 
-import importlib.util
 import random
 import re
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
-from types import ModuleType
 
 import pytest
 
 from astraflow.plugins import Dataset, Demonstration, Demonstrations, Reward, TaskSpec
-from support.source_tree import REPOSITORY
+from support.recipes import recipe_code
 
-
-def _load() -> ModuleType:
-    path = REPOSITORY / "recipes" / "quickstart" / "recipe.py"
-    spec = importlib.util.spec_from_file_location("quickstart_recipe", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up while it is executed.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-    return module
-
-
-recipe = _load()
+recipe = recipe_code("quickstart")
 ALL_PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
 
 

@@ -200,14 +200,23 @@ def node_state(node: pb.NodeStatus) -> str:
 def _evaluations(status: pb.StatusResponse) -> list[RenderableType]:
     if not status.evaluations:
         return []
-    shown = table("evaluation", "version", "held-out reward", "samples", right=("version", "held-out reward"))
+    columns = ("evaluation", "version", "held-out reward", "samples", "roles and metrics")
+    shown = table(*columns, right=("version", "held-out reward"))
     left_out = len(status.evaluations) - _MAX_EVALUATIONS
     for item in status.evaluations[-_MAX_EVALUATIONS:]:
         samples = f"{item.num_samples} of {item.num_planned}"
         name = f"{item.policy_id}, final" if item.final else item.policy_id
-        shown.add_row(name, str(item.version), number_text(item.mean_reward), samples)
+        cells = (str(item.version), number_text(item.mean_reward), samples, evaluation_details(item))
+        shown.add_row(name, *cells)
     more = [Text(f"  and {left_out} earlier ones", style="dim")] if left_out > 0 else []
     return [heading("evaluations"), shown, *more]
+
+
+def evaluation_details(item: pb.Evaluation) -> str:
+    """Return the rewards of several roles, and the metrics of the episodes, as text; empty when there is neither."""
+    roles = {role.role: role.mean_reward for role in item.roles} if len(item.roles) > 1 else {}
+    named = [*roles.items(), *sorted(item.metrics.items())]
+    return ", ".join(f"{name} {number_text(mean)}" for name, mean in named)
 
 
 def wait_parts(status: pb.StatusResponse) -> list[RenderableType]:

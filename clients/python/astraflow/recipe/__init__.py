@@ -1,6 +1,6 @@
 """The recipe: what it may say (`settings`, `roles`, `algorithm`), how it is read (`file`) and checked (`command`)."""
 
-from astraflow.recipe.roles import ResolvedRole, RoleSettings, workflow_roles
+from astraflow.recipe.roles import ResolvedRole, RoleSettings, declared_roles, workflow_roles
 from astraflow.recipe.settings import (
     SCHEMA_VERSION,
     ArchitectureSettings,
@@ -44,6 +44,7 @@ __all__ = [
     "TokenizerSettings",
     "TrainerSettings",
     "WarmStartSettings",
+    "declared_roles",
     "json_schema",
     "workflow_roles",
 ]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from astraflow.errors import PluginError, RecipeError
-from astraflow.plugins import Workflow
-from astraflow.recipe import json_schema, workflow_roles
+from astraflow.plugins import Reward, Workflow
+from astraflow.recipe import declared_roles, json_schema, workflow_roles
 from astraflow.recipe.file import LoadedRecipe, load_recipe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Check a recipe, or print the schema.")
@@ -49,7 +50,11 @@ def _check_roles(loaded: LoadedRecipe) -> None:
     except (ModuleNotFoundError, PluginError) as error:
         typer.echo(f"the roles of the workflow are not checked: {error}", err=True)
         return
-    declared = getattr(found, "roles", None)
+    reward = None
+    if recipe.raas.reward is not None:
+        with suppress(PluginError):  # a node says what is wrong with it
+            reward = plugins.load(recipe.raas.reward.use, protocol=Reward, recipe_dir=loaded.folder)
+    declared = declared_roles(found, reward)
     if isinstance(declared, property):
         return
     try:

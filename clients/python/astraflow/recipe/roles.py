@@ -25,6 +25,7 @@ __all__ = [
     "ResolvedRole",
     "RoleName",
     "RoleSettings",
+    "declared_roles",
     "require_policy",
     "resolve_roles",
     "workflow_roles",
@@ -104,6 +105,12 @@ def require_policy(policy_id: str, policies: Collection[str], *, place: str) -> 
     """Raise ValueError with the nearest name unless a recipe has the policy that `place` names."""
     if policy_id not in policies:
         raise ValueError(f"{place}: there is no policy {policy_id!r}; {_near(policy_id, policies)}")
+
+
+def declared_roles(workflow: object, reward: object) -> Any:  # noqa: ANN401 - what a plug-in wrote
+    """What a workflow declares, None when it declares nothing, with the roles that its reward asks."""
+    declared, asked = getattr(workflow, "roles", None), getattr(reward, "roles", ())
+    return declared if declared is None or isinstance(declared, str | property) else (*declared, *asked)
 
 
 def workflow_roles(

@@ -25,14 +25,26 @@ local function credit_node(P, node, items)
   end
 end
 
-local function accept_evaluation(P, id, items)
-  local E = K.evaluation(P, id)
-  local policy = call('HGET', E, 'policy')
+local MAX_EVALUATION_FIELDS = 512
+
+-- Adds to a sum and to how many there are, as long as a pass has room for another name.
+local function add_result(E, name, value)
+  if call('HEXISTS', E, 'n ' .. name) == 0 and call('HLEN', E) >= MAX_EVALUATION_FIELDS then return end
+  call('HINCRBY', E, 'n ' .. name, 1)
+  call('HSET', E, 's ' .. name, precise(tonumber(call('HGET', E, 's ' .. name) or 0) + tonumber(value)))
+end
+
+local function accept_evaluation(P, id, items, metrics)
+  local E, counted = K.evaluation(P, id), {}
   for _, item in ipairs(items) do
-    if item.policy == policy then
-      call('HINCRBY', E, 'samples', 1)
-      call('HSET', E, 'sum', precise(tonumber(call('HGET', E, 'sum')) + tonumber(item.reward)))
-    end
+    local role = string.match(item.trace, '^[^\t]*\t[^\t]*\t([^\t]*)')
+    add_result(E, 'reward ' .. item.policy .. ' ' .. (role == '' and item.policy or role), item.reward)
+    if not counted[item.policy] then call('HINCRBY', E, 'samples ' .. item.policy, 1) end
+    counted[item.policy] = true
+  end
+  for _, line in ipairs(split(metrics)) do
+    local value, name = string.match(line, '^(%S+) (.+)$')
+    if name then add_result(E, 'metric ' .. name, value) end
   end
   count(P, 'ingested', #items)
   count(P, 'evaluated', #items)
@@ -76,9 +88,9 @@ local function unusable(P, episode, items)
   return nil
 end
 
--- commit: task, member, attempt, episode, node, '1' hedge, '1' failed, horizon ms, then id, policy, reward, header, trace
+-- commit: task, member, attempt, episode, node, '1' hedge, '1' failed, horizon ms, metrics of an evaluation as lines of value and name, then id, policy, reward, header, trace
 -- per trajectory. Returns { outcome, detail, the task when this completed it and it waits to be settled, position }.
-SIGNATURE.commit = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'horizon', each = { 'id', 'policy', 'reward', 'header', 'trace' } }
+SIGNATURE.commit = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'horizon', 'metrics', each = { 'id', 'policy', 'reward', 'header', 'trace' } }
 local function commit(keys, a)
   local P, task, episode, node = keys[1], a.task, a.episode, a.node
   local T, items = K.task(P, task), a.each
@@ -109,7 +121,7 @@ local function commit(keys, a)
   if bad == 'RETRY' then return { 'RETRY', '', {}, 0 } end
   if bad == 'POISON' then return turn_away(P, a, true, 'POISON', 'poison', items, 'duplicate_id') end
   call('HSET', T, 'm' .. a.member, (a.failed == '1' and 'x' or 'f') .. episode)
-  if is_evaluation then accept_evaluation(P, f[4], items) else accept_training(P, task, episode, items) end
+  if is_evaluation then accept_evaluation(P, f[4], items, a.metrics) else accept_training(P, task, episode, items) end
   credit_node(P, node, items)
   local late = a.hedge ~= '1' and tonumber(a.attempt) < tonumber(f[2])
   local outcome, settle = late and 'ACCEPTED_LATE' or 'ACCEPTED', {}

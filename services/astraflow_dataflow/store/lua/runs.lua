@@ -89,16 +89,22 @@ local function report(keys, a)
   return 1
 end
 
--- plan_evaluation: id, policy, version, planned, '1' final. Idempotent. Returns 1 when it is new.
-SIGNATURE.plan_evaluation = { 'id', 'policy', 'version', 'planned', 'final' }
+-- plan_evaluation: id, planned, '1' final, then policy, version. Idempotent. Refuses versions that are not the newest, so that nodes, which
+-- get no newer ones while a pass is open, all come to serve these; and a periodic pass beside another. Returns 1 when it is new.
+SIGNATURE.plan_evaluation = { 'id', 'planned', 'final', each = { 'policy', 'version' } }
 local function plan_evaluation(keys, a)
-  local P, E = keys[1], K.evaluation(keys[1], a.id)
+  local P, E, wanted = keys[1], K.evaluation(keys[1], a.id), {}
   if call('EXISTS', E) == 1 then return 0 end
+  if a.final ~= '1' and call('HLEN', K.open_evaluations(P)) > 0 then return 0 end
+  for _, item in ipairs(a.each) do
+    if call('HGET', K.policy(P, item.policy), 'version') ~= item.version then return 0 end
+    wanted[#wanted + 1] = item.policy .. ' ' .. item.version
+  end
   local now = now_ms()
-  call('HSET', E, 'policy', a.policy, 'version', a.version, 'planned', a.planned, 'final', a.final, 'state', 'open', 'fed', 0, 'done', 0,
-    'failed', 0, 'samples', 0, 'sum', '0', 'create_ms', now)
+  call('HSET', E, 'versions', lines(wanted), 'planned', a.planned, 'final', a.final, 'state', 'open', 'fed', 0, 'done', 0, 'failed', 0,
+    'create_ms', now)
   call('ZADD', K.evaluations(P), now, a.id)
-  call('HSET', K.open_evaluations(P), a.id, a.policy .. ' ' .. a.version)
+  call('HSET', K.open_evaluations(P), a.id, lines(wanted))
   call('XGROUP', 'CREATE', K.lane(P, a.id), GROUP, '0', 'MKSTREAM')
   emit(P, 'work')
   return 1
@@ -132,7 +138,7 @@ local function give_up_evaluation(keys, a)
     if close_task(P, entry[2][2], 'given_up', now) then closed = closed + 1 end
   end
   call('UNLINK', K.lane(P, a.id), K.retry(P, a.id))
-  emit(P, 'work')
+  release_versions(P, a.id)
   return closed
 end
 

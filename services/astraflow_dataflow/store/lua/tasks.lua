@@ -40,6 +40,12 @@ local function entomb(P, task, ttl_ms)
   close_trace(P, task, ttl_ms)
 end
 
+-- Nodes may get the versions that a pass held back.
+local function release_versions(P, id)
+  for _, line in ipairs(split(call('HGET', K.evaluation(P, id), 'versions'))) do emit(P, 'version ' .. string.match(line, '^%S+')) end
+  emit(P, 'work')
+end
+
 local function finish_evaluation(P, id)
   local E = K.evaluation(P, id)
   local f = call('HMGET', E, 'planned', 'done', 'failed', 'state')
@@ -47,7 +53,7 @@ local function finish_evaluation(P, id)
     call('HSET', E, 'state', 'complete', 'complete_ms', now_ms())
     call('HDEL', K.open_evaluations(P), id)
     call('UNLINK', K.lane(P, id), K.retry(P, id))
-    emit(P, 'work')
+    release_versions(P, id)
   end
 end
 
@@ -277,13 +283,17 @@ local function no_room(P, serving)
   return 'staleness_window'
 end
 
--- Evaluation leases go to nodes that serve exactly the version; they come before training.
+-- Evaluation leases go to nodes that serve exactly the versions; they come before training.
 local function lease_evaluations(P, node, serving, want, ttl, horizon, now, out)
   local open = call('HGETALL', K.open_evaluations(P))
   for i = 1, #open, 2 do
     if #out >= want then return end
-    local policy, version = string.match(open[i + 1], '^(%S+) (%d+)$')
-    if serving[policy] == tonumber(version) then
+    local served = true
+    for _, line in ipairs(split(open[i + 1])) do
+      local policy, version = string.match(line, '^(%S+) (%d+)$')
+      served = served and serving[policy] == tonumber(version)
+    end
+    if served then
       lease_retries(P, node, serving, open[i], want, ttl, horizon, now, out)
       for _, task in ipairs(want > #out and read_lane(P, node, open[i], want - #out) or {}) do
         out[#out + 1] = grant(P, node, task, ttl, horizon, now)

@@ -22,6 +22,7 @@ class Failing:
     def __init__(self, error: BaseException) -> None:
         self._error = error
         self.newest_versions, self.trained_roles = {"solver": 0}, {"solver": "solver"}
+        self.trained_policies = ("solver",)
         self.blob_prefix = "file:///nowhere/run/blobs/"
         self.episodes = self.recipe = self.dataflow = self
         self.group_deadline_s = 60.0

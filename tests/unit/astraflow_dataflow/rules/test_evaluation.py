@@ -15,62 +15,83 @@ from support.dataflow_snapshots import EVALUATION
 SETTINGS = EvaluationSettings(every_versions=10, num_samples=256, final_samples=1024)
 
 
+stored = partial(replace, EVALUATION, versions={"p": 10, "q": 3})
+BOTH = ("p", "q")
+
+
 @pytest.mark.parametrize(
-    ("version", "samples"), [(0, 1024), (1, None), (9, None), (10, 256), (20, 256), (21, None)]
+    ("newest", "samples"),
+    [
+        ({"p": 10, "q": 3}, None),
+        ({"p": 19, "q": 9}, None),
+        ({"p": 20, "q": 3}, 256),
+        ({"p": 14, "q": 10}, 256),
+        ({"p": 33, "q": 12}, 256),
+    ],
 )
-def test_version_zero_and_every_nth_are_evaluated(version: int, samples: int | None) -> None:
-    plan = evaluation.plan_version("p", version, settings=SETTINGS)
-    assert (None if plan is None else plan.planned) == samples
+def test_a_pass_is_due_at_the_newest_versions_once_any_policy_has_made_its_steps(
+    newest: dict[str, int], samples: int | None
+) -> None:
+    plan = evaluation.plan_periodic(newest, [stored()], settings=SETTINGS)
+    assert (plan and plan.planned) == samples
+    assert plan is None or plan.versions == newest
 
 
-def test_zero_means_the_first_and_the_final_version_only() -> None:
-    settings = EvaluationSettings(every_versions=0)
-    assert [v for v in range(30) if evaluation.plan_version("p", v, settings=settings)] == [0]
-    assert evaluation.plan_final("p", 29, settings=settings).final
+def test_zero_means_the_first_and_the_final_pass_only() -> None:
+    settings = EvaluationSettings(every_versions=0, num_samples=1, final_samples=2)
+    first = evaluation.plan_periodic({"p": 0}, [], settings=settings)
+    assert first is not None
+    assert (first.planned, first.final) == (2, False)
+    assert evaluation.plan_periodic({"p": 900, "q": 900}, [stored()], settings=settings) is None
+    assert evaluation.plan_final({"p": 900}, settings=settings).final
 
 
-def test_a_final_evaluation_of_a_version_already_evaluated_is_another_one() -> None:
-    periodic = evaluation.plan_version("p", 10, settings=SETTINGS)
-    assert periodic is not None
-    assert periodic.evaluation_id != evaluation.plan_final("p", 10, settings=SETTINGS).evaluation_id
+def test_a_final_pass_at_versions_already_evaluated_is_another_one() -> None:
+    periodic = evaluation.Plan(versions={"p": 10}, planned=1, final=False)
+    assert periodic.evaluation_id != evaluation.plan_final({"p": 10}, settings=SETTINGS).evaluation_id
 
 
-def test_a_task_id_says_what_it_demands() -> None:
-    plan = evaluation.plan_final("my-policy_2", 123, settings=SETTINGS)
+def test_a_task_id_says_what_it_demands_of_each_policy() -> None:
+    plan = evaluation.plan_final({"p": 123, "q": 4}, settings=SETTINGS)
     task_id = evaluation.task_id(plan.evaluation_id, 7)
-    assert evaluation.demand_of(task_id) == evaluation.Demand(policy_id="my-policy_2", version=123)
+    assert evaluation.demand_of(task_id, BOTH) == {"p": 123, "q": 4}
     assert task_problem(task_pb2.Task(task_id=task_id), allow_evaluation=True) is None
 
 
-@pytest.mark.parametrize("task_id", ["train-1", "eval:", "eval:p:x:final:0", "eval:p:1:final", ""])
+@pytest.mark.parametrize(
+    "task_id", ["train-1", "eval:", "eval:x.1:final:0", "eval:1:final:0", "eval:1.2:final", ""]
+)
 def test_other_ids_demand_nothing(task_id: str) -> None:
-    assert evaluation.demand_of(task_id) is None
-
-
-stored = partial(replace, EVALUATION, version=10)
+    assert evaluation.demand_of(task_id, BOTH) == {}
 
 
 @pytest.mark.parametrize(
-    ("facts", "newest", "idle_s", "expected"),
+    ("facts", "newest", "idle_s", "held_s", "expected"),
     [
-        ({}, 10, 1e9, False),
-        ({}, 11, 5.0, False),
-        ({}, 11, 10.0, True),
-        ({"state": "complete"}, 11, 1e9, False),
-        ({"final": True}, 10, 1e9, False),
-        ({"final": True}, 11, 0.0, True),
-        ({}, None, 1e9, False),
+        ({}, {"p": 10, "q": 3}, 1e9, 1e9, False),
+        ({}, {"p": 10, "q": 4}, 5.0, 5.0, False),
+        ({}, {"p": 10, "q": 4}, 10.0, 10.0, True),
+        ({}, {"p": 11, "q": 3}, 1.0, 40.0, True),
+        ({"state": "complete"}, {"p": 11, "q": 3}, 1e9, 1e9, False),
+        ({"final": True}, {"p": 10, "q": 3}, 1e9, 1e9, False),
+        ({"final": True}, {"p": 10, "q": 4}, 0.0, 0.0, True),
+        ({}, {}, 1e9, 1e9, False),
     ],
 )
-def test_only_superseded_ones_are_given_up(facts: Any, newest: Any, idle_s: float, expected: bool) -> None:
-    given_up = evaluation.must_give_up(stored(**facts), newest_version=newest, idle_s=idle_s, patience_s=10.0)
-    assert given_up is expected
+def test_only_those_that_newer_versions_wait_for_are_given_up(
+    facts: Any, newest: Any, idle_s: float, held_s: float, expected: bool
+) -> None:
+    waited = {"idle_s": idle_s, "held_s": held_s, "patience_s": 10.0}
+    assert evaluation.must_give_up(stored(**facts), newest=newest, **waited) is expected
 
 
-def test_a_run_ends_when_each_newest_version_has_its_final_evaluation() -> None:
+def test_what_was_given_up_counts_from_a_quarter_of_its_samples_on() -> None:
+    assert [stored(state="given_up", done=done).is_scarce for done in (0, 1)] == [True, False]
+    assert not stored(state="open").is_scarce
+
+
+def test_a_run_ends_when_the_newest_versions_have_their_final_pass() -> None:
     final = stored(final=True, state="complete")
-    done = [final, replace(final, policy_id="q", version=3)]
-    assert evaluation.finals_complete(done, newest={"p": 10, "q": 3})
-    assert not evaluation.finals_complete(done, newest={"p": 11, "q": 3})
-    assert not evaluation.finals_complete([stored(state="complete")], newest={"p": 10})
-    assert evaluation.finals_complete([], newest={})
+    assert evaluation.finals_complete([final], newest={"p": 10, "q": 3})
+    assert not evaluation.finals_complete([final], newest={"p": 11, "q": 3})
+    assert not evaluation.finals_complete([stored(state="complete")], newest={"p": 10, "q": 3})

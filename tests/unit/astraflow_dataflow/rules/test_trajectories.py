@@ -13,7 +13,6 @@ from astraflow.blobs import blob_prefix, blob_ref
 from astraflow.columns import Columns, encode_columns
 from astraflow.rollout.v1 import blob_pb2, trajectory_pb2
 from astraflow.trajectories import REASONS, BadTrajectory
-from astraflow_dataflow.rules.evaluation import Demand
 from astraflow_dataflow.rules.trajectories import Expectation, check_episode, unknown_version
 from support.dataflow_world import make_episode, make_trajectory
 
@@ -298,7 +297,7 @@ def test_bfloat16_log_probs_are_read_and_checked(bits: int, slug: str) -> None:
 
 
 def test_an_evaluation_may_be_greedy() -> None:
-    demand = Demand(policy_id="solver", version=2)
+    demand = {"solver": 2}
     assert refusal(spoiled(temperature(0.0)), replace(KNOWN, demand=demand)) == ""
 
 
@@ -306,7 +305,7 @@ def test_an_evaluation_may_be_greedy() -> None:
     ("policy", "version", "slug"), [("solver", 2, ""), ("solver", 3, "wrong_version"), ("verifier", 9, "")]
 )
 def test_an_evaluation_demands_its_version_of_its_policy_only(policy: str, version: int, slug: str) -> None:
-    demand = Demand(policy_id=policy, version=version)
+    demand = {policy: version}
     known = replace(KNOWN, newest_versions={"solver": 3, "verifier": 9}, demand=demand)
     assert refusal(good(), known) == slug
 

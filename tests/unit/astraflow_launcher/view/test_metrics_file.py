@@ -36,7 +36,8 @@ STEP = StepPoint("solver", 1, 2.5, {"reward_mean": 0.5, "loss": -0.25})
 STEP_LINE = {"step": 1, "seconds": 2.5, "reward_mean": 0.5, "loss": -0.25}
 VERSION = version_pb2.Version(version=4, step=3, delta_bytes=64, snapshot_bytes=0, density=0.125)
 VERSION_LINE = {"version": 4, "step": 3, "delta_bytes": 64, "snapshot_bytes": 0, "density": 0.125}
-EVALUATION_LINE = {"version": 0, "seconds": 7.5, "heldout_reward": 0.5, "num_samples": 8, "final": False}
+EVALUATED = {"evaluation": "", "heldout_reward": 0.5, "heldout_roles": {}, "heldout_metrics": {}}
+EVALUATION_LINE = {"version": 0, "seconds": 7.5, **EVALUATED, "num_samples": 8, "final": False}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.observations import evaluation
 from support.printed import printed
 
 FIELDS = """
-steps steps_by_policy reward_first reward_last heldout_first heldout_last heldout_n wall_s
+steps steps_by_policy policies heldout_metrics reward_first reward_last heldout_first heldout_last heldout_n wall_s
 trajectories conservation_error staleness trainer_wait_fraction versions
 snapshot_bytes delta_bytes_mean density_mean snapshots_fetched nodes peak_pss_bytes
 """
@@ -70,6 +70,27 @@ def test_policies_that_took_different_numbers_of_steps_are_named() -> None:
     summary = _summary(observation)
     assert (summary.steps, summary.steps_by_policy) == (2, {"solver": 2, "critic": 7})
     assert "solver 2, critic 7 in 12 s" in printed(as_table(summary))
+
+
+def test_each_policy_has_its_own_figures_and_the_episodes_theirs() -> None:
+    observation = _observation()
+    observation.status.policies.add(policy_id="verifier", last_finished_step=1)
+    final = observation.status.evaluations.add(
+        policy_id="verifier", num_samples=64, mean_reward=0.5, complete=True
+    )
+    final.metrics["team"] = 0.4
+    final.complete_time.FromSeconds(9)
+    for role, mean in (("judge", 0.4), ("critic", 0.6)):
+        final.roles.add(role=role, num_samples=64, mean_reward=mean)
+    summary = _summary(observation)
+    solver, verifier = summary.policies["solver"], summary.policies["verifier"]
+    assert (solver.heldout_first, solver.heldout_last, solver.heldout_n) == (0.25, 0.75, 1024)
+    assert (solver.reward_last, solver.trainer_wait_fraction) == (0.6, 0.25)
+    assert (verifier.heldout_last, verifier.reward_last, verifier.heldout_n) == (0.5, None, 64)
+    assert (verifier.heldout_roles, summary.heldout_metrics) == ({"judge": 0.4, "critic": 0.6}, {"team": 0.4})
+    shown = printed(as_table(summary))
+    assert "verifier: held-out reward" in shown
+    assert "team 0.4" in shown
 
 
 def test_a_run_that_saw_nothing_has_a_summary_too() -> None:

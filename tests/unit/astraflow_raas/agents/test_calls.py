@@ -138,6 +138,36 @@ async def test_text_parts_and_developer_turns_are_what_templates_know() -> None:
     assert policy.prompts == ["<system>brief¶<user>one¶<assistant>"]
 
 
+def texts(prompt: str) -> str:
+    """An answer to plain text, with what a stop cuts away."""
+    return f"[{len(prompt)}] Observation: made up"
+
+
+async def test_a_text_that_extends_another_continues_it() -> None:
+    async with opened(ScriptedPolicy(texts)) as (calls, client):
+        prompt = "Think."
+        for _ in range(2):
+            answer = await client.completions.create(
+                model="solver", prompt=prompt, stop=["Observation:"], logprobs=0
+            )
+            assert answer.choices[0].finish_reason == "stop"
+            prompt += f"{answer.choices[0].text}Observation: 42. "
+        stream = await client.completions.create(model="solver", prompt="Else.", stream=True, max_tokens=5)
+        assert [part.choices[0].text async for part in stream] == ["[5] O"]
+        first, second = calls.episode(reward=1.0).trajectories
+    assert trained_text(first) == ["[6] Observation:", "[27] Observation:"]
+    assert whole_text(first) == "Think.[6] Observation: 42. [27] Observation:"
+    assert whole_text(second) == "Else.[5] O"
+    check(first)
+
+
+async def test_a_text_after_the_policys_own_end_begins_another_trajectory() -> None:
+    async with opened(ScriptedPolicy(lambda _: "Done.")) as (calls, client):
+        await client.completions.create(model="solver", prompt="Think.")
+        await client.completions.create(model="solver", prompt="Think.Done. More.")
+        assert len(calls.episode(reward=1.0).trajectories) == 2
+
+
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 

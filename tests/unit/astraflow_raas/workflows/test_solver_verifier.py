@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from astraflow.plugins import Episode, Message, TaskSpec
+from astraflow.plugins import Episode, Message, PolicyUnavailable, TaskSpec
 from astraflow_raas.grading.scoring import RewardScorer
 from astraflow_raas.workflows.solver_verifier import SolverVerifier
 from support.agents import ScriptedPolicy
@@ -108,6 +108,15 @@ def test_a_role_without_room_is_asked_only_where_the_others_need_it() -> None:
     assert unneeded.prompts == []
     asked = says("solver", RIGHT, wanted=False)
     assert earned(play(asked, says("verifier", "approve"))) == [("verifier", 1.0)]
+
+
+def test_without_a_verifier_the_answers_so_far_are_kept_and_say_nothing_of_the_team() -> None:
+    away = says("verifier")
+    away.fault = PolicyUnavailable("its engine is down")
+    episode = play(says("solver", RIGHT), away)
+    assert (earned(episode), episode.metrics) == ([("solver", 1.0)], {})
+    with pytest.raises(PolicyUnavailable):
+        play(says("solver", RIGHT, wanted=False), away)
 
 
 @pytest.mark.parametrize(

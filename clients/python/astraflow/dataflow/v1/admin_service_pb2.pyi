@@ -326,10 +326,80 @@ class NodeStatus(_message.Message):
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
 
 @_typing.final
-class Evaluation(_message.Message):
-    """One evaluation of one version on held-out tasks."""
+class RoleResult(_message.Message):
+    """What one role earned in an evaluation."""
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """Role."""
+    num_samples: _builtins.int
+    """Trajectories counted so far."""
+    mean_reward: _builtins.float
+    """Mean reward of those."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        num_samples: _builtins.int = ...,
+        mean_reward: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mean_reward", b"mean_reward", "num_samples", b"num_samples", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleResult: _TypeAlias = RoleResult  # noqa: Y015
+
+@_typing.final
+class Evaluation(_message.Message):
+    """One policy in one evaluation on held-out tasks, which evaluates all trained policies in the same episodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class VersionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
@@ -339,23 +409,43 @@ class Evaluation(_message.Message):
     COMPLETE_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
     COMPLETE_TIME_FIELD_NUMBER: _builtins.int
+    EVALUATION_ID_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy evaluated."""
     version: _builtins.int
     """Version evaluated."""
     num_samples: _builtins.int
-    """Held-out trajectories counted so far."""
+    """Held-out episodes counted so far that have a trajectory of the policy."""
     num_planned: _builtins.int
     """Held-out samples planned."""
     mean_reward: _builtins.float
-    """Mean reward of those counted; NaN before the first."""
+    """Mean reward of its trajectories; NaN before the first, and when the evaluation was given up with less than a quarter
+    of its samples.
+    """
     complete: _builtins.bool
     """True when all planned samples are in, or were given up with a reason in the log."""
     final: _builtins.bool
     """True for the run's final evaluation."""
+    evaluation_id: _builtins.str
+    """The evaluation; the same in the messages of its other policies."""
     @_builtins.property
     def complete_time(self) -> _timestamp_pb2.Timestamp:
         """When it was completed."""
+
+    @_builtins.property
+    def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Version of each policy that its episodes were sampled under."""
+
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleResult]:
+        """What each role of the policy earned, by name."""
+
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Mean of each episode metric over the episodes that have it."""
 
     def __init__(
         self,
@@ -368,10 +458,14 @@ class Evaluation(_message.Message):
         complete: _builtins.bool = ...,
         final: _builtins.bool = ...,
         complete_time: _timestamp_pb2.Timestamp | None = ...,
+        evaluation_id: _builtins.str = ...,
+        versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        roles: _abc.Iterable[Global___RoleResult] | None = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["complete_time", b"complete_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "complete_time", b"complete_time", "final", b"final", "mean_reward", b"mean_reward", "num_planned", b"num_planned", "num_samples", b"num_samples", "policy_id", b"policy_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "complete_time", b"complete_time", "evaluation_id", b"evaluation_id", "final", b"final", "mean_reward", b"mean_reward", "metrics", b"metrics", "num_planned", b"num_planned", "num_samples", b"num_samples", "policy_id", b"policy_id", "roles", b"roles", "version", b"version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

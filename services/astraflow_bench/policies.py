@@ -1,0 +1,188 @@
+"""Several policies trained in one run, against each of them trained alone in the same workflow.
+
+Every arrangement runs `astraflow dev` as a process of its own, one after the other: all policies trained, then each
+one alone while the others stay as they start (`train: false`). Seeds are paired, warm starts are made once. Figures
+come from the metrics file of each run, so they are what a user would see. `commands.bench_policies` prints them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from astraflow.recipe.file import load_recipe
+
+MAX_WALL_RATIO = 1.15
+MAX_NO_CREDIT = 0.02
+_NOISE = 2.0
+"""Standard errors that a difference may have and still be noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One policy in one run."""
+
+    mean_reward: float
+    """Training reward, mean over all steps: of two runs of equal length, the one that learned faster has more."""
+    heldout: float
+    """Of the final evaluation."""
+    seconds: float
+    """From its first step to its last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """One run: with which seed, and what became of each policy that it trained."""
+
+    seed: int
+    trainings: Mapping[str, Training]
+    no_credit: float
+    """Share of its training trajectories that were dropped because their policy had no room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Together minus alone, over paired seeds."""
+
+    together: float
+    alone: float
+    standard_error: float
+    """NaN for a single seed."""
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether together is at most by noise below alone."""
+        return self.together >= self.alone - _NOISE * self.standard_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What training together costs and changes."""
+
+    seeds: tuple[int, ...]
+    mean_reward: Mapping[str, Difference]
+    heldout: Mapping[str, Difference]
+    wall_ratio: float
+    """Seconds of training together over those of the policy that takes longer alone, mean over seeds."""
+    no_credit: float
+    """Largest share of any run together."""
+
+    @property
+    def met(self) -> bool:
+        """Whether every target is met. Noise needs two seeds to be known."""
+        return (
+            all(item.within_noise for item in self.mean_reward.values())
+            and self.wall_ratio <= MAX_WALL_RATIO
+            and self.no_credit <= MAX_NO_CREDIT
+        )
+
+
+def measure(
+    recipe: Path, *, seeds: int, folder: Path, overrides: Sequence[str], say: Callable[[str], None]
+) -> Comparison:
+    """Run every arrangement once per seed below `folder`. Raises ValueError for a recipe with fewer than two trained
+    policies, CalledProcessError when a run fails.
+    """
+    policies = trained_policies(recipe, overrides)
+    trials: dict[str, list[RunFigures]] = {}
+    for seed, arrangement in product(range(seeds), ("", *policies)):
+        others = [name for name in policies if arrangement and name != arrangement]
+        fixed = [*overrides, *(f"policies.{name}.train=false" for name in others)]
+        trial = _run(recipe, seed=seed, folder=folder, overrides=fixed)
+        trials.setdefault(arrangement, []).append(trial)
+        what = f"{arrangement} alone" if arrangement else "together"
+        heldout = ", ".join(f"{name} {item.heldout:.3f}" for name, item in trial.trainings.items())
+        say(f"seed {seed}, {what}: held-out {heldout}; {_longest_s(trial):.0f} s of training")
+    return compare(trials.pop(""), trials)
+
+
+def trained_policies(recipe: Path, overrides: Sequence[str]) -> list[str]:
+    """The policies of a recipe that are trained. Raises ValueError unless there are two."""
+    roles = load_recipe(recipe, overrides=overrides).recipe.resolved_roles.values()
+    policies = list(dict.fromkeys(role.policy_id for role in roles if role.is_trained))
+    if len(policies) < 2:
+        raise ValueError(f"{recipe} trains {len(policies)} policy; give a recipe that trains two or more")
+    return policies
+
+
+def compare(together: Sequence[RunFigures], alone: Mapping[str, Sequence[RunFigures]]) -> Comparison:
+    """Pair the runs by seed; `alone` holds, by policy, the runs that trained only that one."""
+    pairs = {
+        name: [(both.trainings[name], one.trainings[name]) for both, one in zip(together, runs, strict=True)]
+        for name, runs in alone.items()
+    }
+    ratios = [
+        _longest_s(both) / max(_longest_s(runs[index]) for runs in alone.values())
+        for index, both in enumerate(together)
+    ]
+    return Comparison(
+        seeds=tuple(trial.seed for trial in together),
+        mean_reward={
+            name: _difference((both.mean_reward, one.mean_reward) for both, one in items)
+            for name, items in pairs.items()
+        },
+        heldout={
+            name: _difference((both.heldout, one.heldout) for both, one in items)
+            for name, items in pairs.items()
+        },
+        wall_ratio=fmean(ratios),
+        no_credit=max(trial.no_credit for trial in together),
+    )
+
+
+def _difference(pairs: Iterable[tuple[float, float]]) -> Difference:
+    both, one = zip(*pairs, strict=True)
+    gaps = [a - b for a, b in zip(both, one, strict=True)]
+    error = stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+    return Difference(together=fmean(both), alone=fmean(one), standard_error=error)
+
+
+def _longest_s(trial: RunFigures) -> float:
+    return max(training.seconds for training in trial.trainings.values())
+
+
+def _run(recipe: Path, *, seed: int, folder: Path, overrides: Sequence[str]) -> RunFigures:
+    command = [sys.executable, "-m", "astraflow.cli", "dev", str(recipe.resolve()), "--json", "--quiet"]
+    command += ["--seed", str(seed), *(word for item in overrides for word in ("--set", item))]
+    # Without a --data-dir, runs below one folder share the cache of warm starts.
+    paths = [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    summary = json.loads(done.stdout.splitlines()[-1])
+    metrics = folder / summary["data_dir"] / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return trial_of(lines, summary, seed=seed)
+
+
+def trial_of(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], *, seed: int) -> RunFigures:
+    """Read a run from the lines of its metrics file and its summary."""
+    steps: dict[str, list[Mapping[str, Any]]] = {}
+    heldout: dict[str, float] = {}
+    for line in lines:
+        if line["kind"] == "step":
+            steps.setdefault(line["policy"], []).append(line)
+        elif line["kind"] == "evaluation":
+            heldout[line["policy"]] = line["heldout_reward"]
+    account = summary["trajectories"]
+    training = account["ingested"] - account["evaluated"]
+    return RunFigures(
+        seed=seed,
+        trainings={
+            name: Training(
+                mean_reward=fmean(step["reward_mean"] for step in own if "reward_mean" in step),
+                heldout=heldout.get(name, math.nan),
+                seconds=own[-1]["seconds"] - own[0]["seconds"],
+            )
+            for name, own in steps.items()
+        },
+        no_credit=account["dropped"].get("no_credit", 0) / max(training, 1),
+    )

@@ -1,0 +1,1 @@
+"""How untrusted programs run: in bubblewrap, without network, files of the host or a way to the verdict."""
