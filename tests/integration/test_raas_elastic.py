@@ -48,13 +48,8 @@ class Elastic:
     engine: str
     folder: Path
 
-    @property
-    def gate(self) -> Path:
-        return self.folder / "gate"
-
-    @property
-    def hits(self) -> Path:
-        return self.folder / "hits.jsonl"
+    def __post_init__(self) -> None:
+        self.gate, self.hits = self.folder / "gate", self.folder / "hits.jsonl"
 
     def armed(self, spec: str) -> dict[str, str]:
         """Variables that arm failpoints in a node and its engine."""

@@ -22,7 +22,7 @@ from astraflow_raas.engine.base import GenerateCall
 from astraflow_raas.engine.http import HttpEngine
 from support.node_process import START_S, NodeProcess, WeightPublisher, node_of
 from support.raas_parts import generate_call
-from support.scripted_dataflow import POLICY, RUN_ID, ScriptedDataflow, eventually, lease
+from support.scripted_dataflow import POLICY, RECIPE, RUN_ID, ScriptedDataflow, a_run, eventually, lease
 from support.scripted_dataflow import RunningServer as Server
 from support.scripted_dataflow import running as serving
 
@@ -36,7 +36,7 @@ def trainer(checkpoint: Path, tmp_path: Path) -> WeightPublisher:
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serving(ScriptedDataflow(store_uri=(tmp_path / "store").as_uri())) as server:
+    async with serving(ScriptedDataflow(run=a_run(store_uri=(tmp_path / "store").as_uri()))) as server:
         yield server
 
 
@@ -256,9 +256,8 @@ async def test_a_killed_node_takes_its_engine_along_and_comes_back_with_its_mirr
 async def test_wrong_circumstances_end_with_the_exit_code_that_says_so(
     server: Server, tmp_path: Path
 ) -> None:
-    server.script.recipe_yaml = server.script.recipe_yaml.replace(
-        "astraflow_raas.rewards.boxed_match:BoxedMatch", "recipe:Own"
-    )
+    own = RECIPE.replace("astraflow_raas.rewards.boxed_match:BoxedMatch", "recipe:Own")
+    server.script.run.recipe_yaml = own
     async with node_of(server.address, tmp_path) as node:
         assert await node.ends_with() == 2
         assert "--allow-recipe-code" in node.log.read_text()

@@ -12,7 +12,7 @@ from support.dataflow_world import World, bundle_of, recipe_text, served, tokens
 from support.node_process import NodeProcess, WeightPublisher, node_of, tiny_policy
 from support.redis_content import redis_content
 from support.scripted_daemons import ScriptedNode, serving
-from support.scripted_dataflow import POLICY, RUN_ID, ScriptedDataflow, running
+from support.scripted_dataflow import POLICY, RECIPE, RUN_ID, ScriptedDataflow, a_run, running
 
 # The other Redis has the dataflow server's own tests: nodes never see it.
 ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
@@ -116,7 +116,7 @@ async def create(world: World, run_id: str, case: Case) -> None:
     code = bundle_of(case.code) if case.code else None
     text = recipe_text(name=run_id, raas=case.raas)
     run = run_pb2.Run(run_id=run_id, recipe_yaml=text, code=code, store_uri=case.store)
-    await world.client.call(world.client.runs.CreateRun, run_service_pb2.CreateRunRequest(run=run))
+    await world.ask(run_service_pb2.CreateRunResponse, run=run)
 
 
 async def refuses(node: NodeProcess, status: int, *fragments: str) -> None:
@@ -128,8 +128,7 @@ async def refuses(node: NodeProcess, status: int, *fragments: str) -> None:
 
 
 async def test_a_recipe_of_a_newer_release_is_refused(tmp_path: Path) -> None:
-    script = ScriptedDataflow()
-    script.recipe_yaml = f"schema_version: 2\n{script.recipe_yaml}"
+    script = ScriptedDataflow(run=a_run(recipe_yaml=f"schema_version: 2\n{RECIPE}"))
     async with running(script) as server, node_of(server.address, tmp_path) as node:
         await refuses(node, 2, "INVALID_RECIPE", "schema_version")
     assert script.joins == []
@@ -142,7 +141,8 @@ async def test_weights_of_a_newer_release_end_a_node_that_serves_nothing_yet(
     weights = WeightPublisher.open(
         tmp_path / "store", run_id=RUN_ID, policy_id=POLICY, checkpoint=tiny_policy(tmp_path / "policy")
     )
-    script = ScriptedDataflow(store_uri=(tmp_path / "store").as_uri(), versions=[weights.publish()])
+    run = a_run(store_uri=(tmp_path / "store").as_uri())
+    script = ScriptedDataflow(run=run, versions=[weights.publish()])
     async with running(script) as server, node_of(server.address, tmp_path) as node:
         await refuses(node, 3, "INCOMPATIBLE", "schema version 99", "run the release that wrote it")
     assert all(offered.tasks == 0 for offered in script.credits)

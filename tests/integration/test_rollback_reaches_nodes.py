@@ -13,12 +13,9 @@ import pytest
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.store.file import FileStore
+from support import engine_process, published_models, tiny_qwen, weight_fixtures
 from support.dataflow_world import World
-from support.engine_process import running_engine
 from support.node_process import WeightPublisher, announce, node_of, tiny_policy
-from support.published_models import read_log
-from support.tiny_qwen import TinyShape, save_tiny_qwen
-from support.weight_fixtures import ask_server
 
 ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), pytest.mark.usefixtures("quiet"), ONE_REDIS]
@@ -38,12 +35,12 @@ async def test_a_node_follows_a_rollback_and_generates_as_the_old_version_did(
     world: World, tmp_path: Path
 ) -> None:
     checkpoint, store = tiny_policy(tmp_path / "policy"), tmp_path / "store"
-    save_tiny_qwen(tmp_path / "other", shape=TinyShape(vocab_size=320), seed=5)
+    tiny_qwen.save_tiny_qwen(tmp_path / "other", shape=tiny_qwen.TinyShape(vocab_size=320), seed=5)
     await world.create_run(store_uri=store.as_uri(), dataset="Unevaluated", max_staleness=4)
     trainer, told = await world.trainer(publish_first=False), []
     weights = WeightPublisher.open(store, run_id=RUN, policy_id=POLICY, checkpoint=checkpoint)
     await announce(trainer, weights, step=0)
-    with running_engine(checkpoint, folder=tmp_path) as engine:
+    with engine_process.running_engine(checkpoint, folder=tmp_path) as engine:
         async with node_of(world.address, tmp_path, "--engine", engine.url):
             await world.serves(0)
             told.append(await asyncio.to_thread(greedy, engine.url))
@@ -58,13 +55,13 @@ async def test_a_node_follows_a_rollback_and_generates_as_the_old_version_did(
             await world.serves(2)
             told.append(await asyncio.to_thread(greedy, engine.url))
             await trainer.release()
-            ended = await ask_server(world, "rollback", "0")
+            ended = await weight_fixtures.ask_server(world, "rollback", "0")
             assert ended.status == 0, ended.errors
             await world.serves(3)
             told.append(await asyncio.to_thread(greedy, engine.url))
     versions, (first, second, third) = zip(*told, strict=True)
     assert versions == ("0", "2", "3")
     assert first == third != second, "the versions in between speak otherwise"
-    log = read_log(FileStore(store), run_id=RUN)
+    log = published_models.read_log(FileStore(store), run_id=RUN)
     assert log.record(3).model_root == log.record(0).model_root
     await world.has_account()

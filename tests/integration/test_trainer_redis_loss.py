@@ -13,13 +13,10 @@ import pytest
 
 from astraflow.client import RetryPolicy
 from astraflow.dataflow.v1 import run_pb2, version_service_pb2
-from astraflow_kit.failpoints import read_hits
-from astraflow_kit.lifecycle import ExitCode
+from astraflow_kit import failpoints, lifecycle
+from support import dataflow_process, ledger_audit, scripted_dataflow
 from support import trainer_process as trainers
-from support.dataflow_process import DataflowProcess
 from support.dataflow_world import World
-from support.ledger_audit import audit
-from support.scripted_dataflow import eventually
 from support.trainer_process import TrainerProcess, forking
 from support.valkey import ValkeyServer
 
@@ -67,14 +64,14 @@ class Scene:
         """Everything is announced, trained once and counted once."""
         assert await announced(self.world) == list(range(STEPS + 1))
         assert trainers.census_of(self.run).steps == list(range(STEPS + 1))
-        assert audit(*ledgers, redis_lost_data=True).last_step == STEPS
+        assert ledger_audit.audit(*ledgers, redis_lost_data=True).last_step == STEPS
         await trainers.require_trained(self.world, steps=STEPS)
 
 
 @pytest.fixture
 async def scene(own_valkey: ValkeyServer, tmp_path: Path) -> AsyncIterator[Scene]:
     """Nothing is started but Redis and the server."""
-    server = DataflowProcess(own_valkey.url, tmp_path)
+    server = dataflow_process.DataflowProcess(own_valkey.url, tmp_path)
     server.start()
     both = [TrainerProcess(server.address, tmp_path, name=name) for name in ("trainer", "successor")]
     try:
@@ -141,7 +138,7 @@ async def test_a_trainer_whose_claim_was_lost_stops_when_another_has_claimed_sin
     await lose_its_claim(scene)
     await scene.successor.lives()
     scene.trainer.go_on()
-    await scene.trainer.exits_with(ExitCode.SUPERSEDED)
+    await scene.trainer.exits_with(lifecycle.ExitCode.SUPERSEDED)
     await scene.require_whole(scene.successor.ledger)
     assert (await scene.world.status()).policies[0].trainer_epoch > 2
 
@@ -150,7 +147,7 @@ async def hits(trainer: TrainerProcess, number: int) -> None:
     """Wait until so many failpoints acted, and the last froze it."""
 
     def acted() -> bool:
-        return sum(hit.acted for hit in read_hits(trainer.failpoints_log)) >= number
+        return sum(hit.acted for hit in failpoints.read_hits(trainer.failpoints_log)) >= number
 
-    await eventually(acted, what=f"{number} failpoints acted", patience_s=120)
+    await scripted_dataflow.eventually(acted, what=f"{number} failpoints acted", patience_s=120)
     await trainer.frozen()

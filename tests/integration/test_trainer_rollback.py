@@ -14,13 +14,10 @@ from astraflow_kit.failpoints import read_hits
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.store import open_store
 from astraflow_weights.versions.inspection import build_version
-from support import cli
+from support import cli, ledger_audit, published_models, weight_models
 from support import trainer_process as trainers
 from support.dataflow_world import World
-from support.ledger_audit import audit
-from support.published_models import read_log
 from support.trainer_process import KILLED, TrainerProcess, census_of, forking, newest_checkpoint, valkey
-from support.weight_models import same_model
 
 __all__ = ["forking", "valkey"]
 
@@ -31,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 def weights_of(store_uri: str, version: int) -> dict[str, Array]:
     """A version as a node would get it."""
     store = open_store(store_uri)
-    return build_version(store, read_log(store, run_id="run"), target=version, threads=2)
+    return build_version(store, published_models.read_log(store, run_id="run"), target=version, threads=2)
 
 
 def rounded(checkpoint: Mapping[str, torch.Tensor]) -> dict[str, Array]:
@@ -81,7 +78,7 @@ async def test_a_trainer_goes_on_from_the_weights_that_were_gone_back_to(
         step, checkpoint = newest_checkpoint(trainer.work_dir)
         assert step == finished, "steps that were taken stay taken"
         old = weights_of(run.store_uri, back_to)
-        assert same_model(rounded(checkpoint), old)
+        assert weight_models.same_model(rounded(checkpoint), old)
         assert (moments(checkpoint) > 0) is (optimizer != "fresh")
         if optimizer != "fresh":
             assert held[0] == 2
@@ -94,7 +91,7 @@ async def test_a_trainer_goes_on_from_the_weights_that_were_gone_back_to(
     assert census.steps[number_of + 1 :] == list(range(finished + 1, STEPS + 1))
     given_up = {record.model_root for record in census.records[back_to + 1 : number_of]}
     assert given_up.isdisjoint(record.model_root for record in census.records[number_of:])
-    assert audit(trainer.ledger).last_step == STEPS
+    assert ledger_audit.audit(trainer.ledger).last_step == STEPS
     status = await world.status()
     assert status.policies[0].version.version == len(census.records) - 1
     assert status.policies[0].unpublished_groups == 0
@@ -119,5 +116,5 @@ async def test_a_trainer_that_ended_lets_go_and_resumes_after_a_rollback_without
     assert census.steps == [0, 1, 2, 3, 4, 4]
     step, checkpoint = newest_checkpoint(trainer.work_dir)
     assert step == before[0] == 4
-    assert same_model(rounded(checkpoint), weights_of(run.store_uri, 2))
-    assert audit(trainer.ledger).num_replayed == 0
+    assert weight_models.same_model(rounded(checkpoint), weights_of(run.store_uri, 2))
+    assert ledger_audit.audit(trainer.ledger).num_replayed == 0

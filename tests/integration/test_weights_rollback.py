@@ -35,9 +35,8 @@ class Started:
 
     async def announced(self) -> list[version_pb2.Version]:
         """What nodes may activate, newest first."""
-        client = self.world.client
-        request = version_service_pb2.ListVersionsRequest(run_id=RUN, policy_id=POLICY)
-        return list((await client.call(client.versions.ListVersions, request)).versions)
+        reply = await self.world.ask(version_service_pb2.ListVersionsResponse, policy_id=POLICY)
+        return list(reply.versions)
 
     def log(self) -> VersionLog:
         """The log as it is now."""

@@ -24,14 +24,11 @@ class DataflowProcess:
     def __init__(self, redis_url: str, folder: Path) -> None:
         self.folder = folder
         self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        """Where clients connect."""
         self.failpoints_log = folder / "failpoints.jsonl"
         self._redis_url = redis_url
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def address(self) -> str:
-        """Where clients connect."""
-        return f"127.0.0.1:{self.port}"
 
     def start(self, *, failpoints: str = "") -> None:
         """Start and wait until it serves."""

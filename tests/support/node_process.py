@@ -33,11 +33,8 @@ from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store.file import FileStore
+from support import published_models, raas_parts, scripted_dataflow, tiny_qwen
 from support.dataflow_world import Trainer
-from support.published_models import ModelPublisher
-from support.raas_parts import write_tokenizer
-from support.scripted_dataflow import eventually
-from support.tiny_qwen import TinyShape, save_tiny_qwen
 
 START_S = 60.0
 _TESTS = str(Path(__file__).parents[1])
@@ -45,15 +42,15 @@ _TESTS = str(Path(__file__).parents[1])
 
 def tiny_policy(folder: Path) -> Path:
     """Write a tiny random policy with a tokenizer."""
-    save_tiny_qwen(folder, shape=TinyShape(vocab_size=320))
-    return write_tokenizer(folder)
+    tiny_qwen.save_tiny_qwen(folder, shape=tiny_qwen.TinyShape(vocab_size=320))
+    return raas_parts.write_tokenizer(folder)
 
 
 @dataclass
 class WeightPublisher:
     """Publishes versions of a tiny model; the test announces them."""
 
-    publisher: ModelPublisher
+    publisher: published_models.ModelPublisher
     model: dict[str, Array]
     version: int = -1
     policy_id: str = "solver"
@@ -63,7 +60,7 @@ class WeightPublisher:
         """Open the policy in a store below a folder."""
         writer = VersionWriter.open(FileStore(store), run_id=run_id, policy_id=policy_id, epoch=1)
         names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-        publisher = ModelPublisher(writer, assets=[checkpoint / name for name in names])
+        publisher = published_models.ModelPublisher(writer, assets=[checkpoint / name for name in names])
         model = {name: np.array(array) for name, array in map_model(checkpoint).items()}
         return cls(publisher, model, policy_id=policy_id)
 
@@ -182,4 +179,4 @@ async def started(command: list[str], folder: Path, **variables: str) -> AsyncIt
             process.kill()
             await process.wait()
         # The engine dies by itself, a moment later.
-        await eventually(lambda: not node.engines, what="no engine is left")
+        await scripted_dataflow.eventually(lambda: not node.engines, what="no engine is left")

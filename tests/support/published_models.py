@@ -11,35 +11,32 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from astraflow_kit.clock import Clock
-from astraflow_weights.codec.peers import OnePeer, Peers
+from astraflow_weights.codec import peers, tensor_hash
 from astraflow_weights.codec.shards import ShardedModel, whole
-from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array, Model
 from astraflow_weights.collection.collector import Collector, Stage
 from astraflow_weights.collection.retention import Roots
 from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
-from astraflow_weights.publish.compactor import Compactor
-from astraflow_weights.publish.shard_publisher import ShardPublisher
+from astraflow_weights.publish import compactor, shard_publisher
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.store import ObjectStore
-from astraflow_weights.versions.collection_records import Tombstone, encode_tombstone
+from astraflow_weights.versions import collection_records, manifest
 from astraflow_weights.versions.log import VersionLog
-from astraflow_weights.versions.manifest import DeltaRef
 from support.manual_clock import ManualClock
 from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, same_model, trained
 
 GRACE_S = 100.0
-new_compactor = partial(Compactor, run_id=RUN, policy_id=POLICY)
+new_compactor = partial(compactor.Compactor, run_id=RUN, policy_id=POLICY)
 
 
-class ModelPublisher(ShardPublisher):
+class ModelPublisher(shard_publisher.ShardPublisher):
     """The product's publisher as a group of one rank, which takes whole models, too."""
 
     def __init__(self, writer: VersionWriter, *, base: Model | None = None, **options: Any) -> None:
         shards = None if base is None else whole(base)
-        super().__init__(writer, uploads=writer.uploads, peers=OnePeer(), base=shards, **options)
+        super().__init__(writer, uploads=writer.uploads, peers=peers.OnePeer(), base=shards, **options)
 
     def publish(
         self, model: Model | ShardedModel, *, step: int, learning_rate: float | None = None
@@ -142,17 +139,17 @@ def pulled(store: ObjectStore, version: int, **named: str) -> dict[str, Array]:
 
 def rank_publisher(
     store: ObjectStore,
-    ranks: Peers,
+    ranks: peers.Peers,
     *,
     epoch: int = 1,
     settings: PublishSettings | None = None,
     base: ShardedModel | None = None,
     **options: Any,
-) -> ShardPublisher:
+) -> shard_publisher.ShardPublisher:
     """One process's publisher, with the `options` of ShardPublisher; the first process writes the fence."""
     writer = open_writer(store, epoch, settings=settings) if ranks.index == 0 else None
     uploads = writer.uploads if writer else Uploads(store, keys=KEYS, threads=1)
-    return ShardPublisher(writer, uploads=uploads, peers=ranks, base=base, **options)
+    return shard_publisher.ShardPublisher(writer, uploads=uploads, peers=ranks, base=base, **options)
 
 
 def commit_parts(
@@ -171,18 +168,18 @@ def commit_parts(
     version = len(writer.log.records)
     base_version = version - 1 if base_version is None else base_version
     upload = writer.uploads.upload_parts
-    named: dict[str, Any] = {"step": version, "tensors": tensor_digests(model)}
+    named: dict[str, Any] = {"step": version, "tensors": tensor_hash.tensor_digests(model)}
     if snapshot:
         named["snapshot"] = upload(snapshot)
     if delta:
-        named["deltas"] = (DeltaRef(base_version=base_version, parts=upload(delta)),)
+        named["deltas"] = (manifest.DeltaRef(base_version=base_version, parts=upload(delta)),)
     return writer.commit(**(named | options))
 
 
 def bury(store: ObjectStore, number: int, *names: bytes) -> None:
     """A round of collection that wants the parts of these names."""
-    tombstone = Tombstone(number=number, parts=frozenset(names), created_time_s=0)
-    store.put_if_absent(KEYS.tombstone(number), encode_tombstone(KEYS, tombstone))
+    tombstone = collection_records.Tombstone(number=number, parts=frozenset(names), created_time_s=0)
+    store.put_if_absent(KEYS.tombstone(number), collection_records.encode_tombstone(KEYS, tombstone))
 
 
 def new_collector(

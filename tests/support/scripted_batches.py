@@ -36,7 +36,7 @@ from astraflow_weights.codec.shards import ShardedModel, whole
 from astraflow_weights.publish.version_writer import CommittedVersion
 from support.development import wait_for
 from support.published_models import committed
-from support.scripted_dataflow import POLICY, RECIPE, RUN_ID, duration, register
+from support.scripted_dataflow import POLICY, RUN_ID, a_run, duration, register
 
 PATIENCE_S = 15.0
 FAST = RetryPolicy(total_s=10.0, first_wait_s=0.01, max_wait_s=0.05)
@@ -73,9 +73,7 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
     """Payloads of each batch, from its end, that never arrive."""
     faults: dict[str, deque[AstraflowError]] = field(default_factory=dict)
     """Rpc name to the errors of its next calls."""
-    recipe_yaml: str = RECIPE
-    code: run_pb2.CodeBundle = field(default_factory=run_pb2.CodeBundle)
-    store_uri: str = "file:///nowhere"
+    run: run_pb2.Run = field(default_factory=a_run)
 
     events: list[str] = field(default_factory=list)
     """What was asked and told, in order."""
@@ -162,9 +160,8 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
 
     def GetRun(self, request: runs.GetRunRequest, context: Any) -> runs.GetRunResponse:
         self._act("GetRun", context)
-        run = run_pb2.Run(recipe_yaml=self.recipe_yaml, code=self.code, store_uri=self.store_uri)
-        run.run_id = request.run_id or RUN_ID
-        return runs.GetRunResponse(run=run)
+        self.run.run_id = request.run_id or RUN_ID
+        return runs.GetRunResponse(run=self.run)
 
     def Publish(self, request: versions.PublishRequest, context: Any) -> versions.PublishResponse:
         self._act("Publish", context, epoch=request.trainer_epoch)

@@ -63,6 +63,12 @@ def result(outcome: trajectories.Outcome.ValueType, *, reason: str = "") -> traj
     return trajectories.PushResult(outcome=outcome, reason=reason, durability=in_memory)
 
 
+def a_run(**fields: Any) -> run_pb2.Run:
+    """The run that a scripted server has; `fields` are those in which it differs."""
+    given = {"run_id": RUN_ID, "recipe_yaml": RECIPE, "store_uri": "file:///nowhere"} | fields
+    return run_pb2.Run(**given)
+
+
 def lease(
     task_id: str = "task-1",
     *,
@@ -125,9 +131,7 @@ class ScriptedDataflow(
     """The script and the record. Fields may be changed at any time."""
 
     info: server_info_pb2.ServerInfo = field(default_factory=server_info)
-    recipe_yaml: str = RECIPE
-    code: run_pb2.CodeBundle = field(default_factory=run_pb2.CodeBundle)
-    store_uri: str = "file:///nowhere"
+    run: run_pb2.Run = field(default_factory=a_run)
     versions: list[version_pb2.Version] = field(default_factory=list)
     data_incarnation: str = "data-1"
     lease_ttl_s: float = 20.0
@@ -177,7 +181,7 @@ class ScriptedDataflow(
     async def GetRun(self, request: runs.GetRunRequest, context: Context) -> runs.GetRunResponse:
         if self.run_fault is not None:
             await refuse(context, self.run_fault)
-        return runs.GetRunResponse(run=self._run())
+        return runs.GetRunResponse(run=self.run)
 
     async def JoinRun(self, request: runs.JoinRunRequest, context: Context) -> runs.JoinRunResponse:
         if self.join_error is not None:
@@ -186,7 +190,7 @@ class ScriptedDataflow(
             await context.abort(self.join_fault, "as the test asked")
         self.joins.append(request)
         return runs.JoinRunResponse(
-            run=self._run(),
+            run=self.run,
             versions=self.versions,
             lease_ttl_duration=duration(self.lease_ttl_s),
             data_incarnation=self.data_incarnation,
@@ -266,11 +270,6 @@ class ScriptedDataflow(
                 self.receipts += said.lease_ids
             else:
                 kept[kind].append(said)
-
-    def _run(self) -> run_pb2.Run:
-        run = run_pb2.Run(recipe_yaml=self.recipe_yaml, code=self.code, store_uri=self.store_uri)
-        run.run_id = RUN_ID
-        return run
 
 
 @dataclass

@@ -39,9 +39,9 @@ def weight_store(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "weights")
 
 
-def ask_store(uri: str, *arguments: str) -> Ended:
+def ask_store(uri: str, *arguments: str, run_id: str = RUN) -> Ended:
     """Run `astraflow weights ARGUMENTS` on a store, without a server."""
-    return cli.run("weights", *arguments, "--store", uri, "--run-id", RUN, "--policy", POLICY)
+    return cli.run("weights", *arguments, "--store", uri, "--run-id", run_id, "--policy", POLICY)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Publishers, collectors, pullers and engines of one policy as processes of their own, to run together and be killed.
+"""Publishers, compactors, collectors, pullers and engines of one policy as processes, to run together and be killed.
 
 Every version's model follows from its number, so any process and any test can tell what it must hold. Used by the
 tests of kills; the processes run this file.
@@ -163,7 +163,7 @@ def check_mirror(mirror: Mirror) -> None:
 
 
 def main() -> None:
-    """Publish, collect, pull or load."""
+    """Publish, collect, compact, pull, go to one version, or load."""
     task, uri, folder, number, versions, spec = sys.argv[1:]
     failpoints.arm(spec, log_path=Path(folder) / "hits")
     sys.stdout.write("ready\n")
@@ -174,6 +174,10 @@ def main() -> None:
         publish(store, epoch=int(number), versions=int(versions), collecting=task == "publish")
     elif task == "collect":
         collect(store, versions=int(versions))
+    elif task == "compact":
+        new_compactor(store, kept=None).compact()
+    elif task == "advance":
+        Mirror(Path(folder) / "mirror").advance(store, read_log(store), target=int(number))
     elif task == "pull":
         pull(store, Path(folder), seed=int(number))
     else:

@@ -113,21 +113,16 @@ def test_a_check_says_what_it_found_and_runs_nothing() -> None:
     assert (ended.exit_code, ended.stdout, ran) == (0, "join: here\nsteps: 3\n", [])
 
 
+MANY, MISSPELT = ("--join", "here", "--steps", "many"), ("--join", "here", "--step", "4")
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
         ((), 2, "ASTRAFLOW_JOIN"),
-        (
-            ("--join", "here", "--steps", "many"),
-            2,
-            "Invalid value for '--steps': Input should be a valid integer",
-        ),
+        (MANY, 2, "Invalid value for '--steps': Input should be a valid integer"),
         (("--join", "here", "--mode", "c"), 2, "INVALID_SETTINGS: option mode = 'c'"),
-        (
-            ("--join", "here", "--step", "4"),
-            2,
-            "No such option: --step (Possible options: --help, --speed, --steps)",
-        ),
+        (MISSPELT, 2, "No such option: --step (Possible options: --help, --speed, --steps)"),
         (("--join", "nobody"), 2, "NOT_FOUND: nobody is not there; name somebody"),
         (("--join", "asleep"), 75, "UNAVAILABLE: asleep does not answer"),
     ],

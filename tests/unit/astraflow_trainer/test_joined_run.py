@@ -10,7 +10,7 @@ from astraflow.dataflow.v1 import run_pb2
 from astraflow.recipe.file import CodeFile, bundle_digest
 from astraflow_trainer.joined_run import JoinedRun, join_run
 from support.scripted_batches import ScriptedBatches, serving
-from support.scripted_dataflow import RECIPE, RUN_ID
+from support.scripted_dataflow import RECIPE, RUN_ID, a_run
 
 SOURCE = b"ANSWER = 42\n"
 DIGEST = bundle_digest([CodeFile("recipe.py", SOURCE)])
@@ -26,7 +26,7 @@ def _join(script: ScriptedBatches, work_dir: Path, **changes: Any) -> JoinedRun:
 
 
 def test_the_run_brings_its_recipe_its_store_and_its_only_policy(tmp_path: Path) -> None:
-    joined = _join(ScriptedBatches(store_uri="s3://bucket/run"), tmp_path)
+    joined = _join(ScriptedBatches(run=a_run(store_uri="s3://bucket/run")), tmp_path)
     assert (joined.run_id, joined.policy_id, joined.store_uri) == (RUN_ID, "solver", "s3://bucket/run")
     assert joined.recipe.run.steps == 3
     assert joined.policy.model.path == "somewhere"
@@ -45,7 +45,7 @@ def test_a_server_of_other_contracts_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_of_several_policies_must_be_named(tmp_path: Path) -> None:
-    script = ScriptedBatches(recipe_yaml=TWO_POLICIES)
+    script = ScriptedBatches(run=a_run(recipe_yaml=TWO_POLICIES))
     assert _join(script, tmp_path, policy_id="critic").policy.model.path == "elsewhere"
     complaint = r"None is not in the recipe, which has solver, critic; .*--policy"
     with pytest.raises(errors.InvalidArgumentError, match=complaint):
@@ -58,9 +58,9 @@ def test_an_unknown_policy_is_refused_even_when_there_is_only_one(tmp_path: Path
 
 
 def test_recipe_code_is_written_only_with_leave(tmp_path: Path) -> None:
-    refused = _join(ScriptedBatches(code=CODE), tmp_path)
+    refused = _join(ScriptedBatches(run=a_run(code=CODE)), tmp_path)
     assert (refused.source.folder, list(tmp_path.iterdir())) == (None, [])
-    allowed = _join(ScriptedBatches(code=CODE), tmp_path, allow_recipe_code=True)
+    allowed = _join(ScriptedBatches(run=a_run(code=CODE)), tmp_path, allow_recipe_code=True)
     assert allowed.source.folder == tmp_path / "recipe" / DIGEST.hex()
     assert (allowed.source.folder / "recipe.py").read_bytes() == SOURCE
 
@@ -68,13 +68,13 @@ def test_recipe_code_is_written_only_with_leave(tmp_path: Path) -> None:
 def test_damaged_recipe_code_is_refused(tmp_path: Path) -> None:
     damaged = run_pb2.CodeBundle(files=CODE.files, sha256=b"\0" * 32)
     with pytest.raises(errors.RecipeError, match="digest"):
-        _join(ScriptedBatches(code=damaged), tmp_path, allow_recipe_code=True)
+        _join(ScriptedBatches(run=a_run(code=damaged)), tmp_path, allow_recipe_code=True)
     assert not list(tmp_path.rglob("*.py"))
 
 
 def test_a_recipe_this_trainer_cannot_read_names_its_run(tmp_path: Path) -> None:
     with pytest.raises(errors.RecipeError, match=f"run {RUN_ID}"):
-        _join(ScriptedBatches(recipe_yaml=RECIPE.replace("steps: 3", "stepz: 3")), tmp_path)
+        _join(ScriptedBatches(run=a_run(recipe_yaml=RECIPE.replace("steps: 3", "stepz: 3"))), tmp_path)
 
 
 def test_a_server_that_is_still_starting_is_waited_for_and_an_unknown_run_is_not(tmp_path: Path) -> None:

@@ -29,20 +29,17 @@ GOOD = plugins.Trajectory(
     finish_reason="stop",
     metrics={"length": 2.0},
 )
+COVERING = {"version_spans": (VersionSpan(0, 4, 9),)}
 FIRST_TOKEN_TRAINED = {
     "loss_mask": (True, False, True, True),
     "logprobs": (-1.0, 0.0, -1.0, -1.0),
-    "version_spans": (VersionSpan(0, 4, 9),),
+    **COVERING,
 }
 
 
 def build(*trajectories: plugins.Trajectory, **lease: Any) -> trajectory_pb2.Episode:
-    return build_episode(
-        plugins.Episode(trajectories, {"turns": 1.0}),
-        lease=leased(**lease),
-        ids=IDS,
-        roles={"solver": SOLVER},
-    )
+    episode = plugins.Episode(trajectories, {"turns": 1.0})
+    return build_episode(episode, lease=leased(**lease), ids=IDS, roles={"solver": SOLVER})
 
 
 @pytest.mark.parametrize(
@@ -52,9 +49,8 @@ def build(*trajectories: plugins.Trajectory, **lease: Any) -> trajectory_pb2.Epi
 def test_a_trajectory_is_of_a_role_of_its_policy_and_pushed_when_the_role_is_trained(
     named: str, expected: str | type[BadTrajectory] | None
 ) -> None:
-    roles = {
-        name: ResolvedRole(name, "solver", is_trained=name != "judge") for name in ("plan", "work", "judge")
-    }
+    names = ("plan", "work", "judge")
+    roles = {name: ResolvedRole(name, "solver", is_trained=name != "judge") for name in names}
     episode = plugins.Episode((replace(GOOD, role=named),))
     if expected is BadTrajectory:
         with pytest.raises(BadTrajectory, match="unknown_role"):

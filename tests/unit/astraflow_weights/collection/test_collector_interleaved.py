@@ -10,11 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from astraflow_weights.codec.digest import model_root
-from astraflow_weights.codec.peers import OnePeer
-from astraflow_weights.codec.shards import whole
-from astraflow_weights.codec.tensor_hash import tensor_digests
-from astraflow_weights.codec.tensors import Array
+from astraflow_weights.codec import digest, peers, shards, tensor_hash, tensors
 from astraflow_weights.collection.collector import Collector
 from astraflow_weights.collection.collector import Stage as Reached
 from astraflow_weights.collection.retention import Roots, paths_of
@@ -23,10 +19,8 @@ from astraflow_weights.mirror.pull_guard import LEASE_S, PullGuard
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore
-from astraflow_weights.versions.inspection import build_version
-from astraflow_weights.versions.intents import INTENT_S
+from astraflow_weights.versions import inspection, intents, planner
 from astraflow_weights.versions.log import VersionLog
-from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull
 from support.manual_clock import ManualClock
 from support.published_models import new_collector, new_compactor, open_writer, read_log
@@ -34,14 +28,14 @@ from support.stepped_store import Actor, MemoryStore, Stage
 from support.weight_models import KEYS, copied
 
 SETTINGS = PublishSettings(snapshot_every_versions=3, snapshot_chain_ratio=100, upload_threads=1)
-MODELS: list[dict[str, Array]] = [
+MODELS: list[dict[str, tensors.Array]] = [
     {"w": np.arange(64, dtype=np.uint16) + np.uint16(3 * index), "b": np.full(3, index, dtype=np.uint8)}
     for index in range(5)
 ]
-ROOTS = [model_root(tensor_digests(model)) for model in MODELS]
+ROOTS = [digest.model_root(tensor_hash.tensor_digests(model)) for model in MODELS]
 
 
-def model_of(version: int) -> dict[str, Array]:
+def model_of(version: int) -> dict[str, tensors.Array]:
     """What every writer publishes as this version: so the next one stores what the one before left again."""
     return MODELS[version % len(MODELS)]
 
@@ -70,15 +64,15 @@ class World:
         except (Fenced, Unavailable):
             return
         newest = writer.log.latest()
-        base = None if newest is None else whole(MODELS[ROOTS.index(newest.model_root)])
+        base = None if newest is None else shards.whole(MODELS[ROOTS.index(newest.model_root)])
         publisher = ShardPublisher(
-            writer, uploads=writer.uploads, peers=OnePeer(), base=base, inline_snapshots=False
+            writer, uploads=writer.uploads, peers=peers.OnePeer(), base=base, inline_snapshots=False
         )
         compactor = new_compactor(store, kept=publisher.kept, settings=SETTINGS, clock=self.clock)
         for _ in range(versions):
             version = len(writer.log.records)
             try:
-                publisher.publish(whole(model_of(version)), step=version)
+                publisher.publish(shards.whole(model_of(version)), step=version)
             except Fenced:
                 return
             except Unavailable:
@@ -97,7 +91,8 @@ class World:
             for _ in range(20):
                 try:
                     plan = guard.plan(
-                        lambda avoided: plan_pull(log, held=held, target=target, avoid=avoided), avoid=avoid
+                        lambda avoided: planner.plan_pull(log, held=held, target=target, avoid=avoided),
+                        avoid=avoid,
                     )
                     model = pull(
                         store,
@@ -112,7 +107,9 @@ class World:
                 except NoPath:
                     return
                 else:
-                    assert model_root(tensor_digests(model)) == log.record(target).model_root
+                    assert (
+                        digest.model_root(tensor_hash.tensor_digests(model)) == log.record(target).model_root
+                    )
                     return
 
     def collect(self, store: Actor, *, steps: int) -> None:
@@ -129,7 +126,7 @@ class World:
         """Time passes, a PUT that was given up arrives, or an operator pins something else."""
         if event == "time":
             # Less than an intent lasts: a PUT that arrives an hour after it was sent is beyond what is promised.
-            self.clock.now_s = min(self.clock.now_s + self.draw.choice([1, 400, 1000]), INTENT_S / 2)
+            self.clock.now_s = min(self.clock.now_s + self.draw.choice([1, 400, 1000]), intents.INTENT_S / 2)
         elif event == "late" and self.stage.late:
             self.stage.late.pop(0)()
         elif event == "pin":
@@ -176,7 +173,7 @@ class World:
         """Long after everybody has ended, a collector leaves only what is needed, and that is exact."""
         for arrive in self.stage.late:
             arrive()
-        self.clock.now_s += max(INTENT_S, LEASE_S) + 100
+        self.clock.now_s += max(intents.INTENT_S, LEASE_S) + 100
         collector = self.collector(self.stage.store)
         assert any(collector.step().stage is Reached.NOTHING for _ in range(12))
         store, log = self.stage.store, read_log(self.stage.store)
@@ -188,11 +185,11 @@ class World:
         self.check_whole()
         for version in {*range(self.horizon(log), len(log.records)), *self.pins}:
             if version < len(log.records):
-                built = build_version(store, log, target=version, threads=1)
-                assert model_root(tensor_digests(built)) == log.record(version).model_root
+                built = inspection.build_version(store, log, target=version, threads=1)
+                assert digest.model_root(tensor_hash.tensor_digests(built)) == log.record(version).model_root
 
 
-def model_of_held(log: VersionLog, held: int | None) -> dict[str, Array]:
+def model_of_held(log: VersionLog, held: int | None) -> dict[str, tensors.Array]:
     """The model that a puller holds."""
     assert held is not None
     return MODELS[ROOTS.index(log.record(held).model_root)]

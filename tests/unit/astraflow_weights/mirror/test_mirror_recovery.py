@@ -1,10 +1,6 @@
 """Whatever dies or rots, a mirror is whole again without fetching more than what is lost."""
 
-import os
 import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +14,10 @@ from astraflow_weights.codec.tiles.grid import TileCodec
 from astraflow_weights.errors import Edge, MirrorBusy, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import MirrorSettings
+from support import weight_processes
 from support.armed import armed
 from support.published_models import PublishedModels, commit_parts
-from support.weight_models import POLICY, RUN, FaultyStore, copied, lost, make_model, overwrite, same_model
+from support.weight_models import FaultyStore, copied, lost, make_model, overwrite, same_model
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +33,7 @@ class World(PublishedModels):
     def __init__(self, store: FaultyStore, folder: Path, *, context: bool) -> None:
         super().__init__(store)
         self.folder = folder
+        self.weights = folder / "mirror" / "checkpoint" / "model.safetensors"
         self.context = context
         model = make_model(rows=ROWS)
         self.commit(model, snapshot=encode_snapshot(model, part_bytes=PART_BYTES))
@@ -58,10 +56,6 @@ class World(PublishedModels):
         mirror = self.mirror()
         self.advance(mirror, version)
         return mirror
-
-    @property
-    def weights(self) -> Path:
-        return self.folder / "mirror" / "checkpoint" / "model.safetensors"
 
     def rot(self, tile: int) -> None:
         """Change bytes in the middle of a tile of the first tensor."""
@@ -99,30 +93,11 @@ def world(store: FaultyStore, tmp_path: Path, request: pytest.FixtureRequest) ->
 rice_only = pytest.mark.parametrize("world", [False], ids=["rice"], indirect=True)
 
 
-_PULLER = """
-import sys
-from pathlib import Path
-from astraflow_kit import failpoints
-from astraflow_weights.mirror.mirror import Mirror
-from astraflow_weights.store.file import FileStore
-from astraflow_weights.versions.log import VersionLog
-folder, run, policy, target, spec = Path(sys.argv[1]), *sys.argv[2:6]
-failpoints.arm(spec, log_path=folder / "failpoints.log")
-store = FileStore(folder / "store")
-log = VersionLog(store, run_id=run, policy_id=policy)
-log.refresh()
-Mirror(folder / "mirror").advance(store, log, target=int(target))
-"""
-
-
 def kill_puller(world: World, *, target: int, spec: str) -> None:
     """Advance in a process of its own until its failpoint kills it."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", _PULLER, str(world.folder), RUN, POLICY, str(target), spec]
-    code = subprocess.run(command, timeout=60, check=False, env=environment).returncode
-    assert code == -signal.SIGKILL
-    (name, _) = spec.split("=")
-    assert failpoints.read_hits(world.folder / "failpoints.log")[-1].name == name
+    puller = weight_processes.start("advance", world.store.uri, world.folder, number=target, spec=spec)
+    weight_processes.require_killed(puller, world.folder)
+    assert failpoints.read_hits(world.folder / "hits")[-1].name == spec.partition("=")[0]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +126,7 @@ def test_the_next_opening_ends_what_a_killed_puller_applied(world: World, spec: 
 def test_a_recovery_that_is_killed_is_recovered_by_the_next(world: World, point: str) -> None:
     world.mirror_at(0)
     kill_puller(world, target=2, spec="weights.mirror.tile_torn=kill@1")
-    (world.folder / "failpoints.log").unlink()
+    (world.folder / "hits").unlink()
     kill_puller(world, target=2, spec=f"{point}=kill@1")
     assert world.holds(2)
 

@@ -3,9 +3,6 @@ when they fail.
 """
 
 import itertools
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from astraflow_kit import failpoints
 from astraflow_weights import codec, errors
 from astraflow_weights.codec.parts.writer import Placed
 from astraflow_weights.codec.shards import ShardedModel
@@ -25,7 +21,7 @@ from astraflow_weights.publish import compactor as compactor_module
 from astraflow_weights.publish.compactor import Compactor
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.versions.planner import plan_pull
-from support import rank_threads, scripted_batches, store_census
+from support import rank_threads, scripted_batches, store_census, weight_processes
 from support.published_models import PublishedModels, commit_parts, new_compactor, rank_publisher, read_log
 from support.weight_models import (
     POLICY,
@@ -214,18 +210,6 @@ def test_the_thread_works_when_notified_and_ends_with_its_block(world: World) ->
     assert world.added() == [(0, 8)]
 
 
-_COMPACTOR = """
-import sys
-from pathlib import Path
-from astraflow_kit import failpoints
-from astraflow_weights.publish.compactor import Compactor
-from astraflow_weights.store.file import FileStore
-folder, run, policy, window = Path(sys.argv[1]), *sys.argv[2:]
-failpoints.arm(f"{window}=kill@1", log_path=folder / "failpoints.log")
-Compactor(FileStore(folder / "store"), run_id=run, policy_id=policy, kept=None).compact()
-"""
-
-
 @pytest.mark.parametrize(
     ("window", "made"),
     [("weights.compaction.parts_uploaded", []), ("weights.compaction.visible", [(0, 8)])],
@@ -233,10 +217,8 @@ Compactor(FileStore(folder / "store"), run_id=run, policy_id=policy, kept=None).
 def test_a_killed_compactor_tears_nothing(
     eight: World, tmp_path: Path, window: str, made: list[tuple[int, int]]
 ) -> None:
-    command = [sys.executable, "-c", _COMPACTOR, str(tmp_path), RUN, POLICY, window]
-    assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
-    hits = failpoints.read_hits(tmp_path / "failpoints.log")
-    assert [hit.name for hit in hits if hit.acted] == [window]
+    compactor = weight_processes.start("compact", eight.store.uri, tmp_path, spec=f"{window}=kill@1")
+    weight_processes.require_killed(compactor, tmp_path)
     assert (eight.added(), eight.census().num_stray_parts) == (made, 0 if made else 1)
     assert eight.compactor().compact()
     assert eight.added() == [(0, 8)]
