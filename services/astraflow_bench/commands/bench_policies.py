@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 from astraflow_bench import policies as measurement
 from astraflow_bench.machine import Origin
 from astraflow_bench.policies import MAX_NO_CREDIT, MAX_WALL_RATIO, Comparison, Difference
+from astraflow_launcher.view.metrics_file import to_json
 
 __all__ = ["policies"]
 
@@ -45,7 +45,7 @@ def policies(
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="RECIPE") from error
     origin = Origin.here()
-    text = json.dumps({**dataclasses.asdict(found), "met": found.met, "origin": dataclasses.asdict(origin)})
+    text = to_json({**dataclasses.asdict(found), "met": found.met, "origin": dataclasses.asdict(origin)})
     table = "\n".join(_rows(found))
     if write is not None:
         head = f"# Policies together and alone\n\nWritten by `astraflow bench policies`, {recipe.name}.\n"
