@@ -25,6 +25,13 @@ def test_check_prints_the_recipe_with_every_default_and_override() -> None:
     assert "lease_ttl_s" in finished.stdout  # a default that the file does not mention
 
 
+@pytest.mark.parametrize("recipe", sorted(QUICKSTART.parent.iterdir()), ids=lambda folder: folder.name)
+def test_check_accepts_every_shipped_recipe(recipe: Path) -> None:
+    finished = CliRunner().invoke(app, ["check", str(recipe)])
+    assert (finished.exit_code, finished.stderr) == (0, "")
+    assert Recipe.model_validate(YAML(typ="safe").load(finished.stdout)).run.name == recipe.name
+
+
 def test_schema_prints_the_schema_and_nothing_else() -> None:
     finished = CliRunner().invoke(app, ["schema"])
     assert finished.exit_code == 0
