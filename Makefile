@@ -26,6 +26,10 @@ SGLANG_LOG    := $(SGLANG_VENV)/install.log
 SGLANG_PIP    := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 SGLANG_STAMP  := $(SGLANG_VENV)/.installed-$(shell cksum < $(SGLANG_PARTS)/requirements.txt | cut -d' ' -f1)
 
+# TextWorld and ALFWorld, for the tests that play them: an environment of its own, for parts of them are under the GPL.
+GAMES_VENV  := .venv-env
+GAMES_STAMP := $(GAMES_VENV)/.installed-$(WANTED)
+
 # Where pip finds torch; empty means the default index (on Linux that build carries CUDA, about 3 GB).
 TORCH_INDEX ?=
 PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -57,7 +61,7 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 	@$(BIN)/python -m astraflow_bench.study $(ARGS)
 
 ##@ Work on it
-.PHONY: lint format types proto proto-check breaking schema setup sglang-env
+.PHONY: lint format types proto proto-check breaking schema setup sglang-env text-games-env
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
@@ -90,6 +94,9 @@ setup: $(TEST_STAMP) ## Only install
 sglang-env: $(SGLANG_STAMP) ## Real SGLang for CPU in .venv-sglang (3.4 GB, 3 min)
 	@echo 'sglang-env: ready; tests that need it find it'
 
+text-games-env: $(GAMES_STAMP) ## TextWorld and ALFWorld in .venv-env (0.4 GB, 2 min)
+	@echo 'text-games-env: ready; tests that need it find it'
+
 ##@ Housekeeping
 .PHONY: clean distclean help
 clean: ## Remove caches and build output
@@ -97,7 +104,7 @@ clean: ## Remove caches and build output
 	@find clients proto recipes services tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments too
-	@rm -rf $(VENV) $(SGLANG_VENV)
+	@rm -rf $(VENV) $(SGLANG_VENV) $(GAMES_VENV)
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \
@@ -136,6 +143,12 @@ $(SGLANG_STAMP):
 	  || { tail -n 20 $(SGLANG_LOG); exit 1; }
 	@printf '%s\nimport torchvision_operators\n' $(CURDIR)/$(SGLANG_PARTS)/modules \
 	  > "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/astraflow_tests.pth"
+	@touch $@
+
+$(GAMES_STAMP):
+	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -m venv --clear $(GAMES_VENV) || { echo '$(APT)'; exit 1; }
+	@$(GAMES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --editable '.[environment,gymnasium,alfworld,textworld]'
 	@touch $@
 
 comma := ,

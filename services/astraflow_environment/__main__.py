@@ -11,7 +11,7 @@ The environment is any `Environment` plug-in. It runs in worker processes that a
 or dies is replaced, and only its own sessions end. Nodes get the address with
 `--environment NAME=HOST:PORT`, and recipes name it `served:NAME`.
 
-Example: `astraflow environment --use recipe:HigherOrLower --recipe recipes/multi-turn-tiny --workers 2 --port 7100`
+Example: `astraflow environment --use recipe:HigherOrLower --recipe my-recipe --workers 2 --port 7100`
 """
 
 

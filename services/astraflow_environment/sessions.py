@@ -40,6 +40,8 @@ log = get_logger(__name__)
 _REMEMBERED = 4096
 """Sessions that are over and still say how they ended."""
 _FULL_RETRY_S = 0.1
+_CLOSE_S = 30.0
+"""What an environment may take to close."""
 _SWEEP_S = 1.0
 
 Response = TypeVar("Response", contract.ResetResponse, contract.StepResponse)
@@ -258,7 +260,7 @@ class Sessions:
         if running is not None and not running.done() and running is not asyncio.current_task():
             await asyncio.wait((running,))
         try:
-            async with asyncio.timeout(self._settings.idle_timeout_s):
+            async with asyncio.timeout(_CLOSE_S):
                 request = contract.CloseRequest(session_id=session.session_id)
                 await worker.call(Kind.CLOSE, request.SerializeToString())
         except (TimeoutError, EnvironmentRaised, CannotRun) as error:

@@ -76,5 +76,6 @@ def defined(path: Path) -> set[str]:
         return set(re.findall(r"^local function (\w+)", path.read_text(), re.M))
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     tree = ast.parse(path.read_text())
-    constants = chain.from_iterable(node.targets for node in tree.body if isinstance(node, ast.Assign))
-    return {node.name for node in ast.walk(tree) if isinstance(node, kinds)} | set(map(ast.unparse, constants))
+    names = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+    assigned = chain.from_iterable(node.targets for node in tree.body if isinstance(node, ast.Assign))
+    return names | set(map(ast.unparse, assigned))

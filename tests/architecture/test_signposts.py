@@ -13,7 +13,10 @@ from astraflow import cli
 from support.source_tree import REPOSITORY, SERVICES, Module, docstrings, source_modules, tracked_files
 
 # Rooms whose modules a recipe names; the built-ins that a recipe may choose are imported by nobody.
-PLUGIN_ROOMS = ("astraflow_dataflow.plugins", "astraflow_raas.workflows", "astraflow_raas.rewards")
+PLUGIN_ROOMS = (
+    *("astraflow_dataflow.plugins", "astraflow_raas.workflows", "astraflow_raas.rewards"),
+    *("astraflow_environment.adapters", "astraflow_environment.tools"),
+)
 # Programs that people start by `python -m`.
 PROGRAMS = ("astraflow_bench.engine", "astraflow_bench.study")
 # Called by a library by these names, never by us.

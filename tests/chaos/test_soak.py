@@ -117,9 +117,8 @@ def test_how_soon_a_killed_dataflow_server_answers_again_is_reported(
         addresses = read_address_file(files.addresses / "dataflow.json")
         assert addresses is not None
         for _ in range(RESTARTS):
-            time.sleep(
-                6.0
-            )  # as one that had run steadily: another kill at once would meet the launcher's backoff
+            # As one that had run steadily: another kill at once would meet the launcher's backoff.
+            time.sleep(6.0)
             assert monkey.kill("dataflow")
             report.restart_s.append(_seconds_until_answering(addresses.grpc))
         launcher.send_signal(signal.SIGINT)

@@ -18,6 +18,7 @@ import httpx
 from astraflow.plugins import Message, MissingCapability, Observation, TaskSpec, Tool
 from astraflow_kit.lifecycle import read_address_file
 from support.scripted_dataflow import eventually
+from support.source_tree import CLIENT_ROOT, SERVICES
 
 _TESTS = str(Path(__file__).parents[1])
 
@@ -74,6 +75,16 @@ class Sleeper(Counter):
         return await super().reset(task)
 
 
+class Echo(Counter):
+    """Lets the policy say anything, for three turns."""
+
+    async def step(self, action: Message) -> Observation:
+        """Count the turn, in a moment."""
+        await asyncio.sleep(0.05)
+        self.sum += 1
+        return Observation(messages=(Message("user", "more"),), reward=1.0, done=self.sum >= 3)
+
+
 class Kettle:
     """Has a tool."""
 
@@ -125,14 +136,27 @@ class ServedEnvironment:
 
 @asynccontextmanager
 async def served_environment(
-    folder: Path, *options: str, use: str = "support.environments:Counter", **settings: object
+    folder: Path,
+    *options: str,
+    use: str = "support.environments:Counter",
+    python: Path | None = None,
+    **settings: object,
 ) -> AsyncIterator[ServedEnvironment]:
     """A service process with a loaded worker; whatever the test leaves of it is killed."""
     addresses, log = folder / "environment.json", folder / "environment.log"
     await asyncio.to_thread(addresses.unlink, missing_ok=True)
-    command = [sys.executable, "-m", "astraflow_environment", "--use", use, "--with", json.dumps(settings)]
+    command = [
+        str(python or sys.executable),
+        "-m",
+        "astraflow_environment",
+        "--use",
+        use,
+        "--with",
+        json.dumps(settings),
+    ]
     command += ["--address-file", str(addresses), *options]
-    paths = os.pathsep.join([_TESTS, *filter(None, sys.path)])
+    own = [str(CLIENT_ROOT), str(SERVICES)]  # another interpreter has packages of its own
+    paths = os.pathsep.join([_TESTS, *(own if python else filter(None, sys.path))])
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *command, stderr=output, env={**os.environ, "PYTHONPATH": paths}

@@ -176,7 +176,7 @@ class EvaluationSettings(Section):
     """Held-out evaluation by the same nodes, at exact versions."""
 
     every_versions: int = Field(default=10, ge=0)
-    """Evaluate each version divisible by this; 0 evaluates the first and the final version only."""
+    """Evaluate all policies whenever one has announced another multiple of this; 0: first and final version only."""
     num_samples: int = Field(default=256, ge=1, le=1_000_000)
     """Held-out tasks of a periodic evaluation."""
     final_samples: int = Field(default=1024, ge=1, le=1_000_000)

@@ -1,9 +1,11 @@
 """Which policy plays which role, and whether a workflow fits; every refusal names the nearest name and the remedy."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from astraflow.errors import RecipeError
-from astraflow.recipe import Recipe, workflow_roles
+from astraflow.recipe import Recipe, declared_roles, workflow_roles
 from astraflow.recipe.file import parse_recipe
 
 POLICIES = "solver: {model: {path: p}}, verifier: {model: {path: q}}"
@@ -155,3 +157,17 @@ def test_admitting_all_needs_room_for_every_role_of_a_policy() -> None:
     with pytest.raises(RecipeError, match=r"2 trained roles, .* room for 1 groups"):
         recipe("{plan: solver, work: solver}", policies="solver: {model: {path: p}}", dataflow=flow)
     assert recipe("{plan: solver, work: solver, check: verifier}", dataflow="{admit: all}")
+
+
+@pytest.mark.parametrize(
+    ("workflow", "reward", "declared"),
+    [
+        (None, ("judge",), None),
+        (("solver",), ("judge",), ("solver", "judge")),
+        (("solver",), (), ("solver",)),
+    ],
+)
+def test_the_roles_that_a_reward_asks_join_those_of_the_workflow(
+    workflow: tuple[str, ...] | None, reward: tuple[str, ...], declared: tuple[str, ...] | None
+) -> None:
+    assert declared_roles(SimpleNamespace(roles=workflow), SimpleNamespace(roles=reward)) == declared

@@ -30,12 +30,7 @@ BY_HAND = {
     "dr grpo only subtracts the mean": (DrGrpo(), [4.0, 1.0, 1.0], ["a"] * 3, [2, -1, -1]),
     "rloo subtracts the mean of the others": (Rloo(), [4.0, 1.0, 1.0], ["a"] * 3, [3, -1.5, -1.5]),
     "rloo of a single member has no baseline": (Rloo(), [4.0], ["a"], [4.0]),
-    "batch ignores groups": (
-        OF_BATCH,
-        [1.0, 3.0, 5.0, -1.0],
-        list("abcd"),
-        [-ROOT, ROOT, 3 * ROOT, -3 * ROOT],
-    ),
+    "batch ignores groups": (OF_BATCH, [1.0, 3.0, 5.0, -1.0], [*"abcd"], [-ROOT, ROOT, 3 * ROOT, -3 * ROOT]),
     "neither baseline nor scale": (NEITHER, REWARDS, KEYS, REWARDS),
     "a flat group without baseline": (UNCENTRED, [2.0, 2.0], ["a", "a"], [2.0, 2.0]),
 }

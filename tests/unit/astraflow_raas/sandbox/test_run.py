@@ -1,0 +1,54 @@
+"""A sandbox ends with its caller, its time or its node, and nothing of it stays on the machine."""
+
+import asyncio
+import random
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from astraflow.plugins import RewardFailed
+from astraflow_raas.sandbox.bubblewrap import Sandbox
+from astraflow_raas.sandbox.run import Order, ProgramLimits, run_program
+from support.sandbox import needs_bubblewrap
+from support.scripted_dataflow import eventually
+
+pytestmark = needs_bubblewrap
+
+ENDLESS = Order(kind="calls", program="def f():\n while True: pass", tests={"inputs": [[]]}, name="f")
+
+
+@pytest.fixture
+def sandbox() -> Sandbox:
+    """One that is known among all others by the size of its /tmp."""
+    return Sandbox(python=Path(sys.executable).resolve(), tmp_mb=random.randrange(1000, 10**6))
+
+
+def is_alive(sandbox: Sandbox) -> bool:
+    """Whether its namespaces live: those of bwrap's processes, which all others die with."""
+    mark = str(sandbox.tmp_mb * 2**20)
+    return any(mark in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+
+
+async def test_a_cancelled_episode_takes_its_program_along(sandbox: Sandbox) -> None:
+    running = asyncio.create_task(
+        run_program(ENDLESS, sandbox=sandbox, limits=ProgramLimits(test_s=600, wall_s=600))
+    )
+    await eventually(lambda: is_alive(sandbox), what="the sandbox runs")
+    running.cancel()
+    await asyncio.wait((running,))
+    await eventually(lambda: not is_alive(sandbox), what="the sandbox is gone")
+
+
+async def test_the_wall_clock_ends_all_tests_together(sandbox: Sandbox) -> None:
+    found = await run_program(ENDLESS, sandbox=sandbox, limits=ProgramLimits(test_s=600, wall_s=3))
+    assert (found.results, found.ending) == ([], "timeout")
+    await eventually(lambda: not is_alive(sandbox), what="the sandbox is gone")
+
+
+async def test_a_sandbox_that_does_not_start_is_no_fault_of_the_program(tmp_path: Path) -> None:
+    with pytest.raises(RewardFailed, match="the sandbox did not start"):
+        await run_program(
+            ENDLESS, sandbox=Sandbox(python=tmp_path / "bin" / "python"), limits=ProgramLimits()
+        )
