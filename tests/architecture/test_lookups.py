@@ -3,6 +3,7 @@
 import ast
 import re
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,11 @@ def test_a_look_up_resolves_by_the_room_tables(row: re.Match[str]) -> None:
 
 
 def defined(path: Path) -> set[str]:
-    """Names of the functions and classes that a module defines."""
+    """Names of the functions, classes and constants that a module defines."""
     if path.suffix == ".lua":
         return set(re.findall(r"^local function (\w+)", path.read_text(), re.M))
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)}
+    tree = ast.parse(path.read_text())
+    names = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+    assigned = chain.from_iterable(node.targets for node in tree.body if isinstance(node, ast.Assign))
+    return names | set(map(ast.unparse, assigned))
