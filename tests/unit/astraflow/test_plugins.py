@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow import plugins, trajectories
+from astraflow import plugins, rewards, trajectories
 
-HERE = plugins.__name__
-OWN = {name: kind for name, kind in vars(plugins).items() if getattr(kind, "__module__", "") == HERE}
+HERE = {plugins.__name__, rewards.__name__}
+OWN = {name: kind for name, kind in vars(plugins).items() if getattr(kind, "__module__", "") in HERE}
 PROTOCOLS = {name: kind for name, kind in OWN.items() if getattr(kind, "_is_protocol", False)}
 VALUES: dict[str, Any] = dict(inspect.getmembers(plugins, dataclasses.is_dataclass))
 ERRORS = {name for name, kind in OWN.items() if isinstance(kind, type) and issubclass(kind, Exception)}
