@@ -30,6 +30,7 @@ from astraflow_weights.mirror.state import MirrorFiles
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.probe import Probe
 from astraflow_weights.versions.pull import PullCounts
 from astraflow_weights.versions.rates import MeasuredRates
 
@@ -50,6 +51,8 @@ class AdvanceResult:
     base_version: int | None
     counts: PullCounts
     rejected: frozenset[Edge] = frozenset()
+    probe: Probe | None = None
+    """What a model with these weights answers, when the version says so."""
 
 
 class Mirror:
@@ -164,7 +167,9 @@ class Mirror:
                     base, rejected = pull.run()
             finally:
                 self._counts += pull.counts
+            held = self._content.held
             return AdvanceResult(
+                probe=held.manifest.probe if held is not None else None,
                 version=target,
                 directory=self._files.checkpoint,
                 base_version=base,

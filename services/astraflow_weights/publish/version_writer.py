@@ -32,6 +32,7 @@ from astraflow_weights.versions.manifest import (
     PartRef,
     encode_entry,
 )
+from astraflow_weights.versions.probe import Probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +203,7 @@ class VersionWriter:
         num_changed: int = 0,
         learning_rate: float | None = None,
         rollback_of: int | None = None,
+        probe: Probe | None = None,
     ) -> CommittedVersion:
         """Make the next version visible. Every part and asset must be uploaded; `tensors` is sorted by name.
 
@@ -235,6 +237,7 @@ class VersionWriter:
                 learning_rate=learning_rate,
                 created_time_s=self._clock.wall_time_s(),
                 rollback_of=rollback_of,
+                probe=probe,
             )
         )
         self._intents.commit_ended()
