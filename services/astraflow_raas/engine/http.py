@@ -8,16 +8,19 @@ the weights it starts under. Made once per engine process; called by `batcher` a
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from secrets import token_hex
 
 from astraflow.errors import AstraflowError
 from astraflow_raas.engine.answers import generate_body, is_version_number, read_answers
 from astraflow_raas.engine.base import (
+    Arithmetic,
     EngineDoubtful,
     EngineFaulty,
     EngineRefused,
     EngineUnavailable,
     GenerateCall,
     Generation,
+    PauseMode,
 )
 from astraflow_raas.engine.server_info import ServerInfo, read_server_info
 from astraflow_raas.engine.slots import EngineSlots
@@ -37,6 +40,7 @@ class HttpEngine:
     ) -> None:
         self.base_url = base_url
         self.slots = EngineSlots(1)
+        self.arithmetic = Arithmetic.QUANTIZED
         self._request_timeout_s = request_timeout_s
         self._swap_timeout_s = swap_timeout_s
         self._transport = EngineTransport(base_url)
@@ -44,6 +48,7 @@ class HttpEngine:
         self._open = asyncio.Event()
         self._open.set()
         self._served: int | None = None
+        self._cache_salt = token_hex(4)
         self._last_sent_s = -_SETTLE_S
         self._resuming: asyncio.Task[None] | None = None
 
@@ -53,12 +58,13 @@ class HttpEngine:
         )
         # One place stays free for the node's own probes, which must not wait behind long answers.
         self.slots = EngineSlots(max(1, info.slots_per_rank - 1), num_ranks=info.num_ranks)
+        self.arithmetic = info.arithmetic
         self._info = info
 
     async def generate(self, calls: Sequence[GenerateCall], *, rank: int = 0) -> list[Generation]:
         await self._open.wait()
         sent_under, self._last_sent_s = self._served, asyncio.get_running_loop().time()
-        body = generate_body(calls, cache_key=str(sent_under))
+        body = generate_body(calls, cache_key=self._cache_key())
         if self._info is not None and self._info.num_ranks > 1:
             body["routed_dp_rank"] = rank
         answers = await self._transport.post("/generate", body, timeout_s=self._request_timeout_s)
@@ -68,13 +74,16 @@ class HttpEngine:
         for rid in rids:
             await self._transport.post_idempotent("/abort_request", {"rid": rid})
 
-    async def swap(self, *, model_dir: Path, version: int) -> None:
+    async def swap(self, *, model_dir: Path, version: int, running: PauseMode = PauseMode.IN_PLACE) -> None:
         self._open.clear()
+        if running is PauseMode.ABORT:
+            # What was computed is not believed, prefixes neither, and the version may be the same as before.
+            self._cache_salt = token_hex(4)
         try:
             # Calls that were just sent reach the scheduler before the pause does: one that it met only after the swap
             # would begin on prefixes of before, and is made again.
             await asyncio.sleep(self._last_sent_s + _SETTLE_S - asyncio.get_running_loop().time())
-            await self._transport.post_idempotent("/pause_generation", {"mode": "in_place"})
+            await self._transport.post_idempotent("/pause_generation", {"mode": str(running)})
             await self._load(model_dir, version)
         finally:
             # A task of its own and shielded: an engine that a cancelled or failed swap left paused would never answer
@@ -99,6 +108,12 @@ class HttpEngine:
 
     async def close(self) -> None:
         await self._transport.close()
+
+    def _cache_key(self) -> str:
+        """Prefixes are shared only below it. An engine at a URL may hold some of a version of this number that another
+        run gave it.
+        """
+        return f"{self._cache_salt}-{self._served}"
 
     async def _load(self, model_dir: Path, version: int) -> None:
         # flush_cache stays off: SGLang cannot flush below running requests. The cache key of new calls names

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from astraflow.errors import InvalidArgumentError
+from astraflow_raas.engine.base import Arithmetic
 from astraflow_raas.engine.transport import brief
 
 SUPPORTED_SGLANG = ((0, 5, 19), (0, 5, 23))
@@ -35,6 +36,7 @@ class ServerInfo:
     slots_per_rank: int
     """Sequences that each data-parallel rank samples at once."""
     num_ranks: int
+    arithmetic: Arithmetic
 
 
 def read_server_info(info: object, *, where: str) -> ServerInfo:
@@ -54,7 +56,20 @@ def read_server_info(info: object, *, where: str) -> ServerInfo:
         raise EngineUnsuitable(
             f"{where} does not say how many requests it runs at once (internal_states of /server_info: {brief(states)})"
         )
-    return ServerInfo(is_embedded=is_embedded, slots_per_rank=min(slots), num_ranks=len(slots))
+    return ServerInfo(
+        is_embedded=is_embedded,
+        slots_per_rank=min(slots),
+        num_ranks=len(slots),
+        arithmetic=Arithmetic.FLOAT32 if is_embedded else _arithmetic(info),
+    )
+
+
+def _arithmetic(info: Mapping[str, Any]) -> Arithmetic:
+    stored = str(info.get("kv_cache_dtype", "auto"))
+    if info.get("quantization") or stored.startswith(("fp8", "fp4", "int")):
+        return Arithmetic.QUANTIZED
+    # `auto` is the checkpoint's type, which is bfloat16 for what we publish.
+    return Arithmetic.FLOAT32 if info.get("dtype") in ("float32", "float") else Arithmetic.HALF
 
 
 def _require_release(info: Mapping[str, Any], *, where: str) -> None:

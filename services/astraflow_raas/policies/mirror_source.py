@@ -15,6 +15,7 @@ from astraflow_weights.mirror.lock import Hold
 from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.probe import Probe
 from astraflow_weights.versions.pull import PullCounts
 
 log = get_logger(__name__)
@@ -38,6 +39,7 @@ class MirrorSource:
         self._log = log_reader
         self._mirror = mirror
         self._open_mirror = open_mirror
+        self._fetched: tuple[int, Probe | None] | None = None
 
     @property
     def version(self) -> int | None:
@@ -53,6 +55,12 @@ class MirrorSource:
     def damage(self) -> VerificationFailed | None:
         """What is known to be wrong with the mirror and could not be repaired yet."""
         return self._mirror.damage if self._mirror else None
+
+    def probe(self, version: int) -> Probe | None:
+        """What a model with the weights of a version answers; None when it does not say, or was not fetched last."""
+        if self._fetched is None or self._fetched[0] != version:
+            return None
+        return self._fetched[1]
 
     def try_hold(self) -> Hold | None:
         """Keep the version as it is while an engine loads. Any thread."""
@@ -72,6 +80,7 @@ class MirrorSource:
         is not the announced one, and what `Mirror.advance` raises.
         """
         result = self._find(announced).advance(self._store, self._log, target=announced.version)
+        self._fetched = result.version, result.probe
         _report(result)
         return result.directory
 

@@ -20,9 +20,9 @@ from astraflow.errors import AstraflowError, IncompatibleError, RetryableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.engine.base import Engine, EngineDoubtful
+from astraflow_raas.engine.base import Engine, EngineDoubtful, PauseMode
 from astraflow_raas.loops import LoopService
-from astraflow_raas.policies.canary import Canary, sample_a_little
+from astraflow_raas.policies.canary import Canary, WeightsDiffer, compare_answers
 from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.timeline import Stage
@@ -60,24 +60,34 @@ class WeightSync(LoopService):
         source: MirrorSource,
         metrics: Metrics,
         evaluation_hold_s: float,
-        canary: Canary = sample_a_little,
+        running: PauseMode = PauseMode.IN_PLACE,
+        canary: Canary = compare_answers,
     ) -> None:
+        """`running` says what becomes of the calls that run when a newer version is swapped in."""
         super().__init__()
         self._policy = policy
         self.source = source
         """Where versions come from, and what it holds and fetched."""
         self._metrics = metrics
         self._evaluation_hold_s = evaluation_hold_s
+        self._running = running
         self._canary = canary
         self._announced: version_pb2.Version | None = None
         self._news = asyncio.Event()
         self._has_weights = asyncio.Event()
         self.num_verification_failures = 0
         """Versions refused because their bytes did not verify."""
-        self.fault: version_pb2.WeightFault | None = None
-        """What is wrong with the bytes of the version to be activated; None when nothing is known to be."""
+        self._bad_bytes: version_pb2.WeightFault | None = None
+        self._unproven: version_pb2.WeightFault | None = None
         self.holding = False
         """True while a newer version waits for evaluations of the served one."""
+
+    @property
+    def fault(self) -> version_pb2.WeightFault | None:
+        """What is wrong with the bytes of the version to be activated, or with what the engine makes of them; None
+        when nothing is known to be.
+        """
+        return self._bad_bytes or self._unproven
 
     @property
     def announced_version(self) -> int | None:
@@ -104,8 +114,23 @@ class WeightSync(LoopService):
         await self._has_weights.wait()
 
     async def prove(self, engine: Engine, *, version: int) -> None:
-        """Have an engine that was given `version` prove it. Raises EngineDoubtful."""
-        await self._canary(engine, self._policy, version=version)
+        """Have an engine that was given `version` prove it. Raises EngineDoubtful, and WeightsDiffer, which is also
+        reported until an engine has proven its weights.
+        """
+        probe = self.source.probe(version)
+        try:
+            proven = await self._canary(engine, self._policy, version=version, probe=probe)
+        except WeightsDiffer as error:
+            log.error("engine.weights_differ", version=version, message=error.message)
+            self._metrics.increment("astraflow_raas_weight_mismatches_total", policy=self._policy.policy_id)
+            self._unproven = version_pb2.WeightFault(
+                policy_id=self._policy.policy_id, version=version, problem=error.message[:_MAX_PROBLEM_CHARS]
+            )
+            self._policy.on_change()
+            raise
+        if proven and self._unproven is not None:
+            self._unproven = None
+            self._policy.on_change()
 
     @asynccontextmanager
     async def loading(self) -> AsyncIterator[Hold]:
@@ -204,22 +229,40 @@ class WeightSync(LoopService):
     async def _swap(self, engine: Engine) -> None:
         failpoints.hit("raas.activate")
         started_s = time.monotonic()
-        held = await self._hold()
         try:
-            await engine.swap(model_dir=held.directory, version=held.version)
-            await self.prove(engine, version=held.version)
+            version = await self._load_or_repair(engine)
         except EngineDoubtful as error:
             self._policy.distrust(error)
             # Its answers are not believed any more, those under way neither.
             await engine.close()
             raise
-        finally:
-            held.release()
         took_s = time.monotonic() - started_s
-        self._policy.serves(held.version)
+        self._policy.serves(version)
         self._metrics.observe("astraflow_raas_swap_seconds", took_s, policy=self._policy.policy_id)
         log.info("weights.activated", seconds=round(took_s, 4))
         failpoints.hit("raas.activated")
+
+    async def _load_or_repair(self, engine: Engine) -> int:
+        """The version that the engine has proven. Raises EngineDoubtful when it must be replaced."""
+        try:
+            return await self._load(engine, self._running)
+        except WeightsDiffer as differ:
+            # What is running has sampled with weights that nobody knows.
+            try:
+                version = await self._load(engine, PauseMode.ABORT)
+            except AstraflowError as error:
+                raise EngineDoubtful(f"{differ.message}; loaded again: {error.message}") from error
+            log.info("engine.weights_repaired", version=version)
+            return version
+
+    async def _load(self, engine: Engine, running: PauseMode) -> int:
+        held = await self._hold()
+        try:
+            await engine.swap(model_dir=held.directory, version=held.version, running=running)
+            await self.prove(engine, version=held.version)
+        finally:
+            held.release()
+        return held.version
 
     async def _hold(self) -> Hold:
         held = self.source.try_hold()
@@ -229,8 +272,8 @@ class WeightSync(LoopService):
         return held
 
     def _clear_fault(self) -> None:
-        if self.fault is not None:
-            self.fault = None
+        if self._bad_bytes is not None:
+            self._bad_bytes = None
             self._policy.on_change()
 
     def _failed(self, announced: version_pb2.Version, error: AstraflowError) -> None:
@@ -239,7 +282,7 @@ class WeightSync(LoopService):
         if damaged:
             self.num_verification_failures += 1
         if damaged or self.source.damage is not None:
-            self.fault = _fault(announced, error if damaged else self.source.damage or error)
+            self._bad_bytes = _fault(announced, error if damaged else self.source.damage or error)
             self._policy.on_change()
         self._metrics.increment(
             "astraflow_raas_version_failures_total", policy=announced.policy_id, reason=error.reason

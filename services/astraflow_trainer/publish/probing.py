@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 __all__ = ["Prober"]
 
-_PROMPTS: Final = 4
+_PROMPTS: Final = 2
 _PROMPT_TOKENS: Final = 16
 _ANSWER_TOKENS: Final = 8
 
