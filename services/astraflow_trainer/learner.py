@@ -57,7 +57,8 @@ class PolicyLearner:
         self._optimizer = MasterOptimizer(self._policy, settings=training.optimizer)
         self._copies = _weight_source(self._policy, snapshot=snapshot)
         vocab_size = self._policy.causal_lm.get_input_embeddings().num_embeddings
-        self._prober = Prober(self._policy, vocab_size=vocab_size, ranks=self._ranks)
+        prober = Prober(self._policy, vocab_size=vocab_size, ranks=self._ranks)
+        self._prober = prober if training.publish.probe else None
         self._settings = StepSettings(
             algorithm=training.algorithm,
             plugins=plugins,
@@ -108,7 +109,8 @@ class PolicyLearner:
         """Return a copy of this rank's weights as they are published, and what they answer; it does not change until
         released.
         """
-        return replace(self._copies.take(), probe=self._prober.answers())
+        copied = self._copies.take()
+        return copied if self._prober is None else replace(copied, probe=self._prober.answers())
 
     @property
     def held(self) -> HeldPart:

@@ -46,6 +46,8 @@ class FakeEngine:
     num_wrong_loads: int = 0
     """After so many of the next swaps it holds other weights than it was given."""
     holds_wrong: bool = False
+    wrong_rank: int | None = None
+    """This rank alone does."""
     arithmetic: Arithmetic = Arithmetic.FLOAT32
     paused: list[PauseMode] = field(default_factory=list)
     """How the running calls fared at each swap."""
@@ -72,7 +74,7 @@ class FakeEngine:
             known = {answer.prompt_ids: answer for answer in self.probe}
             return [
                 _greedy(call, version=version, token=self.canary_token)
-                if call.prompt_ids not in known or self.holds_wrong
+                if call.prompt_ids not in known or self.holds_wrong or rank == self.wrong_rank
                 else _known(known[call.prompt_ids], version=version or 0)
                 for call in calls
             ]

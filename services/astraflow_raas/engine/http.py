@@ -11,6 +11,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from astraflow.errors import AstraflowError
+from astraflow_kit.log import get_logger
 from astraflow_raas.engine.answers import generate_body, is_version_number, read_answers
 from astraflow_raas.engine.base import (
     Arithmetic,
@@ -26,8 +27,11 @@ from astraflow_raas.engine.server_info import ServerInfo, read_server_info
 from astraflow_raas.engine.slots import EngineSlots
 from astraflow_raas.engine.transport import EngineTransport, brief
 
+log = get_logger(__name__)
+
 _HEALTH_TIMEOUT_S = 25.0
 _RESUME_DEADLINE_S = 60.0
+_FLUSH_TIMEOUT_S = 5.0
 _SETTLE_S = 0.1
 _RESUME = {"torch_empty_cache": False}
 
@@ -49,6 +53,7 @@ class HttpEngine:
         self._open.set()
         self._served: int | None = None
         self._cache_salt = token_hex(4)
+        self._recomputed: set[int] = set()
         self._last_sent_s = -_SETTLE_S
         self._resuming: asyncio.Task[None] | None = None
 
@@ -68,7 +73,9 @@ class HttpEngine:
         if self._info is not None and self._info.num_ranks > 1:
             body["routed_dp_rank"] = rank
         answers = await self._transport.post("/generate", body, timeout_s=self._request_timeout_s)
-        return read_answers(calls, answers, sent_under=sent_under, served=self._served)
+        return read_answers(
+            calls, answers, sent_under=sent_under, served=self._served, recomputed=self._recomputed
+        )
 
     async def abort(self, rids: Sequence[str]) -> None:
         for rid in rids:
@@ -85,6 +92,8 @@ class HttpEngine:
             await asyncio.sleep(self._last_sent_s + _SETTLE_S - asyncio.get_running_loop().time())
             await self._transport.post_idempotent("/pause_generation", {"mode": str(running)})
             await self._load(model_dir, version)
+            if running is PauseMode.RETRACT and await self._forget_prefixes():
+                self._recomputed.add(version)
         finally:
             # A task of its own and shielded: an engine that a cancelled or failed swap left paused would never answer
             # again. A lost answer to the pause is no sign that it is not paused.
@@ -141,6 +150,18 @@ class HttpEngine:
             raise EngineDoubtful(
                 f"the engine was given {what} and serves version {served}: {brief(answer.get('message'))}"
             )
+
+    async def _forget_prefixes(self) -> bool:
+        """Whether retracted calls, which keep the key they were sent under, will find no prefix of older weights."""
+        if self._info is not None and self._info.is_embedded:
+            return True  # a swap ends all reuse there
+        try:
+            # Once: the engine is paused meanwhile.
+            await self._transport.post("/flush_cache", {}, timeout_s=_FLUSH_TIMEOUT_S)
+        except AstraflowError as error:
+            log.warning("engine.cache_not_flushed", message=error.message)
+            return False
+        return True
 
     async def _served_after_update(self) -> int | None:
         try:

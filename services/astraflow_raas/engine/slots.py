@@ -16,6 +16,11 @@ class EngineSlots:
         self._turn = asyncio.Lock()
         self._returned = asyncio.Event()
 
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks, each with weights of its own."""
+        return len(self._free)
+
     async def take(self, wanted: Callable[[], int]) -> tuple[int, int]:
         """Wait for a free place, then take as many as `wanted` says then, in the rank that has most free.
 

@@ -18,6 +18,7 @@ from astraflow.dataflow.v1 import run_service_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
+from astraflow_raas.engine.base import PauseMode
 from astraflow_raas.engine.command import EngineCommand, share_gpus
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import start_engine
@@ -201,6 +202,7 @@ class _PolicyMaker:
             source=await asyncio.to_thread(self._source, name),
             metrics=self._inputs.metrics,
             evaluation_hold_s=self._settings.evaluation_hold_s,
+            running=PauseMode(self._inputs.found.recipe.raas.swap),
         )
         return PolicyParts(policy=policy, weights=weights, host=self._host(policy, weights))
 

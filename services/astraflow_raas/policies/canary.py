@@ -74,16 +74,31 @@ async def compare_answers(engine: Engine, policy: ServedPolicy, *, version: int,
     tolerance = TOLERANCES.get(engine.arithmetic)
     if probe is None or tolerance is None:
         return await sample_a_little(engine, policy, version=version)
-    # One after the other: the engine keeps one place free for probes, and more would wait behind long answers.
+    ranks = range(engine.slots.num_ranks)
+    found = await asyncio.gather(
+        *(_compare_rank(engine, policy, rank, probe, version=version, tolerance=tolerance) for rank in ranks),
+        return_exceptions=True,
+    )
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return all(found)
+
+
+async def _compare_rank(
+    engine: Engine, policy: ServedPolicy, rank: int, probe: Probe, *, version: int, tolerance: Tolerance
+) -> bool:
+    # One after the other: a place of each rank is kept free for probes, and more would wait behind long answers.
     for answer in probe:
         call = _greedy(answer.prompt_ids, num_tokens=len(answer.token_ids), version=version)
-        generation = await _ask(engine, policy, call, version=version)
+        generation = await _ask(engine, policy, call, version=version, rank=rank)
         if generation is None:
             return False
         complaint = difference(answer, generation, tolerance=tolerance)
         if complaint:
             raise WeightsDiffer(
-                f"the engine says that it serves version {version} and does not answer as its weights do: {complaint}"
+                f"the engine (data-parallel rank {rank}) says that it serves version {version} and does not answer as "
+                f"its weights do: {complaint}"
             )
     return True
 
@@ -144,12 +159,12 @@ def _greedy(prompt_ids: tuple[int, ...], *, num_tokens: int, version: int) -> Ge
 
 
 async def _ask(
-    engine: Engine, policy: ServedPolicy, call: GenerateCall, *, version: int
+    engine: Engine, policy: ServedPolicy, call: GenerateCall, *, version: int, rank: int = 0
 ) -> Generation | None:
     """The answer; None when there was none. Raises EngineDoubtful for one that nobody could train on."""
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            (generation,) = await engine.generate([call])
+            (generation,) = await engine.generate([call], rank=rank)
         policy.check(call, generation)
     except (EngineUnavailable, TimeoutError) as error:
         log.warning("engine.canary_unanswered", version=version, message=str(error))

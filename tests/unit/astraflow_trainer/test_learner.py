@@ -124,6 +124,7 @@ def test_a_version_says_what_its_published_bits_answer(bench: Bench, tmp_path: P
     expected = Prober(PolicyModel(loaded), vocab_size=tiny_training.VOCAB, ranks=OneRank()).answers()
     assert published.probe == expected != first
     assert bench.learner().restore() is not None, "a checkpoint after a probe is whole"
+    assert bench.learner("trainer.publish.probe=false").published_bytes().probe is None
 
 
 def test_there_is_nothing_to_restore_before_the_first_checkpoint(bench: Bench) -> None:

@@ -12,7 +12,13 @@ import pytest
 
 from astraflow.plugins import VersionSpan
 from astraflow_raas.engine import http
-from astraflow_raas.engine.base import EngineDoubtful, EngineFaulty, EngineRefused, EngineUnavailable
+from astraflow_raas.engine.base import (
+    EngineDoubtful,
+    EngineFaulty,
+    EngineRefused,
+    EngineUnavailable,
+    PauseMode,
+)
 from astraflow_raas.engine.http import HttpEngine
 from support import misbehaving_engine as bad
 from support.misbehaving_engine import MisbehavingEngine, Misbehaviour
@@ -138,6 +144,66 @@ async def test_a_swap_pauses_in_place_loads_asks_and_continues(
         ("/model_info", {}),
         ("/continue_generation", {"torch_empty_cache": False}),
     ]
+
+
+def straddling(exchange: bad.Exchange) -> None:
+    """An answer that was under way when version 4 became 5."""
+    spans = [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 3}]
+    exchange.answer[0]["meta_info"]["weight_versions"] = spans
+
+
+async def swapped_while_running(
+    engine: HttpEngine, server: MisbehavingEngine, running: PauseMode
+) -> tuple[VersionSpan, ...]:
+    """The spans of a call that ran when version 5 was loaded."""
+
+    async def swap_meanwhile(exchange: bad.Exchange) -> None:
+        await engine.swap(model_dir=V5, version=5, running=running)
+        straddling(exchange)
+        await exchange.send()
+
+    server.next("/generate", swap_meanwhile)
+    (generation,) = await engine.generate([CALL])
+    return generation.spans
+
+
+async def test_retracted_calls_find_no_older_prefix_and_their_spans_say_so(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
+    spans = await swapped_while_running(engine, server, PauseMode.RETRACT)
+    assert spans == (VersionSpan(0, 1, 4), VersionSpan(1, 3, 5, recomputed=True))
+    assert server.paths[1:] == [
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/model_info",
+        "/flush_cache",
+        "/continue_generation",
+    ]
+    assert server.asked[1][1] == {"mode": "retract"}
+
+
+async def test_a_cache_that_was_not_flushed_is_not_called_computed_anew(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
+    async def refuse(exchange: bad.Exchange) -> None:
+        exchange.status = 400
+        await exchange.send()
+
+    server.next("/flush_cache", refuse)
+    spans = await swapped_while_running(engine, server, PauseMode.RETRACT)
+    assert [span.recomputed for span in spans] == [False, False]
+    assert not server.paused
+
+
+async def test_a_repair_ends_running_calls_and_the_prefixes_of_its_version(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
+    await engine.generate([CALL])
+    await engine.swap(model_dir=V5, version=4, running=PauseMode.ABORT)
+    await engine.generate([CALL])
+    before, after = (body["extra_key"] for path, body in server.asked if path == "/generate")
+    assert server.asked[1] == ("/pause_generation", {"mode": "abort"})
+    assert before != after
 
 
 async def swap_begun(engine: HttpEngine, server: MisbehavingEngine) -> "asyncio.Task[None]":

@@ -7,6 +7,7 @@ import pytest
 
 from astraflow.plugins import VersionSpan
 from astraflow_raas.engine.base import ABORTED, Arithmetic, Generation
+from astraflow_raas.engine.slots import EngineSlots
 from astraflow_raas.policies import canary
 from astraflow_raas.policies.canary import TOLERANCES, WeightsDiffer, compare_answers, difference
 from astraflow_raas.policies.served_policy import ServedPolicy
@@ -79,7 +80,15 @@ async def compare(engine: FakeEngine) -> bool:
 async def test_an_engine_proves_itself_by_every_answer(engine: FakeEngine) -> None:
     assert await compare(engine)
     engine.probe = engine.probe[:1]
-    with pytest.raises(WeightsDiffer, match="serves version 4 and does not answer as its weights do"):
+    with pytest.raises(WeightsDiffer, match="serves version 4 and does not answer as"):
+        await compare(engine)
+
+
+async def test_every_data_parallel_rank_is_asked(engine: FakeEngine) -> None:
+    engine.slots = EngineSlots(4, num_ranks=2)
+    assert await compare(engine)
+    engine.wrong_rank = 1
+    with pytest.raises(WeightsDiffer, match="rank 1"):
         await compare(engine)
 
 
@@ -94,7 +103,7 @@ async def test_an_engine_that_hangs_or_gives_up_was_not_asked(
     engine.canary_fault = TimeoutError()
     assert not await compare(engine)
     given_up = answered((), (), ABORTED)
-    monkeypatch.setattr(engine, "generate", lambda _: _resolved([given_up]))
+    monkeypatch.setattr(engine, "generate", lambda _, rank: _resolved([given_up]))
     assert not await compare(engine)
 
 
