@@ -56,9 +56,7 @@ class PolicyLearner:
         self._reference = _reference(training.algorithm, model_dir=model_dir, mesh=mesh)
         self._optimizer = MasterOptimizer(self._policy, settings=training.optimizer)
         self._copies = _weight_source(self._policy, snapshot=snapshot)
-        vocab_size = self._policy.causal_lm.get_input_embeddings().num_embeddings
-        prober = Prober(self._policy, vocab_size=vocab_size, ranks=self._ranks)
-        self._prober = prober if training.publish.probe else None
+        self._prober = Prober(self._policy, ranks=self._ranks) if training.publish.probe else None
         self._settings = StepSettings(
             algorithm=training.algorithm,
             plugins=plugins,

@@ -167,11 +167,8 @@ class PolicyUnavailable(Exception):
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens [start, end) of a sequence were sampled under weight `version`.
-
-    `recomputed`: the weights were swapped before `start`, in the middle of a call, and the keys and values of all
-    tokens before it were computed anew with the new ones.
-    """
+    """Tokens [start, end) of a sequence were sampled under weight `version`, swapped in before `start`; `recomputed`
+    tells that the keys and values of what stands before were then computed anew."""
 
     start: int
     end: int

@@ -89,7 +89,9 @@ async def _compare_rank(
     engine: Engine, policy: ServedPolicy, rank: int, probe: Probe, *, version: int, tolerance: Tolerance
 ) -> bool:
     # One after the other: a place of each rank is kept free for probes, and more would wait behind long answers.
-    for answer in probe:
+    pending = list(probe)
+    while pending:
+        answer = pending.pop()
         call = _greedy(answer.prompt_ids, num_tokens=len(answer.token_ids), version=version)
         generation = await _ask(engine, policy, call, version=version, rank=rank)
         if generation is None:
@@ -100,6 +102,9 @@ async def _compare_rank(
                 f"the engine (data-parallel rank {rank}) says that it serves version {version} and does not answer as "
                 f"its weights do: {complaint}"
             )
+        settled = _num_settled(answer, generation)
+        if settled < len(answer.token_ids):
+            pending.append(answer.after(settled))
     return True
 
 
@@ -135,6 +140,13 @@ def difference(answer: ProbeAnswer, generation: Generation, *, tolerance: Tolera
         off.append(abs(given_logprob - (logprob - margin)))
         break
     return _too_far_off(off, tolerance=tolerance)
+
+
+def _num_settled(answer: ProbeAnswer, generation: Generation) -> int:
+    """Tokens up to the first tie; all of them when there is none, or when the text ended."""
+    pairs = zip(answer.token_ids, generation.token_ids, strict=False)
+    ties = (index + 1 for index, (expected, given) in enumerate(pairs) if given != expected)
+    return next(ties, len(answer.token_ids))
 
 
 def _too_far_off(off: Sequence[float], *, tolerance: Tolerance) -> str:

@@ -114,7 +114,12 @@ class PolicyModel(nn.Module):
         output = self.causal_lm.get_decoder()(input_ids=token_ids_BL.to(device), use_cache=False)
         head_VD = self.causal_lm.get_output_embeddings().weight
         logits_BKV = (output.last_hidden_state[:, -last:] @ head_VD.T).float()
-        return logits_BKV.log_softmax(-1)
+        return torch.log_softmax(logits_BKV, -1)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model knows: 0 to this, exclusive."""
+        return int(self.causal_lm.get_output_embeddings().weight.shape[0])
 
     def gathered_no_more(self) -> None:
         """Drop what a forward pass without a backward one leaves gathered on this rank."""

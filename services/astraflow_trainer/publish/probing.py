@@ -29,10 +29,10 @@ _ANSWER_TOKENS: Final = 8
 class Prober:
     """Not thread-safe: owned by the training thread, as the model is."""
 
-    def __init__(self, policy: PolicyModel, *, vocab_size: int, ranks: Ranks) -> None:
+    def __init__(self, policy: PolicyModel, *, ranks: Ranks) -> None:
         self._policy = policy
         self._ranks = ranks
-        self._prompt_BP = _prompts(vocab_size)
+        self._prompt_BP = _prompts(policy.vocab_size)
         self._answer_BK = torch.zeros((_PROMPTS, _ANSWER_TOKENS), dtype=torch.int64)
 
     @torch.no_grad()

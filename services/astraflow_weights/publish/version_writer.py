@@ -205,11 +205,9 @@ class VersionWriter:
         rollback_of: int | None = None,
         probe: Probe | None = None,
     ) -> CommittedVersion:
-        """Make the next version visible. Every part and asset must be uploaded; `tensors` is sorted by name.
+        """Make the next version visible, atomically. All it names is uploaded; `tensors` is sorted by name.
 
-        Atomic. The same (step, model root) again returns the version that exists. Raises Fenced for good;
-        Unavailable when the outcome is open: call again. ValueError when the version would contradict the
-        log.
+        The same (step, model root) again returns what exists. Raises Fenced, Unavailable (call again), ValueError.
         """
         root = model_root(tensors)
         if (existing := self.find(step=step, root=root, rollback_of=rollback_of)) is not None:

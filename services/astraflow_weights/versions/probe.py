@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from astraflow.weights.v1 import manifest_pb2
 
 _MAX_ANSWERS = 16
-_MAX_PROMPT = 256
-_MAX_TOKENS = 64
+_MAX_IDS = 256
+"""Of a prompt and its answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,9 @@ class ProbeAnswer:
 
     def __post_init__(self) -> None:
         num_prompt, num_tokens = len(self.prompt_ids), len(self.token_ids)
-        if not (1 <= num_prompt <= _MAX_PROMPT and 1 <= num_tokens <= _MAX_TOKENS):
+        if not (num_prompt and num_tokens and num_prompt + num_tokens <= _MAX_IDS):
             raise ValueError(
-                f"a probe of {num_prompt} prompt ids and {num_tokens} tokens, expected 1 to {_MAX_PROMPT} and 1 to "
-                f"{_MAX_TOKENS}"
+                f"a probe of {num_prompt} prompt ids and {num_tokens} tokens, expected some of each, {_MAX_IDS} in all"
             )
         if (len(self.logprobs), len(self.margins)) != (num_tokens, num_tokens):
             raise ValueError(
@@ -44,6 +43,15 @@ class ProbeAnswer:
             raise ValueError(f"a probe has log-probs {self.logprobs}, expected finite numbers ≤ 0")
         if not all(0 <= value < math.inf for value in self.margins):
             raise ValueError(f"a probe has margins {self.margins}, expected finite numbers ≥ 0")
+
+    def after(self, num_tokens: int) -> "ProbeAnswer":
+        """What remains behind its first tokens; they are part of the prompt then."""
+        return ProbeAnswer(
+            prompt_ids=self.prompt_ids + self.token_ids[:num_tokens],
+            token_ids=self.token_ids[num_tokens:],
+            logprobs=self.logprobs[num_tokens:],
+            margins=self.margins[num_tokens:],
+        )
 
 
 Probe = tuple[ProbeAnswer, ...]

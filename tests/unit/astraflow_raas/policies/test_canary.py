@@ -36,7 +36,7 @@ def answered(
         pytest.param(answered(logprobs=(-0.50002, -1.00001, -0.25)), EXACT, id="rounding of float32"),
         pytest.param(answered(logprobs=(-0.7, -1.01, -0.24)), HALF, id="rounding of bfloat16"),
         pytest.param(
-            answered((11, 77, 99), (-0.5, -1.004, -9.0)), EXACT, id="a tie, after which nothing is compared"
+            answered((11, 77, 99), (-0.5, -1.004, -9.0)), EXACT, id="a tie, behind which another text follows"
         ),
         pytest.param(answered((11,), (-0.5,), "stop"), EXACT, id="an end of text"),
     ],
@@ -81,6 +81,20 @@ async def test_an_engine_proves_itself_by_every_answer(engine: FakeEngine) -> No
     assert await compare(engine)
     engine.probe = engine.probe[:1]
     with pytest.raises(WeightsDiffer, match="serves version 4 and does not answer as"):
+        await compare(engine)
+
+
+async def test_what_follows_a_tie_is_asked_for_behind_the_expected_token(engine: FakeEngine) -> None:
+    tied = replace(ANSWER, token_ids=(11, 77, 99), logprobs=(-0.5, -1.004, -9.0))
+    engine.probe = (
+        tied,
+        replace(tied, prompt_ids=(7,)),
+        ANSWER.after(2),
+        replace(ANSWER, prompt_ids=(7,)).after(2),
+    )
+    assert await compare(engine)
+    engine.probe = engine.probe[:3]
+    with pytest.raises(WeightsDiffer, match="token 0 is 3, expected 13"):
         await compare(engine)
 
 

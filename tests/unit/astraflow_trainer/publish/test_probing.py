@@ -7,7 +7,7 @@ from astraflow_trainer.model.model import PolicyModel, build_causal_lm
 from astraflow_trainer.publish.probing import Prober
 from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_weights.versions.probe import ProbeAnswer
-from support.tiny_training import TINY, VOCAB
+from support.tiny_training import TINY
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def passes(policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def prober(policy: PolicyModel) -> Prober:
-    return Prober(policy, vocab_size=VOCAB, ranks=OneRank())
+    return Prober(policy, ranks=OneRank())
 
 
 def one_by_one(policy: PolicyModel, answer: ProbeAnswer) -> ProbeAnswer:
@@ -77,5 +77,5 @@ def test_weights_that_hardly_changed_take_one_pass(policy: PolicyModel, passes: 
 
 def test_a_policy_that_answers_no_numbers_has_no_probe_and_trains_on(policy: PolicyModel) -> None:
     with torch.no_grad():
-        policy.causal_lm.get_input_embeddings().weight.fill_(float("nan"))
+        next(policy.parameters()).fill_(float("nan"))
     assert prober(policy).answers() is None

@@ -25,6 +25,7 @@ def test_a_probe_comes_back_to_the_bit() -> None:
     [
         ({"prompt_ids": ()}, "0 prompt ids"),
         ({"token_ids": (), "logprobs": (), "margins": ()}, "0 tokens"),
+        ({"prompt_ids": (5,) * 255}, "256 in all"),
         ({"logprobs": (-0.1,)}, "1 log-probs and 2 margins"),
         ({"logprobs": (-0.1, float("nan"))}, "log-probs"),
         ({"logprobs": (-0.1, 0.1)}, "log-probs"),

@@ -258,11 +258,11 @@ class ProbeAnswer(_message.Message):
     MARGINS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of the prompt; 1 to 256."""
+        """Token ids of the prompt; at least 1, and at most 256 together with token_ids."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Most likely token after the prompt and all before it; 1 to 64. Goes on past ends of text."""
+        """Most likely token after the prompt and all before it; at least 1. Goes on past ends of text."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
