@@ -21,7 +21,7 @@ from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.versions.log import VersionLog
 from support.engine_process import running_engine
 from support.published_models import ModelPublisher
-from support.tiny_qwen import load_reference, reference_logprobs, save_tiny_qwen
+from support.tiny_qwen import load_reference, reference_logprobs, save_tiny_qwen, widened
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -115,8 +115,3 @@ def assert_same_bits(directory: Path, published: dict[str, Array]) -> None:
         for name, parts in LAYER.items():
             expected = torch.cat([floats[f"model.layers.{index}.{part}.weight"] for part in parts])
             assert torch.equal(getattr(layer, name), expected.mT if expected.ndim > 1 else expected), name
-
-
-def widened(bits: Array) -> torch.Tensor:
-    """Bf16 bit patterns as the fp32 numbers they are."""
-    return torch.from_numpy((bits.astype(np.uint32) << 16).view(np.float32).copy())

@@ -19,9 +19,21 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from astraflow_raas.engine.base import ABORTED, EngineUnavailable, GenerateCall, Generation
+from astraflow_raas.engine.base import (
+    ABORTED,
+    Arithmetic,
+    EngineUnavailable,
+    GenerateCall,
+    Generation,
+    PauseMode,
+)
 from astraflow_raas.engine.command import EngineCommand
 from astraflow_raas.engine.process import EngineProcess, start_engine
+from astraflow_raas.policies.canary import WeightsDiffer, compare_answers
+from astraflow_raas.policies.served_policy import ServedPolicy
+from astraflow_trainer.model.model import PolicyModel
+from astraflow_trainer.publish.probing import Prober
+from astraflow_trainer.ranks.reductions import OneRank
 from support.raas_parts import generate_call
 from support.scripted_dataflow import eventually
 from support.sglang_server import CPU_ENVIRONMENT, CPU_OPTIONS, SGLANG_PYTHON, START_DEADLINE_S, needs_sglang
@@ -108,17 +120,21 @@ class Load:
 
 @torch.no_grad()
 def expected_logprobs(models: Sequence[Path], call: GenerateCall, answer: Generation) -> list[float]:
-    """By transformers in fp32: each span under its version's weights, over the keys and values of those before it."""
+    """By transformers in fp32: each span under its version's weights, over the keys and values of those before it,
+    which a recomputed one has made anew.
+    """
     references = [load_reference(model) for model in models]
     cache, logprobs, known = DynamicCache(), list[float](), [*call.prompt_ids, *answer.token_ids]
     at = 0
     for span in answer.spans:
         end = len(call.prompt_ids) + span.end - 1
         model = references[span.version % 2]
+        if span.recomputed:
+            cache, at = DynamicCache(), 0
         logits = model(input_ids=torch.tensor([known[at:end]]), past_key_values=cache, use_cache=True).logits[
             0
         ]
-        first = 0 if at else len(call.prompt_ids) - 1
+        first = len(call.prompt_ids) + span.start - 1 - at
         for row, token in zip(
             torch.log_softmax(logits[first:], dim=-1), answer.token_ids[span.start :], strict=False
         ):
@@ -127,15 +143,16 @@ def expected_logprobs(models: Sequence[Path], call: GenerateCall, answer: Genera
     return logprobs
 
 
+@pytest.mark.parametrize("running", [PauseMode.IN_PLACE, PauseMode.RETRACT])
 async def test_swaps_under_load_lose_no_token_and_label_every_one(
-    engine: EngineProcess, models: list[Path]
+    engine: EngineProcess, models: list[Path], running: PauseMode
 ) -> None:
     load, pauses = Load(engine, []), list[float]()
     places = [asyncio.create_task(load.one_place(place)) for place in range(PLACES)]
     for version in range(1, NUM_SWAPS + 1):
         await asyncio.sleep(0.3)
         began_s = time.monotonic()
-        await engine.engine.swap(model_dir=models[version % 2], version=version)
+        await engine.engine.swap(model_dir=models[version % 2], version=version, running=running)
         pauses.append(time.monotonic() - began_s)
     load.stopping = True
     await asyncio.gather(*places)
@@ -150,8 +167,10 @@ async def test_swaps_under_load_lose_no_token_and_label_every_one(
     assert straddling, "no swap met a running sequence"
     for _, answer in straddling:
         assert all(one.version < other.version for one, other in pairwise(answer.spans))
+        assert {span.recomputed for span in answer.spans[1:]} == {running is PauseMode.RETRACT}
     errors = log_prob_errors(models, [*straddling[:12], *load.answers[:4]])
     report(
+        running=running,
         swaps=NUM_SWAPS,
         sequences=len(load.answers),
         tokens=sum(len(answer.token_ids) for _, answer in load.answers),
@@ -189,6 +208,28 @@ def log_prob_errors(
 def report(**figures: object) -> None:
     """For docs/results/sglang.md: pytest -s shows it."""
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_sglang_proves_its_weights_and_wrong_ones_are_told(tmp_path: Path, dtype: str) -> None:
+    shape = TinyShape(max_positions=1024, num_layers=4)
+    right, wrong = (save_tiny_qwen(tmp_path / f"{seed}", seed=seed, shape=shape) for seed in (0, 1))
+    probe = Prober(PolicyModel(load_reference(right)), ranks=OneRank()).answers()
+    process = await started(tmp_path, right, f"--dtype={dtype}")
+    policy = ServedPolicy("solver")
+    try:
+        await process.wait_healthy(timeout_s=START_DEADLINE_S)
+        await process.engine.introduce()
+        assert process.engine.arithmetic is (Arithmetic.FLOAT32 if dtype == "float32" else Arithmetic.HALF)
+        assert await compare_answers(process.engine, policy, version=0, probe=probe)
+        await process.engine.swap(model_dir=wrong, version=1)
+        with pytest.raises(WeightsDiffer):
+            await compare_answers(process.engine, policy, version=1, probe=probe)
+        await process.engine.swap(model_dir=right, version=1, running=PauseMode.ABORT)
+        assert await compare_answers(process.engine, policy, version=1, probe=probe)
+    finally:
+        await policy.close()
+        await process.end()
 
 
 def family(process: EngineProcess) -> list[psutil.Process]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -69,6 +71,11 @@ def load_reference(folder: Path) -> Qwen3ForCausalLM:
     model: Qwen3ForCausalLM = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.float().eval()
     return model
+
+
+def widened(bits: npt.NDArray[np.uint16]) -> torch.Tensor:
+    """Bf16 bit patterns as the fp32 numbers they are."""
+    return torch.from_numpy((bits.astype(np.uint32) << 16).view(np.float32).copy())
 
 
 @torch.no_grad()

@@ -34,7 +34,8 @@ def answered(
     [
         pytest.param(answered(), EXACT, id="equal"),
         pytest.param(answered(logprobs=(-0.50002, -1.00001, -0.25)), EXACT, id="rounding of float32"),
-        pytest.param(answered(logprobs=(-0.7, -1.01, -0.24)), HALF, id="rounding of bfloat16"),
+        pytest.param(answered(logprobs=(-0.51, -1.005, -0.26)), EXACT, id="rounding of TF32"),
+        pytest.param(answered(logprobs=(-0.8, -1.05, -0.24)), HALF, id="rounding of bfloat16"),
         pytest.param(
             answered((11, 77, 99), (-0.5, -1.004, -9.0)), EXACT, id="a tie, behind which another text follows"
         ),
@@ -51,9 +52,9 @@ def test_what_rounding_explains_is_no_difference(generation: Generation, toleran
         (answered((10, 12, 13)), EXACT, "token 0 is 10, expected 11, .* by 3 "),
         (answered((10, 12, 13)), HALF, "token 0 is 10, expected 11, "),
         (answered((11, 77, 13), (-0.5, -1.5, -0.25)), EXACT, "log-prob of token 1 is off by 0.496"),
-        (answered(logprobs=(-0.5, -1.0, -0.28)), EXACT, "log-prob of token 2 is off by 0.03"),
-        (answered(logprobs=(-0.505, -1.005, -0.255)), EXACT, "3 tokens are off by 0.005 in the mean"),
-        (answered(logprobs=(-0.8, -1.3, -0.55)), HALF, "3 tokens are off by 0.3 in the mean"),
+        (answered(logprobs=(-0.5, -1.0, -0.4)), EXACT, "log-prob of token 2 is off by 0.15"),
+        (answered(logprobs=(-0.55, -1.05, -0.3)), EXACT, "3 tokens are off by 0.05 in the mean"),
+        (answered(logprobs=(-0.9, -1.4, -0.65)), HALF, "3 tokens are off by 0.4 in the mean"),
         (answered((11,), (-0.5,)), EXACT, "1 tokens of 3, ended by 'length'"),
     ],
 )
