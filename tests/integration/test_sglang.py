@@ -11,8 +11,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,6 +30,7 @@ from astraflow_raas.engine.base import (
     PauseMode,
 )
 from astraflow_raas.engine.command import EngineCommand
+from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import EngineProcess, start_engine
 from astraflow_raas.policies.canary import WeightsDiffer, compare_answers
 from astraflow_raas.policies.served_policy import ServedPolicy
@@ -59,8 +62,9 @@ def models(tmp_path: Path) -> list[Path]:
     return [save_tiny_qwen(tmp_path / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1)]
 
 
-def command(*options: str) -> EngineCommand:
+def command(*options: str, **settings: Any) -> EngineCommand:
     return EngineCommand(
+        **settings,
         kind="sglang",
         python=SGLANG_PYTHON,
         extra_args=(*CPU_OPTIONS, f"--max-running-requests={PLACES + 1}", *options),
@@ -70,14 +74,27 @@ def command(*options: str) -> EngineCommand:
     )
 
 
-async def started(folder: Path, model: Path, *options: str) -> EngineProcess:
+async def started(folder: Path, model: Path, *options: str, **settings: Any) -> EngineProcess:
     log_path = folder / "engine.log"
-    return await start_engine(command(*options), model_dir=model, version=0, log_path=log_path)
+    orders = settings.get("orders")
+    return await start_engine(
+        command(*options, **settings),
+        model_dir=model,
+        version=0,
+        log_path=log_path,
+        connect=partial(HttpEngine, orders=orders),
+    )
 
 
 @pytest.fixture
-async def engine(tmp_path: Path, models: list[Path]) -> AsyncIterator[EngineProcess]:
-    process = await started(tmp_path, models[0])
+def running() -> PauseMode:
+    """What becomes of running calls at a swap."""
+    return PauseMode.IN_PLACE
+
+
+@pytest.fixture
+async def engine(tmp_path: Path, models: list[Path], running: PauseMode) -> AsyncIterator[EngineProcess]:
+    process = await started(tmp_path, models[0], recomputes=running is PauseMode.RETRACT)
     try:
         await process.wait_healthy(timeout_s=START_DEADLINE_S)
         await process.engine.introduce()

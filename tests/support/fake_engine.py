@@ -13,6 +13,7 @@ from pathlib import Path
 from astraflow.plugins import VersionSpan
 from astraflow_raas.engine.base import Arithmetic, EngineUnavailable, GenerateCall, Generation, PauseMode
 from astraflow_raas.engine.slots import EngineSlots
+from astraflow_weights.mirror.changes import ChangedElements
 from astraflow_weights.versions.probe import Probe, ProbeAnswer
 
 STOP_TOKEN = 2
@@ -51,6 +52,8 @@ class FakeEngine:
     arithmetic: Arithmetic = Arithmetic.FLOAT32
     paused: list[PauseMode] = field(default_factory=list)
     """How the running calls fared at each swap."""
+    changes: list[ChangedElements | None] = field(default_factory=list)
+    """That each swap was told."""
     num_resumed: int = 0
     closed: bool = False
     slots: EngineSlots = field(default_factory=lambda: EngineSlots(1024))
@@ -91,13 +94,21 @@ class FakeEngine:
     async def abort(self, rids: Sequence[str]) -> None:
         self.aborted += rids
 
-    async def swap(self, *, model_dir: Path, version: int, running: PauseMode = PauseMode.IN_PLACE) -> None:
+    async def swap(
+        self,
+        *,
+        model_dir: Path,
+        version: int,
+        running: PauseMode = PauseMode.IN_PLACE,
+        changes: ChangedElements | None = None,
+    ) -> None:
         self._require_up()
         self.paused.append(running)
         fault = self.swap_faults.pop(0) if self.swap_faults else self.swap_fault
         if fault is not None:
             raise fault
         self.swaps.append((model_dir, version))
+        self.changes.append(changes)
         self.version = version
         self.holds_wrong = self.num_wrong_loads > 0
         self.num_wrong_loads -= self.holds_wrong

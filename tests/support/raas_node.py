@@ -47,6 +47,9 @@ class BytelessWeights(MirrorSource):
     def probe(self, version: int) -> None:
         return None
 
+    def changes(self, version: int) -> None:
+        return None
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 

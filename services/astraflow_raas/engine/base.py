@@ -20,6 +20,7 @@ from typing import Protocol
 from astraflow.errors import AstraflowError, RequestError, StateError, UnavailableError
 from astraflow.plugins import VersionSpan
 from astraflow_raas.engine.slots import EngineSlots
+from astraflow_weights.mirror.changes import ChangedElements
 
 
 class EngineUnavailable(UnavailableError):
@@ -121,8 +122,17 @@ class Engine(Protocol):
     async def abort(self, rids: Sequence[str]) -> None:
         """Stop sampling these calls where they still run; unknown ids are fine."""
 
-    async def swap(self, *, model_dir: Path, version: int, running: PauseMode = PauseMode.IN_PLACE) -> None:
+    async def swap(
+        self,
+        *,
+        model_dir: Path,
+        version: int,
+        running: PauseMode = PauseMode.IN_PLACE,
+        changes: ChangedElements | None = None,
+    ) -> None:
         """Load `model_dir` as `version` between two decode steps; `running` says what becomes of running calls.
+
+        `changes` are what differs from another version: an engine that serves that one may load only those.
 
         Prefixes computed under older weights are not reused for new calls. Returns once the engine says that it
         serves `version` and goes on. Raises EngineDoubtful when the engine must not be used any more; after any

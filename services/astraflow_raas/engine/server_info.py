@@ -12,6 +12,7 @@ from typing import Any
 
 from astraflow.errors import InvalidArgumentError
 from astraflow_raas.engine.base import Arithmetic
+from astraflow_raas.engine.changed_elements import LOADER
 from astraflow_raas.engine.transport import brief
 
 SUPPORTED_SGLANG = ((0, 5, 19), (0, 5, 23))
@@ -37,6 +38,11 @@ class ServerInfo:
     """Sequences that each data-parallel rank samples at once."""
     num_ranks: int
     arithmetic: Arithmetic
+    keeps_prefixes: bool = True
+    """Calls find prefixes that others computed."""
+    tp_size: int = 1
+    why_whole: str = ""
+    """Why it can load whole models only; empty when it can do with changed elements."""
 
 
 def read_server_info(info: object, *, where: str) -> ServerInfo:
@@ -61,7 +67,22 @@ def read_server_info(info: object, *, where: str) -> ServerInfo:
         slots_per_rank=min(slots),
         num_ranks=len(slots),
         arithmetic=Arithmetic.FLOAT32 if is_embedded else _arithmetic(info),
+        keeps_prefixes=not info.get("disable_radix_cache"),
+        tp_size=int(info.get("tp_size") or 1),
+        why_whole=_why_whole(info, num_ranks=len(slots)),
     )
+
+
+def _why_whole(info: Mapping[str, Any], *, num_ranks: int) -> str:
+    if LOADER not in (info.get("custom_weight_loader") or ()):
+        return f"it was not started with --custom-weight-loader {LOADER}"
+    if num_ranks > 1:
+        return f"it has {num_ranks} data-parallel ranks, and SGLang updates one from tensors"
+    if _arithmetic(info) is Arithmetic.QUANTIZED:
+        return "it quantises what it loads"
+    if info.get("speculative_algorithm"):
+        return "it has a draft model"
+    return "" if int(info.get("pp_size") or 1) == 1 else "it is pipeline parallel"
 
 
 def _arithmetic(info: Mapping[str, Any]) -> Arithmetic:

@@ -45,6 +45,10 @@ class NodeFolder:
         """Where an engine's output goes."""
         return self.path / f"engine-{policy_id}.log"
 
+    def engine_orders(self, policy_id: str) -> Path:
+        """Where the changes are that an engine is to load, and what loads them."""
+        return self.path / f"engine-{policy_id}-orders"
+
     def mirror(self, run_id: str, policy_id: str, *, root: Path | None) -> Path:
         """Where the mirror of one policy is, below `root` when given."""
         base = root / self.node_id if root else self.path / "mirror"

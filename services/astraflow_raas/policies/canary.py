@@ -62,8 +62,8 @@ class Tolerance:
 
 TOLERANCES = {
     # Measured against float32: 2.4e-5 at most for float32 engines on a CPU; a GPU may round the factors of its products
-    # to TF32, which was off by 9.7e-3 at most and 4.9e-3 in the mean (12 random layers); bfloat16 by 0.30 at most, and by
-    # 0.053 in the mean. Wide, because a false alarm costs an engine: other weights are off by whole nats.
+    # to TF32, which was off by 9.7e-3 at most and 4.9e-3 in the mean (12 random layers); bfloat16 by 0.30 at most, and
+    # by 0.053 in the mean. Wide, because a false alarm costs an engine: other weights are off by whole nats.
     Arithmetic.FLOAT32: Tolerance(each=0.1, mean=0.03, tie=0.1),
     Arithmetic.HALF: Tolerance(each=1.0, mean=0.3, tie=0.6),
 }

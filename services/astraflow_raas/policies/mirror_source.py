@@ -11,6 +11,7 @@ from pathlib import Path
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.log import get_logger
 from astraflow_weights.errors import CorruptManifest, VerificationFailed
+from astraflow_weights.mirror.changes import ChangedElements
 from astraflow_weights.mirror.lock import Hold
 from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
 from astraflow_weights.store import ObjectStore
@@ -39,7 +40,7 @@ class MirrorSource:
         self._log = log_reader
         self._mirror = mirror
         self._open_mirror = open_mirror
-        self._fetched: tuple[int, Probe | None] | None = None
+        self._fetched: AdvanceResult | None = None
 
     @property
     def version(self) -> int | None:
@@ -58,9 +59,13 @@ class MirrorSource:
 
     def probe(self, version: int) -> Probe | None:
         """What a model with the weights of a version answers; None when it does not say, or was not fetched last."""
-        if self._fetched is None or self._fetched[0] != version:
-            return None
-        return self._fetched[1]
+        return self._fetched.probe if self._fetched is not None and self._fetched.version == version else None
+
+    def changes(self, version: int) -> ChangedElements | None:
+        """What the last fetch changed to bring this version, where the mirror was told to say so."""
+        return (
+            self._fetched.changes if self._fetched is not None and self._fetched.version == version else None
+        )
 
     def try_hold(self) -> Hold | None:
         """Keep the version as it is while an engine loads. Any thread."""
@@ -80,7 +85,7 @@ class MirrorSource:
         is not the announced one, and what `Mirror.advance` raises.
         """
         result = self._find(announced).advance(self._store, self._log, target=announced.version)
-        self._fetched = result.version, result.probe
+        self._fetched = result
         _report(result)
         return result.directory
 

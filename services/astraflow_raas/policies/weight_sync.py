@@ -258,7 +258,10 @@ class WeightSync(LoopService):
     async def _load(self, engine: Engine, running: PauseMode) -> int:
         held = await self._hold()
         try:
-            await engine.swap(model_dir=held.directory, version=held.version, running=running)
+            changes = self.source.changes(held.version) if running is not PauseMode.ABORT else None
+            await engine.swap(
+                model_dir=held.directory, version=held.version, running=running, changes=changes
+            )
             await self.prove(engine, version=held.version)
         finally:
             held.release()

@@ -15,6 +15,7 @@ from astraflow_weights.codec.tensor_hash import tensor_digest
 from astraflow_weights.durable import replace_synced, sync_file
 from astraflow_weights.errors import CorruptPart, Edge, VerificationFailed
 from astraflow_weights.mirror import lock as mirror_lock
+from astraflow_weights.mirror.changes import ChangedElements, ChangeRecorder
 from astraflow_weights.mirror.checkpoint import DamagedCheckpoint
 from astraflow_weights.mirror.journal import Journal
 from astraflow_weights.mirror.state import (
@@ -65,6 +66,8 @@ class MirrorContent:
         self.damaged: list[GridTile] = []
         """Tiles that are not those of `held`, as far as is known."""
         self.wrong_assets: list[str] = []
+        self.changes: ChangedElements | None = None
+        """What the last `apply` changed, when the settings ask for it and all of it is known."""
 
     @property
     def version(self) -> int | None:
@@ -145,14 +148,18 @@ class MirrorContent:
         Raises VerificationFailed: then what was held is here again, or `damaged` says what of it is not.
         """
         assert self.held is not None
-        change = steps_of(self.held.tiles.grid, sets, specs=self.held.tiles.grid.specs)
-        self._journal.begin(self.held.tiles.grid, threads=self._settings.apply_threads)
+        base, grid, self.changes = self.held.holding, self.held.tiles.grid, None
+        change = steps_of(grid, sets, specs=grid.specs)
+        recorder = ChangeRecorder(grid) if self._settings.record_changes else None
+        self._journal.begin(grid, threads=self._settings.apply_threads)
         self._files.write_manifest(to, manifest)
         with mirror_lock.exclusive(self._files.root, patience_s=self._settings.lock_patience_s):
             self._write_state(self.held, applying(to, steps))
             failpoints.hit("weights.mirror.applying")
             with stopwatch() as elapsed:
-                self._finish(change, to=to, manifest=manifest, heal=heal)
+                self._finish(change, to=to, manifest=manifest, heal=heal, recorder=recorder)
+        if recorder is not None:
+            self.changes = recorder.changes(base_version=base.version, version=to.version)
         return elapsed.seconds
 
     def resume(self, heal: Heal | None) -> None:
@@ -199,10 +206,18 @@ class MirrorContent:
             self._write_state(self.held)
         self._files.forget_but(to)
 
-    def _finish(self, change: TileSteps, *, to: Holding, manifest: Manifest, heal: Heal | None) -> None:
+    def _finish(
+        self,
+        change: TileSteps,
+        *,
+        to: Holding,
+        manifest: Manifest,
+        heal: Heal | None,
+        recorder: ChangeRecorder | None = None,
+    ) -> None:
         """From APPLYING to CLEAN(to), or back to what was held. Under the exclusive lock."""
         assert self.held is not None
-        held, writer = self.held, self._writer(self.held)
+        held, writer = self.held, self._writer(self.held, recorder)
         try:
             self._advance(writer, change, held=held, manifest=manifest, heal=heal)
         except VerificationFailed as failure:
@@ -311,9 +326,13 @@ class MirrorContent:
             return None
         return steps_of(self.held.tiles.grid, sets, specs=self.held.tiles.grid.specs)
 
-    def _writer(self, held: Held) -> TileWriter:
+    def _writer(self, held: Held, recorder: ChangeRecorder | None = None) -> TileWriter:
         return TileWriter(
-            held.tiles, old=held.digests, journal=self._journal, threads=self._settings.apply_threads
+            held.tiles,
+            old=held.digests,
+            journal=self._journal,
+            threads=self._settings.apply_threads,
+            recorder=recorder,
         )
 
     def _require_healed(self) -> None:
