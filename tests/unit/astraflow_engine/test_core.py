@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from astraflow_engine import model_config, scheduler
 from astraflow_engine.core import CoreLimits, EngineCore
@@ -26,11 +26,12 @@ class Model:
 
     config: model_config.ModelConfig
     weights: Weights
-    reference: Qwen3ForCausalLM
+    reference: PreTrainedModel
 
     @classmethod
-    def random(cls, folder: Path, *, seed: int) -> "Model":
-        config = model_config.load_model_config(tiny_qwen.save_tiny_qwen(folder, seed=seed))
+    def random(cls, folder: Path, *, seed: int, model_type: str = "qwen3") -> "Model":
+        shape = tiny_qwen.TinyShape(model_type=model_type)
+        config = model_config.load_model_config(tiny_qwen.save_tiny_qwen(folder, seed=seed, shape=shape))
         return cls(config, load_weights(folder, config=config), tiny_qwen.load_reference(folder))
 
     def greedy(self, prompt: Sequence[int], *, num_tokens: int = 12) -> tuple[int, ...]:
@@ -119,10 +120,12 @@ def spans(completion: Completion) -> list[tuple[str, int, int]]:
 # --- agreement
 
 
-def test_greedy_tokens_and_log_probs_agree_with_transformers(core: EngineCore, old: Model) -> None:
-    for completion in run(core, *asks(len(PROMPTS))).values():
-        assert completion.tokens == old.greedy(completion.request.prompt)
-        assert old.agrees(completion)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_greedy_tokens_and_log_probs_agree_with_transformers(tmp_path: Path, model_type: str) -> None:
+    model = Model.random(tmp_path, seed=0, model_type=model_type)
+    for completion in run(make_core(model), *asks(len(PROMPTS))).values():
+        assert completion.tokens == model.greedy(completion.request.prompt)
+        assert model.agrees(completion)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
