@@ -209,8 +209,8 @@ def failure_in(lines: Sequence[str]) -> tuple[str, str] | None:
         with suppress(ValueError):
             event = json.loads(line)
             if isinstance(event, dict) and event.get("event") == "daemon.failed":
-                said = [event.get(name) for name in ("reason", "message")]
-                return (said[0], said[1]) if all(said) else None
+                reason, message = event.get("reason"), event.get("message")
+                return (str(reason), str(message)) if reason and message else None
     return None
 
 

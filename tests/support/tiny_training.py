@@ -7,7 +7,7 @@ import torch
 
 from astraflow.plugins import VersionSpan
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.model.model import PolicyModel, ModelShape, local_part
+from astraflow_trainer.model.model import ModelShape, PolicyModel, local_part
 
 VOCAB = 32
 TINY = ModelShape(
