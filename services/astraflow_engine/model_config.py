@@ -91,7 +91,7 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 def _refuse_what_is_not_served(fields: Mapping[str, object], *, folder: Path) -> None:
     model_type = fields.get("model_type")
-    if model_type not in _FAMILIES:
+    if str(model_type) not in _FAMILIES:
         raise ModelError(
             f"{folder}/config.json: model_type is {model_type!r}, the CPU engine serves dense models of the "
             f"families {', '.join(_FAMILIES)}; {_REMEDY}"
@@ -102,14 +102,12 @@ def _refuse_what_is_not_served(fields: Mapping[str, object], *, folder: Path) ->
                 f"{folder}/config.json: {name} is {fields[name]!r}, the CPU engine serves only {wanted!r}; {_REMEDY}"
             )
     layer_types = fields.get("layer_types") or []
-    others = (
-        {kind for kind in layer_types if kind != "full_attention"}
-        if isinstance(layer_types, list)
-        else layer_types
-    )
+    kinds = layer_types if isinstance(layer_types, list) else [layer_types]
+    others = [kind for kind in kinds if kind != "full_attention"]
     if others:
         raise ModelError(
-            f"{folder}/config.json: layer_types has {others!r}, the CPU engine serves only 'full_attention'; {_REMEDY}"
+            f"{folder}/config.json: layer_types has {others[0]!r}, the CPU engine serves only 'full_attention'; "
+            f"{_REMEDY}"
         )
 
 
@@ -149,8 +147,9 @@ def _verify_shape(config: ModelConfig) -> None:
 
 
 def _rope(fields: Mapping[str, object], *, max_positions: int) -> Rope:
-    # transformers 5 writes `rope_parameters`; older checkpoints have `rope_theta` and `rope_scaling`.
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    # transformers 5 writes `rope_parameters`; older checkpoints have `rope_theta` and `rope_scaling`, and so do people
+    # who extend a context by hand: what they add counts.
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ModelError(f"config.json: rope_parameters is {rope!r}, expected an object; correct the config")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -161,7 +160,11 @@ def _rope(fields: Mapping[str, object], *, max_positions: int) -> Rope:
             f"'llama3' and 'yarn' of whole heads, without mscale; {_REMEDY}"
         )
     theta = _positive({"rope_theta": fields.get("rope_theta"), **rope}, "rope_theta", default=10_000.0)
-    original = _count(rope, "original_max_position_embeddings", default=max_positions)
+    if theta <= 1:
+        raise ModelError(f"config.json: rope_theta is {theta}, expected a number above 1; correct the config")
+    # Above the rotary embedding's own fields it wins, as in transformers.
+    place = fields if "original_max_position_embeddings" in fields else rope
+    original = _count(place, "original_max_position_embeddings", default=max_positions)
     return Rope(theta=theta, scaling=_scaling(kind, rope, original_positions=original))
 
 

@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from astraflow_engine import errors, model_config
 from astraflow_engine.rotary import Llama3Scaling, Rope, YarnScaling
@@ -62,6 +65,16 @@ def test_the_older_form_of_rope_is_read(folder: Path, name: str) -> None:
     assert model_config.load_model_config(folder).rope == Rope(theta=1_000_000.0, scaling=llama3)
 
 
+def test_a_scaling_added_by_hand_wins_over_what_was_saved(folder: Path) -> None:
+    added = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    rewrite(folder, rope_theta=500_000.0, rope_scaling=added, original_max_position_embeddings=64)
+    rope = model_config.load_model_config(folder).rope
+    assert isinstance(rope.scaling, YarnScaling)
+    assert (rope.theta, rope.scaling.original_positions) == (500_000.0, 64)
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.from_pretrained(folder))
+    torch.testing.assert_close(rope.frequencies(8), expected, rtol=1e-6, atol=0)
+
+
 def test_what_yarn_leaves_out_has_the_values_of_its_paper(folder: Path) -> None:
     rewrite(folder, rope_scaling={"type": "yarn", "factor": 4.0}, rope_parameters=None)
     scaling = model_config.load_model_config(folder).rope.scaling
@@ -106,7 +119,10 @@ BROKEN = [
     ({"hidden_size": None}, "hidden_size is None"),
     ({"vocab_size": "97"}, "vocab_size is '97'"),
     ({"attention_bias": "no"}, "attention_bias is 'no', expected true or false"),
+    ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
     ({"layer_types": "full"}, "layer_types has 'full'"),
+    ({"layer_types": [{}]}, "layer_types has {}"),
+    (rope("default", rope_theta=0.5), "rope_theta is 0.5, expected a number above 1"),
     ({"rope_parameters": [1]}, r"rope_parameters is \[1\], expected an object"),
     (rope("linear"), "factor is None, expected a number above 0"),
     (rope("llama3", factor=8, low_freq_factor=4, high_freq_factor=4), "low_freq_factor 4.0 is not below"),
