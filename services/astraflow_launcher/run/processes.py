@@ -148,7 +148,7 @@ class Child:
             ended = f"{self.spec.name} ended with status {self.exit_code} and will not be started again"
             failure = failure_in(self._end_of_log()) if self.exit_code in _FATAL else None
             if failure is not None:
-                raise kind(f"{ended}: {failure[1]}\nIts log: {self.spec.log_path}")
+                raise kind(f"{ended}: {': '.join(failure)}\nIts log: {self.spec.log_path}")
             raise kind(f"{ended}.\nThe end of its log {self.spec.log_path}:\n{self.log_tail()}")
 
     def log_tail(self) -> str:

@@ -85,7 +85,7 @@ async def test_a_child_that_says_why_it_ended_is_quoted_without_the_rest_of_its_
         await child.finished.wait()
         await asyncio.sleep(0)
         with pytest.raises(
-            InvalidArgumentError, match=r"started again: no Gemma; --engine sglang\nIts log: /"
+            InvalidArgumentError, match=r"started again: INVALID_MODEL: no Gemma; --engine sglang\nIts log: /"
         ):
             supervisor.raise_failures()
 
