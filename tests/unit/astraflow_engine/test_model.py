@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from astraflow_engine import kv_cache, model, model_config, weights
-from support.tiny_qwen import TinyShape, load_reference, save_tiny_qwen
+from support.tiny_models import TinyShape, load_reference, save_tiny_model
 
 TOLERANCE = 1e-4
 CAPACITY = 40
@@ -85,7 +85,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
 def test_logits_agree_with_transformers_through_prefill_and_decode(tmp_path: Path, shape: TinyShape) -> None:
-    folder = save_tiny_qwen(tmp_path / "model", shape=shape)
+    folder = save_tiny_model(tmp_path / "model", shape=shape)
     feeder, reference = Feeder(folder), load_reference(folder)
     tokens = torch.randint(3, 97, (4, 30), generator=torch.Generator().manual_seed(1))
     expected = reference(input_ids=tokens).logits

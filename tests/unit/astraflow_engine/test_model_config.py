@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from astraflow_engine import errors, model_config
 from astraflow_engine.rotary import Llama3Scaling, Rope, YarnScaling
-from support.tiny_qwen import EOS, TinyShape, save_tiny_qwen
+from support.tiny_models import EOS, TinyShape, save_tiny_model
 
 
 def rewrite(folder: Path, file: str = "config.json", /, **changes: object) -> None:
@@ -43,7 +43,7 @@ FAMILIES = [
 def test_a_family_says_what_a_layer_consists_of(
     tmp_path: Path, model_type: str, more: dict[str, object], architecture: str, biased: list[str]
 ) -> None:
-    folder = save_tiny_qwen(tmp_path, shape=TinyShape(model_type=model_type, more=more))
+    folder = save_tiny_model(tmp_path, shape=TinyShape(model_type=model_type, more=more))
     config = model_config.load_model_config(folder)
     assert (config.model_type, config.architecture) == (model_type, architecture)
     assert (sorted(config.biased), config.query_key_norm) == (biased, model_type == "qwen3")

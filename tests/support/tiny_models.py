@@ -35,7 +35,7 @@ class TinyShape:
     """Further fields of the configuration."""
 
 
-def save_tiny_qwen(
+def save_tiny_model(
     folder: Path, *, seed: int = 0, shape: TinyShape | None = None, max_shard_size: str = "5GB"
 ) -> Path:
     """Write a random checkpoint, the same for the same seed and shape."""
