@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
+from astraflow.recipe.advantage import AnyAdvantage
 from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.roles import (
@@ -353,6 +354,8 @@ class ResolvedPolicy:
     steps: int
     batches: BatchSettings
     trainer: TrainerSettings
+    advantages: Mapping[str, AnyAdvantage | PluginSettings]
+    """Of its roles that have one of their own."""
 
 
 class Recipe(Section):
@@ -457,6 +460,11 @@ class Recipe(Section):
             steps=policy.steps or self.run.steps,
             batches=merged(self.dataflow, policy.dataflow or BatchSettings()),
             trainer=trainer,
+            advantages={
+                name: role.advantage
+                for name, role in self.roles.items()
+                if role.policy == policy_id and role.advantage is not None
+            },
         )
 
     def _source(self, policy_id: str, key: str) -> str:
