@@ -95,6 +95,10 @@ def test_the_text_that_nodes_get_gives_the_same_roles() -> None:
             ("roles.j", "not trained", "take `advantage`"),
         ),
         ("{solver: {policy: solver, advantage: raee}, verifier: verifier}", ("did you mean `rae`",)),
+        (
+            "{solver: {policy: solver, advantage: {kind: rae, gruop_by: [role]}}, verifier: verifier}",
+            ("recipe:4: roles.solver.advantage.gruop_by: ", "did you mean `group_by`"),
+        ),
         ("{solver: {policy: solver, trian: false}, verifier: verifier}", ("did you mean `train`",)),
     ],
 )

@@ -20,7 +20,7 @@ from astraflow_trainer.step.estimators import Estimator, RankedRows, batch_advan
 from astraflow_trainer.step.plugins import PluginAdvantage
 from support.tiny_training import make_row
 
-OF_ROLE = {"judge": Reinforce(), "player": Rae()}
+OF_ROLE: dict[str, Estimator] = {"judge": Reinforce(), "player": Rae()}
 
 
 def _rows(*rows: tuple[str, str, float]) -> list[TrainingRow]:
@@ -108,7 +108,7 @@ def test_uneven_rows_over_any_number_of_ranks_get_the_bits_of_one(
     shares = balanced_shares([row.num_tokens for row in rows], num_ranks=num_ranks)
     # Each row is on one rank: none is doubled to fill a share, none is left out.
     assert sorted(position for share in shares for position in share) == list(range(len(rows)))
-    expected = _advantages(rows, dict(OF_ROLE))
+    expected = _advantages(rows, OF_ROLE)
     for share, (everybody, result) in zip(shares, _on_ranks(rows, shares), strict=True):
         assert result.values[everybody.mine].tolist() == expected.values[share].tolist()
         assert result.baselines == expected.baselines
