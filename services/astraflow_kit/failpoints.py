@@ -140,7 +140,9 @@ def read_hits(log_path: Path) -> list[Hit]:
     """All hits recorded so far, oldest first; empty when the file does not exist."""
     if not log_path.exists():
         return []
-    return [Hit(**json.loads(line)) for line in log_path.read_text().splitlines()]
+    # A reader may see the first page of a line before the next: what has no end yet is not recorded yet.
+    whole, _, _ = log_path.read_text().rpartition("\n")
+    return [Hit(**json.loads(line)) for line in whole.splitlines()]
 
 
 def _parse_clause(clause: str) -> Failpoint:

@@ -32,11 +32,12 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-async def test_the_openai_agents_sdk_trains_unchanged() -> None:
+@pytest.mark.parametrize("route", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
+async def test_the_openai_agents_sdk_trains_unchanged(route: Any) -> None:
     set_tracing_disabled(disabled=True)  # it would send traces to OpenAI
     policy = ScriptedPolicy(solver)
     async with opened(policy) as (calls, client):
-        model = OpenAIChatCompletionsModel(model="solver", openai_client=client)
+        model = route(model="solver", openai_client=client)
         agent = Agent(name="adder", instructions="Use the tool.", tools=[function_tool(add)], model=model)
         answer = await Runner.run(agent, "19 + 23?")
         streamed = Runner.run_streamed(agent, "23 + 19?")
@@ -46,21 +47,6 @@ async def test_the_openai_agents_sdk_trains_unchanged() -> None:
     assert answer.final_output == streamed.final_output == "The sum is 42."
     assert [trained_text(trajectory) for trajectory in trajectories] == [[f"{CALL}¶", "The sum is 42.¶"]] * 2
     assert whole_text(trajectories[0]).startswith("<tool add>¶<system>Use the tool.¶<user>19 + 23?¶")
-
-
-async def test_the_openai_agents_sdk_trains_unchanged_on_responses() -> None:
-    """Its own default."""
-    set_tracing_disabled(disabled=True)
-    async with opened(ScriptedPolicy(solver)) as (calls, client):
-        model = OpenAIResponsesModel(model="solver", openai_client=client)
-        agent = Agent(name="adder", instructions="Use the tool.", tools=[function_tool(add)], model=model)
-        answer = await Runner.run(agent, "19 + 23?")
-        streamed = Runner.run_streamed(agent, "23 + 19?")
-        async for _event in streamed.stream_events():
-            pass
-        trajectories = calls.episode(reward=1.0).trajectories
-    assert answer.final_output == streamed.final_output == "The sum is 42."
-    assert [trained_text(item) for item in trajectories] == [[f"{CALL}¶", "The sum is 42.¶"]] * 2
 
 
 async def test_pydantic_ai_trains_unchanged() -> None:

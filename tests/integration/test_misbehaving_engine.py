@@ -16,6 +16,7 @@ from astraflow.plugins import TaskSpec
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.http import HttpEngine
+from astraflow_raas.grading.scoring import RewardScorer
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.work.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
@@ -49,7 +50,9 @@ class Node:
             coalesce_max_new_tokens=128,
         )
         parts: dict[str, Any] = {"policies": {"solver": self.policy}, "pusher": self}
-        session = Session(SingleTurn(reward=no_reward), settings=settings, metrics=Metrics(), **parts)
+        session = Session(
+            SingleTurn(reward=RewardScorer(no_reward)), settings=settings, metrics=Metrics(), **parts
+        )
         return await session.run(leased(members=(0, 1)))
 
     def completions(self) -> list[tuple[list[int], list[float], tuple[tuple[int, int], ...]]]:

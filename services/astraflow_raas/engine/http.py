@@ -24,7 +24,6 @@ from astraflow_raas.engine.slots import EngineSlots
 from astraflow_raas.engine.transport import EngineTransport, brief
 
 _HEALTH_TIMEOUT_S = 25.0
-_RESUME_DEADLINE_S = 60.0
 _SETTLE_S = 0.1
 _RESUME = {"torch_empty_cache": False}
 
@@ -33,13 +32,18 @@ class HttpEngine:
     """An `Engine` at a base URL."""
 
     def __init__(
-        self, base_url: str, *, request_timeout_s: float = 600.0, swap_timeout_s: float = 120.0
+        self,
+        base_url: str,
+        *,
+        request_timeout_s: float = 600.0,
+        swap_timeout_s: float = 120.0,
+        control_timeout_s: float = 30.0,
     ) -> None:
         self.base_url = base_url
         self.slots = EngineSlots(1)
         self._request_timeout_s = request_timeout_s
         self._swap_timeout_s = swap_timeout_s
-        self._transport = EngineTransport(base_url)
+        self._transport = EngineTransport(base_url, control_timeout_s=control_timeout_s)
         self._info: ServerInfo | None = None
         self._open = asyncio.Event()
         self._open.set()
@@ -83,9 +87,7 @@ class HttpEngine:
             await asyncio.shield(self._resuming)
 
     async def resume(self) -> None:
-        await self._transport.post_until_acknowledged(
-            "/continue_generation", _RESUME, deadline_s=_RESUME_DEADLINE_S
-        )
+        await self._transport.post_until_acknowledged("/continue_generation", _RESUME)
 
     async def served_version(self) -> int | None:
         info = await self._transport.get("/model_info")
@@ -95,7 +97,7 @@ class HttpEngine:
 
     async def check_health(self) -> None:
         # Sent once: whoever asks has an idea of its own how often to ask.
-        await self._transport.get("/health_generate", timeout_s=_HEALTH_TIMEOUT_S, repeats=0)
+        await self._transport.get_once("/health_generate", timeout_s=_HEALTH_TIMEOUT_S)
 
     async def close(self) -> None:
         await self._transport.close()

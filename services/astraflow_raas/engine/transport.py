@@ -15,7 +15,6 @@ from astraflow.errors import AstraflowError
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable
 from astraflow_raas.engine.connection_pools import ConnectionPools
 
-CONTROL_TIMEOUT_S = 30.0
 _CONNECT_TIMEOUT_S = 5.0
 _REPEAT = RetryPolicy(first_wait_s=0.05, max_wait_s=1.0)
 _REPEATS = 2
@@ -23,10 +22,15 @@ _BUSY = frozenset({408, 429, 502, 503, 504})
 
 
 class EngineTransport:
-    """Requests to the engine at a base URL. Owned by one event loop."""
+    """Requests to the engine at a base URL. Owned by one event loop.
 
-    def __init__(self, base_url: str) -> None:
+    What an engine does at once (to pause, to resume, to say what it serves) has `control_timeout_s`, repetitions
+    included: then it counts as hung.
+    """
+
+    def __init__(self, base_url: str, *, control_timeout_s: float) -> None:
         self.base_url = base_url
+        self._control_timeout_s = control_timeout_s
         # The whole request has a deadline; httpx's own would begin anew with every byte.
         self._pools = ConnectionPools(base_url, timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S))
         self._closed = False
@@ -36,54 +40,51 @@ class EngineTransport:
         self._closed = True
         await self._pools.close()
 
-    async def get(self, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S, repeats: int = _REPEATS) -> Any:  # noqa: ANN401
+    async def get(self, path: str) -> Any:  # noqa: ANN401 - JSON
         """The answer to a GET, which is repeated when it is lost."""
-        return await self._repeated("GET", path, None, timeout_s=timeout_s, repeats=repeats)
+        return await self._repeated("GET", path, None)
+
+    async def get_once(self, path: str, *, timeout_s: float) -> Any:  # noqa: ANN401 - JSON
+        """The answer to a GET, which is sent once."""
+        return await self._send("GET", path, None, timeout_s=timeout_s)
 
     async def post(self, path: str, body: Mapping[str, object], *, timeout_s: float) -> Any:  # noqa: ANN401 - JSON
         """The answer to a POST, which is sent once."""
         return await self._send("POST", path, body, timeout_s=timeout_s)
 
-    async def post_idempotent(
-        self,
-        path: str,
-        body: Mapping[str, object],
-        *,
-        timeout_s: float = CONTROL_TIMEOUT_S,
-        repeats: int = _REPEATS,
-    ) -> None:
+    async def post_idempotent(self, path: str, body: Mapping[str, object]) -> None:
         """A POST that may arrive twice: repeated when its answer is lost."""
-        await self._repeated("POST", path, body, timeout_s=timeout_s, repeats=repeats)
+        await self._repeated("POST", path, body)
 
-    async def post_until_acknowledged(
-        self, path: str, body: Mapping[str, object], *, deadline_s: float
-    ) -> None:
-        """A POST that must arrive: repeated whatever is answered. Raises EngineUnavailable after `deadline_s`, and
-        when the engine is given up."""
+    async def post_until_acknowledged(self, path: str, body: Mapping[str, object]) -> None:
+        """A POST that must arrive: repeated whatever is answered. Raises EngineUnavailable after `control_timeout_s`,
+        and when the engine is given up."""
         loop, attempt = asyncio.get_running_loop(), 0
-        give_up_s = loop.time() + deadline_s
+        give_up_s = loop.time() + self._control_timeout_s
         while True:
             attempt += 1
             try:
-                return await self.post_idempotent(path, body, timeout_s=max(0.1, give_up_s - loop.time()))
+                await self._send("POST", path, body, timeout_s=max(0.1, give_up_s - loop.time()))
+                return
             except AstraflowError as error:
                 if self._closed or loop.time() >= give_up_s:
                     raise EngineUnavailable(
-                        f"{path} was not acknowledged within {deadline_s} s ({attempt} attempts): {error.message}"
+                        f"{path} was not acknowledged within {self._control_timeout_s} s "
+                        f"({attempt} attempts): {error.message}"
                     ) from error
             await asyncio.sleep(_REPEAT.wait_s(attempt))
 
-    async def _repeated(
-        self, method: str, path: str, body: Mapping[str, object] | None, *, timeout_s: float, repeats: int
-    ) -> Any:  # noqa: ANN401 - JSON
-        for attempt in range(1, repeats + 1):
+    async def _repeated(self, method: str, path: str, body: Mapping[str, object] | None) -> Any:  # noqa: ANN401 - JSON
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._control_timeout_s
+        for attempt in range(1, _REPEATS + 1):
             try:
-                return await self._send(method, path, body, timeout_s=timeout_s)
+                return await self._send(method, path, body, timeout_s=give_up_s - loop.time())
             except EngineUnavailable:
-                if self._closed:
+                if self._closed or loop.time() + _REPEAT.wait_s(attempt) >= give_up_s:
                     raise
             await asyncio.sleep(_REPEAT.wait_s(attempt))
-        return await self._send(method, path, body, timeout_s=timeout_s)
+        return await self._send(method, path, body, timeout_s=give_up_s - loop.time())
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, object] | None, *, timeout_s: float

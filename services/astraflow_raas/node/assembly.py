@@ -221,10 +221,7 @@ class _PolicyMaker:
     def _host(self, policy: ServedPolicy, weights: WeightSync) -> ChildHost | RemoteHost:
         settings = HostSettings(
             start_timeout_s=self._settings.engine_start_timeout_s,
-            stall_s=min(
-                self._settings.engine_stall_s,
-                self._inputs.found.recipe.raas.episode_timeout_s / _STALLS_PER_EPISODE,
-            ),
+            stall_s=self._stall_s,
             first_backoff_s=self._settings.engine_restart_backoff_s,
         )
         metrics = self._inputs.metrics
@@ -232,6 +229,12 @@ class _PolicyMaker:
             return RemoteHost(policy, weights, self._connect, settings=settings, metrics=metrics)
         launch = self._launch(policy.policy_id)
         return ChildHost(policy, weights, launch, settings=settings, metrics=metrics)
+
+    @property
+    def _stall_s(self) -> float:
+        """Seconds without a sign of life after which an engine counts as hung."""
+        episode_timeout_s = self._inputs.found.recipe.raas.episode_timeout_s
+        return min(self._settings.engine_stall_s, episode_timeout_s / _STALLS_PER_EPISODE)
 
     def _connect(self) -> HttpEngine:
         policies = self._inputs.found.recipe.served_policies
@@ -248,6 +251,7 @@ class _PolicyMaker:
             base_url,
             request_timeout_s=self._settings.engine_request_timeout_s,
             swap_timeout_s=self._settings.engine_swap_timeout_s,
+            control_timeout_s=self._stall_s,
         )
 
     def _launch(self, name: str) -> Launch:

@@ -66,7 +66,21 @@ async def run_program(order: Order, *, sandbox: Sandbox, limits: ProgramLimits) 
     messages = b"".join(map(_framed, (first, order.tests)))
     verdict, theirs = os.pipe()
     try:
-        child = await asyncio.create_subprocess_exec(
+        child = await _start(sandbox, theirs)
+        try:
+            return await _watch(child, messages, verdict=verdict, order=order, limits=limits)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            await asyncio.shield(child.wait())
+    finally:
+        os.close(verdict)
+
+
+async def _start(sandbox: Sandbox, theirs: int) -> asyncio.subprocess.Process:
+    """Start the harness, which alone keeps the end `theirs` of the verdict's pipe."""
+    try:
+        return await asyncio.create_subprocess_exec(
             *sandbox.argv(),
             str(theirs),
             stdin=asyncio.subprocess.PIPE,
@@ -77,17 +91,9 @@ async def run_program(order: Order, *, sandbox: Sandbox, limits: ProgramLimits) 
             start_new_session=True,
         )
     except OSError as error:
-        os.close(verdict)
         raise RewardFailed(f"cannot start a sandbox: {error}") from error
     finally:
         os.close(theirs)
-    try:
-        return await _watch(child, messages, verdict=verdict, order=order, limits=limits)
-    finally:
-        os.close(verdict)
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        await asyncio.shield(child.wait())
 
 
 async def _watch(

@@ -138,3 +138,12 @@ def test_hits_from_threads_are_numbered_without_gaps(tmp_path: Path) -> None:
 def test_a_wrong_spec_is_refused_with_the_remedy(spec: str, complaint: str) -> None:
     with pytest.raises(FailpointSpecError, match=complaint):
         failpoints.parse(spec, known=KNOWN)
+
+
+def test_a_line_that_is_still_being_written_is_no_hit_yet(tmp_path: Path) -> None:
+    log_path = tmp_path / "hits"
+    failpoints.arm("a.after=sleep:0", log_path=log_path, known=KNOWN)
+    failpoints.hit("a.after")
+    (whole,) = failpoints.read_hits(log_path)
+    log_path.write_text(log_path.read_text() + log_path.read_text()[:40])
+    assert failpoints.read_hits(log_path) == [whole]

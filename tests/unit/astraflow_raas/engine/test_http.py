@@ -5,13 +5,13 @@ What it believes of an answer is in tests/integration/test_misbehaving_engine.py
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from astraflow.plugins import VersionSpan
-from astraflow_raas.engine import http
 from astraflow_raas.engine.base import EngineDoubtful, EngineFaulty, EngineRefused, EngineUnavailable
 from astraflow_raas.engine.http import HttpEngine
 from support import misbehaving_engine as bad
@@ -35,7 +35,20 @@ async def server() -> AsyncIterator[MisbehavingEngine]:
 
 @pytest.fixture
 async def engine(server: MisbehavingEngine) -> AsyncIterator[HttpEngine]:
-    client = HttpEngine(server.url, request_timeout_s=10.0, swap_timeout_s=1.0)
+    async with introduced(server) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def hasty(server: MisbehavingEngine) -> AsyncIterator[HttpEngine]:
+    """A client that soon takes a silent engine for a hung one."""
+    async with introduced(server, control_timeout_s=0.3) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def introduced(server: MisbehavingEngine, **timeouts: float) -> AsyncIterator[HttpEngine]:
+    client = HttpEngine(server.url, request_timeout_s=10.0, swap_timeout_s=1.0, **timeouts)
     await client.introduce()
     await client.served_version()
     server.asked.clear()
@@ -194,14 +207,23 @@ async def test_an_update_whose_answer_was_lost_has_happened(
 
 
 async def test_an_engine_that_never_acknowledges_its_resume_is_doubted(
-    engine: HttpEngine, server: MisbehavingEngine, monkeypatch: pytest.MonkeyPatch
+    hasty: HttpEngine, server: MisbehavingEngine
 ) -> None:
-    monkeypatch.setattr(http, "_RESUME_DEADLINE_S", 0.3)
     server.next("/continue_generation", *[bad.says(500, "it stays paused")] * 100)
     with pytest.raises(
         EngineDoubtful, match="may still be paused: /continue_generation was not acknowledged"
     ):
-        await engine.swap(model_dir=V5, version=5)
+        await hasty.swap(model_dir=V5, version=5)
+
+
+async def test_an_engine_that_freezes_before_it_pauses_is_doubted_after_one_time_to_pause_and_one_to_resume(
+    hasty: HttpEngine, server: MisbehavingEngine
+) -> None:
+    for path in ("/pause_generation", "/continue_generation"):
+        server.next(path, *[bad.hang] * 100)
+    with pytest.raises(EngineDoubtful, match=r"may still be paused.* within 0\.3 s"):
+        await hasty.swap(model_dir=V5, version=5)
+    assert server.paths.count("/pause_generation") == 1
 
 
 DOUBTFUL: dict[str, tuple[Misbehaviour, str]] = {
