@@ -18,10 +18,10 @@ from astraflow.recipe.advantage import AdvantageSettings
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 from astraflow_trainer.ranks.reductions import Ranks
 from astraflow_trainer.step.advantages import Advantages, compute_advantages, flagged
-from astraflow_trainer.step.groups import FloatArray, samples_of
+from astraflow_trainer.step.groups import FloatArray, mean, samples_of
 from astraflow_trainer.step.plugins import PluginAdvantage
 
-__all__ = ["Estimator", "RankedRows", "batch_advantages"]
+__all__ = ["Estimator", "RankedRows", "batch_advantages", "role_metrics"]
 
 Estimator: TypeAlias = AdvantageSettings | PluginAdvantage
 _BY_TASK_AND_ROLE = AdvantageSettings()
@@ -90,6 +90,21 @@ def batch_advantages(
         num_zero_variance_groups=num_flat,
         baselines=changed,
     )
+
+
+def role_metrics(rows: RankedRows, advantages: Advantages) -> dict[str, float]:
+    """Return what curves show of each role, and the running baselines that the batch changed, after it."""
+    named = {f"baseline/{name}": value for name, value in advantages.baselines.items()}
+    roles = np.array([origin.role for origin in rows.origins])
+    for role in dict.fromkeys(roles.tolist()):
+        of_role = roles == role
+        named |= {
+            f"reward_mean/{role}": mean(rows.rewards[of_role]),
+            f"advantage_mean/{role}": mean(advantages.values[of_role]),
+            f"advantage_std/{role}": float(advantages.values[of_role].std()),
+            f"num_trajectories/{role}": float(of_role.sum()),
+        }
+    return named
 
 
 def _parts(

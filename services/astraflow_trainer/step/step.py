@@ -7,7 +7,7 @@ schedule untouched. Called by the trainer's loop.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -20,7 +20,7 @@ from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.model import PolicyModel, TokenScores
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
-from astraflow_trainer.step.estimators import Estimator, RankedRows, batch_advantages
+from astraflow_trainer.step.estimators import Estimator, RankedRows, batch_advantages, role_metrics
 from astraflow_trainer.step.losses import (
     LossInputs,
     LossMetrics,
@@ -91,6 +91,8 @@ class StepMetrics:
     """Upper clip bound in use: the ratio is at most 1 + clip_high; 0 where the trust region has none."""
     loss: LossMetrics | None
     """None when nothing was computed."""
+    of_roles: Mapping[str, float] = field(default_factory=dict)
+    """Rewards and advantages of each role, and running baselines after the step, by the names of their curves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,6 +107,7 @@ class _Plan:
     num_groups: int
     num_zero_variance_groups: int
     reward_mean: float
+    of_roles: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,6 +197,7 @@ def _plan(
         num_groups=all_advantages.num_groups,
         num_zero_variance_groups=all_advantages.num_zero_variance_groups,
         reward_mean=float(everybody.rewards.mean()) if len(everybody.rewards) else 0.0,
+        of_roles=role_metrics(everybody, all_advantages),
     )
 
 
@@ -317,4 +321,5 @@ def _metrics(
         clip_low=getattr(region, "low", 0.0),
         clip_high=getattr(region, "high", 0.0),
         loss=loss,
+        of_roles=plan.of_roles,
     )

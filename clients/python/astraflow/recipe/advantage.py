@@ -133,6 +133,23 @@ class AdvantageSettings(Kind):
             )
         return self
 
+    def is_zero(self, reward: float, *, num_rows: int) -> bool:
+        """Whether `num_rows` rows of one task and role that all earn `reward` get 0, whatever else is in their batch.
+
+        False where that depends on other rows, or on the turns and episodes that these are of.
+        """
+        if self.shaping is Shaping.QUALITY and num_rows > 1:
+            return False
+        if self.baseline is Baseline.NONE:
+            return reward == 0
+        parts = set(self.group_by)
+        if self.baseline in (Baseline.BATCH, Baseline.RUNNING) or GroupBy.ROLE not in parts:
+            return False
+        if not parts & {GroupBy.TASK, GroupBy.EPISODE}:
+            return False
+        may_be_alone = num_rows == 1 or self.per_episode or bool(parts & {GroupBy.EPISODE, GroupBy.TURN})
+        return reward == 0 or self.singleton is Singleton.ZERO or not may_be_alone
+
 
 class Grpo(AdvantageSettings):
     """A = (r − mean_g) / (std_g + eps). DeepSeekMath, arXiv 2402.03300, section 4.1.2, with the n − 1 standard

@@ -424,6 +424,17 @@ class Recipe(Section):
         return resolve_roles(self.roles, trained=trained)
 
     @property
+    def advantages(self) -> Mapping[str, AnyAdvantage | PluginSettings]:
+        """How the rewards of each trained role become advantages."""
+        policies = {
+            name: self.policy(role.policy_id) for name, role in self.resolved_roles.items() if role.is_trained
+        }
+        return {
+            name: policy.advantages.get(name, policy.trainer.algorithm.advantage)
+            for name, policy in policies.items()
+        }
+
+    @property
     def served_policies(self) -> tuple[str, ...]:
         """The policies that have weights, and so versions and engines."""
         return tuple(name for name, policy in self.resolved_policies.items() if policy.model.external is None)

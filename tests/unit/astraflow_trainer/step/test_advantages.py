@@ -1,5 +1,7 @@
 """Golden values of every baseline, scale and preset, computed by hand, and the rules for groups without variance."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -206,3 +208,19 @@ def test_an_episode_with_more_rows_weighs_no_more_in_joint(rewards: list[float],
         [*rewards, *rewards[:1] * copies], origins=[*once, *once[:1] * copies], settings=settings
     )
     assert more.values[: len(rewards)] == pytest.approx(expected, abs=1e-12)
+
+
+EVERY = [settings for settings, *_ in (*BY_HAND.values(), *PRESETS.values())]
+PLACES = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=5)
+
+
+@given(st.sampled_from(EVERY), st.sampled_from([0.0, 0.1, 1.0, -2.0]), PLACES, st.floats(-5, 5))
+def test_what_settings_call_zero_for_equal_rewards_is_zero_whatever_else_the_batch_has(
+    settings: AdvantageSettings, reward: float, places: list[tuple[int, int]], other: float
+) -> None:
+    origins = [RowOrigin("t", "solver", member, turn, "sums") for member, turn in places]
+    rewards = [*[reward] * len(places), *[other] * len(AT)]
+    others = [replace(at, task_id="v") for at in AT]
+    values = compute_advantages(rewards, origins=[*origins, *others], settings=settings).values
+    if settings.is_zero(reward, num_rows=len(places)):
+        assert not values[: len(places)].any()

@@ -16,7 +16,7 @@ from astraflow_trainer.batches.rank_batches import balanced_shares
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
 from astraflow_trainer.step.advantages import Advantages
-from astraflow_trainer.step.estimators import Estimator, RankedRows, batch_advantages
+from astraflow_trainer.step.estimators import Estimator, RankedRows, batch_advantages, role_metrics
 from astraflow_trainer.step.plugins import PluginAdvantage
 from support.tiny_training import make_row
 
@@ -44,6 +44,24 @@ def test_each_role_has_its_own_estimator_and_the_others_the_policys() -> None:
     assert result.values.tolist() == [1.5, 1.0, -1.5, 2.0]
     assert result.baselines == {"role=player/source=s": pytest.approx(0.1)}
     assert (result.num_groups, result.num_zero_variance_groups) == (3, 2)
+
+
+def test_metrics_are_of_each_role_and_each_baseline_that_moved() -> None:
+    rows = RankedRows.gathered(
+        _rows(("t", "solver", 4.0), ("t", "player", 2.0), ("t", "solver", 1.0)), ranks=OneRank()
+    )
+    result = batch_advantages(rows, default=DrGrpo(), of_role=OF_ROLE, baselines={})
+    assert role_metrics(rows, result) == {
+        "reward_mean/solver": 2.5,
+        "advantage_mean/solver": 0.0,
+        "advantage_std/solver": 1.5,
+        "reward_mean/player": 2.0,
+        "advantage_mean/player": 2.0,
+        "advantage_std/player": 0.0,
+        "num_trajectories/solver": 2.0,
+        "num_trajectories/player": 1.0,
+        "baseline/role=player/source=s": pytest.approx(0.1),
+    }
 
 
 def test_roles_of_equal_settings_share_groups_that_leave_the_role_out() -> None:
