@@ -1,6 +1,6 @@
-"""A trainer killed inside each window of a step resumes, and ends with the very bits of one that was not.
+"""A trainer killed inside each window of a step ends with the bits, and running baselines, of one that was not.
 
-The running baselines of its advantage are among them. Real trainer processes over a real dataflow server; the batches are the same for every run, so what they end with
+Real trainer processes over a real dataflow server; the batches are the same for every run, so what they end with
 can be compared. One thread on CPU: on a GPU only the ledger would be comparable.
 """
 

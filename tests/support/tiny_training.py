@@ -7,10 +7,10 @@ import torch
 
 from astraflow.plugins import VersionSpan
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
-from astraflow_trainer.model.model import PolicyModel, Qwen3Shape, local_part
+from astraflow_trainer.model.model import ModelShape, PolicyModel, local_part
 
 VOCAB = 32
-TINY = Qwen3Shape(
+TINY = ModelShape(
     vocab_size=VOCAB,
     hidden_size=16,
     num_hidden_layers=1,

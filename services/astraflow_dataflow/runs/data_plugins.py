@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -28,6 +29,7 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 _TRIES = 16
+_LONGEST_PAUSE_S = 0.2
 _MOST_UNOBSERVED = 4096
 
 
@@ -109,7 +111,7 @@ async def with_states(
     async with AsyncExitStack() as held:
         for plugin, _ in stateful:
             await held.enter_async_context(plugin.lock)
-        for _ in range(_TRIES):
+        for number in range(_TRIES):
             revisions = await store.revisions(run_id, [plugin.state_name for plugin, _ in stateful])
             for (plugin, state), revision in zip(stateful, revisions, strict=True):
                 if plugin.revision != revision or state.changes():
@@ -126,6 +128,8 @@ async def with_states(
                     state.saved()
                     plugin.revision += 1
                 return result
+            # By chance, and longer each time: the other server is not met again at the same moment.
+            await asyncio.sleep(random.uniform(0, _LONGEST_PAUSE_S) * number / _TRIES)
     raise UnavailableError(
         f"other servers keep changing the state of a plug-in of {run_id}", retry_after_s=0.2
     )

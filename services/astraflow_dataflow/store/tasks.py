@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from astraflow.dataflow.v1.task_service_pb2 import LeaseFailure
 from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome, PushResult
-from astraflow.errors import AstraflowError, NotFoundError, PayloadMissingError
+from astraflow.errors import AstraflowError, PayloadMissingError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.records import Committed, CompleteTask, Offer, Supply
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
@@ -127,8 +127,8 @@ class EpisodeStore:
     ) -> list[Committed | AstraflowError]:
         """Store payloads and commit valid episodes in one pipeline; payloads of evaluation episodes are not kept.
 
-        Returns one reply, or typed error, per episode: PayloadMissingError when it must be pushed again. Raises
-        UnavailableError when Redis is away.
+        Returns one reply, or typed error, per episode: PayloadMissingError when it must be pushed again, NotFoundError,
+        with its payloads removed, when the run is gone. Raises UnavailableError when Redis is away.
         """
         keys = Keys(run_id)
         calls: list[Call] = [
@@ -141,9 +141,6 @@ class EpisodeStore:
             for item in episode.trajectories
         ]
         replies = await self._connection.call_many(keys, calls, payloads=payloads)
-        if payloads and any(isinstance(reply, NotFoundError) for reply in replies):
-            # The run was deleted meanwhile: it must leave nothing behind.
-            await self._connection.raw("UNLINK", *(key for key, _, _ in payloads))
         return [
             reply if isinstance(reply, AstraflowError) else _committed(episode, reply)
             for episode, reply in zip(episodes, replies, strict=True)

@@ -47,8 +47,8 @@ class RunSettings(Section):
 class ArchitectureSettings(Section):
     """A model built from numbers instead of downloaded."""
 
-    model_type: Literal["qwen3"] = "qwen3"
-    """Architecture family."""
+    model_type: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    """Architecture family: dense models that trainer, CPU engine and SGLang compute alike."""
     hidden_size: int = Field(ge=8, le=65_536)
     """Width of the residual stream."""
     num_hidden_layers: int = Field(ge=1, le=512)
@@ -80,6 +80,12 @@ class ArchitectureSettings(Section):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even width")
+        if self.model_type == "llama" and self.hidden_size % heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} of a llama model is not a multiple of num_attention_heads {heads} "
+                f"(remainder {self.hidden_size % heads}); choose num_attention_heads among the divisors of "
+                f"{self.hidden_size}"
+            )
         return self
 
 

@@ -37,7 +37,7 @@ from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store import file, layout
-from support import docs_code, tiny_qwen, tiny_training
+from support import docs_code, tiny_models, tiny_training
 
 VOCAB_SIZE = 33  # odd, so that two ranks hold different numbers of rows
 NUM_STEPS = 4
@@ -188,7 +188,7 @@ def in_ranks(size: int, work: Callable[[RankSettings, Path], None], folder: Path
 
 def main(folder: Path) -> int:
     """Run everything."""
-    tiny_qwen.save_tiny_qwen(folder / "model", shape=tiny_qwen.TinyShape(vocab_size=VOCAB_SIZE))
+    tiny_models.save_tiny_model(folder / "model", shape=tiny_models.TinyShape(vocab_size=VOCAB_SIZE))
     runs = [(size, work) for work in (train, resume) for size in SIZES]
     return 0 if all(in_ranks(size, work, folder) for size, work in runs) else 1
 
