@@ -24,7 +24,7 @@ from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
 from support.development import POLICY, RUN_ID, RunFiles, dev, finish, wait_for
 from support.published_models import pulled, read_log
-from support.tiny_qwen import load_reference, widened
+from support.tiny_models import load_reference, widened
 from support.weight_models import same_model
 
 # Each rank counts its own: both die at the first part of version 2, or one does and takes the other along.

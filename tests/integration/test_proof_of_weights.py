@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from astraflow.columns import decode_columns
 from astraflow.plugins import VersionSpan
@@ -26,7 +26,7 @@ from astraflow_weights.versions.probe import Probe, ProbeAnswer
 from support.node_process import START_S, NodeProcess, WeightPublisher, node_of
 from support.scripted_dataflow import POLICY, RUN_ID, ScriptedDataflow, a_run, eventually, lease, running
 from support.scripted_dataflow import RunningServer as Server
-from support.tiny_qwen import TinyShape, load_reference, reference_logprobs, save_tiny_qwen, widened
+from support.tiny_models import TinyShape, load_reference, reference_logprobs, save_tiny_model, widened
 from support.wrong_loader import WrongLoader, wrong_loader
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 SHAPE = TinyShape(vocab_size=320, num_layers=4)
 
 
-def probe_of(model: Qwen3ForCausalLM) -> Probe:
+def probe_of(model: PreTrainedModel) -> Probe:
     probe = Prober(PolicyModel(model), ranks=OneRank()).answers()
     assert probe is not None
     return probe
@@ -68,7 +68,7 @@ def _ten_bits(values: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def greedy(model: Qwen3ForCausalLM, answer: ProbeAnswer) -> Generation:
+def greedy(model: PreTrainedModel, answer: ProbeAnswer) -> Generation:
     """What an engine that computes like this model answers."""
     ids, logprobs = list(answer.prompt_ids), list[float]()
     for _ in answer.token_ids:
@@ -97,7 +97,7 @@ def test_a_right_engine_of_other_arithmetic_is_believed_and_one_with_a_wrong_mat
     tmp_path: Path, arithmetic: Arithmetic, dtype: torch.dtype, rounding: AbstractContextManager[object]
 ) -> None:
     for seed in range(6):
-        folder = save_tiny_qwen(tmp_path / f"{arithmetic}-{seed}", seed=seed, shape=SHAPE)
+        folder = save_tiny_model(tmp_path / f"{arithmetic}-{seed}", seed=seed, shape=SHAPE)
         probe = probe_of(load_reference(folder))
         engine = load_reference(folder).to(dtype)
         tolerance = TOLERANCES[arithmetic]
@@ -126,7 +126,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 @pytest.fixture
 async def door(shared_engine: str, tmp_path: Path) -> AsyncIterator[WrongLoader]:
-    wrong = save_tiny_qwen(tmp_path / "wrong", seed=5, shape=TinyShape(vocab_size=320))
+    wrong = save_tiny_model(tmp_path / "wrong", seed=5, shape=TinyShape(vocab_size=320))
     async with wrong_loader(shared_engine, wrong=wrong) as door:
         yield door
 
@@ -176,7 +176,7 @@ async def sampled(script: ScriptedDataflow) -> Sequence[Episode]:
     return script.pushes[-4:]
 
 
-def assert_sampled_with(model: Qwen3ForCausalLM, episodes: Sequence[Episode], *, version: int) -> None:
+def assert_sampled_with(model: PreTrainedModel, episodes: Sequence[Episode], *, version: int) -> None:
     for episode in episodes:
         (item,) = episode.trajectories
         columns = decode_columns(Trajectory.FromString(item.body))

@@ -40,7 +40,7 @@ from astraflow_trainer.ranks.reductions import OneRank
 from support.raas_parts import generate_call
 from support.scripted_dataflow import eventually
 from support.sglang_server import CPU_ENVIRONMENT, CPU_OPTIONS, SGLANG_PYTHON, START_DEADLINE_S, needs_sglang
-from support.tiny_qwen import TinyShape, load_reference, save_tiny_qwen
+from support.tiny_models import TinyShape, load_reference, save_tiny_model
 
 pytestmark = [pytest.mark.ci, pytest.mark.integration, needs_sglang, pytest.mark.timeout(500)]
 
@@ -59,7 +59,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def models(tmp_path: Path) -> list[Path]:
     shape = TinyShape(max_positions=1024)
-    return [save_tiny_qwen(tmp_path / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1)]
+    return [save_tiny_model(tmp_path / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1)]
 
 
 def command(*options: str, **settings: Any) -> EngineCommand:
@@ -123,7 +123,7 @@ class Load:
                 max_new_tokens=LENGTH,
                 seed=number,
             )
-            rank, taken = await self.process.engine.slots.take(lambda: 1)
+            rank, taken = self.process.engine.slots.take(1)
             try:
                 (answer,) = await self.process.engine.generate([call], rank=rank)
             finally:
@@ -230,7 +230,7 @@ def report(**figures: object) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_sglang_proves_its_weights_and_wrong_ones_are_told(tmp_path: Path, dtype: str) -> None:
     shape = TinyShape(max_positions=1024, num_layers=4)
-    right, wrong = (save_tiny_qwen(tmp_path / f"{seed}", seed=seed, shape=shape) for seed in (0, 1))
+    right, wrong = (save_tiny_model(tmp_path / f"{seed}", seed=seed, shape=shape) for seed in (0, 1))
     probe = Prober(PolicyModel(load_reference(right)), ranks=OneRank()).answers()
     process = await started(tmp_path, right, f"--dtype={dtype}")
     policy = ServedPolicy("solver")

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from support.tiny_qwen import load_reference, reference_logprobs
+from support.tiny_models import load_reference, reference_logprobs
 
 Json = dict[str, Any]
 Check = Callable[["EngineUnderTest"], None]

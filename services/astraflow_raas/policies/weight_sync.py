@@ -21,6 +21,7 @@ from astraflow_kit import failpoints
 from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import Engine, EngineDoubtful, PauseMode
+from astraflow_raas.engine.replicas import Replica
 from astraflow_raas.loops import LoopService
 from astraflow_raas.policies.canary import Canary, WeightsDiffer, compare_answers
 from astraflow_raas.policies.mirror_source import MirrorSource
@@ -75,19 +76,23 @@ class WeightSync(LoopService):
         self._announced: version_pb2.Version | None = None
         self._news = asyncio.Event()
         self._has_weights = asyncio.Event()
+        self._may_load = asyncio.Lock()
+        self._num_loading = 0
+        self._nobody_loads = asyncio.Event()
+        self._nobody_loads.set()
         self.num_verification_failures = 0
         """Versions refused because their bytes did not verify."""
         self._bad_bytes: version_pb2.WeightFault | None = None
-        self._unproven: version_pb2.WeightFault | None = None
+        self._unproven: dict[int, version_pb2.WeightFault] = {}
         self.holding = False
         """True while a newer version waits for evaluations of the served one."""
 
     @property
     def fault(self) -> version_pb2.WeightFault | None:
-        """What is wrong with the bytes of the version to be activated, or with what the engine makes of them; None
+        """What is wrong with the bytes of the version to be activated, or with what an engine makes of them; None
         when nothing is known to be.
         """
-        return self._bad_bytes or self._unproven
+        return self._bad_bytes or next(iter(self._unproven.values()), None)
 
     @property
     def announced_version(self) -> int | None:
@@ -113,9 +118,9 @@ class WeightSync(LoopService):
         """Wait until there was a version that an engine could be started with."""
         await self._has_weights.wait()
 
-    async def prove(self, engine: Engine, *, version: int) -> None:
-        """Have an engine that was given `version` prove it. Raises EngineDoubtful, and WeightsDiffer, which is also
-        reported until an engine has proven its weights.
+    async def prove(self, engine: Engine, *, version: int, number: int = 1) -> None:
+        """Have the policy's engine of this number, which was given `version`, prove it. Raises EngineDoubtful, and
+        WeightsDiffer, which is also reported until the engine of that number has proven its weights.
         """
         probe = self.source.probe(version)
         try:
@@ -123,32 +128,48 @@ class WeightSync(LoopService):
         except WeightsDiffer as error:
             log.error("engine.weights_differ", version=version, message=error.message)
             self._metrics.increment("astraflow_raas_weight_mismatches_total", policy=self._policy.policy_id)
-            self._unproven = version_pb2.WeightFault(
+            self._unproven[number] = version_pb2.WeightFault(
                 policy_id=self._policy.policy_id, version=version, problem=error.message[:_MAX_PROBLEM_CHARS]
             )
             self._policy.on_change()
             raise
-        if proven and self._unproven is not None:
-            self._unproven = None
+        if proven and self._unproven.pop(number, None) is not None:
             self._policy.on_change()
 
     @asynccontextmanager
     async def loading(self) -> AsyncIterator[Hold]:
-        """The version to start an engine with: the mirror's. Waits for a whole one, which stays as it is, and nobody
-        else changes engines, until the block ends.
+        """The version to start an engine with: the mirror's. Waits for a whole one, which stays as it is, and no other
+        engine of the policy is given a newer one, until the block ends.
         """
-        while True:
-            await self._has_weights.wait()
-            async with self._policy.changing:
-                held = self.source.try_hold()
-                if held is not None:
-                    try:
-                        yield held
-                    finally:
-                        held.release()
-                    return
-            # It is being repaired.
+        await self._has_weights.wait()
+        while (held := await self._begin_loading()) is None:  # noqa: ASYNC110 - another thread repairs it
             await asyncio.sleep(_HOLD_POLL_S)
+        try:
+            yield held
+        finally:
+            held.release()
+            self._num_loading -= 1
+            if not self._num_loading:
+                self._nobody_loads.set()
+
+    async def _begin_loading(self) -> Hold | None:
+        async with self._may_load:
+            held = self.source.try_hold()
+            if held is not None:
+                self._num_loading += 1
+                self._nobody_loads.clear()
+            return held
+
+    @asynccontextmanager
+    async def _moving_on(self) -> AsyncIterator[None]:
+        """Nobody begins to rely on the served version, and no engine is being started, while the block runs."""
+        self._policy.is_moving_on = True
+        try:
+            async with self._may_load:
+                await self._nobody_loads.wait()
+                yield
+        finally:
+            self._policy.is_moving_on = False
 
     async def _loop(self) -> None:
         """Fetch and activate the newest announced version, again and again."""
@@ -170,9 +191,9 @@ class WeightSync(LoopService):
         with correlated(policy_id=announced.policy_id, version=announced.version):
             try:
                 await self._prefetch(announced)
-                if self._policy.engine is not None or self._policy.num_pins:
+                if self._policy.is_served or self._policy.num_pins:
                     await self._wait_for_evaluations()
-                async with self._policy.changing:
+                async with self._moving_on():
                     await self._activate(announced.version, await self._fetch(announced))
             except AstraflowError as error:
                 if not self._has_weights.is_set() and isinstance(error, _FATAL_AT_START):
@@ -207,10 +228,13 @@ class WeightSync(LoopService):
 
     async def _activate(self, version: int, model_dir: Path) -> None:
         await self._policy.read_tokenizer(model_dir)
-        engine = self._policy.engine
-        # Without an engine there is nothing to swap: the next one is started with what the mirror holds.
-        if engine is not None and self._policy.version != version:
-            await self._swap(engine)
+        # Engines that are down are started with what the mirror holds.
+        behind = [
+            each for each in self._policy.engines if each.engine is not None and each.version != version
+        ]
+        faults = await asyncio.gather(*map(self._swap, behind), return_exceptions=True)
+        for fault in filter(None, faults):
+            raise fault
         if not self._has_weights.is_set():
             self._policy.timeline.mark(Stage.WEIGHTS)
             self._has_weights.set()
@@ -226,43 +250,48 @@ class WeightSync(LoopService):
                 "weights.evaluation_overrun", pins=self._policy.num_pins, waited_s=self._evaluation_hold_s
             )
 
-    async def _swap(self, engine: Engine) -> None:
+    async def _swap(self, replica: Replica) -> None:
         failpoints.hit("raas.activate")
-        started_s = time.monotonic()
+        started_s, engine = time.monotonic(), replica.engine
+        assert engine is not None, "only engines that are up are given weights"
+        replica.is_swapping = True
         try:
-            version = await self._load_or_repair(engine)
+            version = await self._load_or_repair(engine, number=replica.number)
         except EngineDoubtful as error:
-            self._policy.distrust(error)
+            replica.distrust(error)
             # Its answers are not believed any more, those under way neither.
             await engine.close()
             raise
+        finally:
+            replica.is_swapping = False
         took_s = time.monotonic() - started_s
-        self._policy.serves(version)
+        if replica.engine is engine:
+            replica.serves(version)
         self._metrics.observe("astraflow_raas_swap_seconds", took_s, policy=self._policy.policy_id)
-        log.info("weights.activated", seconds=round(took_s, 4))
+        log.info("weights.activated", seconds=round(took_s, 4), engine=replica.number)
         failpoints.hit("raas.activated")
 
-    async def _load_or_repair(self, engine: Engine) -> int:
+    async def _load_or_repair(self, engine: Engine, *, number: int) -> int:
         """The version that the engine has proven. Raises EngineDoubtful when it must be replaced."""
         try:
-            return await self._load(engine, self._running)
+            return await self._load(engine, self._running, number=number)
         except WeightsDiffer as differ:
             # What is running has sampled with weights that nobody knows.
             try:
-                version = await self._load(engine, PauseMode.ABORT)
+                version = await self._load(engine, PauseMode.ABORT, number=number)
             except AstraflowError as error:
                 raise EngineDoubtful(f"{differ.message}; loaded again: {error.message}") from error
             log.info("engine.weights_repaired", version=version)
             return version
 
-    async def _load(self, engine: Engine, running: PauseMode) -> int:
+    async def _load(self, engine: Engine, running: PauseMode, *, number: int) -> int:
         held = await self._hold()
         try:
             changes = self.source.changes(held.version) if running is not PauseMode.ABORT else None
             await engine.swap(
                 model_dir=held.directory, version=held.version, running=running, changes=changes
             )
-            await self.prove(engine, version=held.version)
+            await self.prove(engine, version=held.version, number=number)
         finally:
             held.release()
         return held.version
