@@ -3,7 +3,6 @@ that leaves no process.
 """
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -11,10 +10,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -29,9 +26,7 @@ from astraflow_raas.engine.base import (
     Generation,
     PauseMode,
 )
-from astraflow_raas.engine.command import EngineCommand
-from astraflow_raas.engine.http import HttpEngine
-from astraflow_raas.engine.process import EngineProcess, start_engine
+from astraflow_raas.engine.process import EngineProcess
 from astraflow_raas.policies.canary import WeightsDiffer, compare_answers
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_trainer.model.model import PolicyModel
@@ -39,51 +34,26 @@ from astraflow_trainer.publish.probing import Prober
 from astraflow_trainer.ranks.reductions import OneRank
 from support.raas_parts import generate_call
 from support.scripted_dataflow import eventually
-from support.sglang_server import CPU_ENVIRONMENT, CPU_OPTIONS, SGLANG_PYTHON, START_DEADLINE_S, needs_sglang
+from support.sglang_server import PLACES, START_DEADLINE_S, needs_sglang, report, started_sglang
 from support.tiny_models import TinyShape, load_reference, save_tiny_model
 
-pytestmark = [pytest.mark.ci, pytest.mark.integration, needs_sglang, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.integration,
+    pytest.mark.usefixtures("on_cpu"),
+    needs_sglang,
+    pytest.mark.timeout(500),
+]
 
 NUM_SWAPS = 30
-PLACES = 16
 LENGTH = 400
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in CPU_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> list[Path]:
     shape = TinyShape(max_positions=1024)
     return [save_tiny_model(tmp_path / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1)]
-
-
-def command(*options: str, **settings: Any) -> EngineCommand:
-    return EngineCommand(
-        **settings,
-        kind="sglang",
-        python=SGLANG_PYTHON,
-        extra_args=(*CPU_OPTIONS, f"--max-running-requests={PLACES + 1}", *options),
-        max_running_requests=PLACES,
-        num_threads=1,
-        seed=0,
-    )
-
-
-async def started(folder: Path, model: Path, *options: str, **settings: Any) -> EngineProcess:
-    log_path = folder / "engine.log"
-    orders = settings.get("orders")
-    return await start_engine(
-        command(*options, **settings),
-        model_dir=model,
-        version=0,
-        log_path=log_path,
-        connect=partial(HttpEngine, orders=orders),
-    )
 
 
 @pytest.fixture
@@ -94,7 +64,7 @@ def running() -> PauseMode:
 
 @pytest.fixture
 async def engine(tmp_path: Path, models: list[Path], running: PauseMode) -> AsyncIterator[EngineProcess]:
-    process = await started(tmp_path, models[0], recomputes=running is PauseMode.RETRACT)
+    process = await started_sglang(tmp_path, models[0], recomputes=running is PauseMode.RETRACT)
     try:
         await process.wait_healthy(timeout_s=START_DEADLINE_S)
         await process.engine.introduce()
@@ -222,17 +192,12 @@ def log_prob_errors(
     }
 
 
-def report(**figures: object) -> None:
-    """For docs/results/sglang.md: pytest -s shows it."""
-    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_sglang_proves_its_weights_and_wrong_ones_are_told(tmp_path: Path, dtype: str) -> None:
     shape = TinyShape(max_positions=1024, num_layers=4)
     right, wrong = (save_tiny_model(tmp_path / f"{seed}", seed=seed, shape=shape) for seed in (0, 1))
     probe = Prober(PolicyModel(load_reference(right)), ranks=OneRank()).answers()
-    process = await started(tmp_path, right, f"--dtype={dtype}")
+    process = await started_sglang(tmp_path, right, f"--dtype={dtype}")
     policy = ServedPolicy("solver")
     try:
         await process.wait_healthy(timeout_s=START_DEADLINE_S)
@@ -276,9 +241,9 @@ async def test_a_dead_part_of_sglang_is_noticed_and_nothing_is_left(
 _NODE = """
 import asyncio, sys
 from pathlib import Path
-from integration.test_sglang import started
+from support.sglang_server import started_sglang
 async def node():
-    process = await started(Path(sys.argv[1]), Path(sys.argv[2]))
+    process = await started_sglang(Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stderr.write(str(process.child.pid) + chr(10))
     sys.stderr.flush()
     await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""Loading into SGLang only what differs between two versions: orders that `changed_loader` carries out inside it.
+"""Loading into SGLang only what differs between two versions: orders for `astraflow_engine.changed_loader`.
 
 Invariant: an order names every element that differs from the version before, with the values of the mirror, which is
 held meanwhile; whatever stands in the way is a reason to load the whole model instead, and the first one ends it for
@@ -20,7 +20,7 @@ from astraflow_weights.mirror.checkpoint import DamagedCheckpoint, map_model
 from astraflow_weights.store.layout import WEIGHTS_FILE
 
 # Not imported: it needs torch, which the node has no use for.
-_SOURCE = Path(__file__).with_name("changed_loader.py")
+_SOURCE = Path(__file__).parents[2] / "astraflow_engine" / "changed_loader.py"
 _MODULE = "astraflow_changed_loader"
 LOADER = f"{_MODULE}.apply"
 """As SGLang's options name it."""

@@ -62,7 +62,7 @@ class MirrorSource:
         return self._fetched.probe if self._fetched is not None and self._fetched.version == version else None
 
     def changes(self, version: int) -> ChangedElements | None:
-        """What the last fetch changed to bring this version, where the mirror was told to say so."""
+        """What the last fetch changed to bring this version, where the mirror records it."""
         return (
             self._fetched.changes if self._fetched is not None and self._fetched.version == version else None
         )

@@ -68,6 +68,7 @@ class MirrorContent:
         self.wrong_assets: list[str] = []
         self.changes: ChangedElements | None = None
         """What the last `apply` changed, when the settings ask for it and all of it is known."""
+        self._recorder: ChangeRecorder | None = None
 
     @property
     def version(self) -> int | None:
@@ -150,22 +151,23 @@ class MirrorContent:
         assert self.held is not None
         base, grid, self.changes = self.held.holding, self.held.tiles.grid, None
         change = steps_of(grid, sets, specs=grid.specs)
-        recorder = ChangeRecorder(grid) if self._settings.record_changes else None
+        self._recorder = ChangeRecorder(grid) if self._settings.record_changes else None
         self._journal.begin(grid, threads=self._settings.apply_threads)
         self._files.write_manifest(to, manifest)
         with mirror_lock.exclusive(self._files.root, patience_s=self._settings.lock_patience_s):
             self._write_state(self.held, applying(to, steps))
             failpoints.hit("weights.mirror.applying")
             with stopwatch() as elapsed:
-                self._finish(change, to=to, manifest=manifest, heal=heal, recorder=recorder)
-        if recorder is not None:
-            self.changes = recorder.changes(base_version=base.version, version=to.version)
+                self._finish(change, to=to, manifest=manifest, heal=heal)
+        if self._recorder is not None:
+            self.changes = self._recorder.changes(base_version=base.version, version=to.version)
         return elapsed.seconds
 
     def resume(self, heal: Heal | None) -> None:
         """Finish what an earlier process, or an earlier call, could not. Raises as `apply` does."""
         assert self.state is not None
         assert self.state.applying is not None
+        self.changes = self._recorder = None
         change = self._journaled(self.state.applying)
         manifest = self._files.read_manifest(self.state.applying.to)
         if change is None or manifest is None:
@@ -206,18 +208,10 @@ class MirrorContent:
             self._write_state(self.held)
         self._files.forget_but(to)
 
-    def _finish(
-        self,
-        change: TileSteps,
-        *,
-        to: Holding,
-        manifest: Manifest,
-        heal: Heal | None,
-        recorder: ChangeRecorder | None = None,
-    ) -> None:
+    def _finish(self, change: TileSteps, *, to: Holding, manifest: Manifest, heal: Heal | None) -> None:
         """From APPLYING to CLEAN(to), or back to what was held. Under the exclusive lock."""
         assert self.held is not None
-        held, writer = self.held, self._writer(self.held, recorder)
+        held, writer = self.held, self._writer(self.held)
         try:
             self._advance(writer, change, held=held, manifest=manifest, heal=heal)
         except VerificationFailed as failure:
@@ -326,13 +320,13 @@ class MirrorContent:
             return None
         return steps_of(self.held.tiles.grid, sets, specs=self.held.tiles.grid.specs)
 
-    def _writer(self, held: Held, recorder: ChangeRecorder | None = None) -> TileWriter:
+    def _writer(self, held: Held) -> TileWriter:
         return TileWriter(
             held.tiles,
             old=held.digests,
             journal=self._journal,
             threads=self._settings.apply_threads,
-            recorder=recorder,
+            recorder=self._recorder,
         )
 
     def _require_healed(self) -> None:

@@ -19,7 +19,7 @@ from astraflow_weights.mirror.tile_steps import TileSteps
 
 
 class TileWriter:
-    """One change of one mirror, begun in the journal. `old` holds the digests of what is held; `recorder` is told what
+    """One change of one mirror, begun in the journal. `old` holds the digests of what is held; `recorder` notes what
     changes.
     """
 

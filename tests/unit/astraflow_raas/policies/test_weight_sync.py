@@ -328,7 +328,7 @@ async def test_one_that_loads_the_wrong_weights_twice_is_replaced_and_reported_u
     proving.announce_next()
     await eventually(lambda: proving.engine.closed, what="nobody samples with it")
     with pytest.raises(EngineDoubtful, match="loaded again: "):
-        proving.policy.require_trust()
+        proving.policy.engines[0].require_trust()
     await eventually(lambda: proving.source.version == 1, what="the mirror is compared again")
     fault = proving.sync.fault
     assert fault is not None
@@ -344,7 +344,7 @@ async def test_a_failed_second_load_also_takes_the_engine_out(proving: Setup) ->
     proving.engine.swap_faults = [None, EngineUnavailable("it ended")]
     proving.announce_next()
     await eventually(lambda: proving.engine.closed, what="nobody samples with it")
-    assert proving.policy.engine is None
+    assert proving.policy.engines[0].engine is None
 
 
 async def test_an_unanswered_proof_does_not_end_the_report(proving: Setup) -> None:
@@ -453,3 +453,14 @@ async def test_a_restarted_node_finds_its_mirror_and_fetches_nothing(setup: Setu
     assert again.version == 0
     assert again.fetch(announced) == tmp_path / "mirror" / "checkpoint"
     assert again.counts.fetched_bytes == 0
+
+
+async def test_a_report_ends_with_the_proof_of_the_engine_that_it_is_about(proving: Setup) -> None:
+    await proving.serve(proving.trainer.publish())
+    wrong, right = (FakeEngine(version=1, probe=(ANSWER,), holds_wrong=wrong) for wrong in (True, False))
+    with pytest.raises(WeightsDiffer):
+        await proving.sync.prove(wrong, version=1, number=2)
+    await proving.sync.prove(right, version=1, number=1)
+    assert proving.sync.fault is not None
+    await proving.sync.prove(right, version=1, number=2)
+    assert proving.sync.fault is None
