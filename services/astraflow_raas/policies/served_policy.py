@@ -50,6 +50,7 @@ class ServedPolicy:
         """Version the engine serves; None before the first."""
         self.num_tokens = 0
         """Tokens sampled since the process started."""
+        self._num_answers = 0
         self.changing = asyncio.Lock()
         """Held while an engine starts or swaps weights, so that the two never meet."""
         self.last_answer_s = 0.0
@@ -84,6 +85,11 @@ class ServedPolicy:
         return self._num_calls
 
     @property
+    def tokens_per_call(self) -> float:
+        """Mean length of the answers so far; 0 before the first."""
+        return self.num_tokens / max(1, self._num_answers)
+
+    @property
     def num_pins(self) -> int:
         """Evaluation leases that need the version served now."""
         return self._num_pins
@@ -102,6 +108,7 @@ class ServedPolicy:
         self.check(call, generation)
         self.last_answer_s = asyncio.get_running_loop().time()
         self.num_tokens += len(generation.token_ids)
+        self._num_answers += 1
         return generation
 
     def check(self, call: GenerateCall, generation: Generation) -> None:
