@@ -18,6 +18,7 @@ from astraflow.errors import AstraflowError, DeadlineError, RequestError, Retrya
 from astraflow_engine import api
 from astraflow_engine.core import CoreStats
 from astraflow_engine.errors import InvalidRequest
+from astraflow_engine.model_config import ModelConfig
 from astraflow_engine.service import EngineService
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import CONTENT_TYPE, Metrics
@@ -38,6 +39,7 @@ _STATUS: tuple[tuple[type[AstraflowError], int], ...] = (
 class ServedModel:
     """What the information paths say about the model, beside its current weights."""
 
+    config: ModelConfig
     limits: api.ModelLimits
     settings: Mapping[str, object]
 
@@ -129,8 +131,8 @@ def _add_information(app: FastAPI, service: EngineService, *, model: ServedModel
                 "load_format": "safetensors",
                 "has_image_understanding": False,
                 "has_audio_understanding": False,
-                "model_type": "qwen3",
-                "architectures": ["Qwen3ForCausalLM"],
+                "model_type": model.config.model_type,
+                "architectures": [model.config.architecture],
             }
         )
 

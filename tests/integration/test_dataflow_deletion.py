@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,25 @@ async def test_what_arrives_at_another_server_leaves_nothing_either(redis_url: s
 
         await until(forgotten)
         assert await keys(one) <= SERVERS_OWN
+
+
+async def test_a_commit_that_is_cancelled_leaves_no_payload_of_a_deleted_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, node = await world.started("t1")
+    (lease,) = await node.lease()
+    await delete(world, force=True)
+    connection, store = world.dataflow.connection, world.dataflow.store
+    call_many = connection.call_many
+
+    async def cancelled_when_redis_answers(*arguments: Any, **named: Any) -> None:
+        await call_many(*arguments, **named)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(connection, "call_many", cancelled_when_redis_answers)
+    with pytest.raises(asyncio.CancelledError):
+        await store.episodes.commit("run", [node.episode(lease, 0)], horizon_s=60.0)
+    assert await keys(world) <= SERVERS_OWN
 
 
 async def test_a_run_to_delete_is_always_named(world: World) -> None:

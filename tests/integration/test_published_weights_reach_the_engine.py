@@ -21,7 +21,7 @@ from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.versions.log import VersionLog
 from support.engine_process import running_engine
 from support.published_models import ModelPublisher
-from support.tiny_qwen import load_reference, reference_logprobs, save_tiny_qwen
+from support.tiny_models import load_reference, reference_logprobs, save_tiny_model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -32,7 +32,7 @@ class Trained:
     """A trainer's model, published after the start and after one optimizer step."""
 
     def __init__(self, folder: Path, store: ObjectStore) -> None:
-        save_tiny_qwen(folder)
+        save_tiny_model(folder)
         self.policy = PolicyModel(load_causal_lm(folder))
         self.optimizer = MasterOptimizer(self.policy, settings=OptimizerSettings(learning_rate=1e-3))
         writer = VersionWriter.open(store, run_id="r", policy_id="p", epoch=1)

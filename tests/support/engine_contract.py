@@ -20,7 +20,7 @@ import httpx
 
 from astraflow_raas.engine.base import EngineLoad
 from astraflow_raas.engine.load import read_load
-from support.tiny_qwen import load_reference, reference_logprobs
+from support.tiny_models import load_reference, reference_logprobs
 
 Json = dict[str, Any]
 Check = Callable[["EngineUnderTest"], None]

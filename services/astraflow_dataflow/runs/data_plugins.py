@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -28,6 +29,7 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 _TRIES = 16
+_LONGEST_PAUSE_S = 0.2
 _MOST_UNOBSERVED = 4096
 
 
@@ -67,12 +69,14 @@ class DataPlugins:
     def make(cls, recipe: Recipe, source: RecipeSource) -> DataPlugins:
         """Make what the recipe names. Raises PluginError."""
         flow, seed, names = recipe.dataflow, recipe.run.seed, Counter[tuple[str, str]]()
+        advantages = recipe.advantages
 
         def made(kind: str, settings: PluginSettings, protocol: type[P]) -> DataPlugin[P]:
             names[kind, settings.use] += 1
             number = names[kind, settings.use]
             state = PluginState()
-            plugin = make(settings, protocol=protocol, source=source, seed=seed, state=state)
+            offered = {"seed": seed, "state": state, "advantages": advantages}
+            plugin = make(settings, protocol=protocol, source=source, **offered)
             name = settings.use if number == 1 else f"{settings.use}#{number}"
             # Its constructor named the state, and so was given one; a function or an object was not.
             kept = state if "state" in inspect.signature(type(plugin).__init__).parameters else None
@@ -107,7 +111,7 @@ async def with_states(
     async with AsyncExitStack() as held:
         for plugin, _ in stateful:
             await held.enter_async_context(plugin.lock)
-        for _ in range(_TRIES):
+        for number in range(_TRIES):
             revisions = await store.revisions(run_id, [plugin.state_name for plugin, _ in stateful])
             for (plugin, state), revision in zip(stateful, revisions, strict=True):
                 if plugin.revision != revision or state.changes():
@@ -124,6 +128,8 @@ async def with_states(
                     state.saved()
                     plugin.revision += 1
                 return result
+            # By chance, and longer each time: the other server is not met again at the same moment.
+            await asyncio.sleep(random.uniform(0, _LONGEST_PAUSE_S) * number / _TRIES)
     raise UnavailableError(
         f"other servers keep changing the state of a plug-in of {run_id}", retry_after_s=0.2
     )

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from astraflow.dataflow.v1.task_service_pb2 import LeaseFailure
 from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome, PushResult
-from astraflow.errors import AstraflowError, NotFoundError, PayloadMissingError
+from astraflow.errors import AstraflowError, PayloadMissingError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.records import Committed, CompleteTask, Offer, Supply
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
-from astraflow_dataflow.rules.groups import groups_of, items_of, was_judged
+from astraflow_dataflow.rules.groups import groups_of, items_of, placed_headers, was_judged
 from astraflow_dataflow.store.connection import Argument, Call, Connection
 from astraflow_dataflow.store.keys import TRAIN_LANE, Keys
 from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_text, as_texts, flag
@@ -127,8 +127,8 @@ class EpisodeStore:
     ) -> list[Committed | AstraflowError]:
         """Store payloads and commit valid episodes in one pipeline; payloads of evaluation episodes are not kept.
 
-        Returns one reply, or typed error, per episode: PayloadMissingError when it must be pushed again. Raises
-        UnavailableError when Redis is away.
+        Returns one reply, or typed error, per episode: PayloadMissingError when it must be pushed again, NotFoundError,
+        with its payloads removed, when the run is gone. Raises UnavailableError when Redis is away.
         """
         keys = Keys(run_id)
         calls: list[Call] = [
@@ -141,9 +141,6 @@ class EpisodeStore:
             for item in episode.trajectories
         ]
         replies = await self._connection.call_many(keys, calls, payloads=payloads)
-        if payloads and any(isinstance(reply, NotFoundError) for reply in replies):
-            # The run was deleted meanwhile: it must leave nothing behind.
-            await self._connection.raw("UNLINK", *(key for key, _, _ in payloads))
         return [
             reply if isinstance(reply, AstraflowError) else _committed(episode, reply)
             for episode, reply in zip(episodes, replies, strict=True)
@@ -227,8 +224,7 @@ def _commit_arguments(episode: trajectory_pb2.Episode, *, horizon_s: float) -> t
         _ms(horizon_s),
         _evaluated(episode),
     ]
-    for item in episode.trajectories:
-        header = item.header
+    for header in placed_headers(episode):
         arguments += [header.trajectory_id, header.policy_id, repr(header.reward)]
         arguments += [header.SerializeToString(), _traced(header)]
     return tuple(arguments)

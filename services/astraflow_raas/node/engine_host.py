@@ -18,6 +18,7 @@ from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import Engine, EngineFaulty, EngineUnavailable
 from astraflow_raas.engine.process import EngineProcess
+from astraflow_raas.engine.server_info import EngineUnsuitable
 from astraflow_raas.loops import LoopService
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
@@ -141,7 +142,7 @@ class ChildHost(_Host[Launch]):
             async with self._weights.loading() as held:
                 self._policy.timeline.mark(Stage.ENGINE_LAUNCHED)
                 process = await self._start(model_dir=held.directory, version=held.version)
-                await process.wait_healthy(timeout_s=self._settings.start_timeout_s)
+                await self._wait_healthy(process)
                 await process.engine.introduce()
                 await _require_version(process.engine, held.version)
                 await self._weights.prove(process.engine, version=held.version)
@@ -151,6 +152,15 @@ class ChildHost(_Host[Launch]):
             self._policy.engine_lost()
             if process is not None:
                 await asyncio.shield(process.end())
+
+    async def _wait_healthy(self, process: EngineProcess) -> None:
+        try:
+            await process.wait_healthy(timeout_s=self._settings.start_timeout_s)
+        except EngineUnsuitable as error:
+            if not self._was_ready:
+                raise
+            # It has served this model: the folder is at fault, which another version mends.
+            raise EngineUnavailable(error.message) from error
 
     async def _until_lost(self, process: EngineProcess) -> None:
         """Raises EngineUnavailable once the process ended or stopped making tokens."""

@@ -1,7 +1,7 @@
 r"""A ready-made reward: the boxed answer means the same as the task's, by the package math-verify.
 
 Invariant: it costs what `limits` allow, whatever stands in the box: numbers are compared without the package, costly
-text is never computed, and the rest has a second. Named by a recipe as
+text is never computed, and the rest has a second of CPU time. Named by a recipe as
 `astraflow_raas.rewards.math_verify:MathVerify`; runs on the main thread of worker processes, whose alarms it uses.
 """
 
@@ -24,7 +24,9 @@ from astraflow_raas.rewards.math_text import (
     words_of,
 )
 
-_LIMIT_S = 1.0
+_LIMIT_CPU_S = 1.0
+_AGAIN_CPU_S = 0.05
+"""Until the next ring: Python drops what a handler raises in a destructor or a callback of a weak reference."""
 _MAX_CHARACTERS = 256
 
 
@@ -63,10 +65,10 @@ class MathVerify:
             raise RewardFailed(f"task {task.task_id} has no data['answer']; put its correct answer there")
         gold = self._normal(str(task.data["answer"]))
         try:
-            with _alarm(_LIMIT_S):
+            with _alarm(_LIMIT_CPU_S):
                 given = self._given(completion)
                 is_right = bool(given) and all(self._same(gold, self._normal(text)) for text in given)
-        except _RangError:
+        except _OutOfTime:
             return Score(0.0, {"has_answer": 1.0, "math_timeout": 1.0})
         return Score(float(is_right), {"has_answer": float(bool(given)), "math_timeout": 0.0})
 
@@ -105,19 +107,24 @@ class MathVerify:
         return self._library.parse(f"$\\boxed{{{text}}}$", parsing_timeout=None)
 
 
-class _RangError(BaseException):
+class _OutOfTime(BaseException):
     """Not an Exception: the package catches those, and would go on."""
 
 
 @contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    def ring(*_: object) -> None:
-        raise _RangError
+def _alarm(cpu_s: float) -> Iterator[None]:
+    """Raise _OutOfTime inside after so many seconds of this process's CPU time: a busy machine shortens nothing."""
+    rings = True
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    def ring(*_: object) -> None:
+        if rings:
+            raise _OutOfTime
+
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s, _AGAIN_CPU_S)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        rings = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

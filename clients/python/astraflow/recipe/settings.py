@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
+from astraflow.recipe.advantage import AnyAdvantage
 from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.roles import (
@@ -46,8 +47,8 @@ class RunSettings(Section):
 class ArchitectureSettings(Section):
     """A model built from numbers instead of downloaded."""
 
-    model_type: Literal["qwen3"] = "qwen3"
-    """Architecture family."""
+    model_type: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    """Architecture family: dense models that trainer, CPU engine and SGLang compute alike."""
     hidden_size: int = Field(ge=8, le=65_536)
     """Width of the residual stream."""
     num_hidden_layers: int = Field(ge=1, le=512)
@@ -79,6 +80,12 @@ class ArchitectureSettings(Section):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even width")
+        if self.model_type == "llama" and self.hidden_size % heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} of a llama model is not a multiple of num_attention_heads {heads} "
+                f"(remainder {self.hidden_size % heads}); choose num_attention_heads among the divisors of "
+                f"{self.hidden_size}"
+            )
         return self
 
 
@@ -353,6 +360,8 @@ class ResolvedPolicy:
     steps: int
     batches: BatchSettings
     trainer: TrainerSettings
+    advantages: Mapping[str, AnyAdvantage | PluginSettings]
+    """Of its roles that have one of their own."""
 
 
 class Recipe(Section):
@@ -421,6 +430,17 @@ class Recipe(Section):
         return resolve_roles(self.roles, trained=trained)
 
     @property
+    def advantages(self) -> Mapping[str, AnyAdvantage | PluginSettings]:
+        """How the rewards of each trained role become advantages."""
+        policies = {
+            name: self.policy(role.policy_id) for name, role in self.resolved_roles.items() if role.is_trained
+        }
+        return {
+            name: policy.advantages.get(name, policy.trainer.algorithm.advantage)
+            for name, policy in policies.items()
+        }
+
+    @property
     def served_policies(self) -> tuple[str, ...]:
         """The policies that have weights, and so versions and engines."""
         return tuple(name for name, policy in self.resolved_policies.items() if policy.model.external is None)
@@ -457,6 +477,11 @@ class Recipe(Section):
             steps=policy.steps or self.run.steps,
             batches=merged(self.dataflow, policy.dataflow or BatchSettings()),
             trainer=trainer,
+            advantages={
+                name: role.advantage
+                for name, role in self.roles.items()
+                if role.policy == policy_id and role.advantage is not None
+            },
         )
 
     def _source(self, policy_id: str, key: str) -> str:

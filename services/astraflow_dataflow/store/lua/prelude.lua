@@ -86,10 +86,12 @@ local function named(callback, names)
 end
 
 -- Wraps a function so that it finds no run that does not exist or is being deleted: nothing may write its keys again.
+-- `names.without_run` is called then: it removes what was written in the same pipeline.
 local function of_a_run(callback, names)
   return function(keys, values)
     local state = call('HGET', K.run(keys[1]), 'state')
     if not state or state == 'deleting' then
+      if names and names.without_run then names.without_run(keys[1], by_name(names, values)) end
       return refuse('NOTFOUND', 'no run ' .. string.match(keys[1], '{(.*)}') .. ' on this server; create it, or list the runs it has')
     end
     return callback(keys, by_name(names, values))

@@ -91,6 +91,10 @@ end
 -- commit: task, member, attempt, episode, node, '1' hedge, '1' failed, horizon ms, metrics of an evaluation as lines of value and name, then id, policy, reward, header, trace
 -- per trajectory. Returns { outcome, detail, the task when this completed it and it waits to be settled, position }.
 SIGNATURE.commit = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'horizon', 'metrics', each = { 'id', 'policy', 'reward', 'header', 'trace' } }
+-- Here and not by the caller, which may have been cancelled since it sent the payloads.
+function SIGNATURE.commit.without_run(P, a)
+  for _, item in ipairs(a.each) do call('UNLINK', K.payload(P, a.episode, item.id)) end
+end
 local function commit(keys, a)
   local P, task, episode, node = keys[1], a.task, a.episode, a.node
   local T, items = K.task(P, task), a.each

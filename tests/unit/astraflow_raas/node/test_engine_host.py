@@ -26,10 +26,9 @@ FAST = HostSettings(start_timeout_s=5.0, stall_s=0.1, first_backoff_s=0.01, watc
 CALL = generate_call()
 
 
-def fake_process(version: int, *, is_sick: bool) -> Mock:
+def fake_process(version: int, *, fault: Exception | None) -> Mock:
     """Stands where a child process is; it has ended once `exited` is set."""
     process = Mock(engine=FakeEngine(version=version), exited=asyncio.Event(), end=AsyncMock())
-    fault = EngineUnavailable("it never became healthy") if is_sick else None
     process.wait_healthy = AsyncMock(side_effect=fault)
     process.ended = process.exited.wait
     return process
@@ -44,11 +43,12 @@ class Setup:
         self.sync = WeightSync(self.policy, source=source, metrics=Metrics(), evaluation_hold_s=1.0)
         self.started: list[tuple[int, Mock]] = []
         self.num_sick = 0
+        self.fault: Exception = EngineUnavailable("it never became healthy")
         parts: Any = (self.policy, self.sync, self.launch)
         self.host = ChildHost(*parts, settings=FAST, metrics=Metrics())
 
     async def launch(self, *, model_dir: Path, version: int) -> Mock:
-        process = fake_process(version, is_sick=self.num_sick > 0)
+        process = fake_process(version, fault=self.fault if self.num_sick > 0 else None)
         self.num_sick = max(0, self.num_sick - 1)
         self.started.append((version, process))
         return process
@@ -125,6 +125,24 @@ async def test_an_engine_that_never_comes_up_ends_the_node(tmp_path: Path) -> No
         with pytest.raises(EngineUnavailable, match="never became healthy"):
             await asyncio.wait_for(setup.host.run(), 60.0)
     assert setup.host.num_restarts == 5
+
+
+async def test_an_engine_that_refuses_the_model_ends_the_node_at_once(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.num_sick, setup.fault = 1, EngineUnsuitable("model_type is 'gemma'")
+    async with running(setup.sync):
+        setup.announce(0)
+        with pytest.raises(EngineUnsuitable, match="gemma"):
+            await asyncio.wait_for(setup.host.run(), 60.0)
+    ((_, process),) = setup.started
+    assert process.end.called
+
+
+async def test_a_model_that_was_served_before_is_tried_again(setup: Setup, first: Mock) -> None:
+    setup.num_sick, setup.fault = 2, EngineUnsuitable("a tensor holds NaN")
+    first.exited.set()
+    await setup.engines(4)
+    assert setup.host.num_restarts == 3
 
 
 async def test_a_silent_engine_that_cannot_prove_health_is_replaced(setup: Setup, first: Mock) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -118,17 +119,36 @@ def test_a_costly_answer_is_wrong_without_being_computed(given: str) -> None:
     assert time.process_time() - spent_s < 0.5
 
 
-def test_what_the_filter_lets_pass_has_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    def for_ever(*_: object, **__: object) -> bool:
-        while True:
-            try:
-                sum(range(1000))
-            except Exception:  # noqa: BLE001, S112 - what the package does around its comparisons
-                continue
+def for_ever(*_: object, **__: object) -> bool:
+    while True:
+        try:
+            sum(range(1000))
+        except Exception:  # noqa: BLE001, S112 - what the package does around its comparisons
+            continue
 
-    monkeypatch.setattr("astraflow_raas.rewards.math_verify._LIMIT_S", 0.05)
+
+class Burning:
+    """Burns CPU time while it is destroyed, where Python drops what a signal handler raises."""
+
+    def __del__(self) -> None:
+        end_s = time.process_time() + 0.1
+        while time.process_time() < end_s:
+            pass
+
+
+def for_ever_after_a_destructor(*_: object, **__: object) -> bool:
+    Burning()
+    return for_ever()
+
+
+@pytest.mark.parametrize("compared", [for_ever, for_ever_after_a_destructor])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_the_filter_lets_pass_has_a_second(
+    monkeypatch: pytest.MonkeyPatch, compared: Callable[..., bool]
+) -> None:
+    monkeypatch.setattr("astraflow_raas.rewards.math_verify._LIMIT_CPU_S", 0.05)
     reward = MathVerify()
-    monkeypatch.setattr(reward._library, "verify", for_ever)
+    monkeypatch.setattr(reward._library, "verify", compared)
     score = reward(TaskSpec("t", (), {"answer": "x"}), r"\boxed{y}")
     assert (score.reward, score.metrics["math_timeout"]) == (0.0, 1.0)
 
