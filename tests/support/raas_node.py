@@ -129,5 +129,6 @@ def _parts(name: str, engine: FakeEngine, folder: Path, metrics: Metrics) -> Pol
     source = BytelessWeights(write_tokenizer(folder))
     weights = WeightSync(policy, source=source, metrics=metrics, evaluation_hold_s=5.0)
     settings = HostSettings(start_timeout_s=5.0, stall_s=5.0, first_backoff_s=0.05)
-    host = RemoteHost(policy, weights, lambda: engine, settings=settings, metrics=metrics)
-    return PolicyParts(policy=policy, weights=weights, host=host)
+    (replica,) = policy.engines
+    host = RemoteHost(policy, weights, lambda: engine, replica=replica, settings=settings, metrics=metrics)
+    return PolicyParts(policy=policy, weights=weights, hosts=[host])

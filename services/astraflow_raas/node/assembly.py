@@ -21,6 +21,7 @@ from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.command import EngineCommand, share_gpus
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import start_engine
+from astraflow_raas.engine.replicas import Replica
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.node.engine_host import ChildHost, HostSettings, Launch, RemoteHost
 from astraflow_raas.node.folder import NodeFolder
@@ -185,15 +186,15 @@ def _worker(
     )
 
 
-def gpus_of(settings: NodeSettings, policies: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """The GPUs of each policy's engine. Raises InvalidArgumentError."""
+def gpus_of(settings: NodeSettings, policies: Iterable[str]) -> dict[str, list[tuple[int, ...]]]:
+    """The GPUs of each engine of each policy; empty where the engine chooses. Raises InvalidArgumentError."""
     gpus = [int(number) for number in settings.engine_gpus.split(",") if number]
     if gpus and settings.engine != SGLANG_ENGINE:
         raise InvalidArgumentError(
             f"--engine-gpus is for --engine {SGLANG_ENGINE}, which this node starts itself; the engine is "
             f"{settings.engine}"
         )
-    return share_gpus(gpus, tuple(policies), tp_size=settings.engine_tp_size)
+    return share_gpus(gpus, settings.engines_of(policies), tp_size=settings.engine_tp_size)
 
 
 class _PolicyMaker:
@@ -209,9 +210,13 @@ class _PolicyMaker:
         self._mirrors = mirrors
 
     async def make(self, name: str) -> PolicyParts:
-        alone = len(self._inputs.found.recipe.served_policies) == 1
+        policies = self._inputs.found.recipe.served_policies
+        gpus = gpus_of(self._settings, policies)[name]
         policy = ServedPolicy(
-            name, timeline=self._inputs.timeline, patience_s=math.inf if alone else _ENGINE_PATIENCE_S
+            name,
+            num_engines=len(gpus),
+            timeline=self._inputs.timeline,
+            patience_s=math.inf if len(policies) == 1 else _ENGINE_PATIENCE_S,
         )
         weights = WeightSync(
             policy,
@@ -219,7 +224,11 @@ class _PolicyMaker:
             metrics=self._inputs.metrics,
             evaluation_hold_s=self._settings.evaluation_hold_s,
         )
-        return PolicyParts(policy=policy, weights=weights, host=self._host(policy, weights))
+        hosts = [
+            self._host(policy, weights, replica, own)
+            for replica, own in zip(policy.engines, gpus, strict=True)
+        ]
+        return PolicyParts(policy=policy, weights=weights, hosts=hosts)
 
     def _source(self, name: str) -> MirrorSource:
         run_id = self._inputs.request.run_id
@@ -235,7 +244,9 @@ class _PolicyMaker:
             open_mirror=open_mirror,
         )
 
-    def _host(self, policy: ServedPolicy, weights: WeightSync) -> ChildHost | RemoteHost:
+    def _host(
+        self, policy: ServedPolicy, weights: WeightSync, replica: Replica, gpus: tuple[int, ...]
+    ) -> ChildHost | RemoteHost:
         settings = HostSettings(
             start_timeout_s=self._settings.engine_start_timeout_s,
             stall_s=self._stall_s,
@@ -243,9 +254,11 @@ class _PolicyMaker:
         )
         metrics = self._inputs.metrics
         if "://" in self._settings.engine:
-            return RemoteHost(policy, weights, self._connect, settings=settings, metrics=metrics)
-        launch = self._launch(policy.policy_id)
-        return ChildHost(policy, weights, launch, settings=settings, metrics=metrics)
+            return RemoteHost(
+                policy, weights, self._connect, replica=replica, settings=settings, metrics=metrics
+            )
+        launch = self._launch(policy.policy_id, number=replica.number, gpus=gpus)
+        return ChildHost(policy, weights, launch, replica=replica, settings=settings, metrics=metrics)
 
     @property
     def _stall_s(self) -> float:
@@ -271,7 +284,7 @@ class _PolicyMaker:
             control_timeout_s=self._stall_s,
         )
 
-    def _launch(self, name: str) -> Launch:
+    def _launch(self, name: str, *, number: int, gpus: tuple[int, ...]) -> Launch:
         command = EngineCommand(
             kind=self._settings.engine,
             python=self._settings.engine_python or Path(sys.executable),
@@ -279,8 +292,8 @@ class _PolicyMaker:
             max_running_requests=min(_MAX_ENGINE_SLOTS, self._inputs.request.max_concurrent_tasks),
             num_threads=self._settings.engine_threads,
             seed=self._inputs.found.recipe.run.seed,
-            gpus=gpus_of(self._settings, self._inputs.found.recipe.policies)[name],
+            gpus=gpus,
             tp_size=self._settings.engine_tp_size,
         )
-        log_path = self._folder.engine_log(name)
+        log_path = self._folder.engine_log(name, number)
         return partial(start_engine, command, log_path=log_path, connect=self._engine_at)

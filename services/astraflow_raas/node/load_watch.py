@@ -5,7 +5,7 @@ own count of calls and says why. Run by the lifecycle; `worker` asks for as many
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import engine_load_pb2
@@ -59,16 +59,13 @@ class LoadWatch(LoopService):
         )
 
     def _current(self) -> dict[str, EngineUse]:
-        """The use of every engine that is up. A new one begins anew: it may have another share of the machine."""
-        engines = {name: policy.engine for name, policy in self._policies.items()}
+        """The use of each policy that has an engine. Another number of places is another machine, measured anew."""
         known, self._uses = self._uses, {}
-        for name, engine in engines.items():
-            if engine is not None:
-                use = known.get(name)
-                is_known = use is not None and use.slots == engine.slots.total
-                self._uses[name] = (
-                    use if use is not None and is_known else EngineUse(slots=engine.slots.total)
-                )
+        for name, policy in self._policies.items():
+            slots = sum(engine.slots.total for engine in _engines(policy))
+            use = known.get(name)
+            if slots:
+                self._uses[name] = use if use is not None and use.slots == slots else EngineUse(slots=slots)
         return self._uses
 
     @property
@@ -110,13 +107,19 @@ class LoadWatch(LoopService):
             await asyncio.sleep(self._every_s)
 
     async def _look(self, policy: ServedPolicy, elapsed_s: float) -> None:
-        name, engine = policy.policy_id, policy.engine
-        if engine is None or policy.changing.locked():
+        name, engines = policy.policy_id, _engines(policy)
+        if not engines or any(replica.is_swapping for replica in policy.engines):
             return  # one that changes its weights stands still, which says nothing of its load
         tokens = policy.num_tokens - self._tokens.get(name, policy.num_tokens)
         self._tokens[name] = policy.num_tokens
-        own = _own_count(policy, engine, tokens_per_s=tokens / elapsed_s if elapsed_s else 0.0)
-        load, fault = await _load_of(engine, instead=own)
+        try:
+            load, fault = _together(await asyncio.gather(*(engine.load() for engine in engines))), ""
+        except AstraflowError as error:
+            tokens_per_s = tokens / elapsed_s if elapsed_s else 0.0
+            load, fault = (
+                _own_count(policy, engines, tokens_per_s=tokens_per_s),
+                error.message[:_MAX_FAULT_CHARS],
+            )
         use = self._current().get(name)
         if use is None:
             return
@@ -135,17 +138,24 @@ class LoadWatch(LoopService):
         )
 
 
-def _own_count(policy: ServedPolicy, engine: Engine, *, tokens_per_s: float) -> EngineLoad:
-    """The load as the node's calls make it."""
-    running = min(policy.num_calls, engine.slots.total)
+def _engines(policy: ServedPolicy) -> list[Engine]:
+    """Those that are up."""
+    return [replica.engine for replica in policy.engines if replica.engine is not None]
+
+
+def _together(loads: Sequence[EngineLoad]) -> EngineLoad:
+    """The load of several engines; the fullest memory counts."""
+    kv_usages = [load.kv_usage for load in loads if load.kv_usage is not None]
     return EngineLoad(
-        running=running, waiting=policy.num_calls - running, kv_usage=None, tokens_per_s=tokens_per_s
+        running=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads),
+        kv_usage=max(kv_usages, default=None),
+        tokens_per_s=sum(load.tokens_per_s for load in loads),
     )
 
 
-async def _load_of(engine: Engine, *, instead: EngineLoad) -> tuple[EngineLoad, str]:
-    """What the engine reports, or `instead` and why."""
-    try:
-        return await engine.load(), ""
-    except AstraflowError as error:
-        return instead, error.message[:_MAX_FAULT_CHARS]
+def _own_count(policy: ServedPolicy, engines: Sequence[Engine], *, tokens_per_s: float) -> EngineLoad:
+    """The load as the node's calls make it."""
+    running = min(policy.num_calls, sum(engine.slots.total for engine in engines))
+    waiting = policy.num_calls - running
+    return EngineLoad(running=running, waiting=waiting, kv_usage=None, tokens_per_s=tokens_per_s)

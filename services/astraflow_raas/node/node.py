@@ -32,12 +32,13 @@ class PolicyParts:
 
     policy: ServedPolicy
     weights: WeightSync
-    host: ChildHost | RemoteHost
+    hosts: Sequence[ChildHost | RemoteHost]
+    """One per engine."""
 
     @property
     def waiting_for(self) -> str:
         """What the policy lacks, as a slug; empty when it is served."""
-        return self.weights.waiting_for or self.host.waiting_for
+        return self.weights.waiting_for or ("" if self.policy.is_served else "engine_start")
 
 
 class PolicyTable:
@@ -56,7 +57,7 @@ class PolicyTable:
     @property
     def engine_restarts(self) -> int:
         """Engines lost since the process started."""
-        return sum(part.host.num_restarts for part in self.parts.values())
+        return sum(host.num_restarts for part in self.parts.values() for host in part.hosts)
 
     @property
     def waiting_for(self) -> str:
@@ -85,7 +86,7 @@ def node_state(policies: PolicyTable, pusher: Pusher, load: LoadWatch) -> task_s
         serving_versions={
             name: part.policy.version
             for name, part in policies.parts.items()
-            if part.policy.engine is not None and part.policy.version is not None
+            if part.policy.is_served and part.policy.version is not None
         },
         tokens_sampled=policies.tokens_sampled,
         engine_restarts=policies.engine_restarts,
@@ -117,7 +118,7 @@ class Node:
         """Everything with a life of its own, in the order of start."""
         engines: list[Service] = []
         for part in self.policies.parts.values():
-            engines += [part.host, part.weights]
+            engines += [*part.hosts, part.weights]
         scorers = [self.scorer] if self.scorer is not None else []
         return [self.endpoint, self.served, *scorers, *engines, self.pusher, self.load, self.worker]
 

@@ -45,7 +45,7 @@ async def test_the_allowance_follows_the_engine(tmp_path: Path) -> None:
         )
         engine.slots = EngineSlots(80)
         await eventually(lambda: changes == [104], what="another size")
-        policy.engine_lost()
+        policy.engines[0].lost()
         assert (watch.allowance.episodes, watch.loads) == (512, [])
 
 

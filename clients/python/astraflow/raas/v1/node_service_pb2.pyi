@@ -92,6 +92,7 @@ class ServedPolicy(_message.Message):
     SNAPSHOT_BYTES_FETCHED_FIELD_NUMBER: _builtins.int
     DELTA_BYTES_FETCHED_FIELD_NUMBER: _builtins.int
     VERIFICATION_FAILURES_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     version: _builtins.int
@@ -108,6 +109,10 @@ class ServedPolicy(_message.Message):
     """Bytes of deltas fetched."""
     verification_failures: _builtins.int
     """Versions refused because a digest did not match."""
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyEngine]:
+        """Engines of the policy, in their order."""
+
     def __init__(
         self,
         *,
@@ -119,10 +124,11 @@ class ServedPolicy(_message.Message):
         snapshot_bytes_fetched: _builtins.int = ...,
         delta_bytes_fetched: _builtins.int = ...,
         verification_failures: _builtins.int = ...,
+        engines: _abc.Iterable[Global___PolicyEngine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mirror_version", b"_mirror_version", "_version", b"_version", "mirror_version", b"mirror_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirror_version", b"_mirror_version", "_version", b"_version", "delta_bytes_fetched", b"delta_bytes_fetched", "deltas_fetched", b"deltas_fetched", "mirror_version", b"mirror_version", "policy_id", b"policy_id", "snapshot_bytes_fetched", b"snapshot_bytes_fetched", "snapshots_fetched", b"snapshots_fetched", "verification_failures", b"verification_failures", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirror_version", b"_mirror_version", "_version", b"_version", "delta_bytes_fetched", b"delta_bytes_fetched", "deltas_fetched", b"deltas_fetched", "engines", b"engines", "mirror_version", b"mirror_version", "policy_id", b"policy_id", "snapshot_bytes_fetched", b"snapshot_bytes_fetched", "snapshots_fetched", b"snapshots_fetched", "verification_failures", b"verification_failures", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mirror_version: _TypeAlias = _typing.Literal["mirror_version"]  # noqa: Y015
     _WhichOneofArgType__mirror_version: _TypeAlias = _typing.Literal["_mirror_version", b"_mirror_version"]  # noqa: Y015
@@ -134,6 +140,38 @@ class ServedPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___ServedPolicy: _TypeAlias = ServedPolicy  # noqa: Y015
+
+@_typing.final
+class PolicyEngine(_message.Message):
+    """One engine of a policy on this node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Version it samples with; unset while it is started, restarted or doubted."""
+    calls: _builtins.int
+    """Calls in it."""
+    restarts: _builtins.int
+    """Times it was lost since the process started."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int | None = ...,
+        calls: _builtins.int = ...,
+        restarts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "calls", b"calls", "restarts", b"restarts", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___PolicyEngine: _TypeAlias = PolicyEngine  # noqa: Y015
 
 @_typing.final
 class StatusResponse(_message.Message):
