@@ -94,7 +94,7 @@ class Load:
                 max_new_tokens=LENGTH,
                 seed=number,
             )
-            rank, taken = await self.process.engine.slots.take(lambda: 1)
+            rank, taken = self.process.engine.slots.take(1)
             try:
                 (answer,) = await self.process.engine.generate([call], rank=rank)
             finally:

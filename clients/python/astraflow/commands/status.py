@@ -188,9 +188,17 @@ def node_parts(status: pb.StatusResponse) -> list[RenderableType]:
 
 def node_cells(node: pb.NodeStatus) -> tuple[str, ...]:
     """Return a node's row: id, state, what it serves, and its figures."""
-    serves = ", ".join(f"{policy} {version}" for policy, version in sorted(node.serving_versions.items()))
     figures = (str(node.leases), count_text(node.episodes), count_text(node.tokens), str(node.restarts))
-    return (node.node_id, node_state(node), serves or "–", *figures)
+    return (node.node_id, node_state(node), serves_text(node), *figures)
+
+
+def serves_text(node: pb.NodeStatus) -> str:
+    """Return the version of each policy on a node, and by how many it is behind."""
+    serves = (
+        f"{policy} {version}" + (f" ({lag} behind)" if (lag := node.version_lags.get(policy, 0)) else "")
+        for policy, version in sorted(node.serving_versions.items())
+    )
+    return ", ".join(serves) or "–"
 
 
 def node_state(node: pb.NodeStatus) -> str:

@@ -46,8 +46,8 @@ local function advance(keys, a)
   return a.state
 end
 
--- join: node, incarnation (20 digits), region, pool, most tasks, engines. Returns { restarts, leases taken back }.
-SIGNATURE.join = { 'node', 'incarnation', 'region', 'pool', 'max_tasks', 'engines' }
+-- join: node, incarnation (20 digits), region, pool, most tasks, engines, hardware, price of an hour or ''. Returns { restarts, leases taken back }.
+SIGNATURE.join = { 'node', 'incarnation', 'region', 'pool', 'max_tasks', 'engines', 'hardware', 'price' }
 local function join(keys, a)
   local P, N = keys[1], K.node(keys[1], a.node)
   local now, taken = now_ms(), 0
@@ -68,7 +68,8 @@ local function join(keys, a)
     call('HSET', N, 'join_ms', now)
   end
   call('SADD', K.nodes(P), a.node)
-  call('HSET', N, 'incarnation', a.incarnation, 'region', a.region, 'pool', a.pool, 'max_tasks', a.max_tasks, 'engines', a.engines, 'seen_ms', now)
+  call('HSET', N, 'incarnation', a.incarnation, 'region', a.region, 'pool', a.pool, 'max_tasks', a.max_tasks, 'engines', a.engines, 'seen_ms', now,
+    'hardware', a.hardware, 'price', a.price)
   emit(P, 'work')
   return { tonumber(call('HGET', N, 'restarts') or 0), taken }
 end
