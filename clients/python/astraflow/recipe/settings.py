@@ -215,8 +215,8 @@ class DataflowSettings(BatchSettings):
     (leases name the roles without, and workflows skip their trajectories), or only while those of `all` roles have.
     """
     alternate_every_steps: int | None = Field(default=None, ge=1, le=1_000_000)
-    """Policies are trained in turns of so many steps, in the order of their names, and frozen between them; unset: all at
-    once.
+    """Policies are trained in turns of so many steps, in the order of their names, and frozen between them.
+    Unset: all at once.
     """
     min_acceptance: float = Field(default=0.1, gt=0, le=1)
     """Floor of the moving average of groups surviving filters, used by admission."""
