@@ -45,6 +45,7 @@ async def serve(settings: EngineSettings, life: lifecycle.Lifecycle) -> None:
     limits = core_limits(settings, config)
     service = _service(settings, config, limits=limits)
     model = ServedModel(
+        config=config,
         limits=ModelLimits(vocab_size=config.vocab_size, context_length=limits.capacity),
         settings=settings.model_dump(mode="json", include=set(EngineSettings.__annotations__)),
     )

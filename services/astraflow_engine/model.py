@@ -1,6 +1,7 @@
-"""The Qwen3 forward pass on a static cache, in fp32, written for many short rows on one CPU core.
+"""The forward pass of a dense decoder on a static cache, in fp32, written for many short rows on one CPU core.
 
-Owns the arithmetic and nothing else: which rows run, and at which positions, is decided by the caller. Two
+Owns the arithmetic and nothing else: which rows run, and at which positions, is decided by the caller. Llama,
+Qwen2 and Qwen3 differ in biases and in the norm of queries and keys: what a version has no tensor for is left out. Two
 passes exist: `extend` writes several new tokens per row (prompts, recomputation) and `decode` one token for
 each of the leading rows without copying their cache. Both return the hidden state before the output head.
 Called by the scheduler thread only, under `torch.inference_mode`.
@@ -14,34 +15,17 @@ import torch.nn.functional as F
 
 from astraflow_engine.kv_cache import KvCache
 from astraflow_engine.model_config import ModelConfig
+from astraflow_engine.rotary import RotaryTable
 from astraflow_engine.weights import LayerWeights, Weights
 
 
-class RotaryTable:
-    """Cosines and sines of every position, [positions, head_dim], half-split layout."""
-
-    def __init__(self, config: ModelConfig, *, num_positions: int) -> None:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-        angles = torch.outer(torch.arange(num_positions).float(), 1.0 / config.rope_theta**exponents)
-        half = config.head_dim // 2
-        self._cosines = torch.cat([angles, angles], dim=-1).cos()
-        # The sign of the rotated half lives in the table, so that a rotation needs no negation.
-        sines = torch.cat([angles, angles], dim=-1).sin()
-        sines[:, :half] *= -1
-        self._signed_sines = sines
-
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines, [*positions.shape, 1, H]: the same for every head."""
-        return self._cosines[positions].unsqueeze(-2), self._signed_sines[positions].unsqueeze(-2)
-
-
-class Qwen3:
+class Decoder:
     """Sizes and rotary table of one model; the tensors of a version are passed to each pass."""
 
     def __init__(self, config: ModelConfig, *, num_positions: int) -> None:
         self._config = config
         # One more position than the cache holds: the dump column has a (meaningless) rotation too.
-        self._rotary = RotaryTable(config, num_positions=num_positions + 1)
+        self._rotary = RotaryTable(config.rope, head_dim=config.head_dim, num_positions=num_positions + 1)
 
     def decode(
         self,
@@ -110,13 +94,16 @@ class Qwen3:
     def _project(
         self, hidden: torch.Tensor, layer: LayerWeights, *, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Normed and rotated queries [..., Q, H] and keys [..., K, H], and values [..., K, H]."""
+        """Rotated queries [..., Q, H] and keys [..., K, H], normed before where the model does, and values
+        [..., K, H].
+        """
         config = self._config
         normed = self._norm(hidden, layer.attention_norm_D)
         num_rotated = config.num_heads + config.num_kv_heads
-        heads = (normed @ layer.qkv_DC).unflatten(-1, (num_rotated + config.num_kv_heads, config.head_dim))
+        heads = layer.qkv(normed).unflatten(-1, (num_rotated + config.num_kv_heads, config.head_dim))
         rotated, values = heads.split([num_rotated, config.num_kv_heads], dim=-2)
-        rotated = _rms_norm(rotated, layer.query_key_norm, eps=config.rms_norm_eps)
+        if layer.query_key_norm is not None:
+            rotated = _rms_norm(rotated, layer.query_key_norm, eps=config.rms_norm_eps)
         cosines, signed_sines = rotation
         # In place here and below: large fresh temporaries cost more in page faults than in sums.
         swapped = rotated.roll(config.head_dim // 2, dims=-1)
@@ -126,9 +113,10 @@ class Qwen3:
 
     def _finish_layer(self, hidden: torch.Tensor, mixed: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         """Attention output, residual, gated feed-forward, residual."""
-        hidden = (mixed @ layer.output_QD).add_(hidden)
-        gate, up = (self._norm(hidden, layer.mlp_norm_D) @ layer.gate_up_DC).chunk(2, dim=-1)
-        return (F.silu(gate).mul_(up) @ layer.down_FD).add_(hidden)
+        hidden = layer.output(mixed).add_(hidden)
+        normed = self._norm(hidden, layer.mlp_norm_D)
+        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+        return layer.down(F.silu(gate).mul_(up)).add_(hidden)
 
     def _norm(self, hidden: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
         return _rms_norm(hidden, weight_D, eps=self._config.rms_norm_eps)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from astraflow_engine.kv_cache import KvCache
-from astraflow_engine.model import Qwen3
+from astraflow_engine.model import Decoder
 from astraflow_engine.model_config import ModelConfig
 from astraflow_engine.prefix_cache import PrefixIndex
 from astraflow_engine.sampling import RowSampling, SamplingSlots
@@ -61,7 +61,7 @@ class ModelRunner:
         pass_tokens: int,
     ) -> None:
         self._weights = weights
-        self._model = Qwen3(config, num_positions=capacity)
+        self._model = Decoder(config, num_positions=capacity)
         self._cache = KvCache(config, num_slots=num_slots, capacity=capacity)
         self._prefixes = PrefixIndex(num_rows=num_slots, capacity=capacity)
         self._sampling = SamplingSlots(num_slots)
@@ -229,7 +229,7 @@ class ModelRunner:
         )
 
     def _draw(self, hidden_BD: torch.Tensor, *, slots: Seq[int]) -> list[Draw]:
-        tokens, logprobs = self._sampling.step(hidden_BD @ self._weights.head_DV, slots_B=np.asarray(slots))
+        tokens, logprobs = self._sampling.step(self._weights.head(hidden_BD), slots_B=np.asarray(slots))
         where = torch.tensor(slots)
         self._last_tokens[where] = tokens
         self._positions[where] += 1

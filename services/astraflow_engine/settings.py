@@ -17,7 +17,7 @@ class EngineSettings(ProcessSettings):
     """One engine process. Names follow SGLang's options where SGLang has the option."""
 
     model_path: Annotated[Path, CommandOption("The model")]
-    """Folder of a dense Qwen3 checkpoint: config.json and safetensors."""
+    """Folder of a dense Llama, Qwen2 or Qwen3 checkpoint: config.json and safetensors."""
     weight_version: str = "default"
     """Name that tokens carry until the first weight update."""
     seed: int = 0

@@ -17,27 +17,29 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from astraflow_engine.errors import ModelError
-from astraflow_engine.model_config import ModelConfig
+from astraflow_engine.linear import Linear
+from astraflow_engine.model_config import DOWN, GATE_UP, OUTPUT, QKV, ModelConfig
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
+_FREQUENCIES = ".self_attn.rotary_emb.inv_freq"
 _MAX_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer, fp32. Matrices are input-major (x @ w), q|k|v and gate|up side by side."""
+    """One decoder layer, fp32; q|k|v and gate|up are one product each. None is what the model does not have."""
 
     attention_norm_D: torch.Tensor
-    qkv_DC: torch.Tensor
-    query_key_norm: torch.Tensor
+    qkv: Linear
+    query_key_norm: torch.Tensor | None
     """[heads + kv heads, head_dim]: the query norm repeated per head, then the key norm."""
-    output_QD: torch.Tensor
+    output: Linear
     mlp_norm_D: torch.Tensor
-    gate_up_DC: torch.Tensor
-    down_FD: torch.Tensor
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +49,16 @@ class Weights:
     embedding_VD: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm_D: torch.Tensor
-    head_DV: torch.Tensor
+    head: Linear
+    """Logits; a layout of its own, so a tied head is a copy of the embedding."""
 
     @property
     def num_bytes(self) -> int:
-        """Resident bytes of these tensors; shared storage is counted once."""
-        tensors = [self.embedding_VD, self.norm_D, self.head_DV]
-        for layer in self.layers:
-            tensors += [getattr(layer, name) for name in layer.__slots__]
+        """Resident bytes of these tensors."""
+        held: list[torch.Tensor | Linear | None] = [self.embedding_VD, self.norm_D, self.head]
+        held += [getattr(layer, name) for layer in self.layers for name in layer.__slots__]
         return sum(
-            {
-                tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
-            }.values()
+            item.num_bytes if isinstance(item, Linear) else item.nbytes for item in held if item is not None
         )
 
 
@@ -73,12 +73,13 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj.weight": (K, D),
         "self_attn.v_proj.weight": (K, D),
         "self_attn.o_proj.weight": (D, Q),
-        "self_attn.q_norm.weight": (H,),
-        "self_attn.k_norm.weight": (H,),
         "mlp.gate_proj.weight": (F, D),
         "mlp.up_proj.weight": (F, D),
         "mlp.down_proj.weight": (D, F),
     }
+    layer |= {f"{name}.bias": layer[f"{name}.weight"][:1] for name in config.biased}
+    if config.query_key_norm:
+        layer |= {"self_attn.q_norm.weight": (H,), "self_attn.k_norm.weight": (H,)}
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (V, D), "model.norm.weight": (D,)}
     for index in range(config.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
@@ -94,8 +95,9 @@ def load_weights(folder: Path, *, config: ModelConfig) -> Weights:
     tensors: dict[str, torch.Tensor] = {}
     for file in _files(folder):
         for name, tensor in _read(file):
-            # A tied checkpoint may still carry the head; Hugging Face ties it to the embedding as well.
-            if config.tied_embeddings and name == _HEAD:
+            # A tied checkpoint may still carry the head; Hugging Face ties it to the embedding as well. Early Llama
+            # checkpoints carry the frequencies that follow from the config.
+            if (config.tied_embeddings and name == _HEAD) or name.endswith(_FREQUENCIES):
                 continue
             tensors[name] = _verified(name, tensor, shapes=shapes, file=file)
     missing = sorted(shapes.keys() - tensors.keys())
@@ -163,28 +165,31 @@ def _arrange(tensors: dict[str, torch.Tensor], *, config: ModelConfig) -> Weight
             _arrange_layer(tensors, index=index, config=config) for index in range(config.num_layers)
         ),
         norm_D=tensors["model.norm.weight"],
-        head_DV=head.t(),
+        head=Linear(head),
     )
 
 
 def _arrange_layer(tensors: dict[str, torch.Tensor], *, index: int, config: ModelConfig) -> LayerWeights:
-    def columns(*names: str) -> torch.Tensor:
-        return (
-            torch.cat([tensors.pop(f"model.layers.{index}.{name}.weight") for name in names]).t().contiguous()
-        )
+    def rows(*names: str, kind: str) -> torch.Tensor:
+        return torch.cat([tensors.pop(f"model.layers.{index}.{name}.{kind}") for name in names])
+
+    def linear(*names: str) -> Linear:
+        bias = rows(*names, kind="bias") if names[0] in config.biased else None
+        return Linear(rows(*names, kind="weight"), bias)
 
     def vector(name: str) -> torch.Tensor:
         return tensors.pop(f"model.layers.{index}.{name}.weight")
 
-    query_norm, key_norm = vector("self_attn.q_norm"), vector("self_attn.k_norm")
+    norm = None
+    if config.query_key_norm:
+        queries = vector("self_attn.q_norm").expand(config.num_heads, -1)
+        norm = torch.cat([queries, vector("self_attn.k_norm").expand(config.num_kv_heads, -1)])
     return LayerWeights(
         attention_norm_D=vector("input_layernorm"),
-        qkv_DC=columns("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        query_key_norm=torch.cat(
-            [query_norm.expand(config.num_heads, -1), key_norm.expand(config.num_kv_heads, -1)]
-        ),
-        output_QD=columns("self_attn.o_proj"),
+        qkv=linear(*QKV),
+        query_key_norm=norm,
+        output=linear(OUTPUT),
         mlp_norm_D=vector("post_attention_layernorm"),
-        gate_up_DC=columns("mlp.gate_proj", "mlp.up_proj"),
-        down_FD=columns("mlp.down_proj"),
+        gate_up=linear(*GATE_UP),
+        down=linear(DOWN),
     )

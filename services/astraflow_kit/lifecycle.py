@@ -12,7 +12,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -201,6 +201,17 @@ def _report(error: BaseException) -> ExitCode:
         return ExitCode.FAILED
     log.error("daemon.failed", reason=error.reason, message=error.message)
     return exit_code_of(error)
+
+
+def failure_in(lines: Sequence[str]) -> tuple[str, str] | None:
+    """Reason and message that a daemon ended with, from the end of its log; None where it is not JSON, or has none."""
+    for line in reversed(lines):
+        with suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and event.get("event") == "daemon.failed":
+                reason, message = event.get("reason"), event.get("message")
+                return (str(reason), str(message)) if reason and message else None
+    return None
 
 
 def exit_code_of(error: AstraflowError) -> ExitCode:

@@ -28,6 +28,7 @@ from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.loops import LoopService
 from astraflow_raas.node.assembly import NodeInputs, assemble_node, gpus_of
 from astraflow_raas.node.folder import NodeFolder, claim_folder
+from astraflow_raas.node.hardware import describe_hardware
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node
@@ -79,7 +80,7 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
     async with _claimed(settings) as folder, _client(settings) as client:
         await require_engine(settings.engine, python=settings.engine_python)
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
-        gpus_of(settings, found.recipe.policies)
+        gpus_of(settings, found.recipe.served_policies)
         load_workflow(
             found.run,
             found.recipe,
@@ -115,7 +116,7 @@ async def _join(
     found = await find_run(client, settings.run_id, patience_s=settings.join_timeout_s)
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
-    gpus_of(settings, found.recipe.policies)
+    gpus_of(settings, found.recipe.served_policies)
     endpoint, served = Endpoint(), _served_environments(settings)
     workflow = load_workflow(
         found.run,
@@ -126,7 +127,13 @@ async def _join(
         served=served,
     )
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
-    request = join_request(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
+    request = join_request(
+        found,
+        settings,
+        node_id=folder.node_id,
+        incarnation=folder.incarnation,
+        hardware=await asyncio.to_thread(describe_hardware, settings),
+    )
     joined = await join_run(client, request, patience_s=settings.join_timeout_s)
     timeline.mark(Stage.JOINED)
     failpoints.hit("raas.joined")

@@ -6,15 +6,20 @@ joins. `__main__` builds them from options and `ASTRAFLOW_*` variables, `server`
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, field_validator
 
+from astraflow.errors import InvalidArgumentError
+from astraflow_kit.nearest import did_you_mean
 from astraflow_kit.settings import ENV_PREFIX, CommandOption
 from astraflow_weights.daemon_settings import StoreAccess
 
 _ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[^\s:/]+):[0-9]{1,5}$"
+_SHARES = r"^$|^[^=,]+=[0-9]+(,[^=,]+=[0-9]+)*$"
+_MAX_ENGINES = 64
 EMBEDDED_ENGINE = "astraflow_engine"
 SGLANG_ENGINE = "sglang"
 
@@ -32,6 +37,10 @@ class NodeSettings(StoreAccess):
     """Region the node is in."""
     pool: str = ""
     """Pool the node belongs to."""
+    hardware: Annotated[str, Field(max_length=256)] = ""
+    """What the machine is, for people; empty lets the node look."""
+    price_per_hour: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    """What an hour of the machine costs, in one currency for all nodes; shown with the tokens it samples."""
     token_file: Path | None = None
     """File holding the node's token for the dataflow server; read at each start."""
     join_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
@@ -43,6 +52,8 @@ class NodeSettings(StoreAccess):
     engine: Annotated[str, CommandOption("The engine", metavar="KIND|URL")] = EMBEDDED_ENGINE
     """`astraflow_engine`, `sglang`, or the http:// address of an engine that already runs (single-policy
     runs)."""
+    serve: Annotated[str, Field(pattern=_SHARES), CommandOption(metavar="POLICY=N,…")] = ""
+    """Engines of each policy on this node, as in solver=2,verifier=1; a policy that is not named has one."""
     engine_python: Path | None = None
     """Interpreter that starts the engine; SGLang lives in an environment of its own. Unset: this one."""
     engine_args: Annotated[tuple[str, ...], CommandOption(names=("--engine-arg",))] = ()
@@ -50,7 +61,7 @@ class NodeSettings(StoreAccess):
     engine_threads: Annotated[int, Field(ge=0, le=4096)] = 1
     """OMP threads of a CPU engine; 0 leaves it to the engine."""
     engine_gpus: Annotated[str, Field(pattern=r"^$|^[0-9]+(,[0-9]+)*$"), CommandOption(metavar="0,1,…")] = ""
-    """GPUs for SGLang, in equal shares for the run's policies; empty leaves the choice to SGLang."""
+    """GPUs for SGLang, in equal shares for the node's engines; empty leaves the choice to SGLang."""
     engine_tp_size: Annotated[int, Field(ge=1, le=1024)] = 1
     """GPUs that SGLang spreads one copy of a model over; a share that holds several copies is data parallel."""
     engine_start_timeout_s: Annotated[float, Field(gt=0, le=7200)] = 300.0
@@ -131,6 +142,28 @@ class NodeSettings(StoreAccess):
                 )
         return given
 
+    @field_validator("serve")
+    @classmethod
+    def _serves_each_by_some_engines(cls, given: str) -> str:
+        shares = _shares(given)
+        for name, number in shares:
+            if not 1 <= number <= _MAX_ENGINES or [other for other, _ in shares].count(name) > 1:
+                raise ValueError(f"{name}={number}: name a policy once, with 1 to {_MAX_ENGINES} engines")
+        return given
+
+    def engines_of(self, policies: Iterable[str]) -> dict[str, int]:
+        """How many engines each policy of a run has here. Raises InvalidArgumentError."""
+        given, engines = dict(_shares(self.serve)), dict.fromkeys(policies, 1)
+        for name in given.keys() - engines.keys():
+            raise InvalidArgumentError(
+                f"--serve {self.serve}: nodes of this run serve no policy {name!r}. {did_you_mean(name, engines)}"
+            )
+        if given and "://" in self.engine:
+            raise InvalidArgumentError(
+                f"--serve {self.serve} is for engines that the node starts itself; the engine is {self.engine}"
+            )
+        return engines | given
+
     @field_validator("engine")
     @classmethod
     def _engine_is_known(cls, engine: str) -> str:
@@ -139,6 +172,11 @@ class NodeSettings(StoreAccess):
         raise ValueError(
             f"must be `{EMBEDDED_ENGINE}`, `{SGLANG_ENGINE}` or the http:// address of a running engine"
         )
+
+
+def _shares(given: str) -> list[tuple[str, int]]:
+    pairs = (each.partition("=") for each in given.split(",") if each)
+    return [(name, int(number)) for name, _, number in pairs]
 
 
 _SHARED_WITH_CHILDREN = ("FAILPOINTS", "LOG_")

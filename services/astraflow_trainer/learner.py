@@ -7,7 +7,7 @@ collective but `published_bytes` and `held`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -59,6 +59,7 @@ class PolicyLearner:
             plugins=plugins,
             tokens_per_microbatch=training.tokens_per_microbatch,
         )
+        self._baselines: dict[str, float] = {}
         self._checkpoints = CheckpointStore(
             checkpoint_dir,
             keep=training.keep_checkpoints,
@@ -68,23 +69,33 @@ class PolicyLearner:
 
     def restore(self, *, at_most: int | None = None) -> Position | None:
         """Load the newest complete checkpoint, at step `at_most` or before; None when there is none."""
-        return self._checkpoints.restore(self._optimizer, at_most=at_most)
+        position = self._checkpoints.restore(self._optimizer, at_most=at_most)
+        self._baselines = dict(position.baselines) if position else {}
+        return position
 
     def positions(self) -> list[Position]:
         """Where the checkpoints stand, ascending by step."""
         return self._checkpoints.positions()
 
     def go_back(
-        self, weights: ShardedModel, *, step: int, checkpoint: int | None, learning_rate: float | None
+        self,
+        weights: ShardedModel,
+        *,
+        step: int,
+        checkpoint: int | None,
+        learning_rate: float | None,
+        baselines: Mapping[str, float],
     ) -> None:
         """Take up published weights after step `step`, whose own are given up: this rank's shards of them.
 
         With the optimizer of the checkpoint of step `checkpoint`, else with a fresh one; `learning_rate` is the peak
-        that an operator had set. Checkpoints after `step` are dropped: the server forgot those steps.
+        that an operator had set, `baselines` are the running baselines to go on with. Checkpoints after `step` are
+        dropped: the server forgot those steps.
         """
         self._checkpoints.forget_after(step)
         if checkpoint is not None:
             self._checkpoints.restore(self._optimizer, step=checkpoint)
+        self._baselines = dict(baselines)
         self._optimizer.adopt(self._copies.held.by_parameter(weights))
         if learning_rate is not None:
             self._optimizer.set_learning_rate(learning_rate)
@@ -98,6 +109,7 @@ class PolicyLearner:
             settings=self._settings,
             ranks=self._ranks,
             reference=self._reference,
+            baselines=self._baselines,
         )
 
     def published_bytes(self) -> ModelBytes:
@@ -120,7 +132,10 @@ class PolicyLearner:
 
     def save(self, *, step: int, version: int) -> None:
         """Write a durable checkpoint that resumes after `step`; one that exists learns the learning rate."""
-        self._checkpoints.write(self._checkpoints.stage(self._optimizer, step=step, version=version))
+        staged = self._checkpoints.stage(
+            self._optimizer, step=step, version=version, baselines=self._baselines
+        )
+        self._checkpoints.write(staged)
 
 
 def _weight_source(policy: PolicyModel, *, snapshot: Where) -> WeightCopies | DetectedChanges:

@@ -269,6 +269,7 @@ def _named(metrics: StepMetrics, batch: StepBatch) -> dict[str, float]:
         "staleness_max": float(max(staleness, default=0)),
         "skipped": float(metrics.outcome is Outcome.SKIPPED),
     }
+    named |= metrics.of_roles
     loss = metrics.loss
     if loss is not None:
         named |= {field.name: float(getattr(loss, field.name)) for field in fields(loss)}

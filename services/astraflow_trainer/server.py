@@ -58,7 +58,7 @@ def check(settings: TrainerSettings) -> Mapping[str, str]:
     """
     with _client(settings) as client:
         joined = _join(client, settings, folder=settings.work_dir)
-    StepPlugins.made(joined.policy.trainer.algorithm, source=joined.source)
+    StepPlugins.made(joined.policy.trainer.algorithm, source=joined.source, roles=joined.policy.advantages)
     warm_start = joined.policy.model.warm_start
     if warm_start is not None:
         make(warm_start.demonstrations, protocol=Demonstrations, source=joined.source)

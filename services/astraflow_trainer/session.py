@@ -67,7 +67,9 @@ class TrainingSession:
         self._settings = settings
         self._client = client
         self._joined = joined
-        self._plugins = StepPlugins.made(joined.policy.trainer.algorithm, source=joined.source)
+        self._plugins = StepPlugins.made(
+            joined.policy.trainer.algorithm, source=joined.source, roles=joined.policy.advantages
+        )
         self._progress = progress
         self._controls = controls
         self._store = store

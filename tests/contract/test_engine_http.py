@@ -12,7 +12,7 @@ import pytest
 from support.engine_contract import CHECKS, EngineUnderTest, make_client
 from support.engine_process import EngineProcess, running_engine
 from support.sglang_server import needs_sglang, running_sglang
-from support.tiny_qwen import TinyShape, save_tiny_qwen
+from support.tiny_models import TinyShape, save_tiny_model
 
 CONTEXT_LENGTH = 4_096
 
@@ -34,7 +34,7 @@ def engine(
     start: Start = request.param
     root: Path = tmp_path_factory.mktemp("engine")
     shape = TinyShape(max_positions=CONTEXT_LENGTH)
-    first, second = (save_tiny_qwen(root / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1))
+    first, second = (save_tiny_model(root / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1))
     options = ["--weight-version", "0", "--max-running-requests", "8"]
     with start(first, *options, folder=root) as process, make_client() as client:
         yield EngineUnderTest(

@@ -9,8 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from astraflow_trainer.model.tokenizer import TokenizerSettings, train_tokenizer
 from support.audit import audit
 from support.development import RunFiles, dev, finish, wait_for
+from support.tiny_models import TinyShape, save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -80,3 +82,20 @@ def test_a_run_without_a_node_says_what_it_waits_for(tmp_path: Path) -> None:
         summary = finish(launcher, tmp_path)
     assert summary["steps"] == 0
     assert "no_node" in RunFiles(tmp_path).stderr.read_text()
+
+
+def test_a_model_that_the_engine_cannot_serve_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["1 + 2 = 3"], settings=TokenizerSettings(vocab_size=300))
+    model = save_tiny_model(
+        tmp_path / "model",
+        shape=TinyShape(model_type="mistral", vocab_size=len(tokenizer), max_positions=256),
+    )
+    tokenizer.save_pretrained(model)
+    solver = "policies.solver.model"
+    sources = (f"{solver}.path={model}", f"{solver}.architecture=null", f"{solver}.tokenizer=null")
+    options = [word for value in (*sources, f"{solver}.warm_start=null") for word in ("--set", value)]
+    with dev(tmp_path, *options) as launcher:
+        assert launcher.wait(timeout=120) == 2
+    said = RunFiles(tmp_path).stderr.read_text()
+    assert "model_type is 'mistral'" in said
+    assert "--engine sglang" in said

@@ -11,7 +11,7 @@ import pytest
 
 from astraflow_kit.failpoints import read_hits
 from support.engine_process import engine_command, running_engine
-from support.tiny_qwen import TinyShape, save_tiny_qwen
+from support.tiny_models import TinyShape, save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -22,7 +22,7 @@ MAX_RESIDENT_BYTES = 600 * 2**20
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_qwen(tmp_path_factory.mktemp("engine") / "model", shape=TinyShape(max_positions=4_096))
+    return save_tiny_model(tmp_path_factory.mktemp("engine") / "model", shape=TinyShape(max_positions=4_096))
 
 
 def generate(url: str, *, max_new_tokens: int) -> httpx.Response:

@@ -82,7 +82,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
         client = HttpEngine(engine.url, request_timeout_s=REQUEST_TIMEOUT_S)
         await client.introduce()
         assert await client.served_version() == 4
-        policy.engine_ready(client, version=4)
+        policy.engines[0].ready(client, version=4)
         yield Node(engine, policy, [])
         await policy.close()
         await client.close()

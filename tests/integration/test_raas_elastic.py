@@ -341,6 +341,34 @@ async def test_an_engine_killed_in_a_window_costs_no_episode_and_no_version(
     await run.world.has_account()
 
 
+async def test_two_engines_share_a_policy_and_one_that_is_killed_costs_neither_step_nor_version(
+    run: Elastic,
+) -> None:
+    run.gate.touch()
+    async with run.node("node", "--engine", "astraflow_engine", "--serve", "solver=2") as node:
+        trained = trajectories_of(await run.train(1))
+        assert await versions_of(node, [1, 1]) == [0, 0]
+        first, _second = node.events("engine.started")
+        (victim,) = psutil.Process(int(str(first["pid"]))).children()
+        victim.kill()
+        for step in (2, 3):
+            trained |= trajectories_of(await run.train(step))
+        assert sorted(await versions_of(node, [3, 3])) == [0, 1]
+        await eventually(lambda: trained <= pushed_by(node, outcome="accepted"), what="its log")
+        assert outcomes_of(node) == {"accepted"}
+    assert len(trained) == 3 * 2 * 2
+    await run.world.has_account()
+
+
+async def versions_of(node: NodeProcess, versions: list[int]) -> list[int]:
+    """Wait until the engines of the policy serve these; returns how often each was lost."""
+    while True:
+        engines = (await node.status()).policies[0].engines
+        if [engine.version for engine in engines] == versions:
+            return [engine.restarts for engine in engines]
+        await asyncio.sleep(0.05)
+
+
 async def three_steps(run: Elastic) -> list[str]:
     """The trajectories of three steps."""
     return [item.trajectory_id for step in (1, 2, 3) for item in (await run.train(step)).items]

@@ -13,7 +13,7 @@ import pytest
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.store.file import FileStore
-from support import engine_process, published_models, tiny_qwen, weight_fixtures
+from support import engine_process, published_models, tiny_models, weight_fixtures
 from support.dataflow_world import World
 from support.node_process import WeightPublisher, announce, node_of, tiny_policy
 
@@ -35,7 +35,7 @@ async def test_a_node_follows_a_rollback_and_generates_as_the_old_version_did(
     world: World, tmp_path: Path
 ) -> None:
     checkpoint, store = tiny_policy(tmp_path / "policy"), tmp_path / "store"
-    tiny_qwen.save_tiny_qwen(tmp_path / "other", shape=tiny_qwen.TinyShape(vocab_size=320), seed=5)
+    tiny_models.save_tiny_model(tmp_path / "other", shape=tiny_models.TinyShape(vocab_size=320), seed=5)
     await world.create_run(store_uri=store.as_uri(), dataset="Unevaluated", max_staleness=4)
     trainer, told = await world.trainer(publish_first=False), []
     weights = WeightPublisher.open(store, run_id=RUN, policy_id=POLICY, checkpoint=checkpoint)

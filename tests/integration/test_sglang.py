@@ -25,7 +25,7 @@ from astraflow_raas.engine.process import EngineProcess, start_engine
 from support.raas_parts import generate_call
 from support.scripted_dataflow import eventually
 from support.sglang_server import CPU_ENVIRONMENT, CPU_OPTIONS, SGLANG_PYTHON, START_DEADLINE_S, needs_sglang
-from support.tiny_qwen import TinyShape, load_reference, save_tiny_qwen
+from support.tiny_models import TinyShape, load_reference, save_tiny_model
 
 pytestmark = [pytest.mark.ci, pytest.mark.integration, needs_sglang, pytest.mark.timeout(500)]
 
@@ -44,7 +44,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def models(tmp_path: Path) -> list[Path]:
     shape = TinyShape(max_positions=1024)
-    return [save_tiny_qwen(tmp_path / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1)]
+    return [save_tiny_model(tmp_path / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1)]
 
 
 def command(*options: str) -> EngineCommand:
@@ -94,7 +94,7 @@ class Load:
                 max_new_tokens=LENGTH,
                 seed=number,
             )
-            rank, taken = await self.process.engine.slots.take(lambda: 1)
+            rank, taken = self.process.engine.slots.take(1)
             try:
                 (answer,) = await self.process.engine.generate([call], rank=rank)
             finally:

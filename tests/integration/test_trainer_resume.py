@@ -1,10 +1,11 @@
-"""A trainer killed inside each window of a step resumes, and ends with the very bits of one that was not.
+"""A trainer killed inside each window of a step ends with the bits, and running baselines, of one that was not.
 
 Real trainer processes over a real dataflow server; the batches are the same for every run, so what they end with
 can be compared. One thread on CPU: on a GPU only the ledger would be comparable.
 """
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +30,23 @@ class Ending:
     """What a run ended with."""
 
     checkpoint: dict[str, torch.Tensor]
+    baselines: Mapping[str, float]
+    """The running baselines in it."""
     census: store_census.Census
     ledger: LedgerAudit
 
 
 async def run_to_the_end(world: World, folder: Path, *, failpoints: str = "", name: str = "run") -> Ending:
     """Train all steps, in two lives when a failpoint kills the first."""
-    run = await trainers.create_run(world, folder=folder, name=name, steps=STEPS, checkpoint_every_steps=2)
+    run = await trainers.create_run(
+        world,
+        folder=folder,
+        name=name,
+        steps=STEPS,
+        checkpoint_every_steps=2,
+        # Each step's gradient depends on the running baseline that all steps before it made.
+        overrides=["trainer.algorithm.advantage=rae"],
+    )
     trainer = TrainerProcess(world.address, folder, run_id=name)
     async with trainers.recorded(world, trainer, steps=STEPS):
         if failpoints:
@@ -44,7 +55,8 @@ async def run_to_the_end(world: World, folder: Path, *, failpoints: str = "", na
     step, checkpoint = trainers.newest_checkpoint(trainer.work_dir)
     assert step == STEPS
     await trainers.require_trained(world, steps=STEPS)
-    return Ending(checkpoint, census_of(run), audit(trainer.ledger))
+    baselines = trainers.newest_baselines(trainer.work_dir)
+    return Ending(checkpoint, baselines, census_of(run), audit(trainer.ledger))
 
 
 _undisturbed: list[Ending] = []
@@ -83,6 +95,9 @@ async def test_a_trainer_killed_in_any_window_ends_with_the_same_bits(
     ended, expected = resumed.checkpoint, undisturbed.checkpoint
     assert ended.keys() == expected.keys()
     assert [key for key in expected if not torch.equal(expected[key], ended[key])] == []
+    assert resumed.baselines == undisturbed.baselines
+    # Four rows of mean 0.5 in each of six steps.
+    assert list(resumed.baselines.values()) == [pytest.approx(0.5 * (1 - 0.95**24))]
     roots, wanted = (
         [record.model_root for record in ending.census.records] for ending in (resumed, undisturbed)
     )

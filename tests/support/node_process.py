@@ -33,7 +33,7 @@ from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store.file import FileStore
-from support import published_models, raas_parts, scripted_dataflow, tiny_qwen
+from support import published_models, raas_parts, scripted_dataflow, tiny_models
 from support.dataflow_world import Trainer
 
 START_S = 60.0
@@ -42,7 +42,7 @@ _TESTS = str(Path(__file__).parents[1])
 
 def tiny_policy(folder: Path) -> Path:
     """Write a tiny random policy with a tokenizer."""
-    tiny_qwen.save_tiny_qwen(folder, shape=tiny_qwen.TinyShape(vocab_size=320))
+    tiny_models.save_tiny_model(folder, shape=tiny_models.TinyShape(vocab_size=320))
     return raas_parts.write_tokenizer(folder)
 
 

@@ -19,6 +19,7 @@ from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.node.assembly import NodeInputs, connect_node
 from astraflow_raas.node.engine_host import HostSettings, RemoteHost
+from astraflow_raas.node.hardware import describe_hardware
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.node.node import Node, PolicyParts, PolicyTable
 from astraflow_raas.policies.mirror_source import MirrorSource
@@ -93,7 +94,8 @@ async def local_node(
     endpoint, served = Endpoint(), ServedEnvironments(settings.environment_addresses)
     async with AsyncClient(address) as client:
         found = await find_run(client, "", patience_s=5.0)
-        request = join_request(found, settings, node_id=node_id, incarnation=incarnation)
+        hardware = describe_hardware(settings)
+        request = join_request(found, settings, node_id=node_id, incarnation=incarnation, hardware=hardware)
         engines = {name: FakeEngine() for name in found.recipe.served_policies}
         parts = {name: _parts(name, engines[name], folder / name, metrics) for name in engines}
         inputs = NodeInputs(
@@ -127,5 +129,6 @@ def _parts(name: str, engine: FakeEngine, folder: Path, metrics: Metrics) -> Pol
     source = BytelessWeights(write_tokenizer(folder))
     weights = WeightSync(policy, source=source, metrics=metrics, evaluation_hold_s=5.0)
     settings = HostSettings(start_timeout_s=5.0, stall_s=5.0, first_backoff_s=0.05)
-    host = RemoteHost(policy, weights, lambda: engine, settings=settings, metrics=metrics)
-    return PolicyParts(policy=policy, weights=weights, host=host)
+    (replica,) = policy.engines
+    host = RemoteHost(policy, weights, lambda: engine, replica=replica, settings=settings, metrics=metrics)
+    return PolicyParts(policy=policy, weights=weights, hosts=[host])

@@ -62,7 +62,7 @@ async def served_policy(folder: Path, engine: FakeEngine, *, version: int = 0) -
     policy = ServedPolicy("solver")
     await policy.read_tokenizer(write_tokenizer(folder))
     engine.version = version
-    policy.engine_ready(engine, version=version)
+    policy.engines[0].ready(engine, version=version)
     return policy
 
 

@@ -240,6 +240,10 @@ def batch_of(step: int, *, base_version: int = 0) -> batch_pb2.Batch:
                 reward=float(index),
                 min_version=max(0, base_version - index),
                 max_version=base_version,
+                role=POLICY,
+                source="sums",
+                member=1,
+                turn=index,
             )
             for index in range(BATCH_SIZE)
         ],

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from astraflow.plugins import VersionSpan
-from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.model.model import PolicyModel, Qwen3Shape, local_part
+from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
+from astraflow_trainer.model.model import ModelShape, PolicyModel, local_part
 
 VOCAB = 32
-TINY = Qwen3Shape(
+TINY = ModelShape(
     vocab_size=VOCAB,
     hidden_size=16,
     num_hidden_layers=1,
@@ -30,7 +30,7 @@ def make_row(
     *,
     logprobs: list[float] | None = None,
     reward: float = 0.0,
-    group: str = "g",
+    group: str | RowOrigin = "g",
     name: str = "t",
     temperature: float = 1.0,
 ) -> TrainingRow:
@@ -41,7 +41,7 @@ def make_row(
     behavior[mask] = [-1.0] * len(completion) if logprobs is None else logprobs
     return TrainingRow(
         trajectory_id=name,
-        group_id=group,
+        origin=RowOrigin(group) if isinstance(group, str) else group,
         token_ids=np.asarray(prompt + completion, dtype=np.int32),
         loss_mask=mask,
         behavior_logprobs=behavior,

@@ -6,6 +6,7 @@ must end with the same bits. Used by the tests of resume and of epochs.
 """
 
 import asyncio
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -278,3 +279,10 @@ def newest_checkpoint(work_dir: Path) -> tuple[int, dict[str, torch.Tensor]]:
         warnings.simplefilter("ignore")  # DCP warns that one process loads alone, which is the intent
         load_tensors(tensors, storage_reader=FileSystemReader(path), no_dist=True)
     return int(path.name.removeprefix("step-")), tensors
+
+
+def newest_baselines(work_dir: Path) -> dict[str, float]:
+    """The running baselines in the newest checkpoint."""
+    path = max((work_dir / "checkpoints").glob("step-*")) / "position.json"
+    baselines: dict[str, float] = json.loads(path.read_text())["baselines"]
+    return baselines

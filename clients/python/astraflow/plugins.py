@@ -579,7 +579,7 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardedRows:
-    """All N rows of a batch, those of every rank, in an order that means nothing."""
+    """All N rows of a batch that have this advantage, those of every rank, in an order that means nothing."""
 
     rewards: Sequence[float]
     groups: Sequence[int]

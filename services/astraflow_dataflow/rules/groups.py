@@ -7,7 +7,8 @@ group becomes ready or all of it is dropped for one reason. Called by `settling`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -39,6 +40,18 @@ class Rules:
 def group_id(task_id: str, *, policy_id: str, role: str) -> str:
     """Return the id of the group of one (policy, role) of a task; the role named like the policy may be left out."""
     return f"{task_id}/{policy_id}" if role in ("", policy_id) else f"{task_id}/{policy_id}/{role}"
+
+
+def placed_headers(episode: trajectory_pb2.Episode) -> Iterator[trajectory_pb2.TrajectoryHeader]:
+    """Yield copies of an episode's headers, in its order, that say which member and turn they are of."""
+    turns: Counter[tuple[str, str]] = Counter()
+    for item in episode.trajectories:
+        header = trajectory_pb2.TrajectoryHeader()
+        header.CopyFrom(item.header)
+        part = header.policy_id, header.role or header.policy_id
+        header.member, header.turn = episode.member, turns[part]
+        turns[part] += 1
+        yield header
 
 
 def groups_of(task_id: str, *, spec: bytes, headers: Mapping[str, bytes]) -> list[Group]:
@@ -122,17 +135,19 @@ def items_of(task_id: str, group: Group) -> batch_pb2.Batch:
     return batch_pb2.Batch(
         items=[
             batch_pb2.BatchItem(
-                trajectory_id=trajectory.trajectory_id,
+                trajectory_id=header.trajectory_id,
                 group_id=group.group_id,
                 task_id=task_id,
-                num_tokens=trajectory.num_tokens,
-                num_trainable_tokens=trajectory.num_trainable_tokens,
-                reward=trajectory.reward,
-                min_version=trajectory.min_version,
-                max_version=trajectory.max_version,
+                num_tokens=header.num_tokens,
+                num_trainable_tokens=header.num_trainable_tokens,
+                reward=header.reward,
+                min_version=header.min_version,
+                max_version=header.max_version,
                 role=group.role,
                 source=group.task.source,
+                member=header.member,
+                turn=header.turn,
             )
-            for trajectory in group.trajectories
+            for header in cast("tuple[trajectory_pb2.TrajectoryHeader, ...]", group.trajectories)
         ]
     )

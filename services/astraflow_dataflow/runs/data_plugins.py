@@ -69,12 +69,14 @@ class DataPlugins:
     def make(cls, recipe: Recipe, source: RecipeSource) -> DataPlugins:
         """Make what the recipe names. Raises PluginError."""
         flow, seed, names = recipe.dataflow, recipe.run.seed, Counter[tuple[str, str]]()
+        advantages = recipe.advantages
 
         def made(kind: str, settings: PluginSettings, protocol: type[P]) -> DataPlugin[P]:
             names[kind, settings.use] += 1
             number = names[kind, settings.use]
             state = PluginState()
-            plugin = make(settings, protocol=protocol, source=source, seed=seed, state=state)
+            offered = {"seed": seed, "state": state, "advantages": advantages}
+            plugin = make(settings, protocol=protocol, source=source, **offered)
             name = settings.use if number == 1 else f"{settings.use}#{number}"
             # Its constructor named the state, and so was given one; a function or an object was not.
             kept = state if "state" in inspect.signature(type(plugin).__init__).parameters else None

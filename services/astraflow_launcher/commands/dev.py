@@ -24,6 +24,7 @@ from astraflow_launcher.view.live import LineView, LiveView, QuietView, View
 from astraflow_launcher.view.metrics_file import to_json
 from astraflow_launcher.view.observation import parse_goal
 from astraflow_launcher.view.summary import Summary, as_table
+from astraflow_raas.settings import NodeSettings
 from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store, probe_create_only
 
@@ -59,7 +60,13 @@ def dev(
     timeout: Annotated[
         float | None, typer.Option(min=1, metavar="SECONDS", help="End training after this time.")
     ] = None,
-    nodes: Annotated[int, typer.Option(min=0, max=64, help="RaaS nodes, each with an engine.")] = 1,
+    nodes: Annotated[
+        int, typer.Option(min=0, max=64, help="RaaS nodes, each with an engine per policy.")
+    ] = 1,
+    serve: Annotated[
+        str,
+        typer.Option(metavar="POLICY=N,…", help="Engines of each policy on each node: solver=2,verifier=1."),
+    ] = "",
     trainer_ranks: Annotated[
         int, typer.Option(min=1, max=64, help="Processes of each policy's trainer, which share its batches.")
     ] = 1,
@@ -96,6 +103,9 @@ def dev(
         raise InvalidArgumentError(
             "--nodes 0 leaves no node to run tasks; give at least 1, or --without raas"
         )
+    if serve:
+        # Refused here rather than by the first node: nothing has been started yet.
+        load(NodeSettings, {"join": "127.0.0.1:1", "serve": serve}).engines_of(loaded.recipe.served_policies)
     goal = parse_goal(until, subjects=_subjects(loaded.recipe)) if until else None
     if store:
         # Refused here rather than by the trainer, after servers were started and a model was warmed up.
@@ -106,6 +116,7 @@ def dev(
         loaded=loaded,
         folder=folder,
         num_nodes=nodes,
+        serve=serve,
         trainer_ranks=trainer_ranks,
         redis_url=redis,
         store_uri=store,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from astraflow.errors import InternalError, InvalidArgumentError, UnavailableError
-from astraflow_kit.lifecycle import Addresses, ExitCode, read_address_file
+from astraflow_kit.lifecycle import Addresses, ExitCode, failure_in, read_address_file
 from astraflow_kit.log import get_logger
 from astraflow_kit.parent import dying_with_us
 
@@ -145,17 +145,20 @@ class Child:
         if self.exit_code in _FATAL or len(self._recent) > self.spec.max_restarts:
             # What a child calls wrong use is the user's to mend, here as there.
             kind = InvalidArgumentError if self.exit_code == ExitCode.USAGE else InternalError
-            raise kind(
-                f"{self.spec.name} ended with status {self.exit_code} and will not be started again.\n"
-                f"The end of its log {self.spec.log_path}:\n{self.log_tail()}"
-            )
+            ended = f"{self.spec.name} ended with status {self.exit_code} and will not be started again"
+            failure = failure_in(self._end_of_log()) if self.exit_code in _FATAL else None
+            if failure is not None:
+                raise kind(f"{ended}: {': '.join(failure)}\nIts log: {self.spec.log_path}")
+            raise kind(f"{ended}.\nThe end of its log {self.spec.log_path}:\n{self.log_tail()}")
 
     def log_tail(self) -> str:
         """The last lines of the child's log."""
+        return "\n".join(f"  {line}" for line in self._end_of_log()) or "  (empty)"
+
+    def _end_of_log(self) -> list[str]:
         if not self.spec.log_path.exists():
-            return "  (empty)"
-        lines = self.spec.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        return "\n".join(f"  {line}" for line in lines)
+            return []
+        return self.spec.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
 
     async def stop(self, *, grace_s: float) -> None:
         """Ask the child to drain, and end its process group when it has not within `grace_s`."""

@@ -1,6 +1,6 @@
 """Joins calls that wait at the same moment into one engine request.
 
-Invariant: a call waits only for a place in the engine or for calls with the same key, and never for a timer: what is
+Invariant: a call waits only for a place in an engine or for calls with the same key, and never for a timer: what is
 queued is sent in the next turn of the loop, unless `max_requests` of that key are in flight, whose first answer then
 sends all that has queued up. An HTTP request costs milliseconds on both sides, as much as a short call itself, so
 hundreds of short calls share a few requests; a cancelled call is aborted in the engine and the others go on. Called by
@@ -9,7 +9,7 @@ hundreds of short calls share a few requests; a cancelled call is aborted in the
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from collections.abc import Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from astraflow.errors import AstraflowError
 from astraflow_kit.log import get_logger
 from astraflow_raas.engine.base import Engine, EngineRefused, GenerateCall, Generation
+from astraflow_raas.engine.replicas import Places, Replicas
 
 log = get_logger(__name__)
 
@@ -28,14 +29,14 @@ class _Pending:
 
 
 class CallBatcher:
-    """Sends calls through the engine that `engine` returns once one is ready. Owned by one event loop.
+    """Sends calls to the engines that have places for them. Owned by one event loop.
 
     `max_requests` bounds the requests in flight of one key: more of them means less waiting for neighbours,
     fewer means less overhead per call.
     """
 
-    def __init__(self, engine: Callable[[], Awaitable[Engine]], *, max_requests: int = 4) -> None:
-        self._engine = engine
+    def __init__(self, replicas: Replicas, *, max_requests: int) -> None:
+        self._replicas = replicas
         self._max_requests = max_requests
         self._in_flight: Counter[Hashable] = Counter()
         self._queues: dict[Hashable, list[_Pending]] = {}
@@ -86,10 +87,9 @@ class CallBatcher:
         waiting, sent = list(batch), list[asyncio.Task[None]]()
         try:
             while waiting:
-                engine = await self._engine()
-                rank, taken = await engine.slots.take(partial(_num_wanted, waiting))
-                sent.append(self._spawn(self._ask(engine, waiting[:taken], rank=rank)))
-                del waiting[:taken]
+                places = await self._replicas.take(partial(_num_wanted, waiting))
+                sent.append(self._spawn(self._ask(places, waiting[: places.number])))
+                del waiting[: places.number]
             await asyncio.gather(*sent)
         except AstraflowError as error:
             _fail(waiting, error)
@@ -98,21 +98,24 @@ class CallBatcher:
                 pending.answer.cancel()
             raise
 
-    async def _ask(self, engine: Engine, batch: Sequence[_Pending], *, rank: int) -> None:
+    async def _ask(self, places: Places, batch: Sequence[_Pending]) -> None:
+        if not batch:
+            return
         try:
             for pending in batch:
-                self._abort_when_cancelled(pending, engine=engine)
-            answers = await engine.generate([pending.call for pending in batch], rank=rank)
+                self._abort_when_cancelled(pending, engine=places.engine)
+            answers = await places.engine.generate([pending.call for pending in batch], rank=places.rank)
         except EngineRefused as error:
             self._refused(batch, error)
         except AstraflowError as error:
             _fail(batch, error)
         else:
+            places.replica.answered()
             for pending, answer in zip(batch, answers, strict=True):
                 if not pending.answer.done():
                     pending.answer.set_result(answer)
         finally:
-            engine.slots.give_back(rank, len(batch))
+            self._replicas.give_back(places)
 
     def _refused(self, batch: Sequence[_Pending], error: EngineRefused) -> None:
         """Nothing was sampled: find the culprit by sending each call alone, so that the others do not pay for

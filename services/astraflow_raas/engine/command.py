@@ -7,6 +7,7 @@ scheduling with sampling, so every token it samples is attributable. `process` r
 
 import asyncio
 import importlib.util
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCommand:
-    """How to start the engine of one policy. `kind` is `astraflow_engine` or `sglang`."""
+    """How to start one engine of a policy. `kind` is `astraflow_engine` or `sglang`."""
 
     kind: str
     python: Path
@@ -74,16 +75,23 @@ class EngineCommand:
         return [*args, *(["--dp-size", str(copies)] if copies > 1 else [])]
 
 
-def share_gpus(gpus: Sequence[int], policies: Sequence[str], *, tp_size: int) -> dict[str, tuple[int, ...]]:
-    """The GPUs of each policy's engine: equal shares in order. Raises InvalidArgumentError when they do not come out
-    even."""
-    share, rest = divmod(len(gpus), len(policies))
+def share_gpus(
+    gpus: Sequence[int], engines: Mapping[str, int], *, tp_size: int
+) -> dict[str, list[tuple[int, ...]]]:
+    """The GPUs of each engine, by policy: equal shares in order. `engines` says how many each policy has.
+
+    Raises InvalidArgumentError when they do not come out even.
+    """
+    number = sum(engines.values())
+    share, rest = divmod(len(gpus), max(1, number))
     if gpus and (rest or share % tp_size):
+        wanted = ", ".join(f"{name}={each}" for name, each in engines.items())
         raise InvalidArgumentError(
-            f"--engine-gpus names {len(gpus)} GPUs for {len(policies)} policies ({', '.join(policies)}) and "
-            f"--engine-tp-size is {tp_size}; give every policy the same number, a multiple of {tp_size}"
+            f"--engine-gpus names {len(gpus)} GPUs for {number} engines ({wanted}) and --engine-tp-size is {tp_size}; "
+            f"give every engine the same number, a multiple of {tp_size}"
         )
-    return {name: tuple(gpus[index * share : (index + 1) * share]) for index, name in enumerate(policies)}
+    shares = (tuple(gpus[index * share : (index + 1) * share]) for index in itertools.count())
+    return {name: list(itertools.islice(shares, number)) for name, number in engines.items()}
 
 
 async def require_engine(kind: str, *, python: Path | None) -> None:

@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from astraflow_kit.family import ending_with_us
+from astraflow_kit.lifecycle import ExitCode, failure_in
 from astraflow_kit.log import get_logger
 from astraflow_kit.ports import LOOPBACK, free_port
 from astraflow_raas.engine.base import EngineUnavailable
 from astraflow_raas.engine.command import EngineCommand
 from astraflow_raas.engine.http import HttpEngine
+from astraflow_raas.engine.server_info import EngineUnsuitable
 from astraflow_raas.settings import child_environment
 
 log = get_logger(__name__)
 
+_INVALID_MODEL = "INVALID_MODEL"
+"""With which the CPU engine ends; a port that was taken just now has another reason and is worth another try."""
 _POLL_S = 0.1
 _TERM_GRACE_S = 5.0
 _KILL_GRACE_S = 5.0
@@ -42,7 +46,9 @@ class EngineProcess:
         return self.child.returncode is None
 
     async def wait_healthy(self, *, timeout_s: float) -> None:
-        """Return once the engine can sample. Raises EngineUnavailable when it died or took too long."""
+        """Return once the engine can sample. Raises EngineUnsuitable when it refused its model, EngineUnavailable when
+        it died or took too long.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while not await self._healthy():  # noqa: ASYNC110 - another process has no event to wait for
@@ -72,11 +78,13 @@ class EngineProcess:
 
     def log_tail(self) -> str:
         """The end of the log and where the whole of it is, for error messages."""
+        return "\n".join([*self._end_of_log()[-_LOG_TAIL_LINES:], f"(its whole log: {self.log_path})"])
+
+    def _end_of_log(self) -> list[str]:
         with self.log_path.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
             stream.seek(max(0, stream.tell() - _LOG_TAIL_BYTES))
-            lines = stream.read().decode(errors="replace").strip().splitlines()
-        return "\n".join([*lines[-_LOG_TAIL_LINES:], f"(its whole log: {self.log_path})"])
+            return stream.read().decode(errors="replace").strip().splitlines()
 
     def _signal(self, send: Callable[[int, int], None], number: signal.Signals) -> None:
         try:
@@ -86,6 +94,9 @@ class EngineProcess:
 
     async def _healthy(self) -> bool:
         if not self.alive:
+            reason, message = failure_in(self._end_of_log()) or ("", "")
+            if self.child.returncode == ExitCode.USAGE and reason == _INVALID_MODEL:
+                raise EngineUnsuitable(f"the engine cannot serve the model: {message}")
             raise EngineUnavailable(f"the engine ended with code {self.child.returncode}:\n{self.log_tail()}")
         try:
             await self.engine.check_health()

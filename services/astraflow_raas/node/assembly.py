@@ -21,10 +21,12 @@ from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.command import EngineCommand, share_gpus
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import start_engine
+from astraflow_raas.engine.replicas import Replica
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.node.engine_host import ChildHost, HostSettings, Launch, RemoteHost
 from astraflow_raas.node.folder import NodeFolder
 from astraflow_raas.node.joining import FoundRun
+from astraflow_raas.node.load_watch import LoadWatch
 from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node, PolicyParts, PolicyTable, node_state
 from astraflow_raas.policies.external_model import ExternalModel, endpoints_of
@@ -98,7 +100,9 @@ def spared_policies(inputs: NodeInputs) -> frozenset[str]:
 def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -> Node:
     """Put a node together from its policies and its pusher, and let them hear of what was announced already."""
     session = _session(inputs, policies, pusher)
-    worker = _worker(inputs, policies, pusher, session)
+    load = _load_watch(inputs, policies, session)
+    worker = _worker(inputs, policies, pusher, session, load)
+    load.on_change = worker.state_changed
     for part in policies.parts.values():
         part.policy.on_change = worker.state_changed
     pusher.on_change = worker.state_changed
@@ -113,6 +117,7 @@ def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -
         scorer=inputs.workflow.scorer,
         session=session,
         pusher=pusher,
+        load=load,
         worker=worker,
     )
 
@@ -148,7 +153,20 @@ def _externals(inputs: NodeInputs) -> dict[str, ExternalModel]:
     return found
 
 
-def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: Session) -> Worker:
+def _load_watch(inputs: NodeInputs, policies: PolicyTable, session: Session) -> LoadWatch:
+    recipe = inputs.found.recipe
+    return LoadWatch(
+        {name: part.policy for name, part in policies.parts.items()},
+        episodes=lambda: session.num_running,
+        most_episodes=inputs.request.max_concurrent_tasks,
+        group_size=recipe.dataflow.group_size,
+        episode_timeout_s=recipe.raas.episode_timeout_s,
+    )
+
+
+def _worker(
+    inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: Session, load: LoadWatch
+) -> Worker:
     hooks = WorkerHooks(
         announce=policies.announce,
         data_lost=pusher.push_recent_again,
@@ -162,21 +180,21 @@ def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: 
         joined=inputs.joined,
         group_size=inputs.found.recipe.dataflow.group_size,
         runner=session,
-        state=lambda: node_state(policies, pusher),
+        state=lambda: node_state(policies, pusher, load),
         hooks=hooks,
         metrics=inputs.metrics,
     )
 
 
-def gpus_of(settings: NodeSettings, policies: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """The GPUs of each policy's engine. Raises InvalidArgumentError."""
+def gpus_of(settings: NodeSettings, policies: Iterable[str]) -> dict[str, list[tuple[int, ...]]]:
+    """The GPUs of each engine of each policy; empty where the engine chooses. Raises InvalidArgumentError."""
     gpus = [int(number) for number in settings.engine_gpus.split(",") if number]
     if gpus and settings.engine != SGLANG_ENGINE:
         raise InvalidArgumentError(
             f"--engine-gpus is for --engine {SGLANG_ENGINE}, which this node starts itself; the engine is "
             f"{settings.engine}"
         )
-    return share_gpus(gpus, tuple(policies), tp_size=settings.engine_tp_size)
+    return share_gpus(gpus, settings.engines_of(policies), tp_size=settings.engine_tp_size)
 
 
 class _PolicyMaker:
@@ -192,9 +210,13 @@ class _PolicyMaker:
         self._mirrors = mirrors
 
     async def make(self, name: str) -> PolicyParts:
-        alone = len(self._inputs.found.recipe.served_policies) == 1
+        policies = self._inputs.found.recipe.served_policies
+        gpus = gpus_of(self._settings, policies)[name]
         policy = ServedPolicy(
-            name, timeline=self._inputs.timeline, patience_s=math.inf if alone else _ENGINE_PATIENCE_S
+            name,
+            num_engines=len(gpus),
+            timeline=self._inputs.timeline,
+            patience_s=math.inf if len(policies) == 1 else _ENGINE_PATIENCE_S,
         )
         weights = WeightSync(
             policy,
@@ -202,7 +224,11 @@ class _PolicyMaker:
             metrics=self._inputs.metrics,
             evaluation_hold_s=self._settings.evaluation_hold_s,
         )
-        return PolicyParts(policy=policy, weights=weights, host=self._host(policy, weights))
+        hosts = [
+            self._host(policy, weights, replica, own)
+            for replica, own in zip(policy.engines, gpus, strict=True)
+        ]
+        return PolicyParts(policy=policy, weights=weights, hosts=hosts)
 
     def _source(self, name: str) -> MirrorSource:
         run_id = self._inputs.request.run_id
@@ -218,7 +244,9 @@ class _PolicyMaker:
             open_mirror=open_mirror,
         )
 
-    def _host(self, policy: ServedPolicy, weights: WeightSync) -> ChildHost | RemoteHost:
+    def _host(
+        self, policy: ServedPolicy, weights: WeightSync, replica: Replica, gpus: tuple[int, ...]
+    ) -> ChildHost | RemoteHost:
         settings = HostSettings(
             start_timeout_s=self._settings.engine_start_timeout_s,
             stall_s=self._stall_s,
@@ -226,9 +254,11 @@ class _PolicyMaker:
         )
         metrics = self._inputs.metrics
         if "://" in self._settings.engine:
-            return RemoteHost(policy, weights, self._connect, settings=settings, metrics=metrics)
-        launch = self._launch(policy.policy_id)
-        return ChildHost(policy, weights, launch, settings=settings, metrics=metrics)
+            return RemoteHost(
+                policy, weights, self._connect, replica=replica, settings=settings, metrics=metrics
+            )
+        launch = self._launch(policy.policy_id, number=replica.number, gpus=gpus)
+        return ChildHost(policy, weights, launch, replica=replica, settings=settings, metrics=metrics)
 
     @property
     def _stall_s(self) -> float:
@@ -254,7 +284,7 @@ class _PolicyMaker:
             control_timeout_s=self._stall_s,
         )
 
-    def _launch(self, name: str) -> Launch:
+    def _launch(self, name: str, *, number: int, gpus: tuple[int, ...]) -> Launch:
         command = EngineCommand(
             kind=self._settings.engine,
             python=self._settings.engine_python or Path(sys.executable),
@@ -262,8 +292,8 @@ class _PolicyMaker:
             max_running_requests=min(_MAX_ENGINE_SLOTS, self._inputs.request.max_concurrent_tasks),
             num_threads=self._settings.engine_threads,
             seed=self._inputs.found.recipe.run.seed,
-            gpus=gpus_of(self._settings, self._inputs.found.recipe.policies)[name],
+            gpus=gpus,
             tp_size=self._settings.engine_tp_size,
         )
-        log_path = self._folder.engine_log(name)
+        log_path = self._folder.engine_log(name, number)
         return partial(start_engine, command, log_path=log_path, connect=self._engine_at)

@@ -1,4 +1,4 @@
-"""Keeps one engine up for one policy: brings it up with the current weights, watches it, brings up the next
+"""Keeps one engine of a policy up: brings it up with the current weights, watches it, brings up the next
 one.
 
 Invariant: calls flow only while an engine is healthy and serves a known version; a dead or stuck engine is
@@ -18,6 +18,8 @@ from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import Engine, EngineFaulty, EngineUnavailable
 from astraflow_raas.engine.process import EngineProcess
+from astraflow_raas.engine.replicas import Replica
+from astraflow_raas.engine.server_info import EngineUnsuitable
 from astraflow_raas.loops import LoopService
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
@@ -62,23 +64,20 @@ class _Host(LoopService, Generic[StartT]):
         weights: WeightSync,
         start: StartT,
         *,
+        replica: Replica,
         settings: HostSettings,
         metrics: Metrics,
     ) -> None:
         super().__init__()
         self._start = start
         self._policy = policy
+        self._replica = replica
         self._weights = weights
         self._settings = settings
         self._metrics = metrics
         self._was_ready = False
         self.num_restarts = 0
         """Engines that were lost since the node started."""
-
-    @property
-    def waiting_for(self) -> str:
-        """`engine_start` while there is no engine, else empty."""
-        return "" if self._policy.engine is not None else "engine_start"
 
     async def _loop(self) -> None:
         loop, failures = asyncio.get_running_loop(), 0
@@ -101,13 +100,20 @@ class _Host(LoopService, Generic[StartT]):
 
     def _ready(self, engine: Engine, *, version: int) -> None:
         self._was_ready = True
-        self._policy.engine_ready(engine, version=version)
-        log.info("engine.ready", version=version)
+        self._replica.ready(engine, version=version)
+        self._policy.timeline.mark(Stage.ENGINE_READY)
+        log.info("engine.ready", engine=self._replica.number, version=version)
 
     def _lost(self, error: AstraflowError) -> None:
         self.num_restarts += 1
         self._metrics.increment("astraflow_raas_engine_losses_total", policy=self._policy.policy_id)
-        log.error("engine.lost", reason=error.reason, message=error.message, calls=self._policy.num_calls)
+        log.error(
+            "engine.lost",
+            engine=self._replica.number,
+            reason=error.reason,
+            message=error.message,
+            calls=self._replica.num_calls,
+        )
 
     def _backoff_s(self, failures: int) -> float:
         backoff = RetryPolicy(first_wait_s=self._settings.first_backoff_s, max_wait_s=_MAX_BACKOFF_S)
@@ -118,8 +124,8 @@ class _Host(LoopService, Generic[StartT]):
         a probe can tell.
         """
         loop, stall_s = asyncio.get_running_loop(), self._settings.stall_s
-        silent_s = loop.time() - self._policy.last_answer_s
-        if not self._policy.num_calls or silent_s < stall_s / 4 or self._policy.changing.locked():
+        silent_s = loop.time() - self._replica.last_answer_s
+        if not self._replica.num_calls or silent_s < stall_s / 4 or self._replica.is_swapping:
             return
         # Long answers are no fault: the engine only has to show that it still makes tokens.
         try:
@@ -127,9 +133,9 @@ class _Host(LoopService, Generic[StartT]):
                 await engine.check_health()
         except TimeoutError:
             raise EngineUnavailable(
-                f"calls run, and the engine has made no token for {loop.time() - self._policy.last_answer_s:.1f} s"
+                f"calls run, and the engine has made no token for {loop.time() - self._replica.last_answer_s:.1f} s"
             ) from None
-        self._policy.last_answer_s = loop.time()
+        self._replica.answered()
 
 
 class ChildHost(_Host[Launch]):
@@ -141,23 +147,32 @@ class ChildHost(_Host[Launch]):
             async with self._weights.loading() as held:
                 self._policy.timeline.mark(Stage.ENGINE_LAUNCHED)
                 process = await self._start(model_dir=held.directory, version=held.version)
-                await process.wait_healthy(timeout_s=self._settings.start_timeout_s)
+                await self._wait_healthy(process)
                 await process.engine.introduce()
                 await _require_version(process.engine, held.version)
                 await self._weights.prove(process.engine, version=held.version)
                 self._ready(process.engine, version=held.version)
             await self._until_lost(process)
         finally:
-            self._policy.engine_lost()
+            self._replica.lost()
             if process is not None:
                 await asyncio.shield(process.end())
+
+    async def _wait_healthy(self, process: EngineProcess) -> None:
+        try:
+            await process.wait_healthy(timeout_s=self._settings.start_timeout_s)
+        except EngineUnsuitable as error:
+            if not self._was_ready:
+                raise
+            # It has served this model: the folder is at fault, which another version mends.
+            raise EngineUnavailable(error.message) from error
 
     async def _until_lost(self, process: EngineProcess) -> None:
         """Raises EngineUnavailable once the process ended or stopped making tokens."""
         ended = asyncio.ensure_future(process.ended())
         try:
             while not (await asyncio.wait((ended,), timeout=self._settings.watch_s))[0]:
-                self._policy.require_trust()
+                self._replica.require_trust()
                 await self._prove_progress(process.engine)
         finally:
             ended.cancel()
@@ -183,16 +198,16 @@ class RemoteHost(_Host[Callable[[], Engine]]):
                 await asyncio.sleep(self._settings.watch_s)
                 await self._still_ours(engine)
         finally:
-            self._policy.engine_lost()
+            self._replica.lost()
             await engine.close()
 
     async def _still_ours(self, engine: Engine) -> None:
         """Its owner may have restarted it: then it serves other weights than we say. Raises EngineFaulty."""
-        self._policy.require_trust()
+        self._replica.require_trust()
         await self._prove_progress(engine)
-        before = self._policy.version
+        before = self._replica.version
         served = await engine.served_version()
-        changed_meanwhile = self._policy.changing.locked() or self._policy.version != before
+        changed_meanwhile = self._replica.is_swapping or self._replica.version != before
         if served != before and not changed_meanwhile:
             raise EngineFaulty(f"the engine serves version {served} now, this node gave it version {before}")
 

@@ -41,9 +41,9 @@ class NodeFolder:
         """What was pushed and answered, when the setting asks for it."""
         return self.path / "pushes.jsonl"
 
-    def engine_log(self, policy_id: str) -> Path:
-        """Where an engine's output goes."""
-        return self.path / f"engine-{policy_id}.log"
+    def engine_log(self, policy_id: str, number: int = 1) -> Path:
+        """Where the output of a policy's engine goes; engines count from 1."""
+        return self.path / f"engine-{policy_id}{f'-{number}' if number > 1 else ''}.log"
 
     def mirror(self, run_id: str, policy_id: str, *, root: Path | None) -> Path:
         """Where the mirror of one policy is, below `root` when given."""

@@ -1,8 +1,7 @@
-"""What this node serves of one policy at this moment: engine, version, tokenizer, and who needs that version.
+"""What this node serves of one policy at this moment: engines, version, tokenizer, and who needs that version.
 
-Invariant: calls are only sent while an engine is ready; `version` is what that engine really serves, so
-evaluation episodes pin it and a newer one waits for them. State only: `engine_host` brings engines up,
-`weight_sync` changes versions, `session` samples.
+Invariant: `version` is what every engine that takes calls really serves, so evaluation episodes pin it and a newer one
+waits for them. State only: `engine_host` brings engines up, `weight_sync` changes versions, `session` samples.
 """
 
 import asyncio
@@ -11,17 +10,17 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from astraflow.errors import AstraflowError, StateError
-from astraflow_kit.log import get_logger
-from astraflow_raas.engine.base import Engine, EngineDown, EngineUnavailable, GenerateCall, Generation
+from astraflow.errors import StateError
+from astraflow_raas.engine.base import EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.engine.batcher import CallBatcher
+from astraflow_raas.engine.replicas import Replica, Replicas
 from astraflow_raas.policies.tokenizer import Tokenizer, load_tokenizer
 from astraflow_raas.policies.vocabulary import check_call, check_generation, read_vocab_size
-from astraflow_raas.timeline import Stage, Timeline
-
-log = get_logger(__name__)
+from astraflow_raas.timeline import Timeline
 
 _LINGER_S = 0.25
+_MAX_REQUESTS = 4
+"""In flight to one engine, of calls that may share them."""
 
 
 class VersionUnavailable(StateError):
@@ -34,32 +33,32 @@ class ServedPolicy:
     """One policy of the run on this node. Owned by the event loop."""
 
     def __init__(
-        self, policy_id: str, *, timeline: Timeline | None = None, patience_s: float = math.inf
+        self,
+        policy_id: str,
+        *,
+        num_engines: int = 1,
+        timeline: Timeline | None = None,
+        patience_s: float = math.inf,
     ) -> None:
         """`patience_s` bounds how long calls wait for an engine, counted from the loss of the last one."""
         self.policy_id = policy_id
-        self._patience_s = patience_s
-        self._lost_s = math.inf
         self.is_needed = False
         """True once a workflow asked for it though its lease left it out, until an engine is ready again."""
         self.timeline = timeline or Timeline()
         """Where the stages of the node's start are noted."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called whenever the policy is served, lost, or served at another version."""
-        self.version: int | None = None
-        """Version the engine serves; None before the first."""
+        """Called whenever an engine is ready, lost, or serves another version."""
         self.num_tokens = 0
         """Tokens sampled since the process started."""
-        self.changing = asyncio.Lock()
-        """Held while an engine starts or swaps weights, so that the two never meet."""
-        self.last_answer_s = 0.0
-        """Loop time of the last sign that the engine makes tokens: an answer to a call or to a probe."""
-        self._engine: Engine | None = None
-        self._ready = asyncio.Event()
-        self._batcher = CallBatcher(self._ready_engine)
+        self._num_answers = 0
+        self.is_moving_on = False
+        """True while a newer version is about to take the place of the served one, which nobody may rely on then."""
+        self._replicas = Replicas(
+            policy_id, number=num_engines, patience_s=patience_s, on_change=self._engines_changed
+        )
+        self._batcher = CallBatcher(self._replicas, max_requests=_MAX_REQUESTS * num_engines)
         self._tokenizer: Tokenizer | None = None
         self._vocab_size = 0
-        self._doubt: AstraflowError | None = None
         self._num_pins = 0
         self._num_calls = 0
         self._unpinned = asyncio.Event()
@@ -74,14 +73,29 @@ class ServedPolicy:
         return self._tokenizer
 
     @property
-    def engine(self) -> Engine | None:
-        """The engine, when one is ready."""
-        return self._engine if self._ready.is_set() else None
+    def engines(self) -> tuple[Replica, ...]:
+        """Its engines, those that are lost at the moment too."""
+        return self._replicas.all
+
+    @property
+    def is_served(self) -> bool:
+        """Whether an engine takes calls."""
+        return bool(self._replicas.in_service)
+
+    @property
+    def version(self) -> int | None:
+        """Version that the engines serve; None before the first."""
+        return self._replicas.version
 
     @property
     def num_calls(self) -> int:
         """Calls waiting for an answer."""
         return self._num_calls
+
+    @property
+    def tokens_per_call(self) -> float:
+        """Mean length of the answers so far; 0 before the first."""
+        return self.num_tokens / max(1, self._num_answers)
 
     @property
     def num_pins(self) -> int:
@@ -92,16 +106,14 @@ class ServedPolicy:
         """Sample one call; waits for an engine. Raises the errors of `engine.base`."""
         if self._vocab_size:
             check_call(call, vocab_size=self._vocab_size)
-        if not self._num_calls:
-            self.last_answer_s = asyncio.get_running_loop().time()
         self._num_calls += 1
         try:
             generation = await self._batcher.generate(call, key=key)
         finally:
             self._num_calls -= 1
         self.check(call, generation)
-        self.last_answer_s = asyncio.get_running_loop().time()
         self.num_tokens += len(generation.token_ids)
+        self._num_answers += 1
         return generation
 
     def check(self, call: GenerateCall, generation: Generation) -> None:
@@ -113,7 +125,7 @@ class ServedPolicy:
     def pinned(self, version: int) -> Iterator[None]:
         """Keep `version` in place while the block runs. Raises VersionUnavailable when it is not served
         now."""
-        if self.version != version or not self._ready.is_set() or self.changing.locked():
+        if self.version != version or not self.is_served or self.is_moving_on:
             serves = "nothing yet" if self.version is None else f"version {self.version}"
             raise VersionUnavailable(
                 f"policy {self.policy_id!r}: version {version} is required, this node serves {serves}"
@@ -149,49 +161,11 @@ class ServedPolicy:
             self._vocab_size = await asyncio.to_thread(read_vocab_size, model_dir)
             self._tokenizer = await asyncio.to_thread(load_tokenizer, model_dir)
 
-    def engine_ready(self, engine: Engine, *, version: int) -> None:
-        """An engine serves `version`: calls flow."""
-        self._engine, self.version, self._doubt = engine, version, None
-        self._lost_s, self.is_needed = math.inf, False
-        self._ready.set()
-        self.timeline.mark(Stage.ENGINE_READY)
-        self.on_change()
-
-    def engine_lost(self) -> None:
-        """The engine is gone: calls wait for the next one."""
-        if self._ready.is_set():
-            self._lost_s = asyncio.get_running_loop().time()
-        self._ready.clear()
-        self.on_change()
-
-    def distrust(self, error: AstraflowError) -> None:
-        """Nobody knows what the engine samples with: calls wait until its host has brought up the next one."""
-        self._doubt = error
-        self.engine_lost()
-
-    def require_trust(self) -> None:
-        """Raises the error for which the engine is not trusted."""
-        if self._doubt is not None:
-            raise self._doubt
-
-    def serves(self, version: int) -> None:
-        """The engine now serves `version`."""
-        self.version = version
-        self.on_change()
-
     async def close(self) -> None:
         """Cancel calls in flight."""
         await self._batcher.close()
 
-    async def _ready_engine(self) -> Engine:
-        while self._engine is None or not self._ready.is_set():
-            until_s = self._lost_s + self._patience_s
-            try:
-                async with asyncio.timeout_at(until_s if math.isfinite(until_s) else None):
-                    await self._ready.wait()
-            except TimeoutError:
-                down_s = asyncio.get_running_loop().time() - self._lost_s
-                raise EngineDown(
-                    f"policy {self.policy_id!r} has had no engine here for {down_s:.1f} s; the node starts another one"
-                ) from None
-        return self._engine
+    def _engines_changed(self) -> None:
+        if self.is_served:
+            self.is_needed = False
+        self.on_change()

@@ -21,6 +21,7 @@ from astraflow_kit import failpoints
 from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import Engine, EngineDoubtful
+from astraflow_raas.engine.replicas import Replica
 from astraflow_raas.loops import LoopService
 from astraflow_raas.policies.canary import Canary, sample_a_little
 from astraflow_raas.policies.mirror_source import MirrorSource
@@ -72,6 +73,10 @@ class WeightSync(LoopService):
         self._announced: version_pb2.Version | None = None
         self._news = asyncio.Event()
         self._has_weights = asyncio.Event()
+        self._may_load = asyncio.Lock()
+        self._num_loading = 0
+        self._nobody_loads = asyncio.Event()
+        self._nobody_loads.set()
         self.num_verification_failures = 0
         """Versions refused because their bytes did not verify."""
         self.fault: version_pb2.WeightFault | None = None
@@ -109,21 +114,38 @@ class WeightSync(LoopService):
 
     @asynccontextmanager
     async def loading(self) -> AsyncIterator[Hold]:
-        """The version to start an engine with: the mirror's. Waits for a whole one, which stays as it is, and nobody
-        else changes engines, until the block ends.
+        """The version to start an engine with: the mirror's. Waits for a whole one, which stays as it is, and no other
+        engine of the policy is given a newer one, until the block ends.
         """
-        while True:
-            await self._has_weights.wait()
-            async with self._policy.changing:
-                held = self.source.try_hold()
-                if held is not None:
-                    try:
-                        yield held
-                    finally:
-                        held.release()
-                    return
-            # It is being repaired.
+        await self._has_weights.wait()
+        while (held := await self._begin_loading()) is None:  # noqa: ASYNC110 - another thread repairs it
             await asyncio.sleep(_HOLD_POLL_S)
+        try:
+            yield held
+        finally:
+            held.release()
+            self._num_loading -= 1
+            if not self._num_loading:
+                self._nobody_loads.set()
+
+    async def _begin_loading(self) -> Hold | None:
+        async with self._may_load:
+            held = self.source.try_hold()
+            if held is not None:
+                self._num_loading += 1
+                self._nobody_loads.clear()
+            return held
+
+    @asynccontextmanager
+    async def _moving_on(self) -> AsyncIterator[None]:
+        """Nobody begins to rely on the served version, and no engine is being started, while the block runs."""
+        self._policy.is_moving_on = True
+        try:
+            async with self._may_load:
+                await self._nobody_loads.wait()
+                yield
+        finally:
+            self._policy.is_moving_on = False
 
     async def _loop(self) -> None:
         """Fetch and activate the newest announced version, again and again."""
@@ -145,9 +167,9 @@ class WeightSync(LoopService):
         with correlated(policy_id=announced.policy_id, version=announced.version):
             try:
                 await self._prefetch(announced)
-                if self._policy.engine is not None or self._policy.num_pins:
+                if self._policy.is_served or self._policy.num_pins:
                     await self._wait_for_evaluations()
-                async with self._policy.changing:
+                async with self._moving_on():
                     await self._activate(announced.version, await self._fetch(announced))
             except AstraflowError as error:
                 if not self._has_weights.is_set() and isinstance(error, _FATAL_AT_START):
@@ -182,10 +204,13 @@ class WeightSync(LoopService):
 
     async def _activate(self, version: int, model_dir: Path) -> None:
         await self._policy.read_tokenizer(model_dir)
-        engine = self._policy.engine
-        # Without an engine there is nothing to swap: the next one is started with what the mirror holds.
-        if engine is not None and self._policy.version != version:
-            await self._swap(engine)
+        # Engines that are down are started with what the mirror holds.
+        behind = [
+            each for each in self._policy.engines if each.engine is not None and each.version != version
+        ]
+        faults = await asyncio.gather(*map(self._swap, behind), return_exceptions=True)
+        for fault in filter(None, faults):
+            raise fault
         if not self._has_weights.is_set():
             self._policy.timeline.mark(Stage.WEIGHTS)
             self._has_weights.set()
@@ -201,24 +226,28 @@ class WeightSync(LoopService):
                 "weights.evaluation_overrun", pins=self._policy.num_pins, waited_s=self._evaluation_hold_s
             )
 
-    async def _swap(self, engine: Engine) -> None:
+    async def _swap(self, replica: Replica) -> None:
         failpoints.hit("raas.activate")
-        started_s = time.monotonic()
+        started_s, engine = time.monotonic(), replica.engine
+        assert engine is not None, "only engines that are up are given weights"
         held = await self._hold()
+        replica.is_swapping = True
         try:
             await engine.swap(model_dir=held.directory, version=held.version)
             await self.prove(engine, version=held.version)
         except EngineDoubtful as error:
-            self._policy.distrust(error)
+            replica.distrust(error)
             # Its answers are not believed any more, those under way neither.
             await engine.close()
             raise
         finally:
+            replica.is_swapping = False
             held.release()
         took_s = time.monotonic() - started_s
-        self._policy.serves(held.version)
+        if replica.engine is engine:
+            replica.serves(held.version)
         self._metrics.observe("astraflow_raas_swap_seconds", took_s, policy=self._policy.policy_id)
-        log.info("weights.activated", seconds=round(took_s, 4))
+        log.info("weights.activated", seconds=round(took_s, 4), engine=replica.number)
         failpoints.hit("raas.activated")
 
     async def _hold(self) -> Hold:

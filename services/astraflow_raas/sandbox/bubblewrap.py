@@ -37,7 +37,9 @@ class Sandbox:
     tmp_mb: int = 32
 
     def argv(self) -> list[str]:
-        """The command line of one harness."""
+        """The command line of one harness. Start it as the leader of a session: one kill of its process group then
+        ends it at any instant.
+        """
         start = _START.format(str(_INSIDE if self.isolated else HARNESS.parent.parent))
         return [*(self._walls() if self.isolated else ()), str(self.python), "-I", "-S", "-c", start]
 
@@ -45,9 +47,10 @@ class Sandbox:
         home = self.python.parent.parent
         own = ["--ro-bind", str(home), str(home)] if not home.is_relative_to("/usr") else []
         devices = [f"/dev/{name}" for name in ("null", "zero", "urandom")]
+        # No --new-session: its inner process would leave the group before it dies with the outer one.
         return [
             "bwrap",
-            *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
+            *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
             *(
                 "--clearenv",
                 "--setenv",

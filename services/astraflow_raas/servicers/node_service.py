@@ -57,7 +57,7 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
 
 def _versions(name: str, part: PolicyParts) -> list[node_service_pb2.NodeVersion]:
     mirrored = part.weights.source.version
-    serving = part.policy.version if part.policy.engine is not None else None
+    serving = part.policy.version if part.policy.is_served else None
     newest = part.weights.announced_version
     known = {number for number in (mirrored, serving, newest) if number is not None}
     return [
@@ -85,6 +85,9 @@ def node_status(node: Node) -> node_service_pb2.StatusResponse:
         policies=[_served(name, part) for name, part in sorted(node.policies.parts.items())],
         waiting_for=node.waiting_for,
         draining=node.worker.draining,
+        max_episodes=node.load.allowance.episodes,
+        bounded_by=node.load.allowance.bounded_by,
+        engine_loads=node.load.loads,
     )
 
 
@@ -99,4 +102,12 @@ def _served(name: str, part: PolicyParts) -> node_service_pb2.ServedPolicy:
         snapshot_bytes_fetched=fetched.snapshot_bytes,
         delta_bytes_fetched=fetched.delta_bytes,
         verification_failures=part.weights.num_verification_failures,
+        engines=[
+            node_service_pb2.PolicyEngine(
+                version=replica.version if replica.engine is not None else None,
+                calls=replica.num_calls,
+                restarts=host.num_restarts,
+            )
+            for replica, host in zip(part.policy.engines, part.hosts, strict=True)
+        ],
     )

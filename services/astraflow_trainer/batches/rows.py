@@ -13,7 +13,21 @@ from numpy.typing import NDArray
 from astraflow.plugins import VersionSpan
 from astraflow.trajectories import check_columns, check_reward, check_trainable
 
-__all__ = ["TrainingRow", "VersionSpan"]
+__all__ = ["RowOrigin", "TrainingRow", "VersionSpan"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrigin:
+    """What a row comes from: by this, rows are compared with one another."""
+
+    task_id: str
+    role: str = ""
+    member: int = 0
+    """Which episode of the task."""
+    turn: int = 0
+    """Position among the rows of its episode and role."""
+    source: str = ""
+    """Source of the task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,8 +35,7 @@ class TrainingRow:
     """One trajectory of T tokens, exactly as sampled. Raises BadTrajectory when a rule is broken."""
 
     trajectory_id: str
-    group_id: str
-    """The rows that share a baseline: one task and one role (never the prompt alone)."""
+    origin: RowOrigin
     token_ids: NDArray[np.int32]
     """int32[T], prompt and observations included."""
     loss_mask: NDArray[np.bool_]

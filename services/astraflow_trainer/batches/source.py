@@ -30,7 +30,7 @@ from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
-from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 
 log = get_logger(__name__)
 
@@ -343,7 +343,7 @@ def _row(item: batch_pb2.BatchItem, trajectory: trajectory_pb2.Trajectory) -> Tr
     columns = decode_columns(trajectory)
     return TrainingRow(
         trajectory_id=item.trajectory_id,
-        group_id=item.group_id,
+        origin=RowOrigin(item.task_id, item.role, item.member, item.turn, item.source),
         token_ids=columns.token_ids,
         loss_mask=columns.loss_mask,
         behavior_logprobs=columns.logprobs,

@@ -1,4 +1,4 @@
-"""Checkpoints of the trainer: masters, moments, schedule position and random state, in DCP format.
+"""Checkpoints of the trainer: masters, moments, schedule position, running baselines and random state, in DCP format.
 
 Saving has two halves: `stage` copies memory on the training thread, `write` makes the copy durable from any
 thread. Invariant: a directory named `step-…` is complete (everything in it was synced before the rename that
@@ -10,9 +10,9 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from astraflow_kit import failpoints
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _PREFIX = "step-"
 _PARTIAL = ".partial-"
 _DOOMED = ".doomed-"
@@ -49,6 +49,8 @@ class Position:
     """Committed steps: the position in the learning-rate schedule."""
     learning_rate: float | None = None
     """Peak that an operator set; None while the recipe's is in force."""
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    """Running baselines of advantages after `step`, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,7 +96,14 @@ class CheckpointStore:
         """Drop checkpoints of later steps; a collective."""
         self._as_first(lambda: self._drop([later for later in self.steps() if later > step]))
 
-    def stage(self, optimizer: MasterOptimizer, *, step: int, version: int) -> StagedCheckpoint:
+    def stage(
+        self,
+        optimizer: MasterOptimizer,
+        *,
+        step: int,
+        version: int,
+        baselines: Mapping[str, float] | None = None,
+    ) -> StagedCheckpoint:
         """Copy what a resume needs; costs one memory copy of masters and moments."""
         tensors = {name: tensor.detach().clone() for name, tensor in optimizer.state().items()}
         tensors[self._random_state_name()] = torch.get_rng_state()
@@ -103,6 +112,7 @@ class CheckpointStore:
             version=version,
             optimizer_steps=optimizer.num_steps,
             learning_rate=optimizer.changed_learning_rate,
+            baselines=dict(baselines or {}),
         )
         return StagedCheckpoint(position=position, tensors=tensors)
 

@@ -29,9 +29,11 @@ _PREFIX = "causal_lm."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3Shape:
-    """A Qwen3 model built from numbers. Field names and meaning are those of its config.json."""
+class ModelShape:
+    """A dense model built from numbers. Field names and meaning are those of its config.json."""
 
+    model_type: str = "qwen3"
+    """`llama`, `qwen2` or `qwen3`."""
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -112,15 +114,15 @@ class PolicyModel(nn.Module):
             yield name.removeprefix(_PREFIX), parameter
 
 
-def build_causal_lm(shape: Qwen3Shape, *, seed: int) -> transformers.PreTrainedModel:
-    """A Qwen3 model with random fp32 weights that depend on `shape` and `seed` only."""
+def build_causal_lm(shape: ModelShape, *, seed: int) -> transformers.PreTrainedModel:
+    """A model with random fp32 weights that depend on `shape` and `seed` only."""
     fields = asdict(shape)
     rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
-    config = transformers.Qwen3Config(**fields, rope_parameters=rope, bos_token_id=None)
+    config = transformers.AutoConfig.for_model(**fields, rope_parameters=rope, bos_token_id=None)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
 
-        model = transformers.Qwen3ForCausalLM(config).float()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return cast("transformers.PreTrainedModel", model)
 
 

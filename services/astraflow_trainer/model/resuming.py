@@ -8,8 +8,8 @@ session carries on from what it returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from astraflow_kit.log import get_logger
@@ -35,7 +35,13 @@ class Resumable(Protocol):
         """Load the newest checkpoint, at step `at_most` or before; None when there is none."""
 
     def go_back(
-        self, weights: ShardedModel, *, step: int, checkpoint: int | None, learning_rate: float | None
+        self,
+        weights: ShardedModel,
+        *,
+        step: int,
+        checkpoint: int | None,
+        learning_rate: float | None,
+        baselines: Mapping[str, float],
     ) -> None:
         """Take up published weights, with the optimizer of a checkpoint or a fresh one."""
 
@@ -61,6 +67,8 @@ class PendingRollback:
     """Step of the checkpoint that holds exactly these weights."""
     learning_rate: float | None
     """Peak that an operator had set."""
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    """Running baselines of that checkpoint, else of the newest one: they never start from 0 again."""
 
 
 def take_up(
@@ -87,6 +95,7 @@ def take_up(
         step=finished_step,
         checkpoint=back.checkpoint,
         learning_rate=back.learning_rate,
+        baselines=back.baselines,
     )
     log.warning(
         "policy.went_back",
@@ -114,11 +123,13 @@ def pending_rollback(
     if newest is not back and step < durable_step:
         return None
     roots = {item.version: item.model_root for item in versions}
-    same = [at.step for at in positions if roots.get(at.version) == newest.model_root]
+    same = [at for at in positions if roots.get(at.version) == newest.model_root]
+    held = same[-1:] or positions[-1:]
     assert back.rollback_of is not None
     return PendingRollback(
         version=newest.version,
         rollback_of=back.rollback_of,
-        checkpoint=same[-1] if same else None,
+        checkpoint=same[-1].step if same else None,
         learning_rate=positions[-1].learning_rate if positions else None,
+        baselines=held[0].baselines if held else {},
     )

@@ -1,20 +1,23 @@
 """Advantages: how rewards become the weights of a policy gradient.
 
-Owns every normalisation of rewards, as a pure function of (rewards, group keys, settings) over the whole
-batch. Invariant: a group whose rewards are all equal gets advantages of exactly 0 whenever a group baseline
-is subtracted, and is flagged. Called by the training step once per batch.
+Owns every normalisation of rewards, as a pure function of (rewards, origins, settings, running baselines) over all
+rows of a batch that have the same settings. Invariant: a group whose rewards are all equal gets advantages of exactly
+0 whenever a group baseline is subtracted, and is flagged; only a group of one may get its reward instead, where the
+settings say so. The order of rows changes no bit. Called by `estimators`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from astraflow.recipe.algorithm import AdvantageSettings, Baseline, Scale
+from astraflow.recipe.advantage import AdvantageSettings, Baseline, Scale, Singleton
+from astraflow_trainer.batches.rows import RowOrigin
+from astraflow_trainer.step.groups import FloatArray, Samples, baseline_names, mean, samples_of
 
-FloatArray: TypeAlias = NDArray[np.float64]
+__all__ = ["Advantages", "compute_advantages", "flagged"]
 
 # Rewards this close, relative to their size, are equal: averaging equal numbers leaves a residue of this
 # order.
@@ -31,87 +34,100 @@ class Advantages:
     """bool[N]; True for members of a group whose rewards are all equal (a group of one included)."""
     num_groups: int
     num_zero_variance_groups: int
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    """The running baselines that this batch changed, as they are after it."""
 
 
 def compute_advantages(
     rewards: Sequence[float] | FloatArray,
     *,
-    group_keys: Sequence[Hashable],
-    settings: AdvantageSettings | Callable[[FloatArray], FloatArray],
+    origins: Sequence[RowOrigin],
+    settings: AdvantageSettings,
+    baselines: Mapping[str, float] | None = None,
 ) -> Advantages:
-    """Advantages of a whole batch. Raises ValueError when keys and rewards differ in number or a reward is
-    not finite.
+    """Advantages of all rows with these settings. Raises ValueError when origins and rewards differ in number or a
+    reward is not finite.
 
-    `group_keys[i]` names the group of `rewards[i]`; members need not be adjacent. Settings may be a function of all
-    rewards.
+    `baselines` are the running baselines before this batch, by name; one that is not there is 0.
     """
     values = np.asarray(rewards, dtype=np.float64)
-    if len(values) != len(group_keys):
-        raise ValueError(f"{len(values)} rewards and {len(group_keys)} group keys; give one key per reward")
+    if len(values) != len(origins):
+        raise ValueError(f"{len(values)} rewards and {len(origins)} origins; give one origin per reward")
     if not np.isfinite(values).all():
         raise ValueError(f"{np.count_nonzero(~np.isfinite(values))} of {len(values)} rewards are not finite")
-    groups = _members(group_keys)
-    flat = [_all_equal(values[members]) for members in groups]
-    zero_variance = np.zeros(len(values), dtype=bool)
-    for members, is_flat in zip(groups, flat, strict=True):
+    samples = samples_of(values, origins=origins, settings=settings)
+    subtracted, changed = _baselines(samples, settings=settings), dict[str, float]()
+    if settings.baseline is Baseline.RUNNING:
+        names = baseline_names([origins[row] for row in samples.first_row], settings=settings)
+        subtracted, changed = _running(samples, names=names, before=baselines or {}, decay=settings.decay)
+    advantages = (samples.values - subtracted) / _scales(samples, settings=settings)
+    return flagged(advantages[samples.of_row], samples=samples, baselines=changed)
+
+
+def flagged(
+    values: FloatArray, *, samples: Samples, baselines: Mapping[str, float] | None = None
+) -> Advantages:
+    """Return `values`, one per row, with what is to be known of the groups of `samples`."""
+    flat = [_all_equal(samples.values[members]) for members in samples.groups]
+    zero_variance = np.zeros(len(samples.values), dtype=bool)
+    for members, is_flat in zip(samples.groups, flat, strict=True):
         zero_variance[members] = is_flat
-    if isinstance(settings, AdvantageSettings):
-        centred = values - _baselines(values, groups=groups, baseline=settings.baseline)
-        advantages = centred / _scales(values, groups=groups, settings=settings)
-    else:
-        advantages = settings(values)
     return Advantages(
-        values=advantages,
-        zero_variance=zero_variance,
-        num_groups=len(groups),
+        values=values,
+        zero_variance=zero_variance[samples.of_row],
+        num_groups=len(flat),
         num_zero_variance_groups=sum(flat),
+        baselines=baselines or {},
     )
-
-
-def _members(group_keys: Sequence[Hashable]) -> list[NDArray[np.intp]]:
-    positions: dict[Hashable, list[int]] = {}
-    for position, key in enumerate(group_keys):
-        positions.setdefault(key, []).append(position)
-    return [np.asarray(members, dtype=np.intp) for members in positions.values()]
 
 
 def _all_equal(rewards: FloatArray) -> bool:
     return bool(np.ptp(rewards) <= _EQUAL_RTOL * np.abs(rewards).max())
 
 
-def _baselines(values: FloatArray, *, groups: list[NDArray[np.intp]], baseline: Baseline) -> FloatArray:
-    if baseline is Baseline.NONE or not len(values):
-        return np.zeros_like(values)
-    if baseline is Baseline.BATCH:
-        return values if _all_equal(values) else np.full_like(values, values.mean())
-    result = np.empty_like(values)
-    for members in groups:
-        rewards = values[members]
-        if baseline is Baseline.LEAVE_ONE_OUT:
-            result[members] = _others_mean(rewards)
-        else:
-            # The mean of equal numbers can differ from them in the last bit; their advantage must be exactly
-            # 0.
-            result[members] = rewards if _all_equal(rewards) else rewards.mean()
+def _baselines(samples: Samples, *, settings: AdvantageSettings) -> FloatArray:
+    values, baseline = samples.values, settings.baseline
+    result = np.zeros_like(values)
+    if baseline is Baseline.BATCH and len(values):
+        return values if _all_equal(values) else np.full_like(values, mean(values))
+    if baseline in (Baseline.GROUP, Baseline.LEAVE_ONE_OUT):
+        for members in samples.groups:
+            result[members] = _of_group(values[members], settings=settings)
     return result
 
 
-def _others_mean(rewards: FloatArray) -> FloatArray:
-    if len(rewards) == 1:
+def _of_group(rewards: FloatArray, *, settings: AdvantageSettings) -> FloatArray:
+    if len(rewards) == 1 and settings.singleton is Singleton.REWARD:
         return np.zeros(1)
+    # The mean of equal numbers can differ from them in the last bit; their advantage must be exactly 0.
     if _all_equal(rewards):
         return rewards
+    if settings.baseline is Baseline.LEAVE_ONE_OUT:
+        others: FloatArray = (math.fsum(rewards) - rewards) / (len(rewards) - 1)
+        return others
+    return np.full_like(rewards, mean(rewards))
 
-    others: FloatArray = (rewards.sum() - rewards) / (len(rewards) - 1)
-    return others
+
+def _running(
+    samples: Samples, *, names: Sequence[str], before: Mapping[str, float], decay: float
+) -> tuple[FloatArray, dict[str, float]]:
+    """Baselines as they were before this batch, which is what is subtracted, and as they are after it."""
+    result, after = np.zeros_like(samples.values), dict[str, float]()
+    for members in samples.groups:
+        name = names[members[0]]
+        kept = decay ** len(members)
+        result[members] = before.get(name, 0.0)
+        after[name] = kept * before.get(name, 0.0) + (1 - kept) * mean(samples.values[members])
+    return result, after
 
 
-def _scales(values: FloatArray, *, groups: list[NDArray[np.intp]], settings: AdvantageSettings) -> FloatArray:
+def _scales(samples: Samples, *, settings: AdvantageSettings) -> FloatArray:
+    values = samples.values
     result = np.ones_like(values)
     if settings.scale is Scale.BATCH and len(values):
         result[:] = _scale(values, settings=settings)
     elif settings.scale is Scale.GROUP:
-        for members in groups:
+        for members in samples.groups:
             result[members] = _scale(values[members], settings=settings)
     return result
 
@@ -119,4 +135,5 @@ def _scales(values: FloatArray, *, groups: list[NDArray[np.intp]], settings: Adv
 def _scale(rewards: FloatArray, *, settings: AdvantageSettings) -> float:
     if _all_equal(rewards):
         return 1.0
-    return float(rewards.std(ddof=1 if settings.unbiased else 0)) + settings.eps
+    squares = math.fsum((rewards - mean(rewards)) ** 2)
+    return math.sqrt(squares / (len(rewards) - settings.unbiased)) + settings.eps

@@ -6,8 +6,8 @@ by the loss kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from astraflow.errors import PluginError
 from astraflow.plugins import Advantage, Loss, RewardedRows, TrainedTokens
+from astraflow.recipe.advantage import AdvantageSettings, AnyAdvantage
 from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_kit.plugins import RecipeSource, describe, make
@@ -74,21 +75,40 @@ class PluginAdvantage:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlugins:
-    """What of an algorithm is the recipe's own; None is one of ours."""
+    """What of an algorithm is the recipe's own, None is one of ours; and the advantages of single roles."""
 
     advantage: PluginAdvantage | None = None
     loss: PluginLoss | None = None
+    advantage_of_role: Mapping[str, AdvantageSettings | PluginAdvantage] = field(default_factory=dict)
+    """Where a role has an advantage of its own."""
 
     @classmethod
-    def made(cls, algorithm: AlgorithmSettings, *, source: RecipeSource) -> StepPlugins:
-        """Make what the algorithm names. Raises PluginError."""
-        advantage, loss = algorithm.advantage, algorithm.loss
-        own_advantage, own_loss = None, None
-        if isinstance(advantage, PluginSettings):
-            own_advantage = PluginAdvantage(advantage.use, make(advantage, protocol=Advantage, source=source))
+    def made(
+        cls,
+        algorithm: AlgorithmSettings,
+        *,
+        source: RecipeSource,
+        roles: Mapping[str, AnyAdvantage | PluginSettings] | None = None,
+    ) -> StepPlugins:
+        """Make what the algorithm and the `roles` name. Raises PluginError."""
+        advantage, loss, own_loss = _advantage(algorithm.advantage, source=source), algorithm.loss, None
         if isinstance(loss, PluginSettings):
             own_loss = PluginLoss(loss.use, make(loss, protocol=Loss, source=source))
-        return cls(advantage=own_advantage, loss=own_loss)
+        return cls(
+            advantage=advantage if isinstance(advantage, PluginAdvantage) else None,
+            loss=own_loss,
+            advantage_of_role={
+                role: _advantage(given, source=source) for role, given in (roles or {}).items()
+            },
+        )
+
+
+def _advantage(
+    given: AnyAdvantage | PluginSettings, *, source: RecipeSource
+) -> AdvantageSettings | PluginAdvantage:
+    if isinstance(given, PluginSettings):
+        return PluginAdvantage(given.use, make(given, protocol=Advantage, source=source))
+    return given
 
 
 def _shape(result: object) -> str:

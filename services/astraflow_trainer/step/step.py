@@ -6,22 +6,21 @@ packing, micro-batching or the number of ranks; and a step that a guard skips le
 schedule untouched. Called by the trainer's loop.
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 
 import torch
 
-from astraflow.recipe.algorithm import AdvantageSettings, AlgorithmSettings, KlReference, ProximalAnchor
+from astraflow.recipe.algorithm import AlgorithmSettings, KlReference, ProximalAnchor
+from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_trainer.batches.packing import MicroBatch, filler, pack
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.model import PolicyModel, TokenScores
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
-from astraflow_trainer.step.advantages import FloatArray, compute_advantages
+from astraflow_trainer.step.estimators import Estimator, RankedRows, batch_advantages, role_metrics
 from astraflow_trainer.step.losses import (
     LossInputs,
     LossMetrics,
@@ -92,6 +91,8 @@ class StepMetrics:
     """Upper clip bound in use: the ratio is at most 1 + clip_high; 0 where the trust region has none."""
     loss: LossMetrics | None
     """None when nothing was computed."""
+    of_roles: Mapping[str, float] = field(default_factory=dict)
+    """Rewards and advantages of each role, and running baselines after the step, by the names of their curves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,6 +107,7 @@ class _Plan:
     num_groups: int
     num_zero_variance_groups: int
     reward_mean: float
+    of_roles: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,15 +126,17 @@ def train_step(
     settings: StepSettings,
     ranks: Ranks | None = None,
     reference: PolicyModel | None = None,
+    baselines: dict[str, float] | None = None,
 ) -> StepMetrics:
     """Train on this rank's `rows` of one batch; every rank calls it with its own share (which may be empty).
 
+    `baselines` are the running baselines, by name: they become those after this batch, also when the step is skipped.
     `reference` is the frozen model of a KL term with `KlReference.MODEL`. Raises ValueError when it is
     missing, or when a row is longer than `tokens_per_microbatch`.
     """
     ranks = ranks or OneRank()
     _check_reference(settings.algorithm, reference=reference)
-    plan = _plan(rows, settings=settings, ranks=ranks)
+    plan = _plan(rows, settings=settings, ranks=ranks, baselines={} if baselines is None else baselines)
     if plan.counts.num_tokens == 0:
         return _metrics(plan, optimizer=optimizer, skip_reason=SkipReason.NO_SIGNAL)
     learning_rate = optimizer.learning_rate
@@ -161,20 +165,20 @@ def _check_reference(settings: AlgorithmSettings, *, reference: PolicyModel | No
         raise ValueError("the KL term compares with a reference model; pass it, or use KlReference.BEHAVIOR")
 
 
-def _plan(rows: Sequence[TrainingRow], *, settings: StepSettings, ranks: Ranks) -> _Plan:
+def _plan(
+    rows: Sequence[TrainingRow], *, settings: StepSettings, ranks: Ranks, baselines: dict[str, float]
+) -> _Plan:
     algorithm = settings.algorithm
-    rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
-    keys = torch.tensor([_group_key(row.group_id) for row in rows], dtype=torch.int64)
     # A group may be spread over ranks, and so may a batch-wide baseline: all ranks normalise all rewards.
-    all_rewards = ranks.gather(rewards)
-    all_keys = ranks.gather(keys).tolist()
-    all_advantages = compute_advantages(
-        all_rewards.numpy(),
-        group_keys=all_keys,
-        settings=_advantage(rows, settings=settings, group_keys=all_keys, ranks=ranks),
+    everybody = RankedRows.gathered(rows, ranks=ranks)
+    all_advantages = batch_advantages(
+        everybody,
+        default=_default(settings),
+        of_role=settings.plugins.advantage_of_role,
+        baselines=baselines,
     )
-    mine = _slice_of_rank(len(rows), ranks=ranks)
-    advantages = torch.from_numpy(all_advantages.values[mine])
+    baselines.update(all_advantages.baselines)
+    advantages = torch.from_numpy(all_advantages.values[everybody.mine])
     kept = torch.ones_like(advantages, dtype=torch.bool)
     if algorithm.drop_zero_advantage and algorithm.kl is None:
         kept = advantages != 0
@@ -189,35 +193,19 @@ def _plan(rows: Sequence[TrainingRow], *, settings: StepSettings, ranks: Ranks) 
         if num_tokens
         else torch.zeros(0),
         counts=counts,
-        num_rows=len(all_rewards),
+        num_rows=len(everybody.rewards),
         num_groups=all_advantages.num_groups,
         num_zero_variance_groups=all_advantages.num_zero_variance_groups,
-        reward_mean=float(all_rewards.mean()) if len(all_rewards) else 0.0,
+        reward_mean=float(everybody.rewards.mean()) if len(everybody.rewards) else 0.0,
+        of_roles=role_metrics(everybody, all_advantages),
     )
 
 
-def _advantage(
-    rows: Sequence[TrainingRow], *, settings: StepSettings, group_keys: list[int], ranks: Ranks
-) -> AdvantageSettings | Callable[[FloatArray], FloatArray]:
-    """The settings, or the recipe's own advantage over the rows of all ranks. A collective."""
-    own = settings.plugins.advantage
-    if own is None:
-        assert isinstance(settings.algorithm.advantage, AdvantageSettings), "make the plug-in and pass it"
-        return settings.algorithm.advantage
-    lengths = ranks.gather(torch.tensor([row.num_trained_tokens for row in rows], dtype=torch.int64))
-    return partial(own.of, groups=group_keys, lengths=lengths.tolist())
-
-
-def _group_key(group_id: str) -> int:
-    """A number that names the group on every rank; collectives carry no text."""
-    return int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _slice_of_rank(num_rows: int, *, ranks: Ranks) -> slice:
-    counts = torch.zeros(ranks.size, dtype=torch.int64)
-    counts[ranks.index] = num_rows
-    start = int(ranks.sum(counts)[: ranks.index].sum())
-    return slice(start, start + num_rows)
+def _default(settings: StepSettings) -> Estimator:
+    """What roles without an advantage of their own have."""
+    given = settings.plugins.advantage or settings.algorithm.advantage
+    assert not isinstance(given, PluginSettings), "make the plug-in and pass it"
+    return given
 
 
 def _micro_batches(rows: Sequence[TrainingRow], *, settings: StepSettings, ranks: Ranks) -> list[MicroBatch]:
@@ -333,4 +321,5 @@ def _metrics(
         clip_low=getattr(region, "low", 0.0),
         clip_high=getattr(region, "high", 0.0),
         loss=loss,
+        of_roles=plan.of_roles,
     )

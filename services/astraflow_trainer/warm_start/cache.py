@@ -21,7 +21,7 @@ from types import ModuleType
 from transformers import PreTrainedTokenizerFast
 
 from astraflow_trainer.model import logprobs, model, tokenizer
-from astraflow_trainer.model.model import Qwen3Shape, build_causal_lm, save_causal_lm
+from astraflow_trainer.model.model import ModelShape, build_causal_lm, save_causal_lm
 from astraflow_trainer.model.tokenizer import TokenizerSettings, train_tokenizer
 from astraflow_trainer.warm_start import training as warm_start
 from astraflow_trainer.warm_start.training import (
@@ -40,7 +40,7 @@ _REPORT_FILE = "warm_start.json"
 class InitialModel:
     """Everything that the initial weights depend on."""
 
-    shape: Qwen3Shape
+    shape: ModelShape
     """`vocab_size`, `eos_token_id` and `pad_token_id` are replaced by the tokenizer's."""
     tokenizer: TokenizerSettings
     warm_start: WarmStartSettings

@@ -17,7 +17,7 @@ from astraflow.plugins import Demonstrations
 from astraflow.recipe import ArchitectureSettings, ModelSettings
 from astraflow_kit.plugins import make
 from astraflow_trainer.joined_run import JoinedRun
-from astraflow_trainer.model.model import Qwen3Shape
+from astraflow_trainer.model.model import ModelShape
 from astraflow_trainer.model.tokenizer import TokenizerSettings, render_chat
 from astraflow_trainer.warm_start.cache import InitialModel, digest_of, prepare_initial_model
 from astraflow_trainer.warm_start.training import Example
@@ -117,7 +117,6 @@ class _Examples:
             )
 
 
-def _shape(architecture: ArchitectureSettings) -> Qwen3Shape:
-    fields = architecture.model_dump(exclude={"model_type"})
+def _shape(architecture: ArchitectureSettings) -> ModelShape:
     # The tokenizer decides the vocabulary; InitialModel replaces this.
-    return Qwen3Shape(vocab_size=1, **fields)
+    return ModelShape(vocab_size=1, **architecture.model_dump())

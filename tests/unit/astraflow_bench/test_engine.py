@@ -6,11 +6,11 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from astraflow_bench.engine import app
-from support.tiny_qwen import save_tiny_qwen
+from support.tiny_models import save_tiny_model
 
 
 def test_it_prints_a_line_per_engine_with_its_multiple(tmp_path: Path) -> None:
-    folder = save_tiny_qwen(tmp_path / "model")
+    folder = save_tiny_model(tmp_path / "model")
     sizes = "--num-prompts 2 --group-size 2 --num-new-tokens 3 --slots 4 --repeats 1"
     result = CliRunner().invoke(app, ["--model-path", str(folder), *sizes.split()])
     assert result.exit_code == 0, result.output

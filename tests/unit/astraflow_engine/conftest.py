@@ -7,7 +7,7 @@ import pytest
 
 from astraflow_engine.service import EngineService
 from astraflow_kit import failpoints
-from support import engine_parts, tiny_qwen
+from support import engine_parts, tiny_models
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def no_failpoint_stays_armed() -> Iterator[None]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The checkpoint of a tiny random model."""
-    return tiny_qwen.save_tiny_qwen(tmp_path / "model")
+    return tiny_models.save_tiny_model(tmp_path / "model")
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import pytest
 from astraflow_engine import assembly, core, errors, model_config
 from astraflow_engine.settings import EngineSettings
 from astraflow_kit.settings import SettingsError, load
-from support.tiny_qwen import TinyShape, save_tiny_qwen
+from support.tiny_models import TinyShape, save_tiny_model
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return save_tiny_qwen(tmp_path / "model", shape=TinyShape(max_positions=8_192))
+    return save_tiny_model(tmp_path / "model", shape=TinyShape(max_positions=8_192))
 
 
 def settings(folder: Path, **options: object) -> EngineSettings:
@@ -34,7 +34,7 @@ def test_a_context_beyond_the_model_s_positions_is_refused(folder: Path) -> None
 
 
 def test_a_cache_beyond_the_machine_s_memory_is_refused(tmp_path: Path) -> None:
-    folder = save_tiny_qwen(tmp_path / "long", shape=TinyShape(max_positions=2**22))
+    folder = save_tiny_model(tmp_path / "long", shape=TinyShape(max_positions=2**22))
     with pytest.raises(errors.ModelError, match="lower --max-running-requests or --context-length"):
         limits(folder, context_length=2**22, max_running_requests=1_024)
 

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from astraflow_engine import model_config, scheduler
 from astraflow_engine.core import CoreLimits, EngineCore
 from astraflow_engine.errors import CacheInUse
+from astraflow_engine.linear import Linear
 from astraflow_engine.requests import Completion, FinishKind, GenerateRequest, PauseMode, SamplingParams
 from astraflow_engine.weights import Weights, load_weights
-from support import manual_clock, tiny_qwen
+from support import manual_clock, tiny_models
 
 TOLERANCE = 1e-4
 LENGTHS = [5, 17, 9, 30, 1, 12, 26, 3, 20, 8]
@@ -26,20 +27,21 @@ class Model:
 
     config: model_config.ModelConfig
     weights: Weights
-    reference: Qwen3ForCausalLM
+    reference: PreTrainedModel
 
     @classmethod
-    def random(cls, folder: Path, *, seed: int) -> "Model":
-        config = model_config.load_model_config(tiny_qwen.save_tiny_qwen(folder, seed=seed))
-        return cls(config, load_weights(folder, config=config), tiny_qwen.load_reference(folder))
+    def random(cls, folder: Path, *, seed: int, model_type: str = "qwen3") -> "Model":
+        shape = tiny_models.TinyShape(model_type=model_type)
+        config = model_config.load_model_config(tiny_models.save_tiny_model(folder, seed=seed, shape=shape))
+        return cls(config, load_weights(folder, config=config), tiny_models.load_reference(folder))
 
     def greedy(self, prompt: Sequence[int], *, num_tokens: int = 12) -> tuple[int, ...]:
-        return tuple(tiny_qwen.reference_greedy(self.reference, prompt, num_tokens=num_tokens))
+        return tuple(tiny_models.reference_greedy(self.reference, prompt, num_tokens=num_tokens))
 
     def agrees(self, completion: Completion, *, temperature: float = 1.0) -> bool:
         """Whether the log-probs are those of transformers."""
         prompt, tokens = completion.request.prompt, completion.tokens
-        expected = tiny_qwen.reference_logprobs(self.reference, prompt, tokens, temperature=temperature)
+        expected = tiny_models.reference_logprobs(self.reference, prompt, tokens, temperature=temperature)
         return completion.logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -119,10 +121,12 @@ def spans(completion: Completion) -> list[tuple[str, int, int]]:
 # --- agreement
 
 
-def test_greedy_tokens_and_log_probs_agree_with_transformers(core: EngineCore, old: Model) -> None:
-    for completion in run(core, *asks(len(PROMPTS))).values():
-        assert completion.tokens == old.greedy(completion.request.prompt)
-        assert old.agrees(completion)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_greedy_tokens_and_log_probs_agree_with_transformers(tmp_path: Path, model_type: str) -> None:
+    model = Model.random(tmp_path, seed=0, model_type=model_type)
+    for completion in run(make_core(model), *asks(len(PROMPTS))).values():
+        assert completion.tokens == model.greedy(completion.request.prompt)
+        assert model.agrees(completion)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
@@ -191,10 +195,10 @@ def test_the_model_s_own_end_token_ends_unless_ignored(core: EngineCore) -> None
     going = [ask(str(seed), temperature=3.0, sampling_seed=seed, max_new_tokens=60) for seed in range(8)]
     ending = [replace(request, params=replace(request.params, ignore_eos=False)) for request in going]
     free, ended = run(core, *going), run(core, *ending)
-    assert any(completion.finish.matched_token == tiny_qwen.EOS for completion in ended.values())
+    assert any(completion.finish.matched_token == tiny_models.EOS for completion in ended.values())
     for rid, completion in ended.items():
         assert len(free[rid].tokens) == 60
-        assert tiny_qwen.EOS not in completion.tokens[:-1]
+        assert tiny_models.EOS not in completion.tokens[:-1]
         assert completion.tokens == free[rid].tokens[: len(completion.tokens)]
 
 
@@ -272,7 +276,7 @@ def test_a_flush_needs_an_idle_engine_and_forgets_prefixes(core: EngineCore) -> 
 def kept_across_swap(old: Model, new: Model) -> tuple[list[int], list[float]]:
     """Tokens and log-probs of a request that changes weights after 5 of its 12 tokens and keeps its cache."""
     models = old.reference, new.reference
-    return tiny_qwen.reference_greedy_across_swap(*models, PROMPTS[1], num_before=5, num_after=7)
+    return tiny_models.reference_greedy_across_swap(*models, PROMPTS[1], num_before=5, num_after=7)
 
 
 @pytest.mark.parametrize("paused", [False, True], ids=["between passes", "while paused in place"])
@@ -299,7 +303,7 @@ def test_a_retracted_request_is_recomputed_with_new_weights(core: EngineCore, ol
     conversation = (*PROMPTS[1], *old.greedy(PROMPTS[1], num_tokens=5))
     after = new.greedy(conversation, num_tokens=7)
     assert (*PROMPTS[1], *completion.tokens) == conversation + after
-    expected = tiny_qwen.reference_logprobs(new.reference, conversation, after)
+    expected = tiny_models.reference_logprobs(new.reference, conversation, after)
     assert completion.logprobs[5:] == pytest.approx(expected, abs=TOLERANCE)
     assert spans(completion) == [("0", 0, 5), ("1", 5, 12)]
     assert completion.num_retractions == 1
@@ -372,7 +376,7 @@ def test_an_abort_ends_only_what_it_names(core: EngineCore, old: Model) -> None:
 
 def test_nan_ends_the_request_and_spoils_nothing_after_it(core: EngineCore, old: Model) -> None:
     first, *others = old.weights.layers
-    layer = replace(first, qkv_DC=torch.full_like(first.qkv_DC, float("nan")))
+    layer = replace(first, qkv=Linear(torch.full((64, 32), float("nan"))))
     swap(core, replace(old, weights=replace(old.weights, layers=(layer, *others))))
     broken = run(core, *(ask(str(index), PROMPTS[3]) for index in range(4)))
     assert all(completion.finish.faulty and completion.tokens == () for completion in broken.values())

@@ -8,12 +8,12 @@ import torch
 
 from astraflow_engine.kv_cache import KvCache
 from astraflow_engine.model_config import ModelConfig, load_model_config
-from support.tiny_qwen import save_tiny_qwen
+from support.tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    return load_model_config(save_tiny_qwen(tmp_path_factory.mktemp("models") / "model"))
+    return load_model_config(save_tiny_model(tmp_path_factory.mktemp("models") / "model"))
 
 
 @pytest.fixture

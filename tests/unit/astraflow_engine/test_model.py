@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from astraflow_engine import kv_cache, model, model_config, weights
-from support.tiny_qwen import TinyShape, load_reference, save_tiny_qwen
+from support.tiny_models import TinyShape, load_reference, save_tiny_model
 
 TOLERANCE = 1e-4
 CAPACITY = 40
@@ -18,7 +18,7 @@ class Feeder:
     def __init__(self, folder: Path, *, num_slots: int = 6) -> None:
         config = model_config.load_model_config(folder)
         self.weights = weights.load_weights(folder, config=config)
-        self.model = model.Qwen3(config, num_positions=CAPACITY)
+        self.model = model.Decoder(config, num_positions=CAPACITY)
         self.cache = kv_cache.KvCache(config, num_slots=num_slots, capacity=CAPACITY)
 
     def extend(self, tokens: torch.Tensor, *, start: int, rows: list[int]) -> torch.Tensor:
@@ -27,7 +27,7 @@ class Feeder:
         places = {"positions_BN": positions, "write_at_BN": positions, "rows_B": torch.tensor(rows)}
         length = start + tokens.shape[1]
         hidden = self.model.extend(self.weights, self.cache, tokens_BN=tokens, length=length, **places)
-        return hidden @ self.weights.head_DV
+        return self.weights.head(hidden)
 
     def decode(self, tokens: torch.Tensor, *, position: int, idle: list[int]) -> torch.Tensor:
         """Logits [B, V] of one token for each leading row; idle rows write to the dump column."""
@@ -36,7 +36,7 @@ class Feeder:
         write_at[idle] = CAPACITY
         places = {"positions_B": positions, "write_at_B": write_at}
         hidden = self.model.decode(self.weights, self.cache, tokens_B=tokens, length=position + 1, **places)
-        return hidden @ self.weights.head_DV
+        return self.weights.head(hidden)
 
 
 SHAPES = [
@@ -45,13 +45,47 @@ SHAPES = [
     pytest.param(TinyShape(num_heads=4, num_kv_heads=4), id="one-to-one"),
     pytest.param(TinyShape(num_heads=4, num_kv_heads=1, head_dim=16), id="one-kv-head"),
     pytest.param(TinyShape(num_layers=4), id="deep"),
+    pytest.param(TinyShape(more={"attention_bias": True}), id="qwen3-biased"),
+    pytest.param(TinyShape(model_type="qwen2"), id="qwen2"),
+    pytest.param(TinyShape(model_type="qwen2", tied=False, head_dim=16), id="qwen2-wide-heads"),
+    pytest.param(TinyShape(model_type="llama", tied=False), id="llama"),
+    pytest.param(
+        TinyShape(model_type="llama", more={"attention_bias": True, "mlp_bias": True}), id="llama-biased"
+    ),
+    *(
+        pytest.param(TinyShape(model_type=family, head_dim=16, rope=rope), id=f"{family}-{rope['rope_type']}")
+        for family, rope in (
+            # Fast, slow and interpolated pairs within the 30 positions of the test.
+            (
+                "llama",
+                {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 48,
+                },
+            ),
+            ("llama", {"rope_type": "linear", "factor": 3.0}),
+            (
+                "qwen2",
+                {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                    "beta_fast": 4.0,
+                },
+            ),
+            ("qwen3", {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, "truncate": False}),
+        )
+    ),
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
 def test_logits_agree_with_transformers_through_prefill_and_decode(tmp_path: Path, shape: TinyShape) -> None:
-    folder = save_tiny_qwen(tmp_path / "model", shape=shape)
+    folder = save_tiny_model(tmp_path / "model", shape=shape)
     feeder, reference = Feeder(folder), load_reference(folder)
     tokens = torch.randint(3, 97, (4, 30), generator=torch.Generator().manual_seed(1))
     expected = reference(input_ids=tokens).logits

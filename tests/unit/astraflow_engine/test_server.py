@@ -1,21 +1,24 @@
 """Paths, status codes and SGLang's error shapes."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from astraflow_engine import api, server
+from astraflow_engine.model_config import load_model_config
 from astraflow_engine.service import EngineService
 from astraflow_kit import failpoints, metrics
 from support.engine_parts import DEADLINE_S
 
 
 @pytest.fixture
-async def client(service: EngineService) -> AsyncIterator[httpx.AsyncClient]:
+async def client(service: EngineService, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
     limits = api.ModelLimits(vocab_size=97, context_length=128)
-    model = server.ServedModel(limits=limits, settings={"max_running_requests": 4})
+    config = load_model_config(folder)
+    model = server.ServedModel(config=config, limits=limits, settings={"max_running_requests": 4})
     app = server.create_app(service, model=model, metrics=metrics.Metrics())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
@@ -75,6 +78,11 @@ async def test_a_refused_update_answers_in_the_update_s_shape(client: httpx.Asyn
     assert response.status_code == 400
     said = "weight_version is missing; name the version, or its tokens would carry the old version's name"
     assert response.json() == {"success": False, "message": said, "num_paused_requests": 0}
+
+
+async def test_model_information_names_the_family(client: httpx.AsyncClient) -> None:
+    info = (await client.get("/model_info")).json()
+    assert (info["model_type"], info["architectures"]) == ("qwen3", ["Qwen3ForCausalLM"])
 
 
 async def test_server_information_holds_settings_limits_and_state(client: httpx.AsyncClient) -> None:

@@ -14,7 +14,7 @@ from astraflow_engine.core import EngineCore
 from astraflow_engine.requests import Completion, FinishKind, GenerateRequest, PauseMode
 from astraflow_engine.service import EngineService
 from astraflow_kit import failpoints
-from support import engine_parts, tiny_qwen
+from support import engine_parts, tiny_models
 
 
 async def never() -> None:
@@ -159,7 +159,7 @@ async def test_an_idle_engine_proves_its_health_by_a_token(service: EngineServic
 
 
 async def test_concurrent_updates_take_turns(service: EngineService, tmp_path: Path) -> None:
-    folders = [tiny_qwen.save_tiny_qwen(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    folders = [tiny_models.save_tiny_model(tmp_path / str(seed), seed=seed) for seed in range(3)]
     await asyncio.gather(*(service.update_weights(update(f, weight_version=f.name)) for f in folders))
     stats = await service.stats()
     assert (stats.num_swaps, stats.weight_version) == (3, service.model_path.name)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from astraflow_engine.errors import ModelError
 from astraflow_engine.model_config import load_model_config
 from astraflow_engine.weights import Weights, expected_shapes, load_weights
-from support.tiny_qwen import TinyShape, save_tiny_qwen
+from support.tiny_models import TinyShape, matrix_of, save_tiny_model
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -29,8 +29,22 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
     save_file(held, folder / "model.safetensors")
 
 
-def test_every_expected_tensor_is_in_a_saved_checkpoint(tmp_path: Path) -> None:
-    folder = save_tiny_qwen(tmp_path / "untied", shape=TinyShape(tied=False))
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        TinyShape(tied=False),
+        TinyShape(more={"attention_bias": True}),
+        TinyShape(model_type="qwen2"),
+        TinyShape(model_type="llama", tied=False),
+        TinyShape(model_type="llama", more=BIASES),
+    ],
+    ids=["qwen3", "qwen3-biased", "qwen2", "llama", "llama-biased"],
+)
+def test_every_expected_tensor_is_in_a_saved_checkpoint(tmp_path: Path, shape: TinyShape) -> None:
+    folder = save_tiny_model(tmp_path / "model", shape=shape)
     held = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert held == expected_shapes(load_model_config(folder))
 
@@ -39,32 +53,27 @@ def test_numbers_are_those_of_the_file_in_fp32(folder: Path) -> None:
     weights = load(folder)
     saved = load_file(folder / "model.safetensors")
     assert weights.embedding_VD.dtype == torch.float32
-    assert torch.equal(weights.layers[1].down_FD.T, saved[DOWN].float())
-    assert torch.equal(weights.head_DV.T, saved["model.embed_tokens.weight"].float())
+    assert torch.equal(matrix_of(weights.layers[1].down, num_inputs=48), saved[DOWN].float())
+    assert torch.equal(matrix_of(weights.head, num_inputs=32), saved["model.embed_tokens.weight"].float())
 
 
 def test_fp32_files_are_rounded_to_bf16(folder: Path) -> None:
     exact = torch.full((32, 48), 1.0 + 2**-12)
     change(folder, **{DOWN: exact})
-    assert torch.equal(load(folder).layers[1].down_FD, torch.ones(48, 32))
+    assert torch.equal(matrix_of(load(folder).layers[1].down, num_inputs=48), torch.ones(32, 48))
 
 
 def test_a_sharded_checkpoint_loads_like_a_single_file(tmp_path: Path, folder: Path) -> None:
-    sharded = save_tiny_qwen(tmp_path / "sharded", max_shard_size="20KB")
+    sharded = save_tiny_model(tmp_path / "sharded", max_shard_size="20KB")
     assert not (sharded / "model.safetensors").exists()
-    assert torch.equal(load(sharded).layers[1].qkv_DC, load(folder).layers[1].qkv_DC)
+    assert torch.equal(*(matrix_of(load(one).layers[1].qkv, num_inputs=32) for one in (sharded, folder)))
 
 
 def test_loaded_tensors_do_not_change_with_the_file(folder: Path) -> None:
     weights = load(folder)
-    before = weights.layers[0].gate_up_DC.clone()
+    before = matrix_of(weights.layers[0].gate_up, num_inputs=32)
     (folder / "model.safetensors").write_bytes(b"\0" * (folder / "model.safetensors").stat().st_size)
-    assert torch.equal(weights.layers[0].gate_up_DC, before)
-
-
-def test_a_tied_head_shares_the_embedding_s_memory(tmp_path: Path, folder: Path) -> None:
-    untied = save_tiny_qwen(tmp_path / "untied", shape=TinyShape(tied=False))
-    assert load(untied).num_bytes - load(folder).num_bytes == 97 * 32 * 4
+    assert torch.equal(matrix_of(weights.layers[0].gate_up, num_inputs=32), before)
 
 
 WRONG_TENSORS = [
@@ -81,6 +90,17 @@ def test_a_wrong_tensor_is_refused_by_name(folder: Path, tensor: torch.Tensor | 
     with pytest.raises(ModelError, match=complaint) as refusal:
         load(folder)
     assert DOWN in refusal.value.message
+
+
+def test_frequencies_that_early_llama_checkpoints_carry_are_passed_over(folder: Path) -> None:
+    change(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert load(folder).num_bytes
+
+
+def test_a_bias_that_the_model_lacks_is_refused(folder: Path) -> None:
+    change(folder, **{"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})
+    with pytest.raises(ModelError, match=r"q_proj.bias' is not part of the model"):
+        load(folder)
 
 
 def test_an_unknown_tensor_is_refused(folder: Path) -> None:

@@ -182,3 +182,17 @@ def test_an_address_file_is_whole_and_leaves_no_draft(tmp_path: Path) -> None:
     lifecycle.write_address_file(path, addresses)
     assert lifecycle.read_address_file(path) == addresses
     assert list(tmp_path.iterdir()) == [path]
+
+
+FAILED = '{"event": "daemon.failed", "reason": "INVALID_MODEL", "message": "no Gemma"}'
+LOGS = [
+    (['{"event": "started"}', FAILED, "a line of a library"], ("INVALID_MODEL", "no Gemma")),
+    ([FAILED, '{"event": "daemon.failed", "exception": "Traceback"}'], None),
+    (["[1, 2]", "12:00 daemon.failed reason=INVALID_MODEL"], None),
+    ([], None),
+]
+
+
+@pytest.mark.parametrize(("lines", "failure"), LOGS, ids=["said", "a defect", "not JSON", "empty"])
+def test_the_end_of_a_log_says_why_a_daemon_failed(lines: list[str], failure: tuple[str, str] | None) -> None:
+    assert lifecycle.failure_in(lines) == failure

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from astraflow.errors import InvalidArgumentError
 from astraflow_kit.settings import SettingsError, load
 from astraflow_raas.settings import NodeSettings, child_environment
 
@@ -21,6 +22,9 @@ def test_an_address_is_all_it_takes() -> None:
         ({"join": "nowhere"}, "join"),
         ({"join": "h:1", "engine": "vllm"}, "astraflow_engine"),
         ({"join": "h:1", "node_id": "a b"}, "node_id"),
+        ({"join": "h:1", "serve": "solver"}, "serve"),
+        ({"join": "h:1", "serve": "solver=0"}, "1 to 64 engines"),
+        ({"join": "h:1", "serve": "solver=1,solver=2"}, "name a policy once"),
         ({"join": "h:1", "max_concurrent_taks": 3}, "max_concurrent_tasks"),
         ({"join": "h:1", "host": "0.0.0.0"}, "TLS"),
     ],
@@ -33,6 +37,16 @@ def test_wrong_settings_are_refused_by_name(options: dict[str, object], complain
 def test_an_engine_may_be_an_address() -> None:
     settings = load(NodeSettings, {"join": "h:1", "engine": "http://10.0.0.1:30000/"})
     assert settings.engine == "http://10.0.0.1:30000"
+
+
+def test_a_policy_has_one_engine_unless_it_is_told_otherwise() -> None:
+    settings = load(NodeSettings, {"join": "h:1", "serve": "solver=2"})
+    assert settings.engines_of(("solver", "verifier")) == {"solver": 2, "verifier": 1}
+    with pytest.raises(InvalidArgumentError, match="no policy 'solver'"):
+        settings.engines_of(("judge", "solvers"))
+    remote = load(NodeSettings, {"join": "h:1", "serve": "solver=2", "engine": "http://10.0.0.1:30000"})
+    with pytest.raises(InvalidArgumentError, match="engines that the node starts itself"):
+        remote.engines_of(("solver",))
 
 
 def test_an_engine_inherits_failpoints_and_log_settings_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from astraflow.recipe import file
+from astraflow_kit.plugins import RecipeSource
+from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.model.model import build_causal_lm, save_causal_lm
 from astraflow_trainer.ranks.group import join_rank_group
@@ -28,9 +30,11 @@ class Bench:
 
     def learner(self, *overrides: str) -> PolicyLearner:
         overrides = ("trainer.optimizer.warmup_steps=0", *overrides)
+        policy = file.parse_recipe(scripted_dataflow.RECIPE, overrides=overrides).recipe.policy("solver")
+        algorithm, roles = policy.trainer.algorithm, policy.advantages
         return PolicyLearner(
-            file.parse_recipe(scripted_dataflow.RECIPE, overrides=overrides).recipe.policy("solver"),
-            plugins=StepPlugins(),
+            policy,
+            plugins=StepPlugins.made(algorithm, source=RecipeSource(), roles=roles),
             model_dir=self.model_dir,
             checkpoint_dir=self.checkpoint_dir,
             group=join_rank_group(RankSettings(), timeout_s=1.0),
@@ -116,3 +120,44 @@ def test_only_as_many_checkpoints_are_kept_as_the_recipe_says(bench: Bench) -> N
     position = bench.learner().restore()
     assert position is not None
     assert (position.step, position.version) == (3, 13)
+
+
+RAE = "roles={solver: {policy: solver, advantage: {kind: rae, decay: 0.5}}}"
+
+
+def _played(reward: float) -> list[TrainingRow]:
+    origin = RowOrigin("t", "solver", source="sums")
+    return [tiny_training.make_row([1], [2, 3], reward=reward, group=origin)]
+
+
+def test_a_resumed_trainer_goes_on_with_the_running_baselines_of_its_checkpoint(bench: Bench) -> None:
+    """From 0 again, the step would push up what is below average."""
+    first = bench.learner(RAE)
+    for _ in range(3):
+        first.train(_played(1.0))
+    first.save(step=3, version=3)
+    first.train(_played(0.75))
+    first.save(step=4, version=4)
+
+    resumed = bench.learner(RAE)
+    position = resumed.restore(at_most=3)
+    assert position is not None
+    assert position.baselines == {"role=solver/source=sums": 0.875}
+    resumed.train(_played(0.75))
+    resumed.save(step=4, version=4)
+    assert [at.baselines for at in bench.learner(RAE).positions()] == [
+        {"role=solver/source=sums": 0.875},
+        {"role=solver/source=sums": 0.8125},
+    ]
+
+
+def test_a_step_that_is_skipped_moves_running_baselines_all_the_same(bench: Bench) -> None:
+    """They depend on the batches alone, so a replay that a guard judges otherwise finds them again."""
+    learner = bench.learner(RAE)
+    assert learner.train(_played(0.0)).outcome is Outcome.SKIPPED
+    learner.train(_played(1.0))
+    learner.train(_played(0.5))
+    assert learner.train(_played(0.5)).outcome is Outcome.SKIPPED
+    learner.save(step=4, version=2)
+    (position,) = learner.positions()
+    assert position.baselines == {"role=solver/source=sums": 0.5}

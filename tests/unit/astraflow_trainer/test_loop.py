@@ -49,7 +49,7 @@ class Bookkeeper:
     _step: int = 0
 
     def train(self, rows: Sequence[TrainingRow]) -> StepMetrics:
-        self._step = int(rows[0].group_id.removeprefix("g"))
+        self._step = int(rows[0].origin.task_id.removeprefix("task-"))
         self.events.append(f"train {self._step}")
         self.on_train(self._step)
         skipped = self._step in self.skips

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from astraflow.recipe.advantage import AnyAdvantage, Grpo
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.section import BY_KIND, Kind, Section
 
@@ -26,67 +27,6 @@ REPLACED_KEYS = {
     }.items()
 }
 """Keys of `algorithm` that earlier releases had, and what to write instead."""
-
-
-class Baseline(StrEnum):
-    """What is subtracted from a reward."""
-
-    NONE = "none"
-    GROUP = "group"
-    """The group's mean."""
-    BATCH = "batch"
-    """The mean of all rewards of the batch."""
-    LEAVE_ONE_OUT = "leave_one_out"
-    """The mean of the group's other members; 0 for a group of one."""
-
-
-class Scale(StrEnum):
-    """What a centred reward is divided by."""
-
-    NONE = "none"
-    GROUP = "group"
-    """The group's standard deviation; 1 where it is 0 or the group has one member."""
-    BATCH = "batch"
-    """The standard deviation of all rewards of the batch; 1 where it is 0."""
-
-
-class AdvantageSettings(Kind):
-    """A = (r − baseline) / (scale + eps); the subclasses are published forms of it."""
-
-    baseline: Baseline = Baseline.GROUP
-    """What is subtracted."""
-    scale: Scale = Scale.GROUP
-    """What the difference is divided by."""
-    unbiased: bool = True
-    """Divide the sum of squares by n − 1 (true) or n (false)."""
-    eps: float = Field(default=1e-4, ge=0, le=1)
-    """Added to the standard deviation."""
-
-
-class Grpo(AdvantageSettings):
-    """A = (r − mean_g) / (std_g + eps). DeepSeekMath, arXiv 2402.03300, section 4.1.2, with the n − 1 standard
-    deviation.
-    """
-
-    kind: Literal["grpo"] = "grpo"
-
-
-class DrGrpo(AdvantageSettings):
-    """A = r − mean_g. "Understanding R1-Zero-like training", arXiv 2503.20783; use with constant aggregation."""
-
-    kind: Literal["dr_grpo"] = "dr_grpo"
-    scale: Scale = Scale.NONE
-    """What the difference is divided by."""
-
-
-class Rloo(AdvantageSettings):
-    """A = r − mean of the others = G / (G − 1) · (r − mean_g). "Back to basics", arXiv 2402.14740."""
-
-    kind: Literal["rloo"] = "rloo"
-    baseline: Baseline = Baseline.LEAVE_ONE_OUT
-    """What is subtracted."""
-    scale: Scale = Scale.NONE
-    """What the difference is divided by."""
 
 
 class NoTrustRegion(Kind):
@@ -279,7 +219,6 @@ class KlSettings(Section):
     """`behavior`, the sampler, or `model`, the policy's initial model."""
 
 
-AnyAdvantage: TypeAlias = Grpo | DrGrpo | Rloo
 LossSettings: TypeAlias = NoTrustRegion | PpoClip | DualClip | M2po | M2poClip | M2poMask | Gspo | Cispo
 Anchor: TypeAlias = BehaviorAnchor | ProximalAnchor
 Aggregation: TypeAlias = TokenMean | SeqMeanTokenMean | SeqMeanTokenSum | Constant
@@ -291,7 +230,7 @@ class AlgorithmSettings(Section):
     """Advantage and loss. The default is M2PO against the behaviour log-probs, averaged over tokens."""
 
     advantage: Annotated[AnyAdvantage | PluginSettings, BY_KIND] = Grpo()
-    """Group baseline and scale, or an `Advantage` plug-in."""
+    """Groups, baseline and scale, or an `Advantage` plug-in; `roles.NAME.advantage` replaces it for one role."""
     loss: Annotated[LossSettings | PluginSettings, BY_KIND] = M2po()
     """Loss of a token: the trust region around the anchor, or a `Loss` plug-in. A bare name takes its published
     defaults.

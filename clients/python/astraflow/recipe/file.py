@@ -220,9 +220,12 @@ def _descend(annotation: Any, part: str | int) -> Any:  # noqa: ANN401 - walks t
 
 
 def _without_none(annotation: Any) -> Any:  # noqa: ANN401
-    sections = [option for option in getattr(annotation, "__args__", ()) if _is_section(option)]
-    is_container = getattr(annotation, "__origin__", None) in (dict, tuple)
-    return sections[0] if len(sections) == 1 and not is_container else annotation
+    if getattr(annotation, "__origin__", None) in (dict, tuple):
+        return annotation
+    # A union that is told apart by kind is inside an `Annotated` where it may be left out.
+    options = [getattr(option, "__origin__", option) for option in getattr(annotation, "__args__", ())]
+    found = [option for option in options if _is_section(option) or hasattr(option, "__args__")]
+    return found[0] if len(found) == 1 else annotation
 
 
 def _is_section(annotation: Any) -> bool:  # noqa: ANN401

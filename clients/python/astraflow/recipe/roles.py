@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, GetJsonSchemaHandler, model_serializer, model_validator
 
-from astraflow.recipe.section import Section
+from astraflow.recipe.advantage import AnyAdvantage
+from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow.recipe.section import BY_KIND, Section
 
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
@@ -37,12 +39,14 @@ RoleName = Annotated[str, Field(pattern=_NAME)]
 
 
 class RoleSettings(Section):
-    """Who plays a role: the name of a policy, or `{policy: NAME, train: false}` where more is to be said."""
+    """Who plays a role: the name of a policy, or `{policy: NAME, …}` where more is to be said."""
 
     policy: PolicyName
     """The policy."""
     train: bool = True
     """Whether the policy is trained on what it does in this role; false where the workflow only asks it."""
+    advantage: Annotated[AnyAdvantage | PluginSettings, BY_KIND] | None = None
+    """Instead of the policy's `trainer.algorithm.advantage`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -51,7 +55,10 @@ class RoleSettings(Section):
 
     @model_serializer
     def _shortest_form(self) -> object:
-        return self.policy if self.train else {"policy": self.policy, "train": False}
+        more: dict[str, object] = {} if self.train else {"train": False}
+        if self.advantage is not None:
+            more["advantage"] = self.advantage
+        return {"policy": self.policy, **more} if more else self.policy
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -87,6 +94,11 @@ def resolve_roles(
         name: ResolvedRole(name, role.policy, role.train and trained[role.policy])
         for name, role in given.items()
     }
+    for name, role in given.items():
+        if role.advantage is not None and not resolved[name].is_trained:
+            raise ValueError(
+                f"roles.{name} has an advantage and is not trained; take `advantage` from it, or train it"
+            )
     for policy_id, is_trained in trained.items():
         own = [role for role in resolved.values() if role.policy_id == policy_id]
         if not own:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
+from astraflow.recipe.advantage import AnyAdvantage
 from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.roles import (
@@ -46,8 +47,8 @@ class RunSettings(Section):
 class ArchitectureSettings(Section):
     """A model built from numbers instead of downloaded."""
 
-    model_type: Literal["qwen3"] = "qwen3"
-    """Architecture family."""
+    model_type: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    """Architecture family: dense models that trainer, CPU engine and SGLang compute alike."""
     hidden_size: int = Field(ge=8, le=65_536)
     """Width of the residual stream."""
     num_hidden_layers: int = Field(ge=1, le=512)
@@ -79,6 +80,12 @@ class ArchitectureSettings(Section):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even width")
+        if self.model_type == "llama" and self.hidden_size % heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} of a llama model is not a multiple of num_attention_heads {heads} "
+                f"(remainder {self.hidden_size % heads}); choose num_attention_heads among the divisors of "
+                f"{self.hidden_size}"
+            )
         return self
 
 
@@ -206,6 +213,10 @@ class DataflowSettings(BatchSettings):
     admit: Literal["any", "all"] = "any"
     """When tasks of several trained roles are leased: while the policy of `any` role has room in its staleness window
     (leases name the roles without, and workflows skip their trajectories), or only while those of `all` roles have.
+    """
+    alternate_every_steps: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Policies are trained in turns of so many steps, in the order of their names, and frozen between them.
+    Unset: all at once.
     """
     min_acceptance: float = Field(default=0.1, gt=0, le=1)
     """Floor of the moving average of groups surviving filters, used by admission."""
@@ -353,6 +364,8 @@ class ResolvedPolicy:
     steps: int
     batches: BatchSettings
     trainer: TrainerSettings
+    advantages: Mapping[str, AnyAdvantage | PluginSettings]
+    """Of its roles that have one of their own."""
 
 
 class Recipe(Section):
@@ -389,8 +402,14 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _policies_fit(self) -> Recipe:
-        if not any(policy.train for policy in self.policies.values()):
+        num_trained = sum(policy.train for policy in self.policies.values())
+        if not num_trained:
             raise ValueError("no policy is trained; take `train: false` from one of policies")
+        if self.dataflow.alternate_every_steps and num_trained == 1:
+            raise ValueError(
+                f"dataflow.alternate_every_steps is {self.dataflow.alternate_every_steps} and one policy is trained; "
+                "take it out, or train another policy"
+            )
         _ = self.resolved_roles
         return self
 
@@ -419,6 +438,17 @@ class Recipe(Section):
         """Every role with the policy that plays it, in recipe order."""
         trained = {policy_id: policy.train for policy_id, policy in self.policies.items()}
         return resolve_roles(self.roles, trained=trained)
+
+    @property
+    def advantages(self) -> Mapping[str, AnyAdvantage | PluginSettings]:
+        """How the rewards of each trained role become advantages."""
+        policies = {
+            name: self.policy(role.policy_id) for name, role in self.resolved_roles.items() if role.is_trained
+        }
+        return {
+            name: policy.advantages.get(name, policy.trainer.algorithm.advantage)
+            for name, policy in policies.items()
+        }
 
     @property
     def served_policies(self) -> tuple[str, ...]:
@@ -457,6 +487,11 @@ class Recipe(Section):
             steps=policy.steps or self.run.steps,
             batches=merged(self.dataflow, policy.dataflow or BatchSettings()),
             trainer=trainer,
+            advantages={
+                name: role.advantage
+                for name, role in self.roles.items()
+                if role.policy == policy_id and role.advantage is not None
+            },
         )
 
     def _source(self, policy_id: str, key: str) -> str:

@@ -20,7 +20,6 @@ PUBLISHED = {
     "gspo": {"low": 3e-4, "high": 4e-4},
     "cispo": {"min_ratio": 0.0, "max_ratio": 5.0},
 }
-ADVANTAGES = {"grpo": ("group", "group"), "dr_grpo": ("group", "none"), "rloo": ("leave_one_out", "none")}
 
 
 def _kinds(union: object) -> set[str]:
@@ -33,15 +32,8 @@ def test_a_loss_by_name_has_its_published_defaults(name: str) -> None:
     assert loss.model_dump() == {"kind": name, **PUBLISHED[name]}
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_an_advantage_by_name_has_its_published_form(name: str) -> None:
-    advantage = AlgorithmSettings.model_validate({"advantage": name}).advantage
-    assert (advantage.baseline, advantage.scale) == ADVANTAGES[name]
-    assert (advantage.unbiased, advantage.eps) == (True, 1e-4)
-
-
 def test_no_name_is_left_out() -> None:
-    assert (_kinds(LossSettings), _kinds(algorithm.AnyAdvantage)) == (set(PUBLISHED), set(ADVANTAGES))
+    assert _kinds(LossSettings) == set(PUBLISHED)
 
 
 def test_without_settings_it_is_the_authors_m2po_over_tokens() -> None:

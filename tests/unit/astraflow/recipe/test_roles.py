@@ -6,7 +6,9 @@ import pytest
 
 from astraflow.errors import RecipeError
 from astraflow.recipe import Recipe, declared_roles, workflow_roles
+from astraflow.recipe.advantage import Rae
 from astraflow.recipe.file import parse_recipe
+from astraflow.recipe.plugin_settings import PluginSettings
 
 POLICIES = "solver: {model: {path: p}}, verifier: {model: {path: q}}"
 
@@ -56,6 +58,20 @@ def test_a_recipe_gives_each_role_a_policy(roles: str, expected: dict[str, tuple
     assert {role.name for role in found.values()} == set(expected)
 
 
+def test_a_role_may_have_an_advantage_of_its_own_which_its_policy_knows() -> None:
+    own = "{kind: rae, decay: 0.9}"
+    found = recipe(
+        f"{{plan: solver, work: {{policy: solver, advantage: {own}}}, "
+        "check: {policy: verifier, advantage: {use: 'recipe:A', with: {x: 1}}}}"
+    )
+    assert found.policy("solver").advantages == {"work": Rae(decay=0.9)}
+    assert found.policy("verifier").advantages == {
+        "check": PluginSettings.model_validate({"use": "recipe:A", "with": {"x": 1}})
+    }
+    again = Recipe.model_validate(found.model_dump(mode="json", exclude_unset=True))
+    assert again == found
+
+
 def test_the_text_that_nodes_get_gives_the_same_roles() -> None:
     text = "{plan: solver, judge: {policy: solver, train: false}, check: verifier}"
     first = parse_recipe(
@@ -74,6 +90,15 @@ def test_the_text_that_nodes_get_gives_the_same_roles() -> None:
         ("{solver: solver}", ("no role", "'verifier'", "take it out")),
         ("{solver: solver, verifier: {policy: verifier, train: false}}", ("'verifier'", "none of its roles")),
         ("{Solver: solver, verifier: verifier}", ("Solver",)),
+        (
+            "{solver: solver, verifier: verifier, j: {policy: solver, train: false, advantage: rloo}}",
+            ("roles.j", "not trained", "take `advantage`"),
+        ),
+        ("{solver: {policy: solver, advantage: raee}, verifier: verifier}", ("did you mean `rae`",)),
+        (
+            "{solver: {policy: solver, advantage: {kind: rae, gruop_by: [role]}}, verifier: verifier}",
+            ("recipe:4: roles.solver.advantage.gruop_by: ", "did you mean `group_by`"),
+        ),
         ("{solver: {policy: solver, trian: false}, verifier: verifier}", ("did you mean `train`",)),
     ],
 )

@@ -55,6 +55,30 @@ def test_groups_are_per_policy_and_role() -> None:
     assert judge(task, NO_RULES) == ["ready"] * 3
 
 
+def test_items_say_which_episode_and_which_of_its_turns_they_are_of() -> None:
+    """The server counts turns of each policy and role by itself, whatever a client wrote; ids mean nothing."""
+    parts = [("e-9", "x"), ("e-10", "y"), ("e-11", "x"), ("e-2", ""), ("e-3", "p")]
+    episode = trajectory_pb2.Episode(member=3)
+    for trajectory_id, role in parts:
+        given = trajectory_pb2.TrajectoryHeader(
+            trajectory_id=trajectory_id, policy_id="p", role=role, turn=7, member=7
+        )
+        episode.trajectories.add(header=given)
+    placed = list(groups.placed_headers(episode))
+    items = complete(*((header.trajectory_id, header.SerializeToString()) for header in placed)).items
+    turns = {
+        item.trajectory_id: (item.role, item.member, item.turn) for batch in items for item in batch.items
+    }
+    wanted = {
+        "e-9": ("x", 3, 0),
+        "e-11": ("x", 3, 1),
+        "e-10": ("y", 3, 0),
+        "e-2": ("p", 3, 0),
+        "e-3": ("p", 3, 1),
+    }
+    assert turns == wanted
+
+
 def test_a_task_without_trajectories_has_no_groups() -> None:
     assert judge(complete(), NO_RULES) == []
 

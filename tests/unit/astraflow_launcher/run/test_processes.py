@@ -77,6 +77,19 @@ async def test_a_child_that_cannot_go_on_is_fatal_and_shows_the_log(
         assert child.restarts == restarts
 
 
+async def test_a_child_that_says_why_it_ended_is_quoted_without_the_rest_of_its_log(tmp_path: Path) -> None:
+    failed = {"event": "daemon.failed", "reason": "INVALID_MODEL", "message": "no Gemma; --engine sglang"}
+    code = f"import json, sys; print('much'); print(json.dumps({failed})); sys.exit(2)"
+    async with Supervisor() as supervisor:
+        child = await supervisor.start(_spec(tmp_path, code))
+        await child.finished.wait()
+        await asyncio.sleep(0)
+        with pytest.raises(
+            InvalidArgumentError, match=r"started again: INVALID_MODEL: no Gemma; --engine sglang\nIts log: /"
+        ):
+            supervisor.raise_failures()
+
+
 async def test_a_child_that_never_becomes_ready_is_reported_with_its_log(tmp_path: Path) -> None:
     code = f"print('still thinking', flush=True); {SLEEPS}"
     spec = _spec(tmp_path, code, address_file=tmp_path / "address.json")

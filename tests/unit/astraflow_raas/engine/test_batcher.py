@@ -1,13 +1,15 @@
 """Calls of one turn and one key share a request; faults and cancellations stay with whom they belong."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from astraflow_raas.engine.base import Engine, EngineRefused, EngineUnavailable, GenerateCall, Generation
+from astraflow_raas.engine.base import EngineRefused, EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.engine.batcher import CallBatcher
+from astraflow_raas.engine.replicas import Replicas
 from astraflow_raas.engine.slots import EngineSlots
 from support.fake_engine import FakeEngine
 from support.raas_parts import generate_call
@@ -26,10 +28,9 @@ class Setup:
     max_requests: int = 4
 
     def __post_init__(self) -> None:
-        self.batcher = CallBatcher(self.ready, max_requests=self.max_requests)
-
-    async def ready(self) -> Engine:
-        return self.engine
+        replicas = Replicas("solver", number=1, patience_s=math.inf, on_change=lambda: None)
+        replicas.all[0].ready(self.engine, version=1)
+        self.batcher = CallBatcher(replicas, max_requests=self.max_requests)
 
     @property
     def sizes(self) -> list[int]:
@@ -49,7 +50,7 @@ class Setup:
 
 
 @pytest.fixture
-def setup() -> Setup:
+async def setup() -> Setup:
     return Setup()
 
 

@@ -76,12 +76,14 @@ def test_sglang_spreads_copies_of_the_model_over_its_gpus(
     assert sglang.environment({})["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, gpus))
 
 
-def test_policies_share_gpus_evenly_or_not_at_all() -> None:
-    assert share_gpus([0, 1, 2, 3], ["solver", "verifier"], tp_size=2) == {
-        "solver": (0, 1),
-        "verifier": (2, 3),
+def test_engines_share_gpus_evenly_or_not_at_all() -> None:
+    assert share_gpus(range(6), {"solver": 2, "verifier": 1}, tp_size=2) == {
+        "solver": [(0, 1), (2, 3)],
+        "verifier": [(4, 5)],
     }
-    assert share_gpus([], ["solver", "verifier"], tp_size=2) == {"solver": (), "verifier": ()}
+    assert share_gpus([], {"solver": 2, "verifier": 1}, tp_size=2) == {"solver": [(), ()], "verifier": [()]}
     for gpus, tp_size in (([0, 1, 2], 1), ([0, 1], 2)):
-        with pytest.raises(InvalidArgumentError, match=r"GPUs for 2 policies \(solver, verifier\).*multiple"):
-            share_gpus(gpus, ["solver", "verifier"], tp_size=tp_size)
+        with pytest.raises(
+            InvalidArgumentError, match=r"GPUs for 2 engines \(solver=1, verifier=1\).*multiple"
+        ):
+            share_gpus(gpus, {"solver": 1, "verifier": 1}, tp_size=tp_size)

@@ -281,7 +281,7 @@ async def test_calls_go_to_the_rank_whose_places_were_taken(server: MisbehavingE
     server.server_info = {"internal_states": [state, state]}
     engine = HttpEngine(server.url)
     await engine.introduce()
-    taken = [await engine.slots.take(lambda: 9) for _ in range(2)]
+    taken = [engine.slots.take(9) for _ in range(2)]
     assert taken == [(0, 4), (1, 4)], "one place of each stays free for probes"
     await engine.generate([CALL], rank=1)
     assert server.asked[-1][1]["routed_dp_rank"] == 1

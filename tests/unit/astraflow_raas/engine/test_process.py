@@ -9,6 +9,7 @@ import pytest
 
 from astraflow_raas.engine.base import EngineUnavailable
 from astraflow_raas.engine.process import EngineProcess, start_engine
+from astraflow_raas.engine.server_info import EngineUnsuitable
 from support.scripted_dataflow import eventually
 
 HEALTHY = """
@@ -24,9 +25,9 @@ DIES = "import sys; print('loading'); sys.exit('no such model')"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HEALTHY
 
 
-async def started(program: str, folder: Path) -> EngineProcess:
+async def started(program: str, folder: Path, *arguments: str) -> EngineProcess:
     command = Mock(kind="stand-in", environment=dict)
-    command.argv = lambda *, port, **_: [sys.executable, "-c", program, str(port)]
+    command.argv = lambda *, port, **_: [sys.executable, "-c", program, str(port), *arguments]
     log_path = folder / "engine.log"
     return await start_engine(command, model_dir=folder, version=0, log_path=log_path)
 
@@ -58,6 +59,26 @@ async def test_an_engine_is_usable_once_it_is_healthy_and_ends_with_its_helpers(
 async def test_an_engine_that_dies_is_quoted_with_the_end_of_its_log(tmp_path: Path) -> None:
     process = await started(DIES, tmp_path)
     with pytest.raises(EngineUnavailable, match="no such model"):
+        await process.wait_healthy(timeout_s=20.0)
+    await process.end()
+
+
+REFUSES = """
+import json, sys
+print("reading the model")
+print(json.dumps({"event": "daemon.failed", "reason": sys.argv[2], "message": "no Gemma; --engine sglang"}))
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"), [("INVALID_MODEL", EngineUnsuitable), ("ADDRESS_IN_USE", EngineUnavailable)]
+)
+async def test_only_a_refused_model_is_not_worth_another_try(
+    tmp_path: Path, reason: str, error: type[Exception]
+) -> None:
+    process = await started(REFUSES, tmp_path, reason)
+    with pytest.raises(error, match="no Gemma; --engine sglang"):
         await process.wait_healthy(timeout_s=20.0)
     await process.end()
 

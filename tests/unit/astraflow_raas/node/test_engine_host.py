@@ -26,10 +26,9 @@ FAST = HostSettings(start_timeout_s=5.0, stall_s=0.1, first_backoff_s=0.01, watc
 CALL = generate_call()
 
 
-def fake_process(version: int, *, is_sick: bool) -> Mock:
+def fake_process(version: int, *, fault: Exception | None) -> Mock:
     """Stands where a child process is; it has ended once `exited` is set."""
     process = Mock(engine=FakeEngine(version=version), exited=asyncio.Event(), end=AsyncMock())
-    fault = EngineUnavailable("it never became healthy") if is_sick else None
     process.wait_healthy = AsyncMock(side_effect=fault)
     process.ended = process.exited.wait
     return process
@@ -44,11 +43,12 @@ class Setup:
         self.sync = WeightSync(self.policy, source=source, metrics=Metrics(), evaluation_hold_s=1.0)
         self.started: list[tuple[int, Mock]] = []
         self.num_sick = 0
+        self.fault: Exception = EngineUnavailable("it never became healthy")
         parts: Any = (self.policy, self.sync, self.launch)
-        self.host = ChildHost(*parts, settings=FAST, metrics=Metrics())
+        self.host = ChildHost(*parts, replica=self.policy.engines[0], settings=FAST, metrics=Metrics())
 
     async def launch(self, *, model_dir: Path, version: int) -> Mock:
-        process = fake_process(version, is_sick=self.num_sick > 0)
+        process = fake_process(version, fault=self.fault if self.num_sick > 0 else None)
         self.num_sick = max(0, self.num_sick - 1)
         self.started.append((version, process))
         return process
@@ -58,7 +58,7 @@ class Setup:
 
     async def engines(self, number: int) -> Mock:
         await eventually(lambda: len(self.started) >= number, what=f"engine {number} is started")
-        await eventually(lambda: self.policy.engine, what=f"engine {number} is up")
+        await eventually(lambda: self.policy.is_served, what=f"engine {number} is up")
         return self.started[number - 1][1]
 
 
@@ -89,11 +89,9 @@ async def first(setup: Setup) -> Mock:
 async def test_no_engine_is_started_before_there_are_weights(setup: Setup) -> None:
     await asyncio.sleep(0.05)
     assert setup.started == []
-    assert setup.host.waiting_for == "engine_start"
     setup.announce(3)
     await setup.engines(1)
     assert setup.policy.version == 3
-    assert setup.host.waiting_for == ""
 
 
 async def test_a_dead_engine_is_replaced_with_the_served_weights(setup: Setup, first: Mock) -> None:
@@ -109,12 +107,45 @@ async def test_a_dead_engine_is_replaced_with_the_served_weights(setup: Setup, f
 async def test_calls_wait_for_the_next_engine(setup: Setup, first: Mock) -> None:
     setup.num_sick = 1
     first.exited.set()
-    await eventually(lambda: setup.policy.engine is None, what="the engine is lost")
+    await eventually(lambda: not setup.policy.is_served, what="the engine is lost")
     generation = await setup.policy.generate(CALL, key="task")
     assert generation.token_ids
     # The second one never became healthy; the third answered.
     assert len(setup.started) == 3
     assert setup.host.num_restarts == 2
+
+
+async def test_the_death_of_one_engine_costs_only_the_calls_in_it(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    policy = setup.policy = ServedPolicy("solver", num_engines=2)
+    sync = WeightSync(policy, source=setup.sync.source, metrics=Metrics(), evaluation_hold_s=1.0)
+    parts: Any = (policy, sync, setup.launch)
+    hosts = [ChildHost(*parts, replica=each, settings=FAST, metrics=Metrics()) for each in policy.engines]
+    async with running(*hosts, sync):
+        sync.announce(version_pb2.Version(policy_id="solver", version=0))
+        await eventually(lambda: all(each.engine for each in policy.engines), what="both engines are up")
+        for _, process in setup.started:
+            process.engine.may_answer.clear()
+        calls = [asyncio.create_task(policy.generate(generate_call(f"{n};"), key=n)) for n in range(4)]
+        await eventually(lambda: [each.num_calls for each in policy.engines] == [2, 2], what="all are sent")
+        dead, other = policy.engines
+        victim = next(process for _, process in setup.started if process.engine is dead.engine)
+        setup.num_sick, victim.engine.up = 3, False
+        victim.engine.may_answer.set()
+        victim.exited.set()
+        await eventually(lambda: dead.engine is None, what="the loss is noticed")
+        other.engine.may_answer.set()  # type: ignore[union-attr]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert sorted(isinstance(answer, EngineUnavailable) for answer in answers) == [
+            False,
+            False,
+            True,
+            True,
+        ]
+        assert (await policy.generate(CALL, key="next")).token_ids, "the other one goes on"
+        await eventually(lambda: dead.engine, what="the next one is up")
+        assert [host.num_restarts for host in hosts] == [4, 0]
+    await policy.close()
 
 
 async def test_an_engine_that_never_comes_up_ends_the_node(tmp_path: Path) -> None:
@@ -125,6 +156,24 @@ async def test_an_engine_that_never_comes_up_ends_the_node(tmp_path: Path) -> No
         with pytest.raises(EngineUnavailable, match="never became healthy"):
             await asyncio.wait_for(setup.host.run(), 60.0)
     assert setup.host.num_restarts == 5
+
+
+async def test_an_engine_that_refuses_the_model_ends_the_node_at_once(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.num_sick, setup.fault = 1, EngineUnsuitable("model_type is 'gemma'")
+    async with running(setup.sync):
+        setup.announce(0)
+        with pytest.raises(EngineUnsuitable, match="gemma"):
+            await asyncio.wait_for(setup.host.run(), 60.0)
+    ((_, process),) = setup.started
+    assert process.end.called
+
+
+async def test_a_model_that_was_served_before_is_tried_again(setup: Setup, first: Mock) -> None:
+    setup.num_sick, setup.fault = 2, EngineUnsuitable("a tensor holds NaN")
+    first.exited.set()
+    await setup.engines(4)
+    assert setup.host.num_restarts == 3
 
 
 async def test_a_silent_engine_that_cannot_prove_health_is_replaced(setup: Setup, first: Mock) -> None:
@@ -142,8 +191,8 @@ async def test_a_silent_engine_that_cannot_prove_health_is_replaced(setup: Setup
 
 
 async def test_an_engine_that_is_not_trusted_is_replaced(setup: Setup, first: Mock) -> None:
-    setup.policy.distrust(EngineDoubtful("it may still be paused"))
-    assert setup.policy.engine is None, "no call is sent to it any more"
+    setup.policy.engines[0].distrust(EngineDoubtful("it may still be paused"))
+    assert not setup.policy.is_served, "no call is sent to it any more"
     await setup.engines(2)
     assert first.end.called
 
@@ -151,7 +200,14 @@ async def test_an_engine_that_is_not_trusted_is_replaced(setup: Setup, first: Mo
 async def test_an_engine_that_no_node_can_use_ends_the_node_at_once(tmp_path: Path) -> None:
     setup, engine = Setup(tmp_path), FakeEngine(version=0)
     engine.introduction_fault = EngineUnsuitable("it is SGLang 0.4.0")
-    host = RemoteHost(setup.policy, setup.sync, lambda: engine, settings=FAST, metrics=Metrics())
+    host = RemoteHost(
+        setup.policy,
+        setup.sync,
+        lambda: engine,
+        replica=setup.policy.engines[0],
+        settings=FAST,
+        metrics=Metrics(),
+    )
     async with running(setup.sync):
         setup.announce(0)
         with pytest.raises(EngineUnsuitable, match=r"0\.4\.0"):
@@ -168,20 +224,22 @@ async def test_an_idle_engine_is_left_alone(setup: Setup, first: Mock) -> None:
 async def test_stopping_ends_the_engine(setup: Setup, first: Mock) -> None:
     await setup.host.stop(deadline_s=2.0)
     assert first.end.called
-    assert setup.policy.engine is None
+    assert not setup.policy.is_served
 
 
 async def test_a_remote_engine_is_given_the_nodes_version_and_checked(tmp_path: Path) -> None:
     setup, engine = Setup(tmp_path), FakeEngine(version=None)
     policy = setup.policy
-    host = RemoteHost(policy, setup.sync, lambda: engine, settings=FAST, metrics=Metrics())
+    host = RemoteHost(
+        policy, setup.sync, lambda: engine, replica=policy.engines[0], settings=FAST, metrics=Metrics()
+    )
     async with running(host, setup.sync):
         setup.announce(6)
-        await eventually(lambda: policy.engine is not None, what="the engine is ready")
+        await eventually(lambda: policy.is_served, what="the engine is ready")
         assert engine.swaps == [(tmp_path, 6)]
         assert engine.num_resumed == 1, "whoever had it before may have left it paused"
         # Its owner restarts it with other weights: the node notices and gives it the right ones again.
         engine.version = None
-        await eventually(lambda: len(engine.swaps) == 2 and policy.engine, what="the engine is corrected")
+        await eventually(lambda: len(engine.swaps) == 2 and policy.is_served, what="the engine is corrected")
         assert policy.version == 6
     assert engine.closed

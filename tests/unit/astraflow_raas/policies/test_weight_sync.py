@@ -22,7 +22,7 @@ from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
 from support.fake_engine import FakeEngine
 from support.published_models import ModelPublisher, open_writer
-from support.raas_parts import write_tokenizer
+from support.raas_parts import generate_call, write_tokenizer
 from support.scripted_dataflow import eventually
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
 
@@ -73,7 +73,7 @@ class Setup:
         """What a host does: start an engine with the version it is told."""
         async with self.sync.loading() as loadable:
             self.engine.version = loadable.version
-            self.policy.engine_ready(self.engine, version=loadable.version)
+            self.policy.engines[0].ready(self.engine, version=loadable.version)
 
 
 def source_of(store: FileStore, folder: Path) -> MirrorSource:
@@ -93,7 +93,7 @@ async def setup(tmp_path: Path, evaluation_hold_s: float) -> AsyncIterator[Setup
     store = FileStore(tmp_path / "store")
     assets = [path for path in write_tokenizer(tmp_path / "tokenizer").iterdir() if path.is_file()]
     trainer = Trainer(ModelPublisher(open_writer(store), assets=assets))
-    policy, engine = ServedPolicy(POLICY), FakeEngine()
+    policy, engine = ServedPolicy(POLICY, num_engines=2), FakeEngine()
     source = source_of(store, tmp_path)
     sync = WeightSync(policy, source=source, metrics=Metrics(), evaluation_hold_s=evaluation_hold_s)
     running = asyncio.create_task(sync.run())
@@ -284,25 +284,54 @@ async def test_an_engine_that_does_not_prove_its_new_weights_samples_nothing_mor
 ) -> None:
     breaks(serving.engine)
     serving.announce_next()
-    await eventually(lambda: serving.policy.engine is None, what="the engine is out of service")
+    await eventually(lambda: not serving.policy.is_served, what="the engine is out of service")
     await eventually(lambda: serving.engine.closed, what="answers under way are not believed either")
     with pytest.raises(EngineDoubtful):
-        serving.policy.require_trust()
+        serving.policy.engines[0].require_trust()
     # Its host starts the next one, with what the mirror holds.
     serving.engine = FakeEngine()
     await serving.start_engine()
-    serving.policy.require_trust()
+    serving.policy.engines[0].require_trust()
     assert (serving.policy.version, serving.engine.version) == (1, 1)
 
 
 async def test_an_engine_that_could_not_be_asked_for_its_proof_goes_on(serving: Setup) -> None:
     serving.engine.canary_fault = EngineUnavailable("no answer in time")
     await serving.serve(serving.trainer.publish())
-    assert serving.policy.engine is serving.engine
+    assert serving.policy.engines[0].engine is serving.engine
+
+
+async def test_all_engines_of_a_policy_move_on_together_and_one_that_fails_stays_behind_alone(
+    serving: Setup,
+) -> None:
+    second = FakeEngine(version=0)
+    serving.policy.engines[1].ready(second, version=0)
+    await serving.serve(serving.trainer.publish())
+    assert (serving.engine.version, second.version) == (1, 1)
+    second.swap_fault = EngineUnavailable("it refuses the update")
+    serving.announce_next()
+    await serving.serves(2)
+    assert [each.version for each in serving.policy.engines] == [2, 1]
+    await serving.policy.generate(generate_call(), key="task")
+    assert second.requests == [], "what it samples is of another version"
+    second.swap_fault = None
+    await eventually(lambda: second.version == 2, what="it has caught up")
+
+
+async def test_engines_start_side_by_side_and_a_newer_version_waits_for_them(serving: Setup) -> None:
+    async with serving.sync.loading() as first, serving.sync.loading() as second:
+        assert (first.version, second.version) == (0, 0)
+        serving.announce_next()
+        await eventually(lambda: serving.policy.is_moving_on, what="the version waits")
+        with pytest.raises(VersionUnavailable), serving.policy.pinned(0):
+            pass
+        await serving.policy.generate(generate_call(), key="task")
+        assert serving.engine.swaps == []
+    await serving.serves(1)
 
 
 async def test_without_an_engine_the_next_one_is_started_with_the_newest_version(serving: Setup) -> None:
-    serving.policy.engine_lost()
+    serving.policy.engines[0].lost()
     serving.announce_next()
     await eventually(lambda: serving.source.version == 1, what="the version is fetched")
     async with serving.sync.loading() as loadable:
@@ -322,7 +351,7 @@ async def test_a_version_is_fetched_and_not_applied_while_an_evaluation_runs(ser
     with serving.policy.pinned(0):
         await serving.hold_next()
         assert serving.source.counts.deltas_fetched == 1
-        serving.policy.engine_lost()
+        serving.policy.engines[0].lost()
         async with serving.sync.loading() as loadable:
             assert loadable.version == 0, "an engine that restarts now must serve the evaluation"
             assert same_model(map_model(loadable.directory), serving.trainer.models[0])

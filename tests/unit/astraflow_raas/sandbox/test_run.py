@@ -1,7 +1,9 @@
 """A sandbox ends with its caller, its time or its node, and nothing of it stays on the machine."""
 
 import asyncio
+import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -45,6 +47,24 @@ async def test_the_wall_clock_ends_all_tests_together(sandbox: Sandbox) -> None:
     found = await run_program(ENDLESS, sandbox=sandbox, limits=ProgramLimits(test_s=600, wall_s=3))
     assert (found.results, found.ending) == ([], "timeout")
     await eventually(lambda: not is_alive(sandbox), what="the sandbox is gone")
+
+
+async def test_a_kill_of_the_group_at_any_instant_of_the_start_leaves_no_process(sandbox: Sandbox) -> None:
+    waits_for_its_order, order = os.pipe()
+    for _ in range(100):
+        outer = await asyncio.create_subprocess_exec(
+            *sandbox.argv(),
+            "1",
+            stdin=waits_for_its_order,
+            stdout=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        await asyncio.sleep(random.uniform(0, 0.015))
+        os.killpg(outer.pid, signal.SIGKILL)
+        await outer.wait()
+    await eventually(lambda: not is_alive(sandbox), what="all are gone")
+    os.close(order)
+    os.close(waits_for_its_order)
 
 
 async def test_a_sandbox_that_does_not_start_is_no_fault_of_the_program(tmp_path: Path) -> None:

@@ -106,13 +106,13 @@ async def test_a_policy_whose_engine_stays_away_is_named_unavailable(
     tmp_path: Path, handle: PolicyHandle
 ) -> None:
     policy = ServedPolicy("solver", patience_s=0.2)
-    policy.engine_ready(FakeEngine(version=0), version=0)
-    policy.engine_lost()
+    policy.engines[0].ready(FakeEngine(version=0), version=0)
+    policy.engines[0].lost()
     handle._sampler = policy
     await policy.read_tokenizer(write_tokenizer(tmp_path / "weights"))
     with pytest.raises(PolicyUnavailable, match="policy 'solver' has had no engine here"):
         await handle.generate([1, 2])
     assert handle.unavailable is not None
-    policy.engine_ready(FakeEngine(version=0), version=0)
+    policy.engines[0].ready(FakeEngine(version=0), version=0)
     assert (await handle.generate([1, 2])).token_ids
     await policy.close()

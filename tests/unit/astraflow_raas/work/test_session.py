@@ -178,8 +178,8 @@ async def test_an_engine_that_never_comes_back_is_not_the_workflows_fault(setup:
 async def test_an_episode_without_an_engine_costs_no_attempt(setup: Setup, tmp_path: Path) -> None:
     policy = setup.policy = ServedPolicy("solver", patience_s=0.0)
     await policy.read_tokenizer(write_tokenizer(tmp_path / "weights"))
-    policy.engine_ready(setup.engine, version=7)
-    policy.engine_lost()
+    policy.engines[0].ready(setup.engine, version=7)
+    policy.engines[0].lost()
     failure = await setup.fails(leased(members=(0,)))
     assert (failure.reason, failure.retryable, policy.is_needed) == ("engine_down", True, False)
     assert "policy 'solver' has had no engine" in failure.detail
@@ -198,10 +198,10 @@ async def test_a_task_in_whose_calls_engines_are_lost_twice_has_used_an_attempt(
     reasons = []
     for _ in range(2):
         setup.engine.may_answer.clear()
-        policy.engine_ready(setup.engine, version=7)
+        policy.engines[0].ready(setup.engine, version=7)
         running = asyncio.create_task(session.run(leased(members=(0,))))
         await eventually(lambda: policy.num_calls, what="the episode calls the engine")
-        policy.engine_lost()
+        policy.engines[0].lost()
         setup.engine.up = False
         setup.engine.may_answer.set()
         failure = await running

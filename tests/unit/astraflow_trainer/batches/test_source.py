@@ -10,6 +10,7 @@ import pytest
 from astraflow import errors
 from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
+from astraflow_trainer.batches.rows import RowOrigin
 from astraflow_trainer.batches.source import BatchSource, Claim, Ledger, StepBatch
 from support.scripted_batches import ScriptedBatches, batch_of, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
@@ -67,11 +68,11 @@ def test_waiting_for_a_batch_tells_the_servers_reasons(trainer: Trainer) -> None
     assert trainer.script.base_versions == [2, 2, 2]
 
 
-def test_rows_come_in_the_batchs_order_with_its_rewards_and_groups(trainer: Trainer) -> None:
+def test_rows_come_in_the_batchs_order_with_its_rewards_and_origins(trainer: Trainer) -> None:
     """The scripted server sends payloads in reverse."""
     rows = trainer.fetch(trainer.take())
-    wanted = [("t1-0", "g1", 0.0), ("t1-1", "g1", 1.0)]
-    assert [(row.trajectory_id, row.group_id, row.reward) for row in rows] == wanted
+    assert [(row.trajectory_id, row.reward) for row in rows] == [("t1-0", 0.0), ("t1-1", 1.0)]
+    assert [row.origin for row in rows] == [RowOrigin("task-1", POLICY, 1, turn, "sums") for turn in (0, 1)]
     assert rows[0].token_ids.tolist() == [1, 2, 3]
     assert rows[0].loss_mask.tolist() == [False, True, True]
     assert rows[0].behavior_logprobs.tolist() == [0.0, -1.0, -2.0]

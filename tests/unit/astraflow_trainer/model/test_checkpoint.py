@@ -145,7 +145,7 @@ def test_another_model_or_schema_is_refused_with_a_remedy(trainee: Trainee, make
     with pytest.raises(CheckpointError, match=r"\(16, 32\), this model needs \(16, 48\); resume with"):
         trainee.store.restore(wider)
     file.write_text(json.dumps({**json.loads(file.read_text()), "schema_version": 99}))
-    with pytest.raises(CheckpointError, match="schema version 99, this trainer reads 2"):
+    with pytest.raises(CheckpointError, match="schema version 99, this trainer reads 3"):
         trainee.restore()
 
 

@@ -1,14 +1,23 @@
 """The policy model scores like the plain Hugging Face model, packed or not, sharded or not."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from astraflow_trainer.batches.packing import pack
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.model.model import PolicyModel, load_causal_lm, local_part, save_causal_lm
-from support.tiny_training import MakePolicy, make_row, make_rows
+from astraflow_trainer.model.model import (
+    PolicyModel,
+    build_causal_lm,
+    load_causal_lm,
+    local_part,
+    save_causal_lm,
+)
+from astraflow_trainer.publish.published import policy_layout
+from support.tiny_training import TINY, MakePolicy, make_row, make_rows
 
 
 def _plain_logprobs(policy: PolicyModel, row: TrainingRow) -> torch.Tensor:
@@ -31,6 +40,22 @@ def test_scores_equal_the_plain_model_row_by_row(unsharded: PolicyModel, packing
     with torch.no_grad():
         for row, scores in zip(rows, _scores_by_row(policy, rows, **packing), strict=True):
             torch.testing.assert_close(scores, _plain_logprobs(policy, row), atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_a_model_of_each_family_is_built_scored_and_published_whole(tmp_path: Path, model_type: str) -> None:
+    policy = PolicyModel(build_causal_lm(replace(TINY, model_type=model_type, head_dim=16), seed=0))
+    for name, parameter in policy.hf_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter)
+    rows = make_rows()
+    with torch.no_grad():
+        for row, scores in zip(rows, _scores_by_row(policy, rows, token_budget=80), strict=True):
+            torch.testing.assert_close(scores, _plain_logprobs(policy, row), atol=5e-6, rtol=0)
+    save_causal_lm(policy.causal_lm, tmp_path)
+    saved = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert saved == {spec.name: spec.shape for spec in policy_layout(policy).specs}
+    assert load_causal_lm(tmp_path).config.model_type == model_type
 
 
 def test_packed_rows_never_see_each_other(unsharded: PolicyModel) -> None:

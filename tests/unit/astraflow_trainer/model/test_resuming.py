@@ -1,5 +1,6 @@
 """Where a trainer goes on: rollbacks that no checkpoint knows of, and those that are behind it."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -66,6 +67,16 @@ def test_otherwise_the_newest_weights_with_an_older_optimizer(
 def test_the_peak_that_an_operator_set_stays_in_force() -> None:
     found = pending_rollback(BACK, at(1, 3, learning_rate=0.5), durable_step=0)
     assert found == PendingRollback(version=4, rollback_of=1, checkpoint=1, learning_rate=0.5)
+
+
+@pytest.mark.parametrize(("versions", "held"), [((1, 3), 1.0), ((2, 3), 3.0)])
+def test_running_baselines_are_those_of_the_optimizer_or_else_the_newest(
+    versions: tuple[int, ...], held: float
+) -> None:
+    positions = [replace(position, baselines={"b": float(position.step)}) for position in at(*versions)]
+    found = pending_rollback(BACK, positions, durable_step=0)
+    assert found is not None
+    assert found.baselines == {"b": held}
 
 
 def test_where_training_went_on_since_a_missing_checkpoint_is_complained_of() -> None:

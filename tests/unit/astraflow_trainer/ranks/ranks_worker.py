@@ -10,6 +10,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from astraflow import recipe
+from astraflow.recipe.advantage import Rae
 from astraflow.recipe.algorithm import AlgorithmSettings, M2po
 from astraflow_kit.plugins import RecipeSource
 from astraflow_kit.ports import free_port
@@ -35,7 +37,7 @@ from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store import file, layout
-from support import docs_code, tiny_qwen, tiny_training
+from support import docs_code, tiny_models, tiny_training
 
 VOCAB_SIZE = 33  # odd, so that two ranks hold different numbers of rows
 NUM_STEPS = 4
@@ -43,6 +45,9 @@ OWN_STEP = 3
 OURS = AlgorithmSettings(loss=M2po(budget=0.02, floor_low=0.0, floor_high=0.0))
 OWN = AlgorithmSettings.model_validate({"loss": "recipe:OffPolicyMask", "advantage": "recipe:LengthWeighted"})
 """The documented plug-ins, which one step takes."""
+RUNNING_STEPS = (2, NUM_STEPS + 1)
+RUNNING = OURS.model_copy(update={"advantage": Rae()})
+"""With a running baseline, before the checkpoint and after it."""
 SIZES = (1, 2)
 
 
@@ -79,12 +84,13 @@ class Rank:
         # gradients: Adam would turn a last bit of a tiny gradient into a whole step.
         settings = recipe.OptimizerSettings(learning_rate=1e-2, eps=1e-3)
         self.optimizer = MasterOptimizer(self.policy, settings=settings)
+        self.baselines: dict[str, float] = {}
 
     def step(self, seed: int) -> StepMetrics:
         """Train on this rank's share of the batch."""
         rows = make_rows(seed)
         share = balanced_shares([row.num_tokens for row in rows], num_ranks=self.group.size)
-        algorithm = OWN if seed == OWN_STEP else OURS
+        algorithm = OWN if seed == OWN_STEP else RUNNING if seed in RUNNING_STEPS else OURS
         plugins = StepPlugins.made(algorithm, source=self.source)
         settings = StepSettings(algorithm=algorithm, plugins=plugins, tokens_per_microbatch=20)
         return train_step(
@@ -93,6 +99,7 @@ class Rank:
             rows=[rows[position] for position in share[self.group.index]],
             settings=settings,
             ranks=self.group.training,
+            baselines=self.baselines,
         )
 
     def checkpoints(self, folder: Path) -> CheckpointStore:
@@ -132,7 +139,8 @@ def train(settings: RankSettings, folder: Path) -> None:
         root = versions.publish(shards, step=step).model_root
     torch.manual_seed(100 + group.index)
     checkpoints = rank.checkpoints(folder / f"checkpoints-{group.size}")
-    checkpoints.write(checkpoints.stage(rank.optimizer, step=NUM_STEPS, version=NUM_STEPS))
+    staged = checkpoints.stage(rank.optimizer, step=NUM_STEPS, version=NUM_STEPS, baselines=rank.baselines)
+    checkpoints.write(staged)
     held = {"shards": shards.num_bytes, "whole": sum(spec.size_bytes for spec in shards.specs)}
     (folder / f"held-{group.size}-{group.index}.json").write_text(json.dumps(held))
     np.save(folder / f"metrics-{group.size}-{group.index}.npy", np.asarray(lines))
@@ -151,12 +159,16 @@ def resume(settings: RankSettings, folder: Path) -> None:
     position = rank.checkpoints(folder / f"checkpoints-{other}").restore(rank.optimizer)
     assert position is not None
     assert (position.step, position.optimizer_steps) == (NUM_STEPS, NUM_STEPS)
+    rank.baselines = dict(position.baselines)
     np.savez(folder / f"resumed-{group.size}-{group.index}.npz", **rank.state())
     np.save(folder / f"random-{group.size}-{group.index}.npy", torch.rand(4).numpy())
     metrics = rank.step(NUM_STEPS + 1)
     assert metrics.loss is not None
     numbers = np.asarray([metrics.loss.loss, metrics.gradient_norm])
     np.save(folder / f"next-{group.size}-{group.index}.npy", numbers)
+    means = [fmean(row.reward for row in make_rows(step)) for step in RUNNING_STEPS]
+    moved = [*position.baselines.items(), *rank.baselines.items(), means]
+    (folder / f"baselines-{group.size}-{group.index}.json").write_text(json.dumps(moved))
     group.farewell(None)
     dist.destroy_process_group()
 
@@ -176,7 +188,7 @@ def in_ranks(size: int, work: Callable[[RankSettings, Path], None], folder: Path
 
 def main(folder: Path) -> int:
     """Run everything."""
-    tiny_qwen.save_tiny_qwen(folder / "model", shape=tiny_qwen.TinyShape(vocab_size=VOCAB_SIZE))
+    tiny_models.save_tiny_model(folder / "model", shape=tiny_models.TinyShape(vocab_size=VOCAB_SIZE))
     runs = [(size, work) for work in (train, resume) for size in SIZES]
     return 0 if all(in_ranks(size, work, folder) for size, work in runs) else 1
 

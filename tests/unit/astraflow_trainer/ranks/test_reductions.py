@@ -99,6 +99,18 @@ def test_ranks_go_on_from_a_checkpoint_of_the_other_number_alike(results: Path) 
     np.testing.assert_allclose(one, two, rtol=2e-3)
 
 
+def test_running_baselines_have_the_same_bits_on_all_ranks_of_any_number_before_and_after_a_restart(
+    results: Path,
+) -> None:
+    texts = {(results / f"baselines-{name}.json").read_text() for name in ("1-0", "2-0", "2-1")}
+    assert len(texts) == 1
+    (name, before), (same, after), means = json.loads(texts.pop())
+    kept = 0.95**13
+    assert name == same == "role=/source="
+    assert before == pytest.approx((1 - kept) * means[0])
+    assert after == pytest.approx(kept * before + (1 - kept) * means[1])
+
+
 def test_a_rank_takes_up_its_own_random_state_and_a_new_rank_keeps_its_own(results: Path) -> None:
     for name, seed in (("1-0", 100), ("2-0", 100), ("2-1", 7)):
         expected = torch.rand(4, generator=torch.Generator().manual_seed(seed)).numpy()

@@ -111,6 +111,17 @@ def test_a_warm_start_makes_a_model_with_its_tokenizer_and_tells_how_far_it_is(b
     assert set((bench.code / "calls.txt").read_text().split()) == {"5"}
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_a_warm_start_makes_a_model_of_the_family_that_the_recipe_names(
+    bench: Bench, model_type: str
+) -> None:
+    named = BUILT.replace("recipe:PLUGIN", "recipe:endless").replace(
+        "{hidden_size", f"{{model_type: {model_type}, hidden_size"
+    )
+    config = load_causal_lm(bench.start_from(named)).config
+    assert (config.model_type, config.head_dim) == (model_type, 8)
+
+
 def test_a_cached_warm_start_is_used_again_whatever_else_the_code_says(bench: Bench) -> None:
     first = bench.start()
     bench.shares.clear()

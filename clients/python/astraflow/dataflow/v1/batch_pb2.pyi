@@ -34,6 +34,8 @@ class BatchItem(_message.Message):
     MAX_VERSION_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """The trajectory."""
     group_id: _builtins.str
@@ -54,6 +56,10 @@ class BatchItem(_message.Message):
     """Role of the policy."""
     source: _builtins.str
     """Source of its task."""
+    member: _builtins.int
+    """Member of its episode in [0, group_size): trajectories of one task and member are of one episode."""
+    turn: _builtins.int
+    """Position, from 0, among the trajectories of its episode that are of its group, in the order of the episode."""
     def __init__(
         self,
         *,
@@ -67,10 +73,12 @@ class BatchItem(_message.Message):
         max_version: _builtins.int = ...,
         role: _builtins.str = ...,
         source: _builtins.str = ...,
+        member: _builtins.int = ...,
+        turn: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "max_version", b"max_version", "min_version", b"min_version", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "reward", b"reward", "role", b"role", "source", b"source", "task_id", b"task_id", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "max_version", b"max_version", "member", b"member", "min_version", b"min_version", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "reward", b"reward", "role", b"role", "source", b"source", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 isort:skip_file
 A RaaS node as seen from outside."""
 
+from astraflow.rollout.v1 import engine_load_pb2 as _engine_load_pb2
 from astraflow.server.v1 import server_info_pb2 as _server_info_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
@@ -91,6 +92,7 @@ class ServedPolicy(_message.Message):
     SNAPSHOT_BYTES_FETCHED_FIELD_NUMBER: _builtins.int
     DELTA_BYTES_FETCHED_FIELD_NUMBER: _builtins.int
     VERIFICATION_FAILURES_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     version: _builtins.int
@@ -107,6 +109,10 @@ class ServedPolicy(_message.Message):
     """Bytes of deltas fetched."""
     verification_failures: _builtins.int
     """Versions refused because a digest did not match."""
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyEngine]:
+        """Engines of the policy, in their order."""
+
     def __init__(
         self,
         *,
@@ -118,10 +124,11 @@ class ServedPolicy(_message.Message):
         snapshot_bytes_fetched: _builtins.int = ...,
         delta_bytes_fetched: _builtins.int = ...,
         verification_failures: _builtins.int = ...,
+        engines: _abc.Iterable[Global___PolicyEngine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mirror_version", b"_mirror_version", "_version", b"_version", "mirror_version", b"mirror_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirror_version", b"_mirror_version", "_version", b"_version", "delta_bytes_fetched", b"delta_bytes_fetched", "deltas_fetched", b"deltas_fetched", "mirror_version", b"mirror_version", "policy_id", b"policy_id", "snapshot_bytes_fetched", b"snapshot_bytes_fetched", "snapshots_fetched", b"snapshots_fetched", "verification_failures", b"verification_failures", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirror_version", b"_mirror_version", "_version", b"_version", "delta_bytes_fetched", b"delta_bytes_fetched", "deltas_fetched", b"deltas_fetched", "engines", b"engines", "mirror_version", b"mirror_version", "policy_id", b"policy_id", "snapshot_bytes_fetched", b"snapshot_bytes_fetched", "snapshots_fetched", b"snapshots_fetched", "verification_failures", b"verification_failures", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mirror_version: _TypeAlias = _typing.Literal["mirror_version"]  # noqa: Y015
     _WhichOneofArgType__mirror_version: _TypeAlias = _typing.Literal["_mirror_version", b"_mirror_version"]  # noqa: Y015
@@ -133,6 +140,38 @@ class ServedPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___ServedPolicy: _TypeAlias = ServedPolicy  # noqa: Y015
+
+@_typing.final
+class PolicyEngine(_message.Message):
+    """One engine of a policy on this node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Version it samples with; unset while it is started, restarted or doubted."""
+    calls: _builtins.int
+    """Calls in it."""
+    restarts: _builtins.int
+    """Times it was lost since the process started."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int | None = ...,
+        calls: _builtins.int = ...,
+        restarts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "calls", b"calls", "restarts", b"restarts", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___PolicyEngine: _TypeAlias = PolicyEngine  # noqa: Y015
 
 @_typing.final
 class StatusResponse(_message.Message):
@@ -150,6 +189,9 @@ class StatusResponse(_message.Message):
     POLICIES_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    MAX_EPISODES_FIELD_NUMBER: _builtins.int
+    BOUNDED_BY_FIELD_NUMBER: _builtins.int
+    ENGINE_LOADS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node."""
     run_id: _builtins.str
@@ -168,9 +210,17 @@ class StatusResponse(_message.Message):
     """What the node waits for; empty when it works."""
     draining: _builtins.bool
     """True while it drains."""
+    max_episodes: _builtins.int
+    """Episodes it runs at once at most, by the load of its engines and the recipe."""
+    bounded_by: _builtins.str
+    """What bounds these: a slug such as `recipe`, `engine_slots`, `engine_kv`, `tokens_per_s`."""
     @_builtins.property
     def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedPolicy]:
         """Policies served."""
+
+    @_builtins.property
+    def engine_loads(self) -> _containers.RepeatedCompositeFieldContainer[_engine_load_pb2.EngineLoad]:
+        """How busy its engines are, by policy."""
 
     def __init__(
         self,
@@ -185,10 +235,13 @@ class StatusResponse(_message.Message):
         policies: _abc.Iterable[Global___ServedPolicy] | None = ...,
         waiting_for: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        max_episodes: _builtins.int = ...,
+        bounded_by: _builtins.str = ...,
+        engine_loads: _abc.Iterable[_engine_load_pb2.EngineLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "engine_restarts", b"engine_restarts", "episodes_running", b"episodes_running", "episodes_unacked", b"episodes_unacked", "leases", b"leases", "node_id", b"node_id", "policies", b"policies", "run_id", b"run_id", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounded_by", b"bounded_by", "draining", b"draining", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "episodes_running", b"episodes_running", "episodes_unacked", b"episodes_unacked", "leases", b"leases", "max_episodes", b"max_episodes", "node_id", b"node_id", "policies", b"policies", "run_id", b"run_id", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,15 +1,15 @@
-"""Tiny random Qwen3 checkpoints for engine tests, and transformers' forward pass on them as the reference.
+"""Tiny random Llama, Qwen2 and Qwen3 checkpoints, and transformers' forward pass on them as the reference.
 
 Weights are saved in bf16 as a trainer publishes them; the reference computes in fp32 on those rounded weights,
 which is what the engine promises to agree with.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 transformers_logging.disable_progress_bar()
@@ -22,6 +22,7 @@ EOS = 2
 class TinyShape:
     """What varies between tests; the rest is fixed."""
 
+    model_type: str = "qwen3"
     tied: bool = True
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -29,14 +30,18 @@ class TinyShape:
     num_layers: int = 2
     vocab_size: int = VOCAB_SIZE
     max_positions: int = 128
+    rope: Mapping[str, object] = field(default_factory=lambda: {"rope_type": "default"})
+    more: Mapping[str, object] = field(default_factory=dict)
+    """Further fields of the configuration."""
 
 
-def save_tiny_qwen(
+def save_tiny_model(
     folder: Path, *, seed: int = 0, shape: TinyShape | None = None, max_shard_size: str = "5GB"
 ) -> Path:
     """Write a random checkpoint, the same for the same seed and shape."""
     shape = shape or TinyShape()
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        shape.model_type,
         vocab_size=shape.vocab_size,
         hidden_size=32,
         intermediate_size=48,
@@ -48,32 +53,35 @@ def save_tiny_qwen(
         tie_word_embeddings=shape.tied,
         # Wide enough that the distribution has clear favourites and a swap of weights changes them.
         initializer_range=0.3,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        rope_parameters={"rope_theta": 10_000.0, **shape.rope},
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=0,
+        **shape.more,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-        # Norm weights are all ones after initialization: a forward pass that forgot them would still agree.
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # Norm weights are all ones after initialization, biases zero: a pass that forgot them would still agree.
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            elif name.endswith(".bias"):
+                torch.nn.init.normal_(parameter, std=0.3)
     model.bfloat16().save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
-def load_reference(folder: Path) -> Qwen3ForCausalLM:
+def load_reference(folder: Path) -> PreTrainedModel:
     """transformers' model in fp32 on the checkpoint's bf16 weights."""
-    model: Qwen3ForCausalLM = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.float().eval()
     return model
 
 
 @torch.no_grad()
 def reference_logprobs(
-    model: Qwen3ForCausalLM, prompt: Sequence[int], tokens: Sequence[int], *, temperature: float = 1.0
+    model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], *, temperature: float = 1.0
 ) -> list[float]:
     """Log-prob of each generated token given everything before it, one forward pass over the whole."""
     logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
@@ -82,7 +90,7 @@ def reference_logprobs(
 
 
 @torch.no_grad()
-def reference_greedy(model: Qwen3ForCausalLM, prompt: Sequence[int], *, num_tokens: int) -> list[int]:
+def reference_greedy(model: PreTrainedModel, prompt: Sequence[int], *, num_tokens: int) -> list[int]:
     """Greedy continuation, ignoring end tokens, without a cache."""
     tokens = list(prompt)
     for _ in range(num_tokens):
@@ -92,8 +100,8 @@ def reference_greedy(model: Qwen3ForCausalLM, prompt: Sequence[int], *, num_toke
 
 @torch.no_grad()
 def reference_greedy_across_swap(
-    before: Qwen3ForCausalLM,
-    after: Qwen3ForCausalLM,
+    before: PreTrainedModel,
+    after: PreTrainedModel,
     prompt: Sequence[int],
     *,
     num_before: int,
@@ -110,3 +118,8 @@ def reference_greedy_across_swap(
         logprobs.append(float(torch.log_softmax(logits, dim=-1)[token]))
         fed = [token]
     return tokens, logprobs
+
+
+def matrix_of(linear: Callable[[torch.Tensor], torch.Tensor], *, num_inputs: int) -> torch.Tensor:
+    """The matrix [outputs, inputs] of a product without a bias, bit by bit."""
+    return linear(torch.eye(num_inputs)).T

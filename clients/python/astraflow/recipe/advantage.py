@@ -1,0 +1,300 @@
+"""How rewards become advantages: which rows are compared, what is subtracted, what the difference is divided by.
+
+Each preset is a frozen class whose docstring gives its formula and source; any of its keys can be changed. What
+cannot mean anything is refused here. `trainer.algorithm.advantage` and `roles.NAME.advantage` of a recipe, the
+trainer's `step/advantages.py` and docs/roles.md use these classes. r is a reward, A an advantage.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from astraflow.recipe.section import Kind
+
+
+class GroupBy(StrEnum):
+    """What rows of one group have in common."""
+
+    TASK = "task"
+    """The task: one prompt, or one start of an environment."""
+    ROLE = "role"
+    """The role; a policy may play several."""
+    EPISODE = "episode"
+    """The episode, one run of a task's workflow; implies the task."""
+    TURN = "turn"
+    """Position among the trajectories of one episode and role, from 0."""
+    SOURCE = "source"
+    """What the data set says a task is from: an environment, a subset."""
+
+
+class Baseline(StrEnum):
+    """What is subtracted from a reward."""
+
+    NONE = "none"
+    GROUP = "group"
+    """The group's mean."""
+    BATCH = "batch"
+    """The mean of the batch's rewards, those of all roles with the same settings."""
+    LEAVE_ONE_OUT = "leave_one_out"
+    """The mean of the group's other members."""
+    RUNNING = "running"
+    """A moving average of the rewards of the group in earlier steps, kept in checkpoints; 0 at first."""
+
+
+class Scale(StrEnum):
+    """What a centred reward is divided by."""
+
+    NONE = "none"
+    GROUP = "group"
+    """The group's standard deviation; 1 where it is 0 or the group has one member."""
+    BATCH = "batch"
+    """The standard deviation of the batch's rewards, those of all roles with the same settings; 1 where it is 0."""
+
+
+class Singleton(StrEnum):
+    """The advantage of a group of one, before scaling, where its baseline is `group` or `leave_one_out`."""
+
+    ZERO = "zero"
+    """0: nothing to compare with, nothing is learnt."""
+    REWARD = "reward"
+    """Its reward, as if the mean of the others were 0."""
+
+
+class Shaping(StrEnum):
+    """What is added to a reward R, with Q the mean reward of the group's earlier turns in the same episode."""
+
+    NONE = "none"
+    MARGIN = "margin"
+    """weight · (R − Q)."""
+    QUALITY = "quality"
+    """weight · (Q·R − (1 − Q)·(1 − R)); for rewards in [0, 1]."""
+
+
+class AdvantageSettings(Kind):
+    """A = (r − baseline) / (scale + eps); the subclasses are published forms of it.
+
+    Roles of one policy with equal settings are computed together, so a group without `role` has rows of all of them.
+    """
+
+    group_by: tuple[GroupBy, ...] = (GroupBy.TASK, GroupBy.ROLE)
+    """What the rows of a group have in common, besides their policy; empty: all rows are one group."""
+    min_rows: int = Field(default=1, ge=1, le=65_536)
+    """With `episode` in group_by: the rows of smaller groups are put together per task instead."""
+    per_episode: bool = False
+    """Compare episodes: each row of a group counts with the mean reward of its episode's rows there, and each episode
+    counts once in means and deviations.
+    """
+    singleton: Singleton = Singleton.ZERO
+    """What a group of one gets."""
+    baseline: Baseline = Baseline.GROUP
+    """What is subtracted."""
+    decay: float = Field(default=0.95, gt=0, lt=1)
+    """Of a running baseline, per row."""
+    scale: Scale = Scale.GROUP
+    """What the difference is divided by."""
+    unbiased: bool = True
+    """Divide the sum of squares by n − 1 (true) or n (false)."""
+    eps: float = Field(default=1e-4, ge=0, le=1)
+    """Added to the standard deviation."""
+    shaping: Shaping = Shaping.NONE
+    """What is added to the reward of a later turn before anything else."""
+    shaping_weight: float = Field(default=0.5, ge=0, le=1000)
+    """Weight of `shaping`."""
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> AdvantageSettings:
+        names = [part.value for part in self.group_by]
+        if len(set(names)) != len(names):
+            raise ValueError(f"group_by {names} names a part twice; name each once")
+        by_episode = GroupBy.EPISODE in self.group_by
+        if self.min_rows > 1 and not by_episode:
+            raise ValueError(
+                f"min_rows {self.min_rows} is for groups by episode; add `episode` to group_by {names}, or leave it out"
+            )
+        if self.per_episode and by_episode:
+            raise ValueError(
+                "per_episode compares episodes, and groups by episode hold one each; take `episode` from group_by "
+                f"{names}, or set per_episode to false"
+            )
+        if self.shaping is not Shaping.NONE and GroupBy.TURN in self.group_by:
+            raise ValueError(
+                f"shaping {self.shaping.value} compares turns, and group_by {names} keeps them apart; take `turn` from "
+                "it, or set shaping to none"
+            )
+        if self.baseline is Baseline.RUNNING and (
+            GroupBy.ROLE not in self.group_by or by_episode or GroupBy.TASK in self.group_by
+        ):
+            raise ValueError(
+                f"group_by is {names}, but a running baseline lasts longer than a task and belongs to a role: "
+                "give `role`, and `source` or `turn` with it, for example [source, role]"
+            )
+        return self
+
+    def is_zero(self, reward: float, *, num_rows: int) -> bool:
+        """Whether `num_rows` rows of one task and role that all earn `reward` get 0, whatever else is in their batch.
+
+        False where that depends on other rows, or on the turns and episodes that these are of.
+        """
+        if self.shaping is Shaping.QUALITY and num_rows > 1:
+            return False
+        if self.baseline is Baseline.NONE:
+            return reward == 0
+        parts = set(self.group_by)
+        if self.baseline in (Baseline.BATCH, Baseline.RUNNING) or GroupBy.ROLE not in parts:
+            return False
+        if not parts & {GroupBy.TASK, GroupBy.EPISODE}:
+            return False
+        may_be_alone = num_rows == 1 or self.per_episode or bool(parts & {GroupBy.EPISODE, GroupBy.TURN})
+        return reward == 0 or self.singleton is Singleton.ZERO or not may_be_alone
+
+
+class Grpo(AdvantageSettings):
+    """A = (r − mean_g) / (std_g + eps). DeepSeekMath, arXiv 2402.03300, section 4.1.2, with the n − 1 standard
+    deviation.
+    """
+
+    kind: Literal["grpo"] = "grpo"
+
+
+class DrGrpo(AdvantageSettings):
+    """A = r − mean_g. "Understanding R1-Zero-like training", arXiv 2503.20783; use with constant aggregation."""
+
+    kind: Literal["dr_grpo"] = "dr_grpo"
+    scale: Scale = Scale.NONE
+    """What the difference is divided by."""
+
+
+class Rloo(AdvantageSettings):
+    """A = r − mean of the others = G / (G − 1) · (r − mean_g). "Back to basics", arXiv 2402.14740."""
+
+    kind: Literal["rloo"] = "rloo"
+    baseline: Baseline = Baseline.LEAVE_ONE_OUT
+    """What is subtracted."""
+    scale: Scale = Scale.NONE
+    """What the difference is divided by."""
+    singleton: Singleton = Singleton.REWARD
+    """What a group of one gets."""
+
+
+class Reinforce(AdvantageSettings):
+    """A = r. For a role whose rewards are centred already, such as a judge that earns 1 or −1."""
+
+    kind: Literal["reinforce"] = "reinforce"
+    baseline: Baseline = Baseline.NONE
+    """What is subtracted."""
+    scale: Scale = Scale.NONE
+    """What the difference is divided by."""
+
+
+class DrMas(AdvantageSettings):
+    """GRPO per task and role, each trajectory a sample; a group of one gets its reward. Dr. MAS."""
+
+    kind: Literal["dr_mas"] = "dr_mas"
+    singleton: Singleton = Singleton.REWARD
+    """What a group of one gets."""
+    eps: float = Field(default=1e-6, ge=0, le=1)
+    """Added to the standard deviation."""
+
+
+class Joint(AdvantageSettings):
+    """GRPO per task over the episodes' mean rewards, all roles of the policy together: the baseline of Dr. MAS."""
+
+    kind: Literal["joint"] = "joint"
+    group_by: tuple[GroupBy, ...] = (GroupBy.TASK,)
+    """What the rows of a group have in common, besides their policy; empty: all rows are one group."""
+    per_episode: bool = True
+    """Compare episodes: each row of a group counts with the mean reward of its episode's rows there, and each episode
+    counts once in means and deviations.
+    """
+    singleton: Singleton = Singleton.REWARD
+    """What a group of one gets."""
+    eps: float = Field(default=1e-6, ge=0, le=1)
+    """Added to the standard deviation."""
+
+
+class AtGrpo(AdvantageSettings):
+    """A = r − mean_g per task, turn and role. AT-GRPO of PettingLLMs; its mix of team and own reward is up to the
+    workflow.
+    """
+
+    kind: Literal["at_grpo"] = "at_grpo"
+    group_by: tuple[GroupBy, ...] = (GroupBy.TASK, GroupBy.TURN, GroupBy.ROLE)
+    """What the rows of a group have in common, besides their policy; empty: all rows are one group."""
+    scale: Scale = Scale.NONE
+    """What the difference is divided by."""
+
+
+class DesignerExecutor(AdvantageSettings):
+    """GRPO of executors of one design, where a design is an episode; with at most two, and for designers, per task."""
+
+    kind: Literal["designer_executor"] = "designer_executor"
+    group_by: tuple[GroupBy, ...] = (GroupBy.EPISODE, GroupBy.ROLE)
+    """What the rows of a group have in common, besides their policy; empty: all rows are one group."""
+    min_rows: int = Field(default=3, ge=1, le=65_536)
+    """With `episode` in group_by: the rows of smaller groups are put together per task instead."""
+
+
+class Hierarchical(AdvantageSettings):
+    """A = r − mean_g among the rows of one episode and role: solvers of one proposal. prime-rl; the proposer takes
+    `dr_grpo`.
+    """
+
+    kind: Literal["hierarchical"] = "hierarchical"
+    group_by: tuple[GroupBy, ...] = (GroupBy.EPISODE, GroupBy.ROLE)
+    """What the rows of a group have in common, besides their policy; empty: all rows are one group."""
+    scale: Scale = Scale.NONE
+    """What the difference is divided by."""
+
+
+class Rae(AdvantageSettings):
+    """A = r − b, then b ← decay·b + (1 − decay)·r, with a b for each source and role. SPIRAL, arXiv 2506.24119.
+
+    Rows of one step see the same b: n of them with mean m make it decay^n·b + (1 − decay^n)·m, in whatever order.
+    """
+
+    kind: Literal["rae"] = "rae"
+    group_by: tuple[GroupBy, ...] = (GroupBy.SOURCE, GroupBy.ROLE)
+    """What the rows of a group have in common, besides their policy; empty: all rows are one group."""
+    baseline: Baseline = Baseline.RUNNING
+    """What is subtracted."""
+    scale: Scale = Scale.NONE
+    """What the difference is divided by."""
+
+
+class Margin(AdvantageSettings):
+    """GRPO of R + weight · (R − Q), Q the mean reward of the earlier turns: a turn earns by improving. MARTI."""
+
+    kind: Literal["margin"] = "margin"
+    shaping: Shaping = Shaping.MARGIN
+    """What is added to the reward of a later turn before anything else."""
+    eps: float = Field(default=1e-9, ge=0, le=1)
+    """Added to the standard deviation."""
+
+
+class Quality(AdvantageSettings):
+    """GRPO of R + weight · (Q·R − (1 − Q)·(1 − R)), Q the mean reward of the earlier turns. MARTI."""
+
+    kind: Literal["quality"] = "quality"
+    shaping: Shaping = Shaping.QUALITY
+    """What is added to the reward of a later turn before anything else."""
+    eps: float = Field(default=1e-9, ge=0, le=1)
+    """Added to the standard deviation."""
+
+
+AnyAdvantage: TypeAlias = (
+    Grpo
+    | DrGrpo
+    | Rloo
+    | Reinforce
+    | DrMas
+    | Joint
+    | AtGrpo
+    | DesignerExecutor
+    | Hierarchical
+    | Rae
+    | Margin
+    | Quality
+)

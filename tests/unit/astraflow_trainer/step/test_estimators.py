@@ -1,0 +1,132 @@
+"""One estimator per role over the rows of all ranks: the same numbers on every rank, for any number of them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import astuple
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from astraflow.plugins import RewardedRows
+from astraflow.recipe.advantage import DrGrpo, GroupBy, Rae, Reinforce
+from astraflow_trainer.batches.rank_batches import balanced_shares
+from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
+from astraflow_trainer.ranks.reductions import OneRank, Ranks
+from astraflow_trainer.step.advantages import Advantages
+from astraflow_trainer.step.estimators import Estimator, RankedRows, batch_advantages, role_metrics
+from astraflow_trainer.step.plugins import PluginAdvantage
+from support.tiny_training import make_row
+
+OF_ROLE: dict[str, Estimator] = {"judge": Reinforce(), "player": Rae()}
+
+
+def _rows(*rows: tuple[str, str, float]) -> list[TrainingRow]:
+    """Rows of (task, role, reward), each an episode of its own from source `s`."""
+    return [
+        make_row([1], [2] * (1 + member % 3), reward=reward, group=RowOrigin(task, role, member, 0, "s"))
+        for member, (task, role, reward) in enumerate(rows)
+    ]
+
+
+def _advantages(
+    rows: list[TrainingRow], of_role: dict[str, Estimator], *, default: Estimator | None = None
+) -> Advantages:
+    everybody = RankedRows.gathered(rows, ranks=OneRank())
+    return batch_advantages(everybody, default=default or DrGrpo(), of_role=of_role, baselines={})
+
+
+def test_each_role_has_its_own_estimator_and_the_others_the_policys() -> None:
+    rows = _rows(("t", "solver", 4.0), ("t", "judge", 1.0), ("t", "solver", 1.0), ("t", "player", 2.0))
+    result = _advantages(rows, OF_ROLE)
+    assert result.values.tolist() == [1.5, 1.0, -1.5, 2.0]
+    assert result.baselines == {"role=player/source=s": pytest.approx(0.1)}
+    assert (result.num_groups, result.num_zero_variance_groups) == (3, 2)
+
+
+def test_metrics_are_of_each_role_and_each_baseline_that_moved() -> None:
+    rows = RankedRows.gathered(
+        _rows(("t", "solver", 4.0), ("t", "player", 2.0), ("t", "solver", 1.0)), ranks=OneRank()
+    )
+    result = batch_advantages(rows, default=DrGrpo(), of_role=OF_ROLE, baselines={})
+    assert role_metrics(rows, result) == {
+        "reward_mean/solver": 2.5,
+        "advantage_mean/solver": 0.0,
+        "advantage_std/solver": 1.5,
+        "reward_mean/player": 2.0,
+        "advantage_mean/player": 2.0,
+        "advantage_std/player": 0.0,
+        "num_trajectories/solver": 2.0,
+        "num_trajectories/player": 1.0,
+        "baseline/role=player/source=s": pytest.approx(0.1),
+    }
+
+
+def test_roles_of_equal_settings_share_groups_that_leave_the_role_out() -> None:
+    rows = _rows(("t", "planner", 4.0), ("t", "worker", 0.0), ("t", "judge", 7.0))
+    per_task = DrGrpo(group_by=(GroupBy.TASK,))
+    shared = _advantages(rows, {"planner": per_task, "worker": DrGrpo(group_by=(GroupBy.TASK,))})
+    assert shared.values.tolist() == [2.0, -2.0, 0.0]
+    apart = _advantages(rows, {"planner": per_task})
+    assert apart.values.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_plug_in_of_a_role_gets_the_rows_of_that_role() -> None:
+    seen: list[RewardedRows] = []
+
+    def ones(rows: RewardedRows) -> Sequence[float]:
+        seen.append(rows)
+        return [1.0] * len(rows.rewards)
+
+    rows = _rows(("t", "solver", 4.0), ("t", "judge", 0.5), ("u", "judge", 0.25))
+    result = _advantages(rows, {"judge": PluginAdvantage("recipe:Ones", ones)})
+    assert result.values.tolist() == [0.0, 1.0, 1.0]
+    assert seen == [
+        RewardedRows(
+            rewards=[0.5, 0.25],
+            groups=[0, 1],
+            lengths=[2, 3],
+        )
+    ]
+
+
+def test_an_empty_batch_has_no_advantages() -> None:
+    result = _advantages([], OF_ROLE)
+    assert (len(result.values), result.num_groups, result.baselines) == (0, 0, {})
+
+
+def _on_ranks(rows: list[TrainingRow], shares: list[list[int]]) -> list[tuple[RankedRows, Advantages]]:
+    """What each rank computes when they share `rows`."""
+    parts = [[rows[position] for position in share] for share in shares]
+    told = [
+        json.dumps([(row.reward, row.num_trained_tokens, *astuple(row.origin)) for row in part]).encode()
+        for part in parts
+    ]
+    results = []
+    for index, part in enumerate(parts):
+        ranks = cast("Ranks", SimpleNamespace(index=index, all_gather=lambda _message: told))
+        everybody = RankedRows.gathered(part, ranks=ranks)
+        results.append(
+            (everybody, batch_advantages(everybody, default=DrGrpo(), of_role=OF_ROLE, baselines={}))
+        )
+    return results
+
+
+ROLES = st.sampled_from(["solver", "judge", "player"])
+ROWS = st.lists(st.tuples(st.sampled_from("tuv"), ROLES, st.floats(-3, 3)), max_size=12)
+
+
+@given(given_rows=ROWS, num_ranks=st.integers(1, 5))
+def test_uneven_rows_over_any_number_of_ranks_get_the_bits_of_one(
+    given_rows: list[tuple[str, str, float]], num_ranks: int
+) -> None:
+    rows = _rows(*given_rows)
+    shares = balanced_shares([row.num_tokens for row in rows], num_ranks=num_ranks)
+    # Each row is on one rank: none is doubled to fill a share, none is left out.
+    assert sorted(position for share in shares for position in share) == list(range(len(rows)))
+    expected = _advantages(rows, OF_ROLE)
+    for share, (everybody, result) in zip(shares, _on_ranks(rows, shares), strict=True):
+        assert result.values[everybody.mine].tolist() == expected.values[share].tolist()
+        assert result.baselines == expected.baselines
