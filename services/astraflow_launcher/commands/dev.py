@@ -133,7 +133,9 @@ def dev(
         with view:
             summary = asyncio.run(_run(options, view))
     except asyncio.CancelledError:
-        console.print(f"ended at once by a second signal; go on with --data-dir {folder.root}", soft_wrap=True)
+        console.print(
+            f"ended at once by a second signal; go on with --data-dir {folder.root}", soft_wrap=True
+        )
         raise typer.Exit(INTERRUPTED) from None
     _finish(summary, options, console, as_json_object=as_json_)
 
