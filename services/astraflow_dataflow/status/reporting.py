@@ -196,6 +196,7 @@ def policy_message(policy: PolicyState) -> admin_service_pb2.PolicyStatus:
         recent_training_reward=mean_reward(policy.recent),
         no_credit_trajectories=policy.no_credit,
         credit_error=policy.outstanding - policy.charged,
+        waits_for_turn_of=policy.waits_for_turn_of,
     )
 
 

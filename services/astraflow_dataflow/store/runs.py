@@ -63,10 +63,11 @@ class RunStore:
                 window.min_acceptance,
                 window.smoothing,
             ]
-            limits += [window.max_staleness, window.groups_per_step]
+            limits += [window.max_staleness, window.groups_per_step, window.steps]
         arguments: list[Argument] = [run.run_id, digest, run.recipe_yaml, code, run.store_uri, max_attempts]
         arguments += [
             admission.admit,
+            admission.alternate_every_steps,
             "\n".join(f"{role} {policy_id}" for role, policy_id in admission.roles.items()),
         ]
         reply = await self._connection.call(Keys(run.run_id), "create_run", *arguments, *limits)

@@ -122,8 +122,7 @@ def _policies(status: pb.StatusResponse) -> list[RenderableType]:
     )
     for policy in status.policies:
         shown.add_row(
-            policy.policy_id
-            + (" (external)" if policy.external else " (not trained)" if policy.frozen else ""),
+            policy.policy_id + _kind(policy),
             str(policy.last_finished_step),
             str(policy.version.version) if policy.HasField("version") else "–",
             f"{policy.version.density:.1%}" if policy.version.version else "–",
@@ -134,6 +133,12 @@ def _policies(status: pb.StatusResponse) -> list[RenderableType]:
         )
     note = "  changed: weights that the newest version changed; ready … room: groups of tasks"
     return [heading("policies"), shown, Text(note, style="dim")]
+
+
+def _kind(policy: pb.PolicyStatus) -> str:
+    if policy.waits_for_turn_of:
+        return f" (frozen, {policy.waits_for_turn_of}'s turn)"
+    return " (external)" if policy.external else " (not trained)" if policy.frozen else ""
 
 
 def _staleness(policy: pb.PolicyStatus) -> str:

@@ -141,6 +141,7 @@ class PolicyStatus(_message.Message):
     CREDIT_ERROR_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
     EXTERNAL_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_TURN_OF_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     last_finished_step: _builtins.int
@@ -167,6 +168,8 @@ class PolicyStatus(_message.Message):
     """The run does not train it: it has no trainer, no window and no evaluation, and its version stays 0."""
     external: _builtins.bool
     """It is an endpoint elsewhere, so it has no versions either."""
+    waits_for_turn_of: _builtins.str
+    """Policy whose turn it is to train, while this one waits for its own (dataflow.alternate_every_steps); else empty."""
     @_builtins.property
     def version(self) -> _version_pb2.Version:
         """Newest announced version; unset before the first."""
@@ -193,10 +196,11 @@ class PolicyStatus(_message.Message):
         credit_error: _builtins.int = ...,
         frozen: _builtins.bool = ...,
         external: _builtins.bool = ...,
+        waits_for_turn_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["staleness", b"staleness", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "external", b"external", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "external", b"external", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version", "waits_for_turn_of", b"waits_for_turn_of"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
