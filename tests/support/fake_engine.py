@@ -11,12 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from astraflow.plugins import VersionSpan
-from astraflow_raas.engine.base import Arithmetic, EngineUnavailable, GenerateCall, Generation, PauseMode
+from astraflow_raas.engine.base import (
+    Arithmetic,
+    EngineLoad,
+    EngineUnavailable,
+    GenerateCall,
+    Generation,
+    PauseMode,
+)
 from astraflow_raas.engine.slots import EngineSlots
 from astraflow_weights.mirror.changes import ChangedElements
 from astraflow_weights.versions.probe import Probe, ProbeAnswer
 
 STOP_TOKEN = 2
+IDLE = EngineLoad(running=0, waiting=0, kv_usage=0.0, tokens_per_s=0.0)
 
 
 @dataclass
@@ -54,6 +62,7 @@ class FakeEngine:
     """How the running calls fared at each swap."""
     changes: list[ChangedElements | None] = field(default_factory=list)
     """That each swap was told."""
+    reported_load: EngineLoad | Exception = IDLE
     num_resumed: int = 0
     closed: bool = False
     slots: EngineSlots = field(default_factory=lambda: EngineSlots(1024))
@@ -120,6 +129,12 @@ class FakeEngine:
     async def served_version(self) -> int | None:
         self._require_up()
         return self.version
+
+    async def load(self) -> EngineLoad:
+        self._require_up()
+        if isinstance(self.reported_load, Exception):
+            raise self.reported_load
+        return self.reported_load
 
     async def check_health(self) -> None:
         self._require_up()

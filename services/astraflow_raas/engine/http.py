@@ -17,6 +17,7 @@ from astraflow_raas.engine.base import (
     Arithmetic,
     EngineDoubtful,
     EngineFaulty,
+    EngineLoad,
     EngineRefused,
     EngineUnavailable,
     GenerateCall,
@@ -24,6 +25,7 @@ from astraflow_raas.engine.base import (
     PauseMode,
 )
 from astraflow_raas.engine.changed_elements import ChangedOrders, WholeLoad
+from astraflow_raas.engine.load import read_load
 from astraflow_raas.engine.server_info import ServerInfo, read_server_info
 from astraflow_raas.engine.slots import EngineSlots
 from astraflow_raas.engine.transport import EngineTransport, brief
@@ -33,6 +35,7 @@ log = get_logger(__name__)
 
 _HEALTH_TIMEOUT_S = 25.0
 _FLUSH_TIMEOUT_S = 5.0
+_LOAD_TIMEOUT_S = 2.0
 _SETTLE_S = 0.1
 _RESUME = {"torch_empty_cache": False}
 
@@ -129,6 +132,10 @@ class HttpEngine:
         version = info.get("weight_version") if isinstance(info, dict) else None
         self._served = int(version) if is_version_number(version) else None
         return self._served
+
+    async def load(self) -> EngineLoad:
+        answer = await self._transport.get_once("/v1/loads?include=core", timeout_s=_LOAD_TIMEOUT_S)
+        return read_load(answer, where=f"the engine at {self.base_url}")
 
     async def check_health(self) -> None:
         # Sent once: whoever asks has an idea of its own how often to ask.
