@@ -66,9 +66,9 @@ class MirrorContent:
         self.damaged: list[GridTile] = []
         """Tiles that are not those of `held`, as far as is known."""
         self.wrong_assets: list[str] = []
-        self.changes: ChangedElements | None = None
-        """What the last `apply` changed, when the settings ask for it and all of it is known."""
         self._recorder: ChangeRecorder | None = None
+        self.changes: ChangedElements | None = None
+        """Of the last `apply`, when the settings ask for them and all are known."""
 
     @property
     def version(self) -> int | None:
@@ -159,7 +159,7 @@ class MirrorContent:
             failpoints.hit("weights.mirror.applying")
             with stopwatch() as elapsed:
                 self._finish(change, to=to, manifest=manifest, heal=heal)
-        if self._recorder is not None:
+        if self._recorder:
             self.changes = self._recorder.changes(base_version=base.version, version=to.version)
         return elapsed.seconds
 
@@ -167,7 +167,6 @@ class MirrorContent:
         """Finish what an earlier process, or an earlier call, could not. Raises as `apply` does."""
         assert self.state is not None
         assert self.state.applying is not None
-        self.changes = self._recorder = None
         change = self._journaled(self.state.applying)
         manifest = self._files.read_manifest(self.state.applying.to)
         if change is None or manifest is None:
