@@ -92,6 +92,8 @@ _ENTRIES = (
     Metric(
         "astraflow_raas_external_tokens_total", Kind.COUNTER, "Tokens that they bill.", ("policy", "kind")
     ),
+    Metric("astraflow_raas_agent_episodes_total", Kind.COUNTER, "Episodes of agents.", ("outcome",)),
+    Metric("astraflow_raas_agent_calls_total", Kind.COUNTER, "Requests of agents.", ("role", "outcome")),
     Metric("astraflow_raas_max_episodes", Kind.GAUGE, "Episodes that the node runs at once at most."),
     Metric(
         "astraflow_raas_engine_sequences",

@@ -68,6 +68,7 @@ async def serve(settings: NodeSettings, life: Lifecycle) -> None:
         try:
             await _serve_node(node, settings=settings, life=life, metrics=metrics)
         finally:
+            await node.session.close()
             await asyncio.to_thread(mirrors.close)
 
 
@@ -117,7 +118,7 @@ async def _join(
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
     gpus_of(settings, found.recipe.served_policies)
-    endpoint, served = Endpoint(), _served_environments(settings)
+    endpoint, served = Endpoint(metrics), _served_environments(settings)
     workflow = load_workflow(
         found.run,
         found.recipe,

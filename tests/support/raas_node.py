@@ -122,6 +122,7 @@ async def local_node(
         finally:
             await local.drain()
             await asyncio.gather(*running)
+            await node.session.close()
 
 
 def _parts(name: str, engine: FakeEngine, folder: Path, metrics: Metrics) -> PolicyParts:
