@@ -100,8 +100,7 @@ class Decoder:
         config = self._config
         normed = self._norm(hidden, layer.attention_norm_D)
         num_rotated = config.num_heads + config.num_kv_heads
-        projected = _affine(normed, layer.qkv_DC, layer.qkv_bias_C)
-        heads = projected.unflatten(-1, (num_rotated + config.num_kv_heads, config.head_dim))
+        heads = layer.qkv(normed).unflatten(-1, (num_rotated + config.num_kv_heads, config.head_dim))
         rotated, values = heads.split([num_rotated, config.num_kv_heads], dim=-2)
         if layer.query_key_norm is not None:
             rotated = _rms_norm(rotated, layer.query_key_norm, eps=config.rms_norm_eps)
@@ -114,18 +113,13 @@ class Decoder:
 
     def _finish_layer(self, hidden: torch.Tensor, mixed: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         """Attention output, residual, gated feed-forward, residual."""
-        hidden = _affine(mixed, layer.output_QD, layer.output_bias_D).add_(hidden)
+        hidden = layer.output(mixed).add_(hidden)
         normed = self._norm(hidden, layer.mlp_norm_D)
-        gate, up = _affine(normed, layer.gate_up_DC, layer.gate_up_bias_C).chunk(2, dim=-1)
-        return _affine(F.silu(gate).mul_(up), layer.down_FD, layer.down_bias_D).add_(hidden)
+        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+        return layer.down(F.silu(gate).mul_(up)).add_(hidden)
 
     def _norm(self, hidden: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
         return _rms_norm(hidden, weight_D, eps=self._config.rms_norm_eps)
-
-
-def _affine(values: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product = values @ matrix
-    return product if bias is None else product.add_(bias)
 
 
 def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:

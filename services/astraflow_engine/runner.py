@@ -229,7 +229,7 @@ class ModelRunner:
         )
 
     def _draw(self, hidden_BD: torch.Tensor, *, slots: Seq[int]) -> list[Draw]:
-        tokens, logprobs = self._sampling.step(hidden_BD @ self._weights.head_DV, slots_B=np.asarray(slots))
+        tokens, logprobs = self._sampling.step(self._weights.head(hidden_BD), slots_B=np.asarray(slots))
         where = torch.tensor(slots)
         self._last_tokens[where] = tokens
         self._positions[where] += 1

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from astraflow_engine.errors import ModelError
+from astraflow_engine.linear import Linear
 from astraflow_engine.model_config import DOWN, GATE_UP, OUTPUT, QKV, ModelConfig
 
 _SINGLE_FILE = "model.safetensors"
@@ -29,22 +30,16 @@ _MAX_LISTED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer, fp32. Matrices are input-major (x @ w), q|k|v and gate|up side by side. None is what the model
-    does not have.
-    """
+    """One decoder layer, fp32; q|k|v and gate|up are one product each. None is what the model does not have."""
 
     attention_norm_D: torch.Tensor
-    qkv_DC: torch.Tensor
-    qkv_bias_C: torch.Tensor | None
+    qkv: Linear
     query_key_norm: torch.Tensor | None
     """[heads + kv heads, head_dim]: the query norm repeated per head, then the key norm."""
-    output_QD: torch.Tensor
-    output_bias_D: torch.Tensor | None
+    output: Linear
     mlp_norm_D: torch.Tensor
-    gate_up_DC: torch.Tensor
-    gate_up_bias_C: torch.Tensor | None
-    down_FD: torch.Tensor
-    down_bias_D: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +49,16 @@ class Weights:
     embedding_VD: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm_D: torch.Tensor
-    head_DV: torch.Tensor
+    head: Linear
+    """Logits; a layout of its own, so a tied head is a copy of the embedding."""
 
     @property
     def num_bytes(self) -> int:
-        """Resident bytes of these tensors; shared storage is counted once."""
-        tensors = [self.embedding_VD, self.norm_D, self.head_DV]
-        for layer in self.layers:
-            held = (getattr(layer, name) for name in layer.__slots__)
-            tensors += [tensor for tensor in held if tensor is not None]
+        """Resident bytes of these tensors."""
+        held: list[torch.Tensor | Linear | None] = [self.embedding_VD, self.norm_D, self.head]
+        held += [getattr(layer, name) for layer in self.layers for name in layer.__slots__]
         return sum(
-            {
-                tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
-            }.values()
+            item.num_bytes if isinstance(item, Linear) else item.nbytes for item in held if item is not None
         )
 
 
@@ -173,20 +165,17 @@ def _arrange(tensors: dict[str, torch.Tensor], *, config: ModelConfig) -> Weight
             _arrange_layer(tensors, index=index, config=config) for index in range(config.num_layers)
         ),
         norm_D=tensors["model.norm.weight"],
-        head_DV=head.t(),
+        head=Linear(head),
     )
 
 
 def _arrange_layer(tensors: dict[str, torch.Tensor], *, index: int, config: ModelConfig) -> LayerWeights:
-    def columns(*names: str) -> torch.Tensor:
-        return (
-            torch.cat([tensors.pop(f"model.layers.{index}.{name}.weight") for name in names]).t().contiguous()
-        )
+    def rows(*names: str, kind: str) -> torch.Tensor:
+        return torch.cat([tensors.pop(f"model.layers.{index}.{name}.{kind}") for name in names])
 
-    def bias(*names: str) -> torch.Tensor | None:
-        if names[0] not in config.biased:
-            return None
-        return torch.cat([tensors.pop(f"model.layers.{index}.{name}.bias") for name in names])
+    def linear(*names: str) -> Linear:
+        bias = rows(*names, kind="bias") if names[0] in config.biased else None
+        return Linear(rows(*names, kind="weight"), bias)
 
     def vector(name: str) -> torch.Tensor:
         return tensors.pop(f"model.layers.{index}.{name}.weight")
@@ -197,14 +186,10 @@ def _arrange_layer(tensors: dict[str, torch.Tensor], *, index: int, config: Mode
         norm = torch.cat([queries, vector("self_attn.k_norm").expand(config.num_kv_heads, -1)])
     return LayerWeights(
         attention_norm_D=vector("input_layernorm"),
-        qkv_DC=columns(*QKV),
-        qkv_bias_C=bias(*QKV),
+        qkv=linear(*QKV),
         query_key_norm=norm,
-        output_QD=columns(OUTPUT),
-        output_bias_D=bias(OUTPUT),
+        output=linear(OUTPUT),
         mlp_norm_D=vector("post_attention_layernorm"),
-        gate_up_DC=columns(*GATE_UP),
-        gate_up_bias_C=bias(*GATE_UP),
-        down_FD=columns(DOWN),
-        down_bias_D=bias(DOWN),
+        gate_up=linear(*GATE_UP),
+        down=linear(DOWN),
     )

@@ -37,6 +37,10 @@ class NodeSettings(StoreAccess):
     """Region the node is in."""
     pool: str = ""
     """Pool the node belongs to."""
+    hardware: Annotated[str, Field(max_length=256)] = ""
+    """What the machine is, for people; empty lets the node look."""
+    price_per_hour: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    """What an hour of the machine costs, in one currency for all nodes; shown with the tokens it samples."""
     token_file: Path | None = None
     """File holding the node's token for the dataflow server; read at each start."""
     join_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0

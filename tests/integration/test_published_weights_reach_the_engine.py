@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from astraflow.recipe import OptimizerSettings
+from astraflow_engine.linear import Linear
 from astraflow_engine.model_config import load_model_config
 from astraflow_engine.weights import load_weights
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm
@@ -21,7 +22,7 @@ from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.versions.log import VersionLog
 from support.engine_process import running_engine
 from support.published_models import ModelPublisher
-from support.tiny_models import load_reference, reference_logprobs, save_tiny_model
+from support.tiny_models import load_reference, matrix_of, reference_logprobs, save_tiny_model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -95,14 +96,14 @@ def assert_samples_like(url: str, directory: Path, *, version: str) -> None:
 
 
 LAYER = {
-    "qkv_DC": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "output_QD": ("self_attn.o_proj",),
-    "gate_up_DC": ("mlp.gate_proj", "mlp.up_proj"),
-    "down_FD": ("mlp.down_proj",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
     "attention_norm_D": ("input_layernorm",),
     "mlp_norm_D": ("post_attention_layernorm",),
 }
-"""The engine's arrangement of a decoder layer: matrices transposed, some of them side by side."""
+"""The engine's arrangement of a decoder layer: some matrices are one."""
 
 
 def assert_same_bits(directory: Path, published: dict[str, Array]) -> None:
@@ -114,7 +115,11 @@ def assert_same_bits(directory: Path, published: dict[str, Array]) -> None:
     for index, layer in enumerate(loaded.layers):
         for name, parts in LAYER.items():
             expected = torch.cat([floats[f"model.layers.{index}.{part}.weight"] for part in parts])
-            assert torch.equal(getattr(layer, name), expected.mT if expected.ndim > 1 else expected), name
+            found = getattr(layer, name)
+            assert torch.equal(
+                matrix_of(found, num_inputs=expected.shape[1]) if isinstance(found, Linear) else found,
+                expected,
+            ), name
 
 
 def widened(bits: Array) -> torch.Tensor:

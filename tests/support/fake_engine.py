@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from astraflow.plugins import VersionSpan
-from astraflow_raas.engine.base import EngineUnavailable, GenerateCall, Generation
+from astraflow_raas.engine.base import EngineLoad, EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.engine.slots import EngineSlots
 
 STOP_TOKEN = 2
+IDLE = EngineLoad(running=0, waiting=0, kv_usage=0.0, tokens_per_s=0.0)
 
 
 @dataclass
@@ -38,6 +39,7 @@ class FakeEngine:
     canary_token: int = 3
     sampled_as: int | None = None
     """Version that such a proof names; unset: the served one."""
+    reported_load: EngineLoad | Exception = IDLE
     num_resumed: int = 0
     closed: bool = False
     slots: EngineSlots = field(default_factory=lambda: EngineSlots(1024))
@@ -86,6 +88,12 @@ class FakeEngine:
     async def served_version(self) -> int | None:
         self._require_up()
         return self.version
+
+    async def load(self) -> EngineLoad:
+        self._require_up()
+        if isinstance(self.reported_load, Exception):
+            raise self.reported_load
+        return self.reported_load
 
     async def check_health(self) -> None:
         self._require_up()

@@ -4,7 +4,7 @@ Weights are saved in bf16 as a trainer publishes them; the reference computes in
 which is what the engine promises to agree with.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,3 +118,8 @@ def reference_greedy_across_swap(
         logprobs.append(float(torch.log_softmax(logits, dim=-1)[token]))
         fed = [token]
     return tokens, logprobs
+
+
+def matrix_of(linear: Callable[[torch.Tensor], torch.Tensor], *, num_inputs: int) -> torch.Tensor:
+    """The matrix [outputs, inputs] of a product without a bias, bit by bit."""
+    return linear(torch.eye(num_inputs)).T

@@ -78,6 +78,19 @@ class Generation:
     finish_reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy an engine is at this moment."""
+
+    running: float
+    """Sequences being sampled."""
+    waiting: float
+    """Sequences that wait for a place in it."""
+    kv_usage: float | None
+    """Share in use of the memory for keys and values, from 0 to 1; None when it is not known."""
+    tokens_per_s: float
+
+
 class Engine(Protocol):
     """One inference engine serving one policy. Every call has a deadline of its own."""
 
@@ -111,6 +124,9 @@ class Engine(Protocol):
 
     async def served_version(self) -> int | None:
         """Version the engine serves, None when it was started without one. Raises EngineUnavailable."""
+
+    async def load(self) -> EngineLoad:
+        """How busy it says it is. Raises EngineUnavailable, EngineRefused, EngineFaulty when it does not say."""
 
     async def check_health(self) -> None:
         """Return when the engine proves that it can sample. Raises EngineUnavailable."""

@@ -14,16 +14,19 @@ from astraflow_raas.engine.answers import generate_body, is_version_number, read
 from astraflow_raas.engine.base import (
     EngineDoubtful,
     EngineFaulty,
+    EngineLoad,
     EngineRefused,
     EngineUnavailable,
     GenerateCall,
     Generation,
 )
+from astraflow_raas.engine.load import read_load
 from astraflow_raas.engine.server_info import ServerInfo, read_server_info
 from astraflow_raas.engine.slots import EngineSlots
 from astraflow_raas.engine.transport import EngineTransport, brief
 
 _HEALTH_TIMEOUT_S = 25.0
+_LOAD_TIMEOUT_S = 2.0
 _SETTLE_S = 0.1
 _RESUME = {"torch_empty_cache": False}
 
@@ -94,6 +97,10 @@ class HttpEngine:
         version = info.get("weight_version") if isinstance(info, dict) else None
         self._served = int(version) if is_version_number(version) else None
         return self._served
+
+    async def load(self) -> EngineLoad:
+        answer = await self._transport.get_once("/v1/loads?include=core", timeout_s=_LOAD_TIMEOUT_S)
+        return read_load(answer, where=f"the engine at {self.base_url}")
 
     async def check_health(self) -> None:
         # Sent once: whoever asks has an idea of its own how often to ask.

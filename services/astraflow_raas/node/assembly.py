@@ -26,6 +26,7 @@ from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.node.engine_host import ChildHost, HostSettings, Launch, RemoteHost
 from astraflow_raas.node.folder import NodeFolder
 from astraflow_raas.node.joining import FoundRun
+from astraflow_raas.node.load_watch import LoadWatch
 from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node, PolicyParts, PolicyTable, node_state
 from astraflow_raas.policies.external_model import ExternalModel, endpoints_of
@@ -99,7 +100,9 @@ def spared_policies(inputs: NodeInputs) -> frozenset[str]:
 def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -> Node:
     """Put a node together from its policies and its pusher, and let them hear of what was announced already."""
     session = _session(inputs, policies, pusher)
-    worker = _worker(inputs, policies, pusher, session)
+    load = _load_watch(inputs, policies, session)
+    worker = _worker(inputs, policies, pusher, session, load)
+    load.on_change = worker.state_changed
     for part in policies.parts.values():
         part.policy.on_change = worker.state_changed
     pusher.on_change = worker.state_changed
@@ -114,6 +117,7 @@ def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -
         scorer=inputs.workflow.scorer,
         session=session,
         pusher=pusher,
+        load=load,
         worker=worker,
     )
 
@@ -149,7 +153,20 @@ def _externals(inputs: NodeInputs) -> dict[str, ExternalModel]:
     return found
 
 
-def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: Session) -> Worker:
+def _load_watch(inputs: NodeInputs, policies: PolicyTable, session: Session) -> LoadWatch:
+    recipe = inputs.found.recipe
+    return LoadWatch(
+        {name: part.policy for name, part in policies.parts.items()},
+        episodes=lambda: session.num_running,
+        most_episodes=inputs.request.max_concurrent_tasks,
+        group_size=recipe.dataflow.group_size,
+        episode_timeout_s=recipe.raas.episode_timeout_s,
+    )
+
+
+def _worker(
+    inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: Session, load: LoadWatch
+) -> Worker:
     hooks = WorkerHooks(
         announce=policies.announce,
         data_lost=pusher.push_recent_again,
@@ -163,7 +180,7 @@ def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: 
         joined=inputs.joined,
         group_size=inputs.found.recipe.dataflow.group_size,
         runner=session,
-        state=lambda: node_state(policies, pusher),
+        state=lambda: node_state(policies, pusher, load),
         hooks=hooks,
         metrics=inputs.metrics,
     )

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from astraflow_engine import model_config, scheduler
 from astraflow_engine.core import CoreLimits, EngineCore
 from astraflow_engine.errors import CacheInUse
+from astraflow_engine.linear import Linear
 from astraflow_engine.requests import Completion, FinishKind, GenerateRequest, PauseMode, SamplingParams
 from astraflow_engine.weights import Weights, load_weights
 from support import manual_clock, tiny_models
@@ -375,7 +376,7 @@ def test_an_abort_ends_only_what_it_names(core: EngineCore, old: Model) -> None:
 
 def test_nan_ends_the_request_and_spoils_nothing_after_it(core: EngineCore, old: Model) -> None:
     first, *others = old.weights.layers
-    layer = replace(first, qkv_DC=torch.full_like(first.qkv_DC, float("nan")))
+    layer = replace(first, qkv=Linear(torch.full((64, 32), float("nan"))))
     swap(core, replace(old, weights=replace(old.weights, layers=(layer, *others))))
     broken = run(core, *(ask(str(index), PROMPTS[3]) for index in range(4)))
     assert all(completion.finish.faulty and completion.tokens == () for completion in broken.values())

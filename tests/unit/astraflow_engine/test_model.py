@@ -27,7 +27,7 @@ class Feeder:
         places = {"positions_BN": positions, "write_at_BN": positions, "rows_B": torch.tensor(rows)}
         length = start + tokens.shape[1]
         hidden = self.model.extend(self.weights, self.cache, tokens_BN=tokens, length=length, **places)
-        return hidden @ self.weights.head_DV
+        return self.weights.head(hidden)
 
     def decode(self, tokens: torch.Tensor, *, position: int, idle: list[int]) -> torch.Tensor:
         """Logits [B, V] of one token for each leading row; idle rows write to the dump column."""
@@ -36,7 +36,7 @@ class Feeder:
         write_at[idle] = CAPACITY
         places = {"positions_B": positions, "write_at_B": write_at}
         hidden = self.model.decode(self.weights, self.cache, tokens_B=tokens, length=position + 1, **places)
-        return hidden @ self.weights.head_DV
+        return self.weights.head(hidden)
 
 
 SHAPES = [

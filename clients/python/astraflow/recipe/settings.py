@@ -214,6 +214,10 @@ class DataflowSettings(BatchSettings):
     """When tasks of several trained roles are leased: while the policy of `any` role has room in its staleness window
     (leases name the roles without, and workflows skip their trajectories), or only while those of `all` roles have.
     """
+    alternate_every_steps: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Policies are trained in turns of so many steps, in the order of their names, and frozen between them.
+    Unset: all at once.
+    """
     min_acceptance: float = Field(default=0.1, gt=0, le=1)
     """Floor of the moving average of groups surviving filters, used by admission."""
     lease_ttl_s: float = Field(default=20.0, ge=0.5, le=3600)
@@ -398,8 +402,14 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _policies_fit(self) -> Recipe:
-        if not any(policy.train for policy in self.policies.values()):
+        num_trained = sum(policy.train for policy in self.policies.values())
+        if not num_trained:
             raise ValueError("no policy is trained; take `train: false` from one of policies")
+        if self.dataflow.alternate_every_steps and num_trained == 1:
+            raise ValueError(
+                f"dataflow.alternate_every_steps is {self.dataflow.alternate_every_steps} and one policy is trained; "
+                "take it out, or train another policy"
+            )
         _ = self.resolved_roles
         return self
 
