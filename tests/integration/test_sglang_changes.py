@@ -177,6 +177,8 @@ async def test_pause_per_gb_of_both(tmp_path: Path) -> None:
             assert bool(loaded) == bool(share)
             kind = "first" if loaded and loaded[0]["traced"] else f"{share:.2%}" if share else "whole"
             pauses.setdefault(kind, []).append(pause_s / size_gb)
+            if loaded:
+                pauses.setdefault(f"{kind}, the loader alone", []).append(loaded[0]["seconds"] / size_gb)
     report(
         size_gb=round(size_gb, 3),
         seconds_per_gb={
