@@ -136,7 +136,9 @@ class NodeProcess:
 
     def events(self, name: str) -> list[Mapping[str, object]]:
         """Its log lines of one event, oldest first."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        text = self.log.read_text()
+        whole = text[: text.rfind("\n") + 1].splitlines()  # the last one may still be being written
+        lines = [json.loads(line) for line in whole if line.startswith("{")]
         return [line for line in lines if line.get("event") == name]
 
     def send(self, number: signal.Signals) -> None:
