@@ -104,7 +104,12 @@ async def local_node(
             joined=await join_run(client, request, patience_s=5.0),
             client=client,
             workflow=load_workflow(
-                found.run, found.recipe, into=folder / "code", allowed=False, endpoint=endpoint, served=served
+                found.run,
+                found.recipe,
+                into=folder / "code",
+                allowed=settings.allow_recipe_code,
+                endpoint=endpoint,
+                served=served,
             ),
             endpoint=endpoint,
             served=served,
