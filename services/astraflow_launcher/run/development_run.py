@@ -158,8 +158,9 @@ class DevelopmentRun:
 
     async def _start_trainer(self, policy: str) -> None:
         """Start all ranks; the first one answers for them. That of a frozen policy publishes its weights and ends."""
-        settings = self._options.loaded.recipe.policy(policy)
-        if settings.model.external is not None:
+        recipe = self._options.loaded.recipe
+        settings = recipe.policy(policy)
+        if settings.model.external is not None or policy in recipe.snapshots:
             return
         if not settings.train:
             spec = self._trainer_spec(policy, rank=0, meeting_port=0, size=1)

@@ -237,9 +237,10 @@ class _PolicyMaker:
         def open_mirror(model_bytes: int) -> Mirror:
             return Mirror(self._mirrors.choose(run_id, name, model_bytes=model_bytes))
 
+        snapshot = self._inputs.found.recipe.snapshots.get(name)
         return MirrorSource(
             self._store,
-            log_reader=VersionLog(self._store, run_id=run_id, policy_id=name),
+            log_reader=VersionLog(self._store, run_id=run_id, policy_id=snapshot.of if snapshot else name),
             mirror=Mirror(found) if found is not None else None,
             open_mirror=open_mirror,
         )

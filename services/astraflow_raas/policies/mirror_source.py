@@ -2,10 +2,12 @@
 
 Invariant: only the entry that the server announced is activated: its sha256 in the log must be the announced
 one, so neither a stale listing nor a tampered store can slip in another version. Blocking; `weight_sync`
-calls it in a thread, one call at a time.
+calls it in a thread, one call at a time. A policy that is a snapshot of another mirrors that one's versions, under the
+numbers of its own announcements.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from astraflow.dataflow.v1 import version_pb2
@@ -38,11 +40,14 @@ class MirrorSource:
         self._log = log_reader
         self._mirror = mirror
         self._open_mirror = open_mirror
+        self._announced_as: dict[int, int] = {}
+        """Of a snapshot policy: versions in the store, and as what they were announced last."""
 
     @property
     def version(self) -> int | None:
         """Version the mirror holds whole, None before the first; it may be one of an earlier life of this node."""
-        return self._mirror.version if self._mirror else None
+        held = self._mirror.version if self._mirror else None
+        return None if held is None else self._announced_as.get(held, held)
 
     @property
     def counts(self) -> PullCounts:
@@ -56,14 +61,15 @@ class MirrorSource:
 
     def try_hold(self) -> Hold | None:
         """Keep the version as it is while an engine loads. Any thread."""
-        return self._mirror.try_hold() if self._mirror else None
+        held = self._mirror.try_hold() if self._mirror else None
+        return held and replace(held, version=self._announced_as.get(held.version, held.version))
 
     def prefetch(self, announced: version_pb2.Version) -> None:
         """Bring what the announced version is made of to this machine, and leave the mirror as it is.
 
         Raises as `fetch` does.
         """
-        self._find(announced).prefetch(self._store, self._log, target=announced.version)
+        self._find(announced).prefetch(self._store, self._log, target=_stored(announced))
 
     def fetch(self, announced: version_pb2.Version) -> Path:
         """Bring the mirror to the announced version, verified tensor by tensor; returns its folder.
@@ -71,14 +77,16 @@ class MirrorSource:
         Raises UnknownVersionError (retry) when the log does not list it yet, CorruptManifest when its entry
         is not the announced one, and what `Mirror.advance` raises.
         """
-        result = self._find(announced).advance(self._store, self._log, target=announced.version)
+        result = self._find(announced).advance(self._store, self._log, target=_stored(announced))
+        if announced.snapshot_of:
+            self._announced_as[result.version] = announced.version
         _report(result)
         return result.directory
 
     def _find(self, announced: version_pb2.Version) -> Mirror:
         """Read the log and compare its entry with the announced one; returns the mirror that is to hold it."""
         self._log.refresh()
-        record = self._log.record(announced.version)
+        record = self._log.record(_stored(announced))
         if announced.manifest_sha256 and record.manifest_sha256 != announced.manifest_sha256:
             raise CorruptManifest(
                 f"version {announced.version} of policy {announced.policy_id!r}: entry {record.sequence} in "
@@ -86,8 +94,13 @@ class MirrorSource:
                 f"{announced.manifest_sha256.hex()[:16]}…; store and server belong to different histories"
             )
         if self._mirror is None:
-            self._mirror = self._open_mirror(self._log.manifest(announced.version).size_bytes)
+            self._mirror = self._open_mirror(self._log.manifest(_stored(announced)).size_bytes)
         return self._mirror
+
+
+def _stored(announced: version_pb2.Version) -> int:
+    """The number in the store of what was announced."""
+    return announced.snapshot_version if announced.snapshot_of else announced.version
 
 
 def _report(result: AdvanceResult) -> None:

@@ -124,7 +124,7 @@ def _policies(status: pb.StatusResponse) -> list[RenderableType]:
         shown.add_row(
             policy.policy_id + _kind(policy),
             str(policy.last_finished_step),
-            str(policy.version.version) if policy.HasField("version") else "–",
+            _version(policy),
             f"{policy.version.density:.1%}" if policy.version.version else "–",
             number_text(policy.recent_training_reward),
             _staleness(policy),
@@ -139,6 +139,13 @@ def _kind(policy: pb.PolicyStatus) -> str:
     if policy.waits_for_turn_of:
         return f" (frozen, {policy.waits_for_turn_of}'s turn)"
     return " (external)" if policy.external else " (not trained)" if policy.frozen else ""
+
+
+def _version(policy: pb.PolicyStatus) -> str:
+    if not policy.HasField("version"):
+        return "–"
+    of = policy.version.snapshot_of
+    return f"{of}@{policy.version.snapshot_version}" if of else str(policy.version.version)
 
 
 def _staleness(policy: pb.PolicyStatus) -> str:
