@@ -92,12 +92,13 @@ async def test_what_cannot_be_played_or_graded_fails_the_episode_with_its_reason
 
 async def test_a_step_is_trained_on_the_tokens_that_were_sampled(world: World, tmp_path: Path) -> None:
     use = "astraflow_raas.workflows.agent_process:AgentProcess"
-    workflow = json.dumps({"use": use, "with": settings()})
-    dataset = json.dumps(
-        {"use": "astraflow_environment.adapters.task_numbers:TaskNumbers", "with": {"num_train": 4}}
-    )
-    raas = {"workflow": workflow, "max_concurrent_tasks": 1, "episode_timeout_s": 300}
-    await world.create_run(dataset=dataset, groups_per_step=1, raas=raas)
+    numbers = "astraflow_environment.adapters.task_numbers:TaskNumbers"
+    overrides = [
+        f"run.dataset={json.dumps({'use': numbers, 'with': {'num_train': 4}})}",
+        f"raas.workflow={json.dumps({'use': use, 'with': settings()})}",
+    ]
+    raas = {"max_concurrent_tasks": 1, "episode_timeout_s": 300}
+    await world.create_run(overrides=overrides, groups_per_step=1, raas=raas)
     trainer = await world.trainer()
     async with local_node(world.address, tmp_path, allow_recipe_code=True) as local:
         batch = None

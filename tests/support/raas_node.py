@@ -120,6 +120,8 @@ async def local_node(
         )
         pusher = Pusher(client, metrics=metrics, limits=limits, files=SpoolFiles(folder / "spool" / node_id))
         node = connect_node(inputs, policies=PolicyTable(parts), pusher=pusher)
+        for service in node.services:
+            await service.start()
         running = [asyncio.create_task(service.run()) for service in node.services]
         local = LocalNode(node, engines, drain_requested)
         try:
