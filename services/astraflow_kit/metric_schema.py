@@ -84,6 +84,12 @@ _ENTRIES = (
         "astraflow_raas_version_failures_total", Kind.COUNTER, "Failed activations.", ("policy", "reason")
     ),
     Metric(
+        "astraflow_raas_weight_mismatches_total",
+        Kind.COUNTER,
+        "Engines that answered otherwise than their weights do.",
+        ("policy",),
+    ),
+    Metric(
         "astraflow_raas_external_calls_total",
         Kind.COUNTER,
         "Attempts of calls to external endpoints.",

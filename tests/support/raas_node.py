@@ -45,6 +45,12 @@ class BytelessWeights(MirrorSource):
     counts = PullCounts()
     damage: VerificationFailed | None = None
 
+    def probe(self, version: int) -> None:
+        return None
+
+    def changes(self, version: int) -> None:
+        return None
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 

@@ -14,6 +14,11 @@ class EngineSlots:
         self._free = [per_rank] * num_ranks
 
     @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks, each with weights of its own."""
+        return len(self._free)
+
+    @property
     def num_free(self) -> int:
         """Free places of the rank that has most."""
         return max(self._free)

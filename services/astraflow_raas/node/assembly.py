@@ -18,6 +18,8 @@ from astraflow.dataflow.v1 import run_service_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
+from astraflow_raas.engine.base import PauseMode
+from astraflow_raas.engine.changed_elements import ChangedOrders
 from astraflow_raas.engine.command import EngineCommand, share_gpus
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import start_engine
@@ -43,6 +45,7 @@ from astraflow_raas.timeline import Timeline
 from astraflow_raas.work.session import Session, SessionSettings
 from astraflow_raas.work.worker import Worker, WorkerHooks
 from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
 
@@ -223,6 +226,7 @@ class _PolicyMaker:
             source=await asyncio.to_thread(self._source, name),
             metrics=self._inputs.metrics,
             evaluation_hold_s=self._settings.evaluation_hold_s,
+            running=PauseMode(self._inputs.found.recipe.raas.swap),
         )
         hosts = [
             self._host(policy, weights, replica, own)
@@ -234,14 +238,16 @@ class _PolicyMaker:
         run_id = self._inputs.request.run_id
         found = self._mirrors.find(run_id, name)
 
+        mirrors = MirrorSettings(record_changes=self._loads_changes)
+
         def open_mirror(model_bytes: int) -> Mirror:
-            return Mirror(self._mirrors.choose(run_id, name, model_bytes=model_bytes))
+            return Mirror(self._mirrors.choose(run_id, name, model_bytes=model_bytes), settings=mirrors)
 
         snapshot = self._inputs.found.recipe.snapshots.get(name)
         return MirrorSource(
             self._store,
             log_reader=VersionLog(self._store, run_id=run_id, policy_id=snapshot.of if snapshot else name),
-            mirror=Mirror(found) if found is not None else None,
+            mirror=Mirror(found, settings=mirrors) if found is not None else None,
             open_mirror=open_mirror,
         )
 
@@ -277,16 +283,23 @@ class _PolicyMaker:
             )
         return self._engine_at(self._settings.engine)
 
-    def _engine_at(self, base_url: str) -> HttpEngine:
+    @property
+    def _loads_changes(self) -> bool:
+        return self._settings.engine_update == "changed" and self._settings.engine == SGLANG_ENGINE
+
+    def _engine_at(self, base_url: str, *, orders: ChangedOrders | None = None) -> HttpEngine:
         return HttpEngine(
             base_url,
+            orders=orders,
             request_timeout_s=self._settings.engine_request_timeout_s,
             swap_timeout_s=self._settings.engine_swap_timeout_s,
             control_timeout_s=self._stall_s,
         )
 
     def _launch(self, name: str, *, number: int, gpus: tuple[int, ...]) -> Launch:
+        orders = ChangedOrders(self._folder.engine_orders(name, number)) if self._loads_changes else None
         command = EngineCommand(
+            orders=orders,
             kind=self._settings.engine,
             python=self._settings.engine_python or Path(sys.executable),
             extra_args=self._settings.engine_args,
@@ -295,6 +308,8 @@ class _PolicyMaker:
             seed=self._inputs.found.recipe.run.seed,
             gpus=gpus,
             tp_size=self._settings.engine_tp_size,
+            recomputes=self._inputs.found.recipe.raas.swap == "retract",
         )
         log_path = self._folder.engine_log(name, number)
-        return partial(start_engine, command, log_path=log_path, connect=self._engine_at)
+        connect = partial(self._engine_at, orders=orders)
+        return partial(start_engine, command, log_path=log_path, connect=connect)

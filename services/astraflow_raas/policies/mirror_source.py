@@ -13,10 +13,12 @@ from pathlib import Path
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.log import get_logger
 from astraflow_weights.errors import CorruptManifest, VerificationFailed
+from astraflow_weights.mirror.changes import ChangedElements
 from astraflow_weights.mirror.lock import Hold
 from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.probe import Probe
 from astraflow_weights.versions.pull import PullCounts
 
 log = get_logger(__name__)
@@ -40,6 +42,7 @@ class MirrorSource:
         self._log = log_reader
         self._mirror = mirror
         self._open_mirror = open_mirror
+        self._fetched: AdvanceResult | None = None
         self._announced_as: dict[int, int] = {}
         """Of a snapshot policy: versions in the store, and as what they were announced last."""
 
@@ -58,6 +61,16 @@ class MirrorSource:
     def damage(self) -> VerificationFailed | None:
         """What is known to be wrong with the mirror and could not be repaired yet."""
         return self._mirror.damage if self._mirror else None
+
+    def probe(self, version: int) -> Probe | None:
+        """What a model with the weights of a version answers; None when it does not say, or was not fetched last."""
+        return self._fetched.probe if self._fetched is not None and self._fetched.version == version else None
+
+    def changes(self, version: int) -> ChangedElements | None:
+        """What the last fetch changed to bring this version, where the mirror records it."""
+        return (
+            self._fetched.changes if self._fetched is not None and self._fetched.version == version else None
+        )
 
     def try_hold(self) -> Hold | None:
         """Keep the version as it is while an engine loads. Any thread."""
@@ -80,6 +93,9 @@ class MirrorSource:
         result = self._find(announced).advance(self._store, self._log, target=_stored(announced))
         if announced.snapshot_of:
             self._announced_as[result.version] = announced.version
+        # Numbers of a snapshot policy are the server's: what changed between those in the store says nothing of them.
+        changes = None if announced.snapshot_of else result.changes
+        self._fetched = replace(result, version=announced.version, changes=changes)
         _report(result)
         return result.directory
 

@@ -299,6 +299,10 @@ class RaasSettings(Section):
     """Tasks a node runs at once."""
     episode_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     """Time one episode may take."""
+    swap: Literal["in_place", "retract"] = "in_place"
+    """What becomes of running calls when a newer version is loaded: they go on with the keys and values that they have,
+    or these are computed anew with the new weights, which costs a prefill of each.
+    """
 
 
 class OptimizerSettings(Section):
@@ -334,6 +338,8 @@ class PublishSettings(Section):
     """
     collect_after_s: float = Field(default=900.0, ge=0, le=86_400)
     """Seconds between marking old parts and deleting them."""
+    probe: bool = True
+    """Publish with each version what it answers to fixed prompts; nodes compare what their engines answer."""
     codec: Literal["rice", "rice_ctx"] = "rice"
     """How deltas are coded. `rice_ctx` sends about 0.7 of the bytes for about 2.5 times the CPU: for slow or
     billed links. How to choose: docs/weights.md.
