@@ -82,6 +82,18 @@ async def test_calls_beyond_the_requests_in_flight_wait_and_share_the_next_one()
     assert setup.sizes == [1, 1, 3]
 
 
+async def test_calls_enough_for_a_request_do_not_wait_for_those_in_flight() -> None:
+    setup = Setup(max_requests=1)
+    calls = await setup.stalled("a")
+    calls += setup.generating(*(f"early-{number}" for number in range(15)))
+    await asyncio.sleep(0.01)
+    assert setup.sizes == [1]
+    calls += await setup.stalled("last")
+    assert setup.sizes == [1, 16]
+    setup.engine.may_answer.set()
+    await asyncio.gather(*calls)
+
+
 async def test_a_cancelled_call_is_aborted_and_its_neighbours_go_on(setup: Setup) -> None:
     doomed, lucky = await setup.stalled("doomed", "lucky")
     doomed.cancel()
