@@ -69,6 +69,11 @@ def rollout(
     notes = [f"load average before: {load:.1f}, after: {os.getloadavg()[0]:.1f}"]
     if python is None:
         notes.append(f"SGLang was not measured: there is no {sglang_python}; `make sglang-env` makes it")
+    _show(figures, notes, as_json=as_json, write=write)
+
+
+def _show(figures: Sequence[Figure], notes: Sequence[str], *, as_json: bool, write: Path | None) -> None:
+    """Print and write what was found; status 1 when a target was missed."""
     origin = Origin.here()
     text = _as_json(figures, notes, origin)
     table = "\n".join([*_rows(figures), "", *(f"* {note}" for note in notes)])

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from transformers.utils import logging as transformers_logging
+
 from astraflow_bench.rollout.endpoint import measure_endpoint
 from astraflow_bench.rollout.figures import Figure
 from astraflow_bench.rollout.generation import measure_generation
@@ -51,6 +53,7 @@ async def measure(
     sizes: Sizes, *, recipe: Path, sglang: Path | None, folder: Path, say: Callable[[str], None]
 ) -> list[Figure]:
     """Return every figure; those of SGLang only where its Python is given."""
+    transformers_logging.disable_progress_bar()
     models = {"0.56 M": save_model(folder / "quickstart", QUICKSTART)}
     if not sizes.is_quick:
         models["20 M"] = save_model(folder / "small", SMALL)
